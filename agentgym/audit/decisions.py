@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
@@ -16,9 +17,16 @@ from agentgym.audit.steps import StepRecord
 from agentgym.config import RunConfig
 from agentgym.evaluation.evidence import result_of_step
 from agentgym.evaluation.gate import Evidence
-from agentgym.evaluation.history import RECORD, Entry, Version
+from agentgym.evaluation.history import RECORD, Entry, History, HistoryElsewhere, Version
 from agentgym.evaluation.paired import align
-from agentgym.evaluation.promotion import DECISION, Promotions, artifact, judged_again, summary
+from agentgym.evaluation.promotion import (
+    DECISION,
+    FOLDER,
+    Promotions,
+    artifact,
+    judged_again,
+    summary,
+)
 from agentgym.evaluation.record import STEP as EVALUATION
 from agentgym.evaluation.result import RESULT, Result
 from agentgym.steps.step import Kind
@@ -33,51 +41,72 @@ MODULES = ("agentgym.evaluation.evaluate",)  # any: who played is no matter here
 def check_decisions(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """The whole history of the run's alias, and what the run says of its own part in it."""
+    """The whole history of the run's alias, that of this store where another one decides, and what
+    the run says of its own part in them.
+    """
     record = next((each for each in steps if each.step.kind is Kind.REGISTER), None)
     tracker = existing_ledger(cfg)
     if record is None or record.final is None or tracker is None:
         return
     told = record.final.results
     promotions = Promotions(store, tracker, str(told["model"]), str(told["alias"]))
-    entries = _history(promotions, checks)
-    for entry in entries:
-        with checks.guard(f"decision {entry.number}"):
-            _check_entry(store, entry, checks)
-            _check_shown(promotions, entry, checks)
-    for before, after in pairwise(entries):
-        same = after.before is None if before.after is None else before.after.is_same(after.before)
-        checks.expect(f"decision {after.number}", "who held the alias before", True, same)
-    own = next((each for each in entries if each.asked == record.key), None)
-    if own is not None:
-        checks.expect("register", "decision on the alias", summary(own), dict(told["champion"]))
+    deciding = _deciding(promotions)
+    histories = {each.began: each for each in (deciding, promotions.own) if each and each.began}
+    entries = {began: _history(each, checks) for began, each in histories.items()}
+    for began, history in histories.items():
+        _check_history(promotions, history, entries[began], checks)
+    every = [entry for own in entries.values() for entry in own]
+    decided = next((each for each in every if each.asked == record.key), None)
+    if decided is not None:
+        checks.expect("register", "decision on the alias", summary(decided), told["champion"])
     elif told["champion"]["moved"] or told["champion"]["rules"]:
         checks.fail("register: its decision is not in the history of the alias")
-    if promotions.history.is_owed:
-        checks.skipped += 1  # the last one was under way
+    if deciding is None or not deciding.began or deciding.is_owed:
+        checks.skipped += 1  # it cannot be reached, or the last decision was under way
         return
-    drift = promotions.standing(entries).drift
+    drift = promotions.standing(entries[deciding.began]).drift
     checks.counted += 1
     if drift:
         checks.fail(drift)
-    _check_tags(promotions, entries, checks)
+    _check_tags(promotions, every, checks)
 
 
-def _history(promotions: Promotions, checks: Checks) -> list[Entry]:
+def _deciding(promotions: Promotions) -> History | None:
+    try:
+        return promotions.history
+    except HistoryElsewhere:
+        return None
+
+
+def _check_history(
+    promotions: Promotions, history: History, entries: Sequence[Entry], checks: Checks
+) -> None:
+    """Each decision, and that each goes on from the one before."""
+    stores = (promotions.own.store, history.store)
+    for entry in entries:
+        with checks.guard(f"decision {entry.number}"):
+            _check_entry(stores, entry, checks)
+            _check_shown(promotions, history, entry, checks)
+    for before, after in pairwise(entries):
+        same = after.before is None if before.after is None else before.after.is_same(after.before)
+        checks.expect(f"decision {after.number}", "who held the alias before", True, same)
+
+
+def _history(history: History, checks: Checks) -> list[Entry]:
     """Its entries; that each commit names the one before, and none is missing."""
     before, entries = "", []
-    for commit in promotions.history.commits():
+    for commit in history.commits():
         where = f"promotions commit {commit.seq}"
         checks.expect(where, "records digest of the commit before", before, commit.follows)
         before = commit.records_digest
         if RECORD in commit.records:
             with checks.guard(where):
-                entries.append(promotions.history.entry(commit))
+                entries.append(history.entry(commit))
                 checks.expect(where, "number of the entry", len(entries), entries[-1].number)
     return entries
 
 
-def _check_entry(store: RunStore, entry: Entry, checks: Checks) -> None:
+def _check_entry(stores: Sequence[RunStore], entry: Entry, checks: Checks) -> None:
     """Judged again it comes to the same, by outcomes that are those of the evaluations."""
     where = f"decision {entry.number} on version {entry.candidate.number}"
     if entry.kind != "judged":
@@ -95,7 +124,8 @@ def _check_entry(store: RunStore, entry: Entry, checks: Checks) -> None:
     ):
         if version is None or not evidence.pairs:
             continue
-        result = _result(store, version, question)
+        results = (_result(store, version, question) for store in stores)
+        result = next((each for each in results if each is not None), None)
         if result is None:
             checks.skipped += 1  # its episodes are in another store, or were collected
             continue
@@ -119,22 +149,40 @@ def _result(store: RunStore, version: Version, question: str) -> Result | None:
     return result_of_step(store, final, MODULES)
 
 
-def _check_shown(promotions: Promotions, entry: Entry, checks: Checks) -> None:
+def _check_shown(promotions: Promotions, history: History, entry: Entry, checks: Checks) -> None:
     """MLflow has it as it is."""
     number = promotions.number_of(entry.candidate)
-    run_id = version_run(promotions.tracker, promotions.model, number) if number else ""
-    location = promotions.tracker.client.get_run(run_id).info.artifact_uri if run_id else ""
-    folder = local_path(location)
+    folder = _artifacts(promotions, number) if number else None
     if folder is None:
         checks.skipped += 1  # its model is gone, or its artifacts are remote
         return
-    path = folder / artifact(entry)
+    path, earlier = folder / artifact(history, entry), folder / FOLDER / f"{entry.number:04d}.json"
+    if not path.is_file() and earlier.is_file() and not _is_anothers(earlier, [entry]):
+        path = earlier
     if not path.is_file():
         checks.skipped += 1  # of a registry that was made anew
         return
     checks.expect(
         f"decision {entry.number}", "as MLflow has it", entry.to_bytes(), path.read_bytes()
     )
+
+
+def _artifacts(promotions: Promotions, number: str) -> Path | None:
+    """Folder of the artifacts of a version's run; None where it is remote, or there is no run."""
+    run_id = version_run(promotions.tracker, promotions.model, number)
+    location = promotions.tracker.client.get_run(run_id).info.artifact_uri if run_id else ""
+    return local_path(location)
+
+
+def _is_anothers(path: Path, entries: Sequence[Entry]) -> bool:
+    """Whether a decision of an earlier release is another store's: there the histories of several
+    stores had one place in MLflow, and overwrote each other.
+    """
+    try:
+        found = Entry.from_bytes(path.read_bytes())
+    except (ValueError, KeyError, TypeError):
+        return False
+    return all(found.at != entry.at for entry in entries)
 
 
 def _check_tags(promotions: Promotions, entries: Sequence[Entry], checks: Checks) -> None:
@@ -146,5 +194,18 @@ def _check_tags(promotions: Promotions, entries: Sequence[Entry], checks: Checks
         except LookupError:
             continue
         if DECISION in tags:
+            folder = _artifacts(promotions, number)
+            anothers = (
+                [
+                    sha256(path.read_bytes())
+                    for path in (folder / FOLDER).glob("*.json")
+                    if _is_anothers(path, entries)
+                ]
+                if folder
+                else []
+            )  # of an earlier release
+            if tags[DECISION] in anothers:
+                checks.skipped += 1
+                continue
             where = f"{promotions.model} version {number}"
             checks.expect(where, "its decision is in the history", True, tags[DECISION] in known)

@@ -90,7 +90,7 @@ def _history(cfg: RunConfig, arguments: argparse.Namespace) -> int:
                 say(line)
         holder = now.champion.number if now.champion else None
         say(
-            f"{cfg.registry.model_name}: {cfg.registry.alias} is"
+            f"{cfg.registered_model}: {cfg.registry.alias} is"
             + (f" version {holder}" if holder else " given to nobody")
         )
         if now.drift:
@@ -121,7 +121,7 @@ def _say_entry(entry: Entry, cfg: RunConfig, *, as_json: bool) -> None:
     if needed := entry.decision.get("needed_items"):
         say(f"  {needed} items of each environment would do: evaluation.num_items, gate.protocol")
     holder = f"version {entry.after.number}" if entry.after else "given to nobody"
-    say(f"{cfg.registry.model_name}: {cfg.registry.alias} is {holder}")
+    say(f"{cfg.registered_model}: {cfg.registry.alias} is {holder}")
 
 
 def _lines(entry: Entry) -> list[str]:

@@ -23,6 +23,7 @@ from agentgym.comparison.report import (
     spread_of,
 )
 from agentgym.evaluation.report import INK, MUTED, label, png_of, style
+from agentgym.evaluation.seeds import FEWEST_SEEDS
 
 Cells = Mapping[str, Mapping[str, RowJson]]  # method -> environment -> row
 
@@ -282,7 +283,7 @@ def _reading(table: Table) -> str:
             f" {own['max_turns']} turns"
         )
     seeds = sorted({seed for row in rows for seed in row["seeds"]})
-    several = len(seeds) > 1
+    several = min(len(row["seeds"]) for row in rows) >= FEWEST_SEEDS
     whys = {
         f"No success against turns in {literal(row['environment'])}: {literal(why)}."
         for row in rows

@@ -15,7 +15,7 @@ import numpy as np
 from agentgym.comparison.matrix import Cell
 from agentgym.comparison.versus import LOOKED_AT, horizon_of, sampled_slots
 from agentgym.evaluation import estimates
-from agentgym.evaluation.clustered import clustered_intervals, family_codes
+from agentgym.evaluation.clustered import family_codes
 from agentgym.evaluation.numbers import Table, ks
 from agentgym.evaluation.passk import FloatArray, Interval
 from agentgym.evaluation.record import RESULT, attempts_of
@@ -127,15 +127,9 @@ def _intervals(values: FloatArray, first: Judged, confidence: float) -> list[dic
 def interval_of(
     values: FloatArray, first: Judged, kind: Kind, confidence: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """(mean, low, high), each [...], of values [..., S, I]. One seed alone is what its evaluation
-    says, whose clusters are families where there are some; more are over seeds and items.
+    """(mean, low, high), each [...], of values [..., S, I], whose clusters are families where
+    there are some.
     """
-    many = values[None]  # both below take a table of tables
-    if values.shape[-2] > 1:
-        mean, low, high = crossed_intervals(many, kind=kind, confidence=confidence)
-    else:
-        codes = family_codes(list(first.table.families))
-        mean, low, high = clustered_intervals(
-            many[..., 0, :], codes, kind=kind, confidence=confidence
-        )
+    codes = family_codes(list(first.table.families))
+    mean, low, high = crossed_intervals(values[None], kind=kind, confidence=confidence, codes=codes)
     return mean[0], low[0], high[0]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from agentgym.evaluation.report import GRID, INK, MUTED, label, png_of, style
+from agentgym.evaluation.seeds import FEWEST_SEEDS
 
 Table = Mapping[str, Any]  # as `compare.table` returns it
 RowJson = Mapping[str, Any]
@@ -143,7 +144,9 @@ def results_png(table: Table) -> bytes:
     panels[0].set_ylim(max(places) + 0.7, -0.7)
     for axes in panels:
         axes.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
-    interval = f"{100 * table['confidence']:g} % interval over seeds and items"
+    interval = (
+        f"{100 * table['confidence']:g} % interval over {sources(table).removesuffix(' alike')}"
+    )
     caption = (
         f"success · dot and line: mean and {interval} · small dots: seeds · bar: from the start"
     )
@@ -302,12 +305,26 @@ def _reading(table: Table) -> str:
         f" seed, {settings['max_turns']} turns, one greedy episode and {settings['num_samples']}"
         f" samples at temperature {settings['temperature']:g} per item, unless a row says"
         " otherwise. Gains are over the row's own start, in points. Brackets:"
-        f" {100 * table['confidence']:g} % intervals over seeds and items alike, paired item by"
+        f" {100 * table['confidence']:g} % intervals over {sources(table)}, paired item by"
         " item and seed by seed (coverage.json says how often they hold). A contrast is at a"
         f" ceiling where both rows are within {100 * CEILING:g} points of 100: there little can"
         " show. Validation success (one sample per item) is of other items than the test. CPU-s:"
         " of the training process, mean over seeds, without environment servers, validation and"
         " evaluation."
+    )
+
+
+def sources(table: Table) -> str:
+    """What the table's intervals are over."""
+    counts = [len(row["seeds"]) for row in table["rows"]]
+    counts += [
+        len(found["per_seed"])
+        for contrast in table["contrasts"]
+        for found in contrast["difference"].values()
+    ]
+    few = min(counts) < FEWEST_SEEDS
+    return (
+        f"items, not seeds, of fewer than {FEWEST_SEEDS} seeds" if few else "seeds and items alike"
     )
 
 

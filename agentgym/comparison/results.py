@@ -8,8 +8,8 @@ items | of a share, over seeds and items: `seeds.crossed_interval` | | gain of a
 `row - its own start`, item by item and seed by seed | the same, of a difference | | contrast of two
 rows | the same of `a - b`, over the seeds both have | the same, of a difference |
 
-It speaks about other seeds and other items alike, and the value of every seed is reported beside
-it.
+It speaks about other seeds and other items alike, of fewer than `seeds.FEWEST_SEEDS` seeds about
+other items alone, and the value of every seed is reported beside it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from agentgym.comparison.judged import Judged, curves_json, interval_of, read_ju
 from agentgym.comparison.matrix import Cell, comparison_key, contrast_rows
 from agentgym.comparison.report import AXES, CEILING, Table
 from agentgym.comparison.shown import logged_tables, result_files
+from agentgym.evaluation.clustered import family_codes
 from agentgym.evaluation.estimates import per_item
 from agentgym.evaluation.passk import FloatArray, Interval
 from agentgym.evaluation.score import keys
 from agentgym.evaluation.seeds import Kind, crossed_interval
 from agentgym.pipeline.table import finished, open_store, steps_of
-from agentgym.steps.context import OUTCOMES
+from agentgym.steps.context import FAMILIES, OUTCOMES
 from agentgym.store.files import write_whole
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
@@ -65,6 +66,7 @@ class CellResult:
     training: tuple[Point, ...]  # of its optimizer steps
     evaluated: tuple[Point, ...]  # of the evaluations before and after
     judged: Judged | None = None  # the evaluation after, in a column of environments
+    families: tuple[str | None, ...] | None = None  # of each item; None: in `judged`, or not kept
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ class Row:
     ) -> Estimate:
         level, judged = confidence or self.confidence, self.cells[0].judged
         if judged is None:
-            interval = crossed_interval(values, kind=kind, confidence=level)
+            codes = family_codes(self.cells[0].families)
+            interval = crossed_interval(values, kind=kind, confidence=level, codes=codes)
         else:
             mean, low, high = interval_of(values, judged, kind, level)
             num_items = int((~np.isnan(values)).any(axis=0).sum())
@@ -368,7 +371,15 @@ def _read_cell(cell: Cell, answers: dict[str, Manifest]) -> CellResult:
         cost,
         tuple(points),
         tuple(evaluated),
+        families=_families(store, evaluation),
     )
+
+
+def _families(store: RunStore, evaluation: Manifest) -> tuple[str | None, ...] | None:
+    """Of each item; an earlier version kept none."""
+    if FAMILIES not in evaluation.blobs:
+        return None
+    return tuple(json.loads(store.read(evaluation, FAMILIES)))
 
 
 def _outcomes(cell: Cell, store: RunStore, evaluation: Manifest) -> dict[str, FloatArray]:

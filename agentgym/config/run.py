@@ -285,8 +285,24 @@ class RunConfig(Section):
 
     @property
     def experiment(self) -> str:
-        """MLflow's: one for each mix of environments, unless it has a name."""
-        return self.tracking.experiment or "-".join(["agentgym", *(env.name for env in self.envs)])
+        """MLflow's experiment: named by the rule, unless a name was set."""
+        return self.tracking.experiment or self._rule_name
+
+    @property
+    def registered_model(self) -> str:
+        """Name of the registered model: by the rule, unless a name was set."""
+        return self.registry.model_name or self._rule_name
+
+    @property
+    def _rule_name(self) -> str:
+        """The name that follows the environments, of experiment and registered model alike."""
+        return "-".join(["agentgym", *(env.name for env in self.envs)])
+
+    def semantic(self) -> dict[str, Any]:
+        """As of every section; the registered model by its name, whether it was set or follows."""
+        tree = super().semantic()
+        tree["registry"]["model_name"] = self.registered_model
+        return tree
 
     @property
     def tracking_uri(self) -> str:

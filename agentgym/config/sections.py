@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -356,8 +357,26 @@ class PipelineConfig(Section):
 
 
 class RegistryConfig(Section):
-    model_name: str = setting("agentgym-babyai", "name in the registry", pattern=r"^[\w .-]+$")
-    alias: str = setting("champion", "alias that the gate moves")
+    model_name: str = setting(
+        "",
+        "name in MLflow's registry: letters, digits, _, - and blanks; empty: agentgym- and the"
+        " names of the environments",
+        pattern=r"^$|^[\w-][\w -]*$",
+        max_length=256,
+    )
+    alias: str = setting(
+        "champion", "alias that the gate moves: letters, digits, _ and -", pattern=r"^[\w-]+$"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """MLflow keeps `latest` and v1, v2, ... for itself."""
+        if self.alias == "latest" or re.fullmatch(r"[vV]\d+", self.alias):
+            raise ValueError(
+                f"registry.alias {self.alias!r} has a meaning of its own in MLflow; name another"
+                " one, for example champion"
+            )
+        return self
 
 
 class TrackingConfig(Section):

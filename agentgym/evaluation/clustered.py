@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from scipy.special import ndtri, stdtr, stdtrit  # scipy.stats checks more, and costs 50 times it
 
 from agentgym.evaluation.passk import Interval
-from agentgym.evaluation.seeds import RARE, score_bounds, telling
 
 FloatArray = NDArray[np.float64]
 # of a value: a share in 0 .. 1, a difference of two in -1 .. 1, or any number
@@ -36,6 +35,7 @@ Kind = Literal["share", "difference", "number"]
 # families that can be clusters; with fewer, what other families would do is not known, and the
 # interval speaks of these ones' items
 FEWEST = 5
+RARE = 6  # items; with fewer a normal approximation is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,3 +165,42 @@ def _rare(values: FloatArray, mean: FloatArray, kind: Kind) -> NDArray[np.bool_]
     """[...] Whether fewer items than a normal approximation needs make the result what it is."""
     end = 0.0 if kind == "difference" else np.round(mean)[..., None]
     return np.asarray(telling(np.nan_to_num(values - end, nan=0.0)) < RARE)
+
+
+def telling(off: FloatArray) -> FloatArray:
+    """[...] How many items make a result what it is: k where k are off alike, fewer where one
+    outweighs the others.
+
+    off: [..., I] from what says nothing: 0 for a difference, the nearer end for a share.
+    """
+    size = np.abs(off)
+    squares = (size**2).sum(axis=-1)
+    return np.asarray(
+        np.divide(size.sum(axis=-1) ** 2, squares, out=np.zeros_like(squares), where=squares > 0)
+    )
+
+
+def score_bounds(
+    mean: FloatArray,
+    variance: FloatArray,
+    quantile: FloatArray,
+    num_items: NDArray[np.int_],
+    rare: NDArray[np.bool_],
+) -> tuple[FloatArray, FloatArray]:
+    """The score interval of as many draws as would have this variance. rare: of at most one an
+    item.
+    [...]
+    """
+    spread = mean * (1 - mean)
+    draws = np.divide(
+        spread, variance, out=num_items.astype(np.float64), where=(variance > 0) & (spread > 0)
+    )
+    draws = np.where(rare, np.minimum(draws, num_items), draws)
+    turned = quantile**2 / draws
+    centre = (mean + turned / 2) / (1 + turned)
+    half = np.sqrt(turned * spread + turned**2 / 4) / (1 + turned)
+    # at 0 and 1 the bound equals the mean in exact arithmetic; rounding must not put it on the
+    # wrong side
+    low, high = np.clip(centre - half, 0.0, mean), np.clip(centre + half, mean, 1.0)
+    exact = (variance == 0) & ~rare  # items that all say the same, and neither 0 nor 1
+    return np.where(exact, mean, low), np.where(exact, mean, high)

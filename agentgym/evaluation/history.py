@@ -6,6 +6,9 @@ decide at once; its decision is a record, which names by digest the one before a
 An entry is *owed* until MLflow has its decision and its alias: then a commit without a decision
 says so. Whoever opens the history next brings what is owed to its end, so a kill between any two
 of them is mended by the same command.
+
+One history decides in a registry, wherever the stores are: a tag of the registered model says in
+which store it is (`Home`), and every store that can reach that one adds to it.
 """
 
 from __future__ import annotations
@@ -13,15 +16,21 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
+import logging
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, Self
 
+from agentgym.config import ConfigError
 from agentgym.store.lease import when_free
 from agentgym.store.manifest import Manifest, canonical_json, sha256
+from agentgym.store.place import StorePlace
 from agentgym.store.runstore import RunStore, StepWriter
+
+logger = logging.getLogger(__name__)
 
 STEP, RECORD = "promotions", "decision.json"
 WAIT_S = 120.0  # for another process that decides; it takes a second
@@ -105,6 +114,7 @@ class History:
     def __init__(self, store: RunStore, model: str, alias: str) -> None:
         self.store, self.model, self.alias = store, model, alias
         self.key = sha256(canonical_json({"model": model, "alias": alias}))
+        self._began = ""
 
     def entries(self) -> list[Entry]:
         """In order. Errors: DigestMismatch, BlobMissing, ValueError for one that is none."""
@@ -118,6 +128,16 @@ class History:
         return Entry.from_bytes(self.store.read(commit, RECORD))
 
     @property
+    def began(self) -> str:
+        """Name of this history among others of the alias: its first decision's digest, 64 hex
+        digits. Empty before that.
+        """
+        if not self._began:
+            decisions = (c.records[RECORD] for c in self.commits() if RECORD in c.records)
+            self._began = next((each.digest for each in decisions), "")
+        return self._began
+
+    @property
     def is_owed(self) -> bool:
         """Whether MLflow lacks the last entry."""
         head = self.store.head(STEP, self.key)
@@ -129,6 +149,74 @@ class History:
         with contextlib.ExitStack() as stack:
             writer = when_free(lambda: stack.enter_context(self.store.open(STEP, self.key)), WAIT_S)
             yield OpenHistory(self, writer)
+
+
+class HistoryElsewhere(ConfigError):
+    """The history that decides is in a store that cannot be reached from here."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where the history of an alias is, as its registry says."""
+
+    store: str  # a folder, or s3://bucket/prefix
+    host: str  # that has the folder; empty: S3
+    began: str  # `History.began`
+
+    @classmethod
+    def of(cls, history: History) -> Self:
+        root = StorePlace.of(history.store).root
+        return cls(root, "" if _is_s3(root) else socket.gethostname(), history.began)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Errors: ValueError or TypeError where it is none."""
+        return cls(**json.loads(text))
+
+    def deciding(self, own: History) -> History:
+        """The history meant, seen from a store with a history of its own.
+
+        A store that was moved or copied has the same history. One that is gone leaves `own`, which
+        begins with whoever holds the alias.
+        Errors: HistoryElsewhere.
+        """
+        here = Home.of(own)
+        if (self.store, self.host) == (here.store, here.host):
+            return own
+        is_here = self.host in ("", socket.gethostname())
+        there = self._history(own)
+        if there is not None and there.began == self.began:
+            return there
+        if own.began == self.began or (is_here and there is not None):
+            return own
+        place = f"{self.store} on {self.host}" if self.host else self.store
+        raise HistoryElsewhere(
+            f"the history of {own.model}@{own.alias} is in {place}, which cannot be reached from"
+            " here: decide there with `agentgym promote VERSION`, or name a store that both can"
+            " reach (store.uri)"
+        )
+
+    def _history(self, own: History) -> History | None:
+        """None where the store cannot be looked at from here."""
+        if not _is_s3(self.store):
+            folder = Path(self.store)
+            if not folder.is_dir() and self.host != socket.gethostname():
+                return None
+        try:
+            store = StorePlace(self.store, own.store.lease_ttl_s).open()
+            found = History(store, own.model, own.alias)
+            found.commits()
+        except (ConfigError, OSError) as error:
+            logger.warning("the store %s cannot be opened: %s", self.store, error)
+            return None
+        return found
+
+
+def _is_s3(root: str) -> bool:
+    return root.startswith("s3://")
 
 
 @dataclass

@@ -19,12 +19,14 @@ from agentgym.evaluation.gate import Evidence, Judgement, judge
 from agentgym.evaluation.history import (
     Entry,
     History,
+    Home,
     Kind,
     OpenHistory,
     Version,
     champion_of,
     me,
 )
+from agentgym.evaluation.question import Question, other_question, question_of_version
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.mlflow import Tracker
@@ -34,13 +36,15 @@ from agentgym.tracking.registry import (
     created_ms,
     describe_version,
     find_version,
+    model_tags,
     version_run,
     version_tags,
 )
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "decisions"  # of a run's artifacts in MLflow
+FOLDER = "decisions"  # of a run's artifacts in MLflow, with a folder for each history
+HOME = "mlflow.agentgym.history."  # tag of a registered model, with an alias: its history's Home
 ROUNDS = 5  # champions that may change while a candidate is judged
 VERDICT, WHY, DECISION = "gate.verdict", "gate.why", "gate.decision"  # tags of a version
 BY_HAND = ("forced", "rolled back")  # kinds of entries that set the alias whoever holds it
@@ -60,16 +64,35 @@ class Promotions:
     """An alias of a registered model, its history and the registry it is shown in."""
 
     def __init__(self, store: RunStore, tracker: Tracker, model: str, alias: str) -> None:
-        self.history = History(store, model, alias)
+        self.own = History(store, model, alias)
         self.tracker, self.model, self.alias = tracker, model, alias
+
+    @property
+    def history(self) -> History:
+        """The one that decides: this store's own, unless the registry names another store's.
+        Errors: HistoryElsewhere.
+        """
+        tags = model_tags(self.tracker, self.model) or {}
+        told = tags.get(HOME + self.alias)
+        return Home.from_json(told).deciding(self.own) if told else self.own
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenHistory]:
-        """The right to add to the history, with what it owes MLflow brought there first."""
+        """The right to add to the history, with what it owes MLflow brought there first.
+        Errors: HistoryElsewhere.
+        """
         with self.history.open() as opened:
-            if self.history.is_owed:
+            if opened.history.is_owed:
                 self._tell(opened)
+            elif opened.history.began:  # of a version that did not say where it is
+                self._claim(opened.history)
             yield opened
+
+    def _claim(self, history: History) -> None:
+        """The registry says where its history is."""
+        tags, wanted = model_tags(self.tracker, self.model), Home.of(history).to_json()
+        if tags is not None and tags.get(HOME + self.alias) != wanted:
+            self.tracker.client.set_registered_model_tag(self.model, HOME + self.alias, wanted)
 
     def standing(self, entries: list[Entry]) -> Standing:
         champion, held = champion_of(entries), alias_version(self.tracker, self.model, self.alias)
@@ -104,7 +127,10 @@ class Promotions:
         try:
             tags = version_tags(self.tracker, self.model, number)
         except LookupError:
-            raise ConfigError(f"{self.model} has no version {number}") from None
+            raise ConfigError(
+                f"{self.model} has no version {number}; where MLflow lost it, the pipeline"
+                " (or `agentgym step register`) registers its run's model again"
+            ) from None
         return version_of(number, tags)
 
     def _is_newer(self, entry: Entry) -> bool:
@@ -119,13 +145,17 @@ class Promotions:
         evidence_for: EvidenceFor,
         asked: str,
         *,
+        question: Question | None = None,
         who: str = "",
     ) -> Entry:
         """Judge the candidate against whoever holds the alias, and move it where that is the
         verdict. Asked again, what was decided stands, whatever was killed in between.
 
         evidence_for: may play for minutes, so nobody waits for it; where the champion changed
-        meanwhile, it is asked for the new one.
+        meanwhile, it is asked for the new one. It is not asked where the two were judged on
+        different things.
+        question: what evidence_for asks, where the gate has no protocol of its own.
+        Errors: HistoryElsewhere.
         """
         for _ in range(ROUNDS):
             with self.open() as opened:
@@ -136,7 +166,10 @@ class Promotions:
                     return found
             if candidate.is_same(standing.champion):
                 return _same(candidate, standing)
-            evidence = evidence_for(standing.champion)
+            unlike = self._unlike(candidate, standing.champion, rules, question)
+            evidence = (
+                Evidence({}, True, obstacle=unlike) if unlike else evidence_for(standing.champion)
+            )
             with self.open() as opened:
                 if champion_of(opened.entries) == standing.champion:
                     return self._judged(opened, candidate, rules, evidence, asked, who or me())
@@ -145,6 +178,27 @@ class Promotions:
             f"{self.model}: the champion changed {ROUNDS} times while a candidate was judged; the"
             " same command tries again"
         )
+
+    def _unlike(
+        self,
+        candidate: Version,
+        champion: Version | None,
+        rules: GateConfig,
+        question: Question | None,
+    ) -> str:
+        """Why the candidate is no model of what the champion is; empty: it is one."""
+        theirs = self.question(champion) if champion is not None else None
+        if theirs is None:
+            return ""
+        envs_only = bool(rules.protocol)
+        asked = (self.question(candidate), None if envs_only else question)
+        reasons = (other_question(q, theirs, envs_only=envs_only) for q in asked if q is not None)
+        return next(filter(None, reasons), "")
+
+    def question(self, version: Version) -> Question | None:
+        """What it was judged on; None where that is not known. Errors: HistoryElsewhere."""
+        stores = {store.root: store for store in (self.own.store, self.history.store)}
+        return question_of_version(stores.values(), self.tracker, self.model, version)
 
     def _judged(
         self,
@@ -212,15 +266,22 @@ class Promotions:
 
     def restore(self) -> None:
         """Bring MLflow to what the history says, where the registry was made anew or the last
-        entry did not get there.
+        entry did not get there. Errors: HistoryElsewhere.
         """
-        entries = self.history.entries()
+        history = self.history
+        entries = history.entries()
         standing = self.standing(entries)
         lacks = standing.champion is not None and standing.held is None and not standing.drift
-        if not (self.history.is_owed or lacks):
+        if not (history.is_owed or lacks):
             return
-        with self.history.open() as opened:
+        with history.open() as opened:
             self._tell(opened, restore=True)
+
+    def undecided(self, candidate: Version, why: str) -> Entry:
+        """Of a candidate that nobody here can decide on; in no history."""
+        held = alias_version(self.tracker, self.model, self.alias)
+        holder = self.version(held) if held is not None else None
+        return Entry("found", "", candidate, holder, holder, me(), time.time(), why)
 
     def _adopt(self, opened: OpenHistory) -> None:
         """A registry that is older than its history: who holds the alias is its first entry."""
@@ -242,35 +303,37 @@ class Promotions:
         where the entry did not move it.
         """
         entry = opened.entries[-1]
+        self._claim(opened.history)
         number = self.number_of(entry.candidate)
         if number is not None:
             data = entry.to_bytes()
             if run_id := version_run(self.tracker, self.model, number):
-                self.tracker.log_artifacts(run_id, {artifact(entry): data})
+                self.tracker.log_artifacts(run_id, {artifact(opened.history, entry): data})
             told = {VERDICT: entry.verdict or entry.kind.upper(), WHY: entry.why[:5000]}
             for key, value in {**told, DECISION: sha256(data)}.items():
                 self.tracker.client.set_model_version_tag(self.model, number, key, value)
-            describe_version(self.tracker, self.model, number, note_of(entry))
+            note = note_of(entry, artifact(opened.history, entry))
+            describe_version(self.tracker, self.model, number, note)
         holder = self.number_of(entry.after) if entry.after is not None else None
         if holder is not None and (restore or entry.moved or entry.kind in BY_HAND):
             self.tracker.client.set_registered_model_alias(self.model, self.alias, holder)
-        if self.history.is_owed:
+        if opened.history.is_owed:
             opened.settle()
 
 
-def artifact(entry: Entry) -> str:
-    """Where a run of MLflow has a decision."""
-    return f"{FOLDER}/{entry.number:04d}.json"
+def artifact(history: History, entry: Entry) -> str:
+    """Where a run of MLflow has a decision; those of other histories lie beside it."""
+    return f"{FOLDER}/{history.began[:12]}/{entry.number:04d}.json"
 
 
-def note_of(entry: Entry) -> str:
-    """What a version's page says of the last decision on it."""
+def note_of(entry: Entry, place: str) -> str:
+    """What a version's page says of the last decision on it. place: its artifact."""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(entry.at))
     over = f" over version {entry.before.number}" if entry.before else ""
     lines = [
         f"**{entry.verdict or entry.kind}**{over}: {entry.why}",
         "",
-        f"Decision {entry.number}, {when}, by {entry.who}; `{artifact(entry)}` among its run's"
+        f"Decision {entry.number}, {when}, by {entry.who}; `{place}` among its run's"
         " artifacts has the numbers and the items.",
     ]
     rules = entry.decision.get("rules", [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import tempfile
@@ -23,10 +24,12 @@ from agentgym.evaluation.evidence import (
     reference_kl,
 )
 from agentgym.evaluation.gate import Evidence
-from agentgym.evaluation.history import Version, me
+from agentgym.evaluation.history import HistoryElsewhere, Version, me
 from agentgym.evaluation.paired import Incomparable
 from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.promotion import Promotions, sentence, summary
+from agentgym.evaluation.question import TAG as QUESTION
+from agentgym.evaluation.question import question_of_evaluation
 from agentgym.evaluation.report import (
     Curve,
     EpisodeExample,
@@ -87,20 +90,24 @@ def register_policy(
             **kept_audit(store, run_key),
         )
 
-    entry = promotions.consider(
-        candidate,
-        cfg.gate,
-        evidence_for,
-        ctx.writer.key,
-        who=f"run r{run_key[:12]}, {me()}",
-    )
+    try:
+        entry = promotions.consider(
+            candidate,
+            cfg.gate,
+            evidence_for,
+            ctx.writer.key,
+            question=question_of_evaluation(store, evaluation),
+            who=f"run r{run_key[:12]}, {me()}",
+        )
+    except HistoryElsewhere as error:
+        entry = promotions.undecided(candidate, str(error))
     ctx.progress.advance()
     return ctx.commit(
         done=True,
         state={},
         blobs={},
         results={
-            "model": cfg.registry.model_name,
+            "model": cfg.registered_model,
             "version": version,
             "alias": cfg.registry.alias,
             "checkpoint": ctx.step.checkpoint,
@@ -111,7 +118,7 @@ def register_policy(
 
 def promotions_of(cfg: RunConfig, store: RunStore) -> Promotions:
     """Of the configured alias."""
-    return Promotions(store, tracker_of(cfg), cfg.registry.model_name, cfg.registry.alias)
+    return Promotions(store, tracker_of(cfg), cfg.registered_model, cfg.registry.alias)
 
 
 def _evidence(
@@ -141,7 +148,7 @@ def evidence_anew(
     cfg: RunConfig, candidate: Version, champion: Version | None, play_anew: PlayAnew
 ) -> Evidence:
     """What both models come to by one protocol."""
-    name = cfg.registry.model_name
+    name = cfg.registered_model
     ours = play_anew(f"models:/{name}/{candidate.number}")
     if champion is None:
         return first_evidence(ours)
@@ -163,10 +170,11 @@ def confirm_registration(
     """Put the model back where the ledger was replaced since, and the alias to who holds it by the
     history.
 
-    Errors: LedgerError where it has another number there.
+    Errors: LedgerError where it has another number there, or the experiment was deleted.
     """
-    name = cfg.registry.model_name
-    version = find_version(tracker_of(cfg), name, checkpoint.digest)
+    name, tracker = cfg.registered_model, tracker_of(cfg)
+    _ = tracker.experiment_id
+    version = find_version(tracker, name, checkpoint.digest)
     if version is None:
         version = _register(cfg, store, checkpoint, evaluation, run_key)
     if version != registered.results["version"]:
@@ -175,13 +183,15 @@ def confirm_registration(
             f" {registered.results['version']}; delete"
             f" {store.root}/steps/register-{registered.key[:16]} to register it again"
         )
-    promotions_of(cfg, store).restore()
+    with contextlib.suppress(HistoryElsewhere):  # who can reach it restores the alias
+        promotions_of(cfg, store).restore()
 
 
 def _register(
     cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation: Manifest, run_key: str
 ) -> str:
     """The version."""
+    question = question_of_evaluation(store, evaluation)
     tags = {
         "step_key": checkpoint.digest,
         "run_key": run_key,
@@ -190,6 +200,7 @@ def _register(
         "evaluation": evaluation.digest,
         "evaluation.step": evaluation.step,
         "evaluation.key": evaluation.key,
+        **({QUESTION: question.to_json()} if question else {}),
         **headline_tags(evaluation),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +209,7 @@ def _register(
             tracker_of(cfg),
             parent_run(cfg, run_key),
             Path(folder),
-            name=cfg.registry.model_name,
+            name=cfg.registered_model,
             alias=None,
             tags=tags,
             step=int(checkpoint.state["global_step"]),

@@ -14,6 +14,10 @@ where seeds matter most) and the two parts' own, weighted by variance (up to 2 p
 and Cox).
 A part that a few items make has fewer degrees of freedom: their kurtosis says how many.
 
+The interval is never narrower than that over the items alone (`clustered.clustered_intervals` of
+each item's mean over the seeds), and with fewer than FEWEST_SEEDS seeds it is that one: seeds that
+happen to agree say nothing of how other seeds would differ.
+
 Success near 0 or 1 is skewed: `kind="share"` turns the standard error into a number of independent
 draws and takes the Wilson interval of as many.
 Where fewer than `RARE` items tell anything, their covariance does not: there an item counts as one
@@ -32,20 +36,28 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
+from agentgym.evaluation.clustered import RARE, clustered_intervals, score_bounds, telling
 from agentgym.evaluation.passk import Interval
 
 FloatArray = NDArray[np.float64]
 Kind = Literal["share", "difference"]
 
-RARE = 6  # items; with fewer a normal approximation is none
+FEWEST_SEEDS = 3  # with fewer, how much seeds differ is not known
 
 
-def crossed_interval(values: FloatArray, *, kind: Kind, confidence: float) -> Interval:
+def crossed_interval(
+    values: FloatArray,
+    *,
+    kind: Kind,
+    confidence: float,
+    codes: NDArray[np.int_] | None = None,
+) -> Interval:
     """The mean of `values` [S, I] over seeds and items, with its interval; NaN is left out, every
     seed counts alike.
 
     kind: of a value: a share in 0 .. 1, or a difference of two in -1 .. 1.
-    One seed alone speaks about items only.
+    codes: [I] the items' families, as `clustered.family_codes` has them.
+    Fewer than FEWEST_SEEDS seeds speak about items only.
     Errors: ValueError where a seed has no value.
     """
     if values.ndim != 2 or not values.size:
@@ -57,20 +69,56 @@ def crossed_interval(values: FloatArray, *, kind: Kind, confidence: float) -> In
             "a seed has no valid episode; look at rollout/env_error_frac and the environment's log"
         )
     mean, low, high = (
-        found.item() for found in crossed_intervals(values[None], kind=kind, confidence=confidence)
+        found.item()
+        for found in crossed_intervals(values[None], kind=kind, confidence=confidence, codes=codes)
     )
     return Interval(mean, low, high, int((~np.isnan(values)).any(axis=0).sum()))
 
 
 def crossed_intervals(
-    values: FloatArray, *, kind: Kind, confidence: float
+    values: FloatArray,
+    *,
+    kind: Kind,
+    confidence: float,
+    codes: NDArray[np.int_] | None = None,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """(mean, low, high), each [...], of many tables at a time: values [..., S, I]."""
+    mean = np.nanmean(values, axis=-1).mean(axis=-1)
+    low, high = _over_items(values, mean, kind, confidence, codes)
+    if values.shape[-2] < FEWEST_SEEDS:
+        return mean, low, high
+    wider = _over_both(values, mean, kind, confidence)
+    return mean, np.minimum(low, wider[0]), np.maximum(high, wider[1])
+
+
+def _over_items(
+    values: FloatArray,
+    mean: FloatArray,
+    kind: Kind,
+    confidence: float,
+    codes: NDArray[np.int_] | None,
+) -> tuple[FloatArray, FloatArray]:
+    """(low, high) of these seeds on other items. An item that some seeds lack is taken as far from
+    the mean as the others are from their own; the interval is then shifted to the mean.
+    """
+    count = (~np.isnan(values)).sum(axis=-2)
+    off = np.nan_to_num(values - np.nanmean(values, axis=-1, keepdims=True), nan=0.0).sum(axis=-2)
+    some = np.divide(off, count, out=np.full(count.shape, np.nan), where=count > 0)
+    whole = count == values.shape[-2]
+    items = np.where(whole, values.mean(axis=-2), mean[..., None] + some)
+    centre, low, high = clustered_intervals(items, codes, kind=kind, confidence=confidence)
+    least = 0.0 if kind == "share" else -1.0
+    return np.maximum(mean - (centre - low), least), np.minimum(mean + (high - centre), 1.0)
+
+
+def _over_both(
+    values: FloatArray, mean: FloatArray, kind: Kind, confidence: float
+) -> tuple[FloatArray, FloatArray]:
+    """(low, high) of other seeds on other items."""
     per_seed = np.nanmean(values, axis=-1)
-    mean = per_seed.mean(axis=-1)
     num_seeds = values.shape[-2]
     num_items = (~np.isnan(values)).any(axis=-2).sum(axis=-1)
-    of_seeds = per_seed.var(axis=-1, ddof=1) / num_seeds if num_seeds > 1 else np.zeros_like(mean)
+    of_seeds = per_seed.var(axis=-1, ddof=1) / num_seeds
     of_items = np.maximum(_covariance(values, per_seed), 0.0) / num_items
     item_means = _item_means(values, mean)
     rare = telling(item_means - (0 if kind == "difference" else np.round(mean)[..., None])) < RARE
@@ -80,22 +128,8 @@ def crossed_intervals(
     quantile = _quantile(of_seeds, of_items, num_seeds, _freedom(item_means, num_items), confidence)
     if kind == "difference":
         half = quantile * np.sqrt(of_seeds + of_items)
-        return mean, np.maximum(mean - half, -1.0), np.minimum(mean + half, 1.0)
-    low, high = score_bounds(mean, of_seeds + of_items, quantile, num_items, rare)
-    return mean, low, high
-
-
-def telling(off: FloatArray) -> FloatArray:
-    """[...] How many items make a result what it is: k where k are off alike, fewer where one
-    outweighs the others.
-
-    off: [..., I] from what says nothing: 0 for a difference, the nearer end for a share.
-    """
-    size = np.abs(off)
-    squares = (size**2).sum(axis=-1)
-    return np.asarray(
-        np.divide(size.sum(axis=-1) ** 2, squares, out=np.zeros_like(squares), where=squares > 0)
-    )
+        return np.maximum(mean - half, -1.0), np.minimum(mean + half, 1.0)
+    return score_bounds(mean, of_seeds + of_items, quantile, num_items, rare)
 
 
 def _item_means(values: FloatArray, mean: FloatArray) -> FloatArray:
@@ -106,14 +140,9 @@ def _item_means(values: FloatArray, mean: FloatArray) -> FloatArray:
 
 
 def _covariance(values: FloatArray, per_seed: FloatArray) -> FloatArray:
-    """[...] Of two seeds over the items both have, all pairs together; of one seed alone, its
-    variance.
-    """
+    """[...] Of two seeds over the items both have, all pairs together."""
     off = np.nan_to_num(values - per_seed[..., None], nan=0.0)
     squares = (off**2).sum(axis=(-2, -1))
-    if values.shape[-2] == 1:
-        num_values = (~np.isnan(values)).sum(axis=(-2, -1))
-        return np.asarray(squares / np.maximum(num_values - 1, 1))
     both = ((off.sum(axis=-2) ** 2).sum(axis=-1) - squares) / 2  # each pair's products, over items
     has = (~np.isnan(values)).sum(axis=-2)
     num_pairs = math.comb(values.shape[-2], 2)
@@ -138,7 +167,7 @@ def _quantile(
     """[...] How many standard errors; see the head of this module. many: degrees of freedom of
     the items' part.
     """
-    level, few = (1 + confidence) / 2, max(num_seeds - 1, 1)
+    level, few = (1 + confidence) / 2, num_seeds - 1
     share = np.divide(
         of_seeds, of_seeds + of_items, out=np.zeros_like(of_seeds), where=of_seeds > 0
     )
@@ -146,29 +175,3 @@ def _quantile(
     weighted = share * student.ppf(level, few) + (1 - share) * student.ppf(level, many)
     result: FloatArray = (student.ppf(level, freedom) + weighted) / 2
     return result
-
-
-def score_bounds(
-    mean: FloatArray,
-    variance: FloatArray,
-    quantile: FloatArray,
-    num_items: NDArray[np.int_],
-    rare: NDArray[np.bool_],
-) -> tuple[FloatArray, FloatArray]:
-    """The score interval of as many draws as would have this variance. rare: of at most one an
-    item.
-    [...]
-    """
-    spread = mean * (1 - mean)
-    draws = np.divide(
-        spread, variance, out=num_items.astype(np.float64), where=(variance > 0) & (spread > 0)
-    )
-    draws = np.where(rare, np.minimum(draws, num_items), draws)
-    turned = quantile**2 / draws
-    centre = (mean + turned / 2) / (1 + turned)
-    half = np.sqrt(turned * spread + turned**2 / 4) / (1 + turned)
-    # at 0 and 1 the bound equals the mean in exact arithmetic; rounding must not put it on the
-    # wrong side
-    low, high = np.clip(centre - half, 0.0, mean), np.clip(centre + half, mean, 1.0)
-    exact = (variance == 0) & ~rare  # items that all say the same, and neither 0 nor 1
-    return np.where(exact, mean, low), np.where(exact, mean, high)

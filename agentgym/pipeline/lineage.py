@@ -16,7 +16,7 @@ from agentgym.steps.context import OUTCOMES
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.inputs import LISTS
 from agentgym.tracking.mlflow import reaching
-from agentgym.tracking.registry import all_versions, version_run, version_tags
+from agentgym.tracking.registry import all_versions, version_run_tags, version_tags
 
 SHORT = 12
 # tags of a version, or of its run, that say which source made it
@@ -120,10 +120,7 @@ def _decisions(promotions: Promotions, version: Version) -> list[dict[str, Any]]
 
 
 def _source(promotions: Promotions, version: Version) -> dict[str, str]:
-    run_id = version_run(promotions.tracker, promotions.model, version.number)
-    if not run_id:
-        return {}
-    tags = promotions.tracker.client.get_run(run_id).data.tags
+    tags = version_run_tags(promotions.tracker, promotions.model, version.number)
     return {name: tags[name] for name in SOURCE if name in tags}
 
 

@@ -13,11 +13,12 @@ from agentgym.evaluation.history import Entry, Version
 from agentgym.evaluation.paired import Incomparable
 from agentgym.evaluation.promotion import Standing
 from agentgym.evaluation.publish import evidence_anew, promotions_of
+from agentgym.evaluation.question import question_asked
 from agentgym.evaluation.request import EvaluationRequest
 from agentgym.evaluation.result import Result
-from agentgym.pipeline.table import open_store, steps_of
+from agentgym.pipeline.table import open_store, semantic_of, steps_of
 from agentgym.steps.context import Progress
-from agentgym.steps.step import Kind
+from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.tracking.mlflow import reaching
 
@@ -56,8 +57,23 @@ def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> En
             return replace(found, num_seen=len(items & chosen_on), **audit)
 
         moves = sum(each.moved for each in promotions.history.entries())
-        what = ["promote", number, candidate.checkpoint, cfg.gate.semantic(), dict(audit), moves]
-        return promotions.consider(candidate, cfg.gate, evidence_for, sha256(canonical_json(what)))
+        question = question_asked(semantic_of(_evaluation(cfg), cfg), splits)
+        what = [
+            *("promote", number, candidate.checkpoint, cfg.gate.semantic(), dict(audit), moves),
+            question.to_json(),
+        ]
+        return promotions.consider(
+            candidate,
+            cfg.gate,
+            evidence_for,
+            sha256(canonical_json(what)),
+            question=question,
+        )
+
+
+def _evaluation(cfg: RunConfig) -> Step:
+    """Any of the run's evaluations: all ask the same."""
+    return next(step for step in steps_of(cfg).values() if step.kind is Kind.EVALUATE)
 
 
 def _evidence(
@@ -67,9 +83,9 @@ def _evidence(
     store, told = open_store(cfg), candidate.evaluation
     final = store.final(told["step"], told["key"]) if told else None
     if final is not None and champion is not None and not cfg.gate.protocol:
-        modules = next(s.modules for s in steps_of(cfg).values() if s.kind is Kind.EVALUATE)
         try:
-            return paired_evidence(*own_results(store, final, champion, modules), ())
+            ours = own_results(store, final, champion, _evaluation(cfg).modules)
+            return paired_evidence(*ours, ())
         except (Incomparable, ValueError):
             pass  # both play anew, which nothing on record can sway
     return evidence_anew(cfg, candidate, champion, play_anew(cfg, progress))

@@ -34,7 +34,14 @@ from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore, StepWriter
 from agentgym.tracking.alarms import AlarmStop
 from agentgym.tracking.dead import close_dead
-from agentgym.tracking.deliver import Paced, deliver_step, delivery_mark, ledger_identity
+from agentgym.tracking.deliver import (
+    Paced,
+    deliver_step,
+    delivery_mark,
+    has_file,
+    ledger_identity,
+    registry_identity,
+)
 from agentgym.tracking.mlflow import LedgerUnavailable, reaching
 from agentgym.types import Endpoints
 
@@ -289,7 +296,13 @@ def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
     if METRICS not in manifest.records and not manifest.done:
         return
     mark = delivery_mark(cfg, run_key(cfg), step.name, manifest.key)
-    if mark.is_file() and mark.read_text(encoding="utf-8") == _mark(cfg, manifest):
+    is_registration = step.kind is Kind.REGISTER
+    if mark.is_file() and mark.read_text(encoding="utf-8") == _mark(cfg, step, manifest):
+        if is_registration and not has_file(cfg):  # a server is asked
+            try:
+                _confirm_registration(cfg, store, step, manifest)
+            except LedgerUnavailable as error:
+                logger.warning("the registered model was not looked for: %s", error)
         return
     deliver_step(
         cfg,
@@ -300,16 +313,23 @@ def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
         headline=step.headline,
         is_report=step.kind is Kind.REPORT,
     )
-    if step.kind is Kind.REGISTER:
-        from agentgym.evaluation.publish import confirm_registration
-
-        done = finished(cfg, store)
-        checkpoint, evaluation = done[step.checkpoint], done[step.evaluation]
-        with reaching(cfg.tracking_uri):
-            confirm_registration(cfg, store, manifest, checkpoint, evaluation, run_key(cfg))
+    if is_registration:
+        _confirm_registration(cfg, store, step, manifest)
     mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.write_text(_mark(cfg, manifest), encoding="utf-8")
+    mark.write_text(_mark(cfg, step, manifest), encoding="utf-8")
 
 
-def _mark(cfg: RunConfig, manifest: Manifest) -> str:
-    return sha256(f"{manifest.digest} {manifest.created_at!r} {ledger_identity(cfg)}".encode())
+def _confirm_registration(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
+    from agentgym.evaluation.publish import confirm_registration
+
+    done = finished(cfg, store)
+    checkpoint, evaluation = done[step.checkpoint], done[step.evaluation]
+    with reaching(cfg.tracking_uri):
+        confirm_registration(cfg, store, manifest, checkpoint, evaluation, run_key(cfg))
+
+
+def _mark(cfg: RunConfig, step: Step, manifest: Manifest) -> str:
+    ledger = ledger_identity(cfg)
+    if step.kind is Kind.REGISTER:
+        ledger += f" {registry_identity(cfg)}"
+    return sha256(f"{manifest.digest} {manifest.created_at!r} {ledger}".encode())

@@ -72,23 +72,46 @@ def tracker_of(cfg: RunConfig) -> Tracker:
 
 
 def ledger_identity(cfg: RunConfig) -> str:
-    """Another text where the ledger is another one, also at the same place, and after a run was
-    deleted or set aside in it.
+    """Another text where the ledger is another one, also at the same place, and after a run or the
+    experiment was deleted in it, or a run set aside.
 
     Empty where none can be seen. Spares MLflow's import.
     """
     place = f"{cfg.tracking_uri} {cfg.experiment}"
-    if not cfg.tracking_uri.startswith("sqlite:"):
-        return place
-    path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
     query = """
-        select experiment_id, creation_time, (select count(*) from runs where lifecycle_stage = \
-'deleted'),
+        select experiment_id, creation_time, lifecycle_stage,
+            (select count(*) from runs where lifecycle_stage = 'deleted'),
             (select count(*) from tags where key = 'kind' and value = ?)
         from experiments where name = ?"""
+    return _seen(cfg, place, query, (SUPERSEDED, cfg.experiment))
+
+
+def registry_identity(cfg: RunConfig) -> str:
+    """Another text after the registered model, or a version of it, was deleted.
+
+    Empty where none can be seen. Spares MLflow's import.
+    """
+    query = """
+        select creation_time, (select count(*) from model_versions
+            where name = ? and current_stage = 'Deleted_Internal')
+        from registered_models where name = ?"""
+    name = cfg.registered_model
+    return _seen(cfg, f"{cfg.tracking_uri} {name}", query, (name, name))
+
+
+def has_file(cfg: RunConfig) -> bool:
+    """Whether the ledger is a database file, which can be looked at without MLflow."""
+    return cfg.tracking_uri.startswith("sqlite:")
+
+
+def _seen(cfg: RunConfig, place: str, query: str, values: Sequence[str]) -> str:
+    """The place and, of a database file, a row of it; empty where there is none."""
+    if not has_file(cfg):
+        return place
+    path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
     try:
         with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
-            row = database.execute(query, (SUPERSEDED, cfg.experiment)).fetchone()
+            row = database.execute(query, values).fetchone()
     except sqlite3.Error:  # not there, or busy: the long way finds out
         return ""
     return f"{place} {row}" if row else ""

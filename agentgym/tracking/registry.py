@@ -97,6 +97,14 @@ def version_run(tracker: Tracker, name: str, version: str) -> str:
     return str(_version(tracker, name, version).run_id or "")
 
 
+def version_run_tags(tracker: Tracker, name: str, version: str) -> dict[str, str]:
+    """Tags of the MLflow run that made it; empty where none did, or it is gone."""
+    with contextlib.suppress(LookupError), _found("its run"):
+        if run_id := version_run(tracker, name, version):
+            return dict(tracker.client.get_run(run_id).data.tags)
+    return {}
+
+
 def _version(tracker: Tracker, name: str, version: str) -> Any:
     with _found(f"{name} has no version {version}"):
         return tracker.client.get_model_version(name, version)
@@ -110,6 +118,13 @@ def alias_version(tracker: Tracker, name: str, alias: str) -> str | None:
     except LookupError:
         return None
     return str(held[alias]) if alias in held else None
+
+
+def model_tags(tracker: Tracker, name: str) -> dict[str, str] | None:
+    """Tags of a registered model; None where there is none of this name."""
+    with contextlib.suppress(LookupError), _found(name):
+        return dict(tracker.client.get_registered_model(name).tags)
+    return None
 
 
 def created_ms(tracker: Tracker, name: str) -> int:

@@ -52,7 +52,8 @@ class RunRow:
     stopped: str | None  # why nobody is at work on it; None: somebody is, or it is done
     envs: list[str]
     episodes: int
-    success: float | None  # of those that count
+    success: float | None  # of its final evaluation; None: it has none yet
+    coverage: float | None  # of that: share of its episodes that count
     left_out: int
     steps: list[StepRow]
     trains: bool
@@ -129,10 +130,10 @@ def run_rows(
     """Runs, the newest first. counted: as `Lists.counts`; only: beginnings of names; empty: all;
     why_stopped: as `Viewer.why_stopped`.
     """
-    counts: dict[int, list[tuple[str, int, int, int]]] = {}
-    for step_id, env, _, _, status, success, _, _, n in counted:
+    counts: dict[int, list[tuple[str, int, int]]] = {}
+    for step_id, env, _, _, status, _, _, _, n in counted:
         left_out = n if status in LEFT_OUT else 0
-        counts.setdefault(step_id, []).append((env, n, n * success, left_out))
+        counts.setdefault(step_id, []).append((env, n, left_out))
     members: dict[str, list[int]] = {}
     for row in reader.execute("SELECT run, step_id FROM run_steps"):
         members.setdefault(row["run"], []).append(row["step_id"])
@@ -144,8 +145,7 @@ def run_rows(
         told = [each for step in own for each in counts.get(step["id"], ())]
         if not told:  # nothing was played in it
             continue
-        episodes, left_out = sum(each[1] for each in told), sum(each[3] for each in told)
-        valid = episodes - left_out
+        success, coverage = _final_evaluation(own)
         found.append(
             RunRow(
                 row["name"],
@@ -154,9 +154,10 @@ def run_rows(
                 bool(row["done"]),
                 None if row["done"] else why_stopped(row["name"]),
                 sorted({each[0] for each in told}),
-                episodes,
-                sum(each[2] for each in told) / valid if valid else None,
-                left_out,
+                sum(each[1] for each in told),
+                success,
+                coverage,
+                sum(each[2] for each in told),
                 [
                     StepRow(
                         step["name"],
@@ -172,6 +173,28 @@ def run_rows(
             )
         )
     return found
+
+
+def _final_evaluation(steps: Sequence[sqlite3.Row]) -> tuple[float | None, float | None]:
+    """(sampled success, else greedy; coverage) of the finished evaluation of the newest weights."""
+    finished = [
+        (results.get("global_step", 0), step["created"], results)
+        for step in steps
+        if step["done"] and "coverage" in (results := config_of(step["results"]))
+    ]
+    if not finished:
+        return None, None
+    results = max(finished, key=lambda each: each[:2])[2]
+    summaries = list(results["envs"].values()) if "envs" in results else [results["summary"]]
+    means = [mean for each in summaries if (mean := _mean(each)) is not None]
+    return (sum(means) / len(means) if means else None), float(results["coverage"])
+
+
+def _mean(summary: Mapping[str, Any]) -> float | None:
+    """Of one environment, or of all of a run's."""
+    sampled = next((name for name in summary if name.startswith("avg_at_")), "greedy")
+    found = summary.get(sampled) or summary.get("greedy")
+    return float(found["mean"]) if found else None
 
 
 def _about(steps: list[sqlite3.Row]) -> str:

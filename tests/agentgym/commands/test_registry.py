@@ -24,7 +24,7 @@ def test_history_lineage_promotion_and_rollback_of_one_run(params, capsys):
         return code, capsys.readouterr()
 
     cfg = load_config(params)
-    store, name = open_store(cfg), cfg.registry.model_name
+    store, name = open_store(cfg), cfg.registered_model
     code, said = call("history")
     assert code == 0
     assert "PROMOTE     version 1    - -> 1" in said.out

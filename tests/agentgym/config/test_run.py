@@ -104,3 +104,38 @@ def test_what_changes_only_where_or_how_fast_stays_out_of_the_keys(write):
 def test_a_loaded_configuration_cannot_change(write):
     with pytest.raises(ValidationError, match="frozen"):
         load_config(write("seed: 1")).seed = 2
+
+
+def test_experiment_and_registered_model_follow_the_environments_by_one_rule(write):
+    path = write("env: {name: babyai}\nmix: [{name: textcraft}]")
+    for overrides, name in (
+        ([], "agentgym-babyai-textcraft"),
+        (["mix=[]"], "agentgym-babyai"),
+        (["env.name=counting", "mix=[]"], "agentgym-counting"),
+    ):
+        cfg = load_config(path, overrides)
+        assert (cfg.experiment, cfg.registered_model) == (name, name)
+    by_hand = load_config(path, ["registry.model_name=ours", "tracking.experiment=theirs"])
+    assert (by_hand.experiment, by_hand.registered_model) == ("theirs", "ours")
+
+
+def test_a_name_that_follows_and_the_same_name_by_hand_are_one_run(write):
+    """So the runs that were finished while the name was a constant keep their keys."""
+    path = write("seed: 1")
+    by_hand = load_config(path, ["registry.model_name=agentgym-babyai"])
+    assert load_config(path).semantic() == by_hand.semantic()
+    assert load_config(path).semantic()["registry"]["model_name"] == "agentgym-babyai"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("registry.model_name=agentgym-qwen2.5-7b", "registry.model_name: string should match"),
+        ("registry.model_name=' '", "registry.model_name: string should match"),
+        ("registry.alias=best.one", "registry.alias: string should match"),
+        ("registry.alias=latest", "registry.alias 'latest' has a meaning of its own in MLflow"),
+        ("registry.alias=v2", "registry.alias 'v2' has a meaning of its own in MLflow"),
+    ],
+)
+def test_a_name_that_mlflow_forbids_is_refused_before_anything_runs(write, override, said):
+    assert said in refusal(write("seed: 1"), override)

@@ -9,20 +9,16 @@ import threading
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from agentgym.config import ConfigError, GateConfig
-from agentgym.evaluation.gate import Evidence
+from agentgym.config import ConfigError
 from agentgym.evaluation.history import RECORD, History
-from agentgym.evaluation.paired import Pair
-from agentgym.evaluation.promotion import DECISION, Promotions, judged_again, sentence, summary
-from agentgym.store.posix import posix_store
+from agentgym.evaluation.promotion import DECISION, judged_again, sentence, summary
 from agentgym.tracking.mlflow import Tracker
-from agentgym.tracking.registry import alias_version, version_tags
+from agentgym.tracking.registry import version_tags
+from tests.registries import RULES, Registry
 
 pytestmark = pytest.mark.integration
-RULES = GateConfig()
 
 
 @pytest.fixture(scope="module")
@@ -33,54 +29,6 @@ def tracker(tmp_path_factory, empty_ledger, mlflow_server):
     artifacts = f"--artifacts-destination={folder / 'artifacts'}"
     with mlflow_server(folder, artifacts) as address:
         yield Tracker(address, "tests", folder / "unused")
-
-
-class Registry:
-    """A registered model of one's own, whose versions solved so many of 200 items."""
-
-    def __init__(self, tracker, folder, name):
-        self.tracker, self.name = tracker, name
-        self.store = posix_store(folder / "store", lease_ttl_s=30.0)
-        tracker.client.create_registered_model(name)
-        self.solved = {}
-
-    def promotions(self):
-        return Promotions(self.store, self.tracker, self.name, "champion")
-
-    def version(self, solved):
-        tags = {"step_key": f"{len(self.solved):064x}", "run_key": "a" * 64}
-        run = self.tracker.client.create_run(self.tracker.experiment_id).info
-        made = self.tracker.client.create_model_version(
-            self.name, f"{run.artifact_uri}/model", run_id=run.run_id, tags=tags
-        )
-        self.solved[tags["step_key"]] = solved
-        return self.promotions().version(str(made.version))
-
-    def evidence(self, candidate, champion, **known):
-        def table(version):
-            done = self.solved[version.checkpoint] if version else np.nan
-            row = np.arange(200) < done if version else np.full(200, np.nan)
-            return np.asarray(row, dtype=float)[:, None]
-
-        items = tuple(f"babyai_{row}" for row in range(200))
-        pair = Pair(items, (None,) * 200, table(champion), table(candidate), 200)
-        return Evidence({"babyai": pair}, champion is not None, **known)
-
-    def consider(self, candidate, asked=None, rules=RULES, **known):
-        return self.promotions().consider(
-            candidate,
-            rules,
-            lambda champion: self.evidence(candidate, champion, **known),
-            asked or candidate.checkpoint,
-        )
-
-    @property
-    def holder(self):
-        return alias_version(self.tracker, self.name, "champion")
-
-    @property
-    def entries(self):
-        return self.promotions().history.entries()
 
 
 @pytest.fixture
@@ -124,7 +72,8 @@ def test_a_decision_is_an_artifact_of_its_run_from_which_it_follows(registry):
     registry.consider(registry.version(140))
     client = registry.tracker.client
     run_id = client.get_model_version(registry.name, "2").run_id
-    (shown,) = client.list_artifacts(run_id, "decisions")
+    (history,) = client.list_artifacts(run_id, "decisions")
+    (shown,) = client.list_artifacts(run_id, history.path)
     text = Path(client.download_artifacts(run_id, shown.path)).read_bytes()
     assert text == registry.entries[1].to_bytes()
     data = json.loads(text)

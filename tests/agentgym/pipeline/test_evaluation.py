@@ -507,9 +507,7 @@ def test_a_checkpoint_scores_as_the_runs_own_evaluation_of_it_and_as_its_registe
     own = finished(run, store)["evaluate-stage-2"]
     outcomes = json.loads(store.read(own, OUTCOMES))
     by_step = evaluate_policy(run, EvaluationRequest(policy=":stage-2"))
-    registered = evaluate_policy(
-        run, EvaluationRequest(policy=f"models:/{run.registry.model_name}/1")
-    )
+    registered = evaluate_policy(run, EvaluationRequest(policy=f"models:/{run.registered_model}/1"))
     numbers = by_step.result.numbers["babyai"]
     for name in ("greedy", "avg_at_2", "pass_at_2"):
         assert numbers["summary"][name]["mean"] == own.results["summary"][name]["mean"]

@@ -69,7 +69,7 @@ def test_a_registered_model_by_both_engines_and_a_vllm_server_of_the_same_weight
 ):
     cfg = load_config(tiny_params(copy_run(tmp_path), endpoint=tiny_endpoint, deterministic=True))
     changes = {"deterministic": False, "num_samples": 4, "temperature": 0.7, "concurrency": 8}
-    name = f"models:/{cfg.registry.model_name}/1"
+    name = f"models:/{cfg.registered_model}/1"
     ours = evaluate_policy(cfg, EvaluationRequest(policy=name, changes=changes)).result
     inside = evaluate_policy(
         cfg, EvaluationRequest(policy=name, changes=changes, engine="vllm")

@@ -13,13 +13,14 @@ from agentgym.audit import audit
 from agentgym.config import load_config
 from agentgym.evaluation.history import History
 from agentgym.pipeline.dvc import pointer
+from agentgym.pipeline.promotion import standing
 from agentgym.pipeline.run import _with_servers, run_step, run_with_parents
 from agentgym.pipeline.table import finished, open_store, semantic_of, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.steps.context import METRICS
 from agentgym.steps.step import Kind
 from agentgym.tracking.deliver import committed_points, tracker_of
-from agentgym.tracking.points import decode_points
+from agentgym.tracking.points import LedgerError, decode_points
 from agentgym.types import Endpoint
 
 
@@ -49,7 +50,7 @@ def test_a_ledger_that_was_deleted_gets_everything_again(run, opened_before):
     report = audit(run, num_episodes=1)
     assert report.ok, [check for check in report.checks if not check.ok]
     client = MlflowClient(run.tracking_uri)
-    version = client.get_model_version_by_alias(run.registry.model_name, run.registry.alias)
+    version = client.get_model_version_by_alias(run.registered_model, run.registry.alias)
     assert str(version.version) == finished(run, open_store(run))["register"].results["version"]
     parent = next(r for r in client.search_runs(["1"]) if r.data.tags["kind"] == "pipeline")
     assert {"report.html", "learning_curve.png"} <= {
@@ -62,7 +63,7 @@ def test_a_champion_of_another_store_plays_again_and_the_audit_agrees(run, tmp_p
     """Another run's model holds the alias, and nobody here has its evaluation: both models are
     played by one protocol, on too few items to tell.
     """
-    client, name = MlflowClient(run.tracking_uri), run.registry.model_name
+    client, name = MlflowClient(run.tracking_uri), run.registered_model
     ours = client.get_model_version(name, "1")
     tags = {**ours.tags, "run_key": "another", "step_key": "0" * 64, "evaluation": "0" * 64}
     best = str(client.create_model_version(name, ours.source, tags=tags).version)
@@ -165,7 +166,7 @@ def test_a_model_evaluated_anew_is_no_new_version_but_has_the_new_numbers(run, t
     for name in steps_of(again):
         run_step(name, again)
     client = MlflowClient(run.tracking_uri)
-    version = client.get_model_version_by_alias(run.registry.model_name, run.registry.alias)
+    version = client.get_model_version_by_alias(run.registered_model, run.registry.alias)
     last = finished(again, open_store(again))["evaluate-stage-2"]
     assert (str(version.version), version.tags["evaluation"]) == ("1", last.digest)
     for cfg in (run, again):
@@ -187,12 +188,34 @@ def test_another_ledger_gets_everything_too(run, tmp_path):
     assert report.ok, [check for check in report.checks if not check.ok]
 
 
+def test_a_registered_model_that_was_deleted_in_mlflow_is_registered_again(run):
+    client, name = MlflowClient(run.tracking_uri), run.registered_model
+    client.delete_registered_model(name)
+    confirm_all(run)
+    assert str(client.get_model_version_by_alias(name, run.registry.alias).version) == "1"
+    entries, now = standing(run)
+    assert ([each.verdict for each in entries], now.held, now.drift) == (["PROMOTE"], "1", "")
+    report = audit(run, num_episodes=1)
+    assert report.ok, [check for check in report.checks if not check.ok]
+
+
+def test_an_experiment_that_was_deleted_in_mlflow_is_said_and_goes_on_once_restored(run):
+    client = MlflowClient(run.tracking_uri)
+    number = client.get_experiment_by_name(run.experiment).experiment_id
+    client.delete_experiment(number)
+    for name in ("prepare", "register"):
+        with pytest.raises(LedgerError, match=r"is deleted; `mlflow experiments restore` it, or"):
+            run_step(name, run)
+    client.restore_experiment(number)
+    confirm_all(run)
+
+
 @pytest.mark.slow
 def test_a_model_under_another_number_is_said(run):
     (run.state_dir / "mlflow.db").unlink()
     client = MlflowClient(run.tracking_uri)
-    client.create_registered_model(run.registry.model_name)
-    client.create_model_version(run.registry.model_name, "somewhere")
+    client.create_registered_model(run.registered_model)
+    client.create_model_version(run.registered_model, "somewhere")
     with pytest.raises(
         ValueError,
         match=(

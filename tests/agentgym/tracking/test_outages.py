@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentgym.config import load_config
+from agentgym.evaluation.promotion import artifact
 from agentgym.evaluation.publish import promotions_of
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
@@ -26,7 +27,7 @@ ROUTES = {
     "version": "GET /version",
     "spans": "POST /v1/traces",
     "model": "POST /api/2.0/mlflow/logged-models",
-    "decision": "decisions/0001.json",
+    "decision": "/0001.json",
     "verdict": "POST /api/2.0/mlflow/model-versions/set-tag",
     "alias": "POST /api/2.0/mlflow/registered-models/alias",
 }
@@ -157,17 +158,17 @@ def test_what_a_server_failed_to_take_or_to_confirm_is_there_once_in_the_end(
         assert [span.name for span in each.data.spans] == [span["name"] for span in spans]
     models = tracker.client.search_logged_models([tracker.experiment_id])
     assert sorted((each.name, str(each.status)) for each in models) == [
-        (cfg.registry.model_name, "READY"),
+        (cfg.registered_model, "READY"),
         ("stage-2", "READY"),
     ]
 
     promotions = promotions_of(cfg, store)
     (entry,) = promotions.history.entries()
-    (version,) = tracker.client.search_model_versions(f"name = '{cfg.registry.model_name}'")
-    held = tracker.client.get_registered_model(cfg.registry.model_name).aliases
+    (version,) = tracker.client.search_model_versions(f"name = '{cfg.registered_model}'")
+    held = tracker.client.get_registered_model(cfg.registered_model).aliases
     assert {alias: str(number) for alias, number in held.items()} == {"champion": "1"}
     assert version.tags["gate.verdict"] == entry.verdict
     path = tracker.client.download_artifacts(
-        version.run_id, "decisions/0001.json", str(tmp_path / "run")
+        version.run_id, artifact(promotions.history, entry), str(tmp_path / "run")
     )
     assert json.loads(Path(path).read_bytes()) == json.loads(entry.to_bytes())

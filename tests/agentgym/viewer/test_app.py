@@ -11,7 +11,7 @@ from agentgym.evaluation.gate import Judgement, Ruling
 from agentgym.evaluation.history import RECORD, STEP, Entry, Version
 from agentgym.types import Learned, Status, Turn
 from agentgym.viewer.app import make_app
-from tests.agentgym.viewer.conftest import HOSTILE, KEPT, SCRIPT, episode, failed
+from tests.agentgym.viewer.conftest import HOSTILE, KEPT, SCRIPT, TRAINING, episode, failed
 
 FOLDER = f"stage-1-{'a' * 16}"
 FIRST = f"/e/{FOLDER}.0.t0"
@@ -236,9 +236,55 @@ def test_left_out_episodes_are_counted_and_never_a_failure(made, view):
     made.add([episode(0), failed(1, status=Status.ENV_ERROR, reward=None, error="it broke")])
     client = TestClient(make_app(view()))
     page = client.get("/").text
-    assert "100.0 %" in page
+    assert "100.0 %" not in page  # of training nobody says how good the run is
     found = check(client.get("/episodes?status=env_error"))
     assert "no outcome" in found.text
+
+
+def test_the_success_of_a_run_is_that_of_its_final_evaluation_with_its_coverage(made, view):
+    """Not of all episodes of all its steps."""
+    evaluated = {"env": TRAINING["env"], "evaluation": {"num_items": 2}}
+    parents = {"stage-1": made.add([episode(0), episode(1)], done=True).digest}
+    for step, share, at in (("evaluate-initialize", 0.125, 0), ("evaluate-stage-1", 0.75, 5)):
+        parents[step] = made.add(
+            [failed(0)],
+            step=step,
+            key="b",
+            config=evaluated,
+            parents=dict(parents),
+            done=True,
+            results={
+                "global_step": at,
+                "coverage": 0.9,
+                "summary": {
+                    "greedy": {"mean": 1.0},
+                    "avg_at_4": {"mean": share},
+                    "pass_at_1": {"mean": share},
+                },
+            },
+        ).digest
+    text = check(TestClient(make_app(view())).get("/")).text
+    assert "75.0 %" in text
+    assert "coverage 90.0 %" in text
+    assert "12.5 %" not in text
+
+
+def test_an_evaluation_whose_episodes_failed_tells_how_few_count(made, view):
+    made.add(
+        [episode(0)],
+        step="evaluation",
+        key="b",
+        config={"policy": {"kind": "expert"}, "protocol": {}},
+        done=True,
+        results={
+            "coverage": 5 / 48,
+            "outcomes": {},
+            "envs": {"babyai": {"greedy": None, "avg_at_1": {"mean": 1.0}}},
+        },
+    )
+    text = check(TestClient(make_app(view())).get("/")).text
+    assert "100.0 %" in text
+    assert "coverage 10.4 %" in text
 
 
 def test_state_tells_that_there_is_news(made, view):

@@ -1,0 +1,153 @@
+"""What a registered model was judged on: its environments, its item lists and its protocol.
+
+A candidate may take a champion's place only where both were judged on the same. A version carries
+this as a tag, so it is known where the store that made the version is not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from agentgym.data.items import Splits, splits_from_json
+from agentgym.evaluation.history import Version
+from agentgym.store.manifest import Manifest, canonical_json, sha256
+from agentgym.store.runstore import BlobMissing, RunStore
+from agentgym.tracking.mlflow import Tracker
+from agentgym.tracking.registry import version_run_tags, version_tags
+
+TAG = "evaluation.question"  # of a registered version
+DATA = "prepare"  # the step whose splits an evaluation's items come from
+# the rest of an evaluation's settings say how much is asked, or by which machinery
+PROTOCOL = (
+    "model.context_tokens",
+    "rollout.max_new_tokens",
+    "rollout.instructions",
+    "rollout.action_format",
+)
+OF_EVALUATION = ("max_turns", "split", "temperature")
+
+
+@dataclass(frozen=True)
+class Question:
+    """Parts that are not known are left out, and differ from nothing."""
+
+    envs: Mapping[str, Mapping[str, Any]]  # name -> options and dialect
+    # name of an environment -> sha256 of the list that its first items were taken of
+    items: Mapping[str, str] = field(default_factory=dict)
+    protocol: Mapping[str, Any] = field(default_factory=dict)  # setting -> value
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Errors: ValueError or TypeError where it is none."""
+        return cls(**json.loads(text))
+
+    @property
+    def env_names(self) -> str:
+        """For people, in alphabetical order."""
+        return " + ".join(sorted(self.envs))
+
+
+def question_asked(config: Mapping[str, Any], splits: Splits) -> Question:
+    """config: settings of an evaluation, by dotted path."""
+    settings = config["evaluation"]
+    listed: dict[str, list[str]] = {}
+    for item in getattr(splits, settings["split"]):
+        listed.setdefault(item.env, []).append(item.item_id)
+    return Question(
+        {
+            env["name"]: {"options": env["options"], "dialect": env["dialect"]}
+            for env in (config["env"], *config["mix"])
+        },
+        {env: sha256(canonical_json(ids)) for env, ids in listed.items()},
+        {
+            **{name: config[name] for name in PROTOCOL},
+            **{f"evaluation.{name}": settings[name] for name in OF_EVALUATION},
+        },
+    )
+
+
+def question_of_evaluation(store: RunStore, evaluation: Manifest) -> Question | None:
+    """Of a run's own evaluation; None where the store has lost the data that it was asked on."""
+    wanted = evaluation.parents.get(DATA)
+    data = next((head for head in store.heads(DATA) if head.digest == wanted), None)
+    if data is None:
+        return None
+    try:
+        splits = splits_from_json(store.read(data, "splits.json"))
+    except BlobMissing:
+        return None
+    return question_asked(evaluation.config, splits)
+
+
+def question_of_version(
+    stores: Iterable[RunStore], tracker: Tracker, model: str, version: Version
+) -> Question | None:
+    """As its tag says; of a version without one, as its evaluation in one of these stores says;
+    else the environments alone, as its MLflow run has them. None where nothing is known.
+    """
+    try:
+        tags = version_tags(tracker, model, version.number)
+    except LookupError:
+        tags = {}
+    if TAG in tags:
+        return Question.from_json(tags[TAG])
+    told = version.evaluation
+    for store in stores if told else ():
+        final = store.final(told["step"], told["key"])
+        if final is not None and final.digest == told["digest"]:
+            return question_of_evaluation(store, final)
+    names = version_run_tags(tracker, model, version.number).get("environment", "")
+    return Question({name: {} for name in names.split(" + ")}) if names else None
+
+
+def other_question(ours: Question, champions: Question, *, envs_only: bool = False) -> str:
+    """Why a candidate judged on `ours` cannot replace a champion; empty: nothing differs.
+
+    envs_only: a protocol of the gate's own asks both, so only the environments must be the same.
+    """
+    if ours.envs.keys() != champions.envs.keys():
+        return (
+            f"its environments are {ours.env_names}, the champion's {champions.env_names}; give it"
+            " a name of its own (registry.model_name; empty: by its environments)"
+        )
+    if envs_only:
+        return ""
+    unlike = [
+        *(
+            line
+            for env in ours.envs
+            for line in _unlike(f"{env}: ", ours.envs[env], champions.envs[env])
+        ),
+        *(
+            f"its items of {env} are of another list"
+            for env in ours.items.keys() & champions.items.keys()
+            if ours.items[env] != champions.items[env]
+        ),
+        *_unlike("", ours.protocol, champions.protocol),
+    ]
+    if not unlike:
+        return ""
+    return (
+        f"{'; '.join(unlike)}; judge both by one protocol (gate.protocol), or give it a name of its"
+        " own (registry.model_name)"
+    )
+
+
+def _unlike(place: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """A line for each key that both have with different values."""
+    return [
+        f"{place}{name} is {_short(ours[name])}, the champion's {_short(theirs[name])}"
+        for name in ours
+        if name in theirs and ours[name] != theirs[name]
+    ]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -1,0 +1,146 @@
+"""One history decides in a registry, wherever the stores are, and between models of one thing."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from agentgym.evaluation.history import History, HistoryElsewhere, Home
+from agentgym.evaluation.promotion import HOME, judged_again
+from agentgym.evaluation.question import Question
+from agentgym.tracking.mlflow import Tracker
+from agentgym.tracking.registry import model_tags
+from tests.registries import RULES, Registry
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def tracker(tmp_path_factory, empty_ledger):
+    folder = tmp_path_factory.mktemp("ledger")
+    (folder / "mlflow.db").write_bytes(empty_ledger.read_bytes())
+    return Tracker(f"sqlite:///{folder / 'mlflow.db'}", "tests", folder / "artifacts")
+
+
+@pytest.fixture
+def registry(tracker, tmp_path, request):
+    return Registry(tracker, tmp_path, request.node.name[:80])
+
+
+BABYAI = Question(
+    {"babyai": {"options": {"levels": ["GoToObj"]}, "dialect": "native"}},
+    {"babyai": "1" * 64},
+    {"evaluation.max_turns": 12},
+)
+COUNTING = Question(
+    {"counting": {"options": {}, "dialect": "native"}},
+    {"counting": "2" * 64},
+    {"evaluation.max_turns": 12},
+)
+
+
+def test_a_second_environment_keeps_its_hands_off_the_champion(registry):
+    """Also where both were given one name by hand; it is never played for a gain that is none."""
+    registry.consider(registry.version(100, BABYAI))
+    candidate = registry.version(190, COUNTING)
+
+    def played(champion):
+        raise AssertionError("two models of different things were asked one question")
+
+    entry = registry.promotions().consider(candidate, RULES, played, "asked")
+    assert (entry.verdict, entry.moved) == ("HOLD", False)
+    assert entry.why == (
+        "they cannot be compared: its environments are counting, the champion's babyai; give it a"
+        " name of its own (registry.model_name; empty: by its environments)"
+    )
+    assert (registry.holder, judged_again(entry.decision)) == ("1", dict(entry.decision))
+    better = registry.version(190, BABYAI)
+    assert registry.consider(better).moved
+
+
+def test_a_command_with_another_environments_parameters_moves_nothing(registry):
+    for solved in (100, 190):
+        candidate = registry.version(solved, BABYAI)
+        entry = registry.promotions().consider(
+            candidate,
+            RULES,
+            lambda champion, candidate=candidate: registry.evidence(candidate, champion),
+            candidate.checkpoint,
+            question=COUNTING,
+        )
+    assert "its environments are counting" in entry.why
+    assert registry.holder == "1"
+
+
+def test_a_protocol_of_the_gate_asks_models_of_one_environment_whatever_their_own_was(registry):
+    rules = RULES.model_copy(update={"protocol": "agentgym-rl"})
+    registry.consider(registry.version(100, BABYAI), rules=rules)
+    longer = registry.version(150, replace(BABYAI, protocol={"evaluation.max_turns": 20}))
+    assert registry.consider(longer, rules=rules).moved
+    assert not registry.consider(registry.version(190, COUNTING), rules=rules).moved
+
+
+def test_a_champion_of_an_earlier_version_is_known_by_its_runs_environments(registry):
+    registry.consider(registry.version(100, environment="babyai"))
+    entry = registry.consider(registry.version(190, environment="counting"))
+    assert "its environments are counting, the champion's babyai" in entry.why
+    assert registry.consider(registry.version(190, environment="babyai")).moved
+
+
+def test_two_stores_on_one_mlflow_decide_in_one_history(registry, tmp_path):
+    """The second one is judged by the first one's champion, and its decision goes on there."""
+    registry.consider(registry.version(100))
+    first = registry.store
+    registry.store = registry.store_in(tmp_path / "second")
+    assert registry.consider(registry.version(60)).verdict == "REJECT"
+    assert registry.consider(registry.version(140)).moved
+    assert registry.holder == "3"
+    assert [entry.number for entry in registry.entries] == [1, 2, 3]
+    assert History(registry.store, registry.name, "champion").entries() == []
+    registry.store = first
+    assert registry.consider(registry.version(120)).before.number == "3"
+    assert registry.promotions().standing(registry.entries).drift == ""
+
+
+def test_the_history_of_a_store_that_was_moved_or_copied_goes_on_in_it(registry, tmp_path):
+    registry.consider(registry.version(100))
+    (tmp_path / "store").rename(tmp_path / "moved")
+    registry.store = registry.store_in(tmp_path / "moved")
+    assert registry.consider(registry.version(140)).moved
+    home = Home.from_json(model_tags(registry.tracker, registry.name)[f"{HOME}champion"])
+    assert (home.store, len(registry.entries)) == (str(tmp_path / "moved"), 2)
+
+
+def test_a_history_on_another_machine_is_named_and_nothing_is_decided_beside_it(registry, tmp_path):
+    registry.consider(registry.version(100))
+    told = Home.from_json(model_tags(registry.tracker, registry.name)[f"{HOME}champion"])
+    away = replace(told, store="/home/ann/store", host="annes-laptop")
+    set_tag = registry.tracker.client.set_registered_model_tag
+    set_tag(registry.name, f"{HOME}champion", away.to_json())
+    registry.store = registry.store_in(tmp_path / "second")
+    candidate = registry.version(140)
+    with pytest.raises(HistoryElsewhere, match="is in /home/ann/store on annes-laptop, which can"):
+        registry.consider(candidate)
+    entry = registry.promotions().undecided(candidate, "why")
+    assert (entry.moved, entry.before.number, registry.holder) == (False, "1", "1")
+    # where its store is, all goes on
+    registry.store = registry.store_in(tmp_path / "store")
+    assert registry.consider(candidate).moved
+
+
+def test_where_the_store_of_a_history_was_deleted_another_begins_with_the_champion(
+    registry, tmp_path
+):
+    registry.consider(registry.version(100))
+    shutil.rmtree(tmp_path / "store")
+    registry.store = registry.store_in(tmp_path / "second")
+    assert registry.consider(registry.version(140)).moved
+    assert [entry.kind for entry in registry.entries] == ["found", "judged"]
+
+
+def test_a_history_of_an_earlier_release_goes_on(registry):
+    """One whose registry does not say where it is."""
+    registry.consider(registry.version(100))
+    registry.tracker.client.delete_registered_model_tag(registry.name, f"{HOME}champion")
+    assert registry.consider(registry.version(140)).before.number == "1"
+    assert f"{HOME}champion" in model_tags(registry.tracker, registry.name)
