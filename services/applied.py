@@ -57,6 +57,7 @@ def set_up(env: Mapping[str, str]) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            encoding="utf-8",
             timeout=START_TIMEOUT_S,
             check=False,
         )

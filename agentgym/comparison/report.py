@@ -144,9 +144,7 @@ def results_png(table: Table) -> bytes:
     panels[0].set_ylim(max(places) + 0.7, -0.7)
     for axes in panels:
         axes.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
-    interval = (
-        f"{100 * table['confidence']:g} % interval over {sources(table).removesuffix(' alike')}"
-    )
+    interval = f"{100 * table['confidence']:g} % interval over {sources(table)}"
     caption = (
         f"success · dot and line: mean and {interval} · small dots: seeds · bar: from the start"
     )
