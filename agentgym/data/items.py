@@ -91,6 +91,11 @@ def _not_there(path: Path, file: Path) -> DataError:
             f"dataset not imported: {file} does not exist; run `agentgym data import --rev main`,"
             " or set data.path to a folder of lists"
         )
+    if not path.is_dir() and not Path(f"{path}.dvc").is_file():
+        return DataError(
+            f"{path} does not exist, and there is no {path}.dvc to pull it by; set data.path to a"
+            " folder of lists"
+        )
     if not path.is_dir():
         return DataError(
             f"dataset not pulled: {file} does not exist; run `dvc pull {path}.dvc`, or set"

@@ -111,9 +111,12 @@ def test_an_item_id_is_read_by_agentgym_s_rule() -> None:
 
 
 def test_a_dataset_that_was_not_pulled_says_so(tmp_path: Path) -> None:
-    message = refusal(tmp_path / "none")
+    folder = tmp_path / "none"
+    assert f"there is no {folder}.dvc to pull it by; set data.path" in refusal(folder)
+    Path(f"{folder}.dvc").touch()
+    message = refusal(folder)
     assert message.startswith("dataset not pulled: ")
-    assert "run `dvc pull" in message
+    assert f"run `dvc pull {folder}.dvc`" in message
 
 
 def test_an_environment_without_lists_is_told_which_there_are(tmp_path: Path) -> None:
@@ -131,7 +134,7 @@ def test_an_environment_without_a_list_in_a_pulled_set_is_not_called_unpulled(
         DataError, match=r"chess_train\.json does not exist; .* has lists for: babyai"
     ):
         data_digest(tmp_path, "chess")
-    with pytest.raises(DataError, match="dataset not pulled"):
+    with pytest.raises(DataError, match=r"there is no .*elsewhere\.dvc to pull it by"):
         data_digest(tmp_path / "elsewhere", "chess")
 
 

@@ -299,6 +299,6 @@ def test_a_folder_that_was_changed_is_told_from_the_pinned_one(dvc_project, caps
     shutil.rmtree(folder)
     assert cli("validate", "--set", f"data.path={folder}") == 2
     assert (
-        "error: dataset not pulled: data/own does not exist; run `dvc pull data/own.dvc`, or set"
-        " data.path" in capsys.readouterr().err
+        "error: data/own does not exist, and there is no data/own.dvc to pull it by; set data.path"
+        in capsys.readouterr().err
     )
