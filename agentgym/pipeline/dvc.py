@@ -94,7 +94,7 @@ def _last_stage(cfg: RunConfig, params: str) -> dict[str, Any]:
     return {
         "cmd": f"{command} --out {out}{_options(params)}",
         **stage,
-        "outs": [{str(out): {"cache": False}}],
+        "outs": [{str(out): {"cache": False, "persist": True}}],  # else the run-cache brings it
     }
 
 

@@ -48,7 +48,7 @@ def test_every_step_is_a_dvc_stage_with_its_parents_and_parameters(overrides):
     assert tree["stages"]["stored"] == {
         "cmd": "python -m agentgym stored --out .agentgym/stored.json",
         "deps": [f"outputs/{name}.json" for name in steps],
-        "outs": [{".agentgym/stored.json": {"cache": False}}],
+        "outs": [{".agentgym/stored.json": {"cache": False, "persist": True}}],
     }
     for name, step in steps.items():
         stage = tree["stages"][name]
