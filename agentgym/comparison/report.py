@@ -144,9 +144,7 @@ def results_png(table: Table) -> bytes:
     panels[0].set_ylim(max(places) + 0.7, -0.7)
     for axes in panels:
         axes.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
-    interval = (
-        f"{100 * table['confidence']:g} % interval over {sources(table).removesuffix(' alike')}"
-    )
+    interval = f"{100 * table['confidence']:g} % interval over {sources(table)}"
     caption = (
         f"success · dot and line: mean and {interval} · small dots: seeds · bar: from the start"
     )
@@ -322,10 +320,9 @@ def sources(table: Table) -> str:
         for contrast in table["contrasts"]
         for found in contrast["difference"].values()
     ]
-    few = min(counts) < FEWEST_SEEDS
-    return (
-        f"items, not seeds, of fewer than {FEWEST_SEEDS} seeds" if few else "seeds and items alike"
-    )
+    if min(counts) < FEWEST_SEEDS:
+        return f"items, of fewer than {FEWEST_SEEDS} seeds not over seeds"
+    return "seeds and items alike"
 
 
 def spread_of(estimate: Mapping[str, Any]) -> str:
