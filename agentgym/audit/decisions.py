@@ -4,6 +4,7 @@ played.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from itertools import pairwise
@@ -29,11 +30,13 @@ from agentgym.evaluation.promotion import (
 )
 from agentgym.evaluation.record import STEP as EVALUATION
 from agentgym.evaluation.result import RESULT, Result
+from agentgym.pipeline.table import open_store
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import sha256
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.mlflow import local_path
-from agentgym.tracking.registry import version_run, version_tags
+from agentgym.tracking.deliver import has_file, tracker_of
+from agentgym.tracking.mlflow import local_path, reaching
+from agentgym.tracking.registry import alias_version, all_models, version_run, version_tags
 
 MODULES = ("agentgym.evaluation.evaluate",)  # any: who played is no matter here
 
@@ -69,6 +72,42 @@ def check_decisions(
     if drift:
         checks.fail(drift)
     _check_tags(promotions, every, checks)
+
+
+def misplaced_aliases(cfg: RunConfig) -> list[str]:
+    """A line for each alias that a model of other things took from the one that its name stands
+    for; of the configured registered model also where its first holder was another one.
+    Errors: LedgerUnavailable.
+    """
+    file = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
+    if has_file(cfg) and not file.is_file():
+        return []
+    found, alias = [], cfg.registry.alias
+    with reaching(cfg.tracking_uri):
+        tracker = tracker_of(cfg)
+        for name in all_models(tracker):
+            promotions = Promotions(open_store(cfg), tracker, name, alias)
+            number = alias_version(tracker, name, alias)
+            if number is None:
+                continue
+            with contextlib.suppress(HistoryElsewhere):  # who can reach it finds it
+                line = promotions.misplaced()
+                if not line and name == cfg.registered_model:
+                    line = _other_environments(cfg, promotions, number)
+                found += [line] if line else []
+    return found
+
+
+def _other_environments(cfg: RunConfig, promotions: Promotions, number: str) -> str:
+    """Why the version that holds the run's alias is none of its environments; empty: it is one."""
+    question = promotions.question(promotions.version(number))
+    if question is None or question.envs.keys() == {env.name for env in cfg.envs}:
+        return ""
+    return (
+        f"{promotions.model}@{promotions.alias} is version {number} of {question.env_names}, and"
+        f" this run's environments are {cfg.env_names}: set registry.model_name, or make one of"
+        " these count with `agentgym promote VERSION --force --why ...`"
+    )
 
 
 def _deciding(promotions: Promotions) -> History | None:

@@ -50,6 +50,5 @@ def _doctor(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         say(json.dumps([asdict(finding) for finding in findings]))
     else:
         for finding in findings:
-            state = "ok" if finding.ok else "MISSING" if finding.needed else "absent"
-            say(f"{finding.name:<12}{state:<9}{finding.text}")
+            say(f"{finding.name:<12}{finding.state:<9}{finding.text}")
     return 0 if all(finding.ok for finding in findings if finding.needed) else 1

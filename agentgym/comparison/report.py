@@ -320,10 +320,9 @@ def sources(table: Table) -> str:
         for contrast in table["contrasts"]
         for found in contrast["difference"].values()
     ]
-    few = min(counts) < FEWEST_SEEDS
-    return (
-        f"items, not seeds, of fewer than {FEWEST_SEEDS} seeds" if few else "seeds and items alike"
-    )
+    if min(counts) < FEWEST_SEEDS:
+        return f"items, of fewer than {FEWEST_SEEDS} seeds not over seeds"
+    return "seeds and items alike"
 
 
 def spread_of(estimate: Mapping[str, Any]) -> str:

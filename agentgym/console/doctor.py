@@ -25,6 +25,19 @@ class Finding:
     text: str  # what was found, or what is missing and the way to get it
     needed: bool  # by the configured run
 
+    @property
+    def state(self) -> str:
+        """In a word."""
+        return "ok" if self.ok else "MISSING" if self.needed else "absent"
+
+
+class Misplaced(Finding):
+    """What is there, and not as it should be."""
+
+    @property
+    def state(self) -> str:
+        return "WRONG"
+
 
 def examine(cfg: RunConfig) -> list[Finding]:
     return [
@@ -35,7 +48,22 @@ def examine(cfg: RunConfig) -> list[Finding]:
         _command("git", "apt-get install git", "for dvc import and exp"),
         _command("kubectl", "see kubernetes.io/docs/tasks/tools", "for looking into a cluster"),
         _kubernetes(cfg),
+        *_aliases(cfg),
     ]
+
+
+def _aliases(cfg: RunConfig) -> list[Finding]:
+    """Whether the aliases of registered models are where the gate's rules let them be."""
+    from agentgym.audit.decisions import misplaced_aliases
+    from agentgym.tracking.mlflow import LedgerUnavailable
+
+    try:
+        lines = misplaced_aliases(cfg)
+    except LedgerUnavailable as error:
+        return [Finding("aliases", False, f"MLflow was not asked: {error}", needed=False)]
+    told = "each registered model's is at a model of what its name stands for"
+    wrong = [Misplaced("aliases", False, line, needed=True) for line in lines]
+    return [*wrong] or [Finding("aliases", True, told, needed=False)]
 
 
 def _kubernetes(cfg: RunConfig) -> Finding:

@@ -26,7 +26,12 @@ from agentgym.evaluation.history import (
     champion_of,
     me,
 )
-from agentgym.evaluation.question import Question, other_question, question_of_version
+from agentgym.evaluation.question import (
+    Question,
+    other_question,
+    question_of_version,
+    unlike_parts,
+)
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.mlflow import Tracker
@@ -194,6 +199,28 @@ class Promotions:
         asked = (self.question(candidate), None if envs_only else question)
         reasons = (other_question(q, theirs, envs_only=envs_only) for q in asked if q is not None)
         return next(filter(None, reasons), "")
+
+    def misplaced(self) -> str:
+        """Why the alias is at a model of other things than the one that held it before, by a
+        judgement that nobody passed over since; empty: it is not. Earlier releases judged so.
+        Errors: HistoryElsewhere.
+        """
+        broken = ""
+        for entry in self.history.entries():
+            if entry.kind in BY_HAND:
+                broken = ""
+            elif entry.moved and entry.before is not None and not broken:
+                ours, theirs = (self.question(each) for each in (entry.candidate, entry.before))
+                if ours is None or theirs is None or not (unlike := unlike_parts(ours, theirs)):
+                    continue
+                before, after = entry.before.number, entry.candidate.number
+                broken = (
+                    f"{self.model}@{self.alias}: decision {entry.number} took it from version"
+                    f" {before} and gave it to version {after}, though {'; '.join(unlike)}."
+                    f" `agentgym rollback --to {before} --set"
+                    f" 'registry.model_name={self.model}'` gives it back"
+                )
+        return broken
 
     def question(self, version: Version) -> Question | None:
         """What it was judged on; None where that is not known. Errors: HistoryElsewhere."""

@@ -170,11 +170,10 @@ def confirm_registration(
     """Put the model back where the ledger was replaced since, and the alias to who holds it by the
     history.
 
-    Errors: LedgerError where it has another number there, or the experiment was deleted.
+    Errors: LedgerError where it has another number there.
     """
-    name, tracker = cfg.registered_model, tracker_of(cfg)
-    _ = tracker.experiment_id
-    version = find_version(tracker, name, checkpoint.digest)
+    name = cfg.registered_model
+    version = find_version(tracker_of(cfg), name, checkpoint.digest)
     if version is None:
         version = _register(cfg, store, checkpoint, evaluation, run_key)
     if version != registered.results["version"]:

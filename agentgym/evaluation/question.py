@@ -111,14 +111,25 @@ def other_question(ours: Question, champions: Question, *, envs_only: bool = Fal
 
     envs_only: a protocol of the gate's own asks both, so only the environments must be the same.
     """
+    unlike = unlike_parts(ours, champions)
     if ours.envs.keys() != champions.envs.keys():
         return (
-            f"its environments are {ours.env_names}, the champion's {champions.env_names}; give it"
-            " a name of its own (registry.model_name; empty: by its environments)"
+            f"{'; '.join(unlike)}; give it a name of its own (registry.model_name; empty: by its"
+            " environments)"
         )
-    if envs_only:
+    if envs_only or not unlike:
         return ""
-    unlike = [
+    return (
+        f"{'; '.join(unlike)}; judge both by one protocol (gate.protocol), or give it a name of its"
+        " own (registry.model_name)"
+    )
+
+
+def unlike_parts(ours: Question, champions: Question) -> list[str]:
+    """What differs, a line for each part; of other environments nothing else is told."""
+    if ours.envs.keys() != champions.envs.keys():
+        return [f"its environments are {ours.env_names}, the champion's {champions.env_names}"]
+    return [
         *(
             line
             for env in ours.envs
@@ -131,12 +142,6 @@ def other_question(ours: Question, champions: Question, *, envs_only: bool = Fal
         ),
         *_unlike("", ours.protocol, champions.protocol),
     ]
-    if not unlike:
-        return ""
-    return (
-        f"{'; '.join(unlike)}; judge both by one protocol (gate.protocol), or give it a name of its"
-        " own (registry.model_name)"
-    )
 
 
 def _unlike(place: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

@@ -41,8 +41,10 @@ from agentgym.tracking.deliver import (
     has_file,
     ledger_identity,
     registry_identity,
+    tracker_of,
 )
 from agentgym.tracking.mlflow import LedgerUnavailable, reaching
+from agentgym.tracking.registry import model_tags
 from agentgym.types import Endpoints
 
 logger = logging.getLogger(__name__)
@@ -297,12 +299,9 @@ def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
         return
     mark = delivery_mark(cfg, run_key(cfg), step.name, manifest.key)
     is_registration = step.kind is Kind.REGISTER
-    if mark.is_file() and mark.read_text(encoding="utf-8") == _mark(cfg, step, manifest):
-        if is_registration and not has_file(cfg):  # a server is asked
-            try:
-                _confirm_registration(cfg, store, step, manifest)
-            except LedgerUnavailable as error:
-                logger.warning("the registered model was not looked for: %s", error)
+    told = mark.read_text(encoding="utf-8") if mark.is_file() else ""
+    is_delivered = told == _mark(cfg, step, manifest)
+    if is_delivered and not (is_registration and _is_lost(cfg)):
         return
     deliver_step(
         cfg,
@@ -314,18 +313,30 @@ def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
         is_report=step.kind is Kind.REPORT,
     )
     if is_registration:
-        _confirm_registration(cfg, store, step, manifest)
+        from agentgym.evaluation.publish import confirm_registration
+
+        done = finished(cfg, store)
+        checkpoint, evaluation = done[step.checkpoint], done[step.evaluation]
+        with reaching(cfg.tracking_uri):
+            confirm_registration(cfg, store, manifest, checkpoint, evaluation, run_key(cfg))
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.write_text(_mark(cfg, step, manifest), encoding="utf-8")
 
 
-def _confirm_registration(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
-    from agentgym.evaluation.publish import confirm_registration
-
-    done = finished(cfg, store)
-    checkpoint, evaluation = done[step.checkpoint], done[step.evaluation]
-    with reaching(cfg.tracking_uri):
-        confirm_registration(cfg, store, manifest, checkpoint, evaluation, run_key(cfg))
+def _is_lost(cfg: RunConfig) -> bool:
+    """Whether a server has lost the registered model; of a file the mark says so. A server that
+    does not answer is not waited for. Errors: LedgerError where it lost the experiment.
+    """
+    if has_file(cfg):
+        return False
+    try:
+        with reaching(cfg.tracking_uri):
+            tracker = tracker_of(cfg)
+            _ = tracker.experiment_id
+            return model_tags(tracker, cfg.registered_model) is None
+    except LedgerUnavailable as error:
+        logger.warning("the registered model was not looked for: %s", error)
+        return False
 
 
 def _mark(cfg: RunConfig, step: Step, manifest: Manifest) -> str:

@@ -127,6 +127,17 @@ def model_tags(tracker: Tracker, name: str) -> dict[str, str] | None:
     return None
 
 
+def all_models(tracker: Tracker) -> list[str]:
+    """Names of every registered model."""
+    found, page = [], None
+    while True:
+        models = tracker.client.search_registered_models(page_token=page)
+        found += [str(each.name) for each in models]
+        page = models.token
+        if not page:
+            return sorted(found)
+
+
 def created_ms(tracker: Tracker, name: str) -> int:
     """When the registered model was made. Errors: LookupError where there is none."""
     with _found(name):

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from agentgym.config import load_config
+from agentgym.console import doctor
 from agentgym.evaluation.history import History, HistoryElsewhere, Home
 from agentgym.evaluation.promotion import HOME, judged_again
 from agentgym.evaluation.question import Question
@@ -144,3 +146,50 @@ def test_a_history_of_an_earlier_release_goes_on(registry):
     registry.tracker.client.delete_registered_model_tag(registry.name, f"{HOME}champion")
     assert registry.consider(registry.version(140)).before.number == "1"
     assert f"{HOME}champion" in model_tags(registry.tracker, registry.name)
+
+
+def taken_by_another_environment(registry):
+    """As an earlier release judged: both played one question. Result: what both are versions of."""
+    first, other = registry.version(100, BABYAI), registry.version(190, COUNTING)
+    registry.consider(first)
+    promotions = registry.promotions()
+    promotions._unlike = lambda *_: ""
+    entry = promotions.consider(
+        other, RULES, lambda champion: registry.evidence(other, champion), "an earlier release"
+    )
+    assert entry.moved
+    return first, other
+
+
+def test_an_alias_that_another_environment_took_is_found_until_it_is_given_back(registry):
+    taken_by_another_environment(registry)
+    said = registry.promotions().misplaced()
+    assert "decision 2 took it from version 1 and gave it to version 2, though its environ" in said
+    assert f"`agentgym rollback --to 1 --set 'registry.model_name={registry.name}'`" in said
+    registry.promotions().roll_back("1", "it is no model of babyai")
+    assert registry.promotions().misplaced() == ""
+    registry.consider(registry.version(150, BABYAI))
+    assert registry.promotions().misplaced() == ""
+
+
+def findings(registry, tmp_path, *overrides):
+    """Of `agentgym doctor`, those on this registered model."""
+    own = [f"tracking.uri={registry.tracker.uri}", f"store.path={tmp_path / 'store'}"]
+    found = doctor._aliases(load_config(overrides=[*own, *overrides]))
+    return [each for each in found if registry.name in each.text]
+
+
+def test_doctor_finds_an_alias_that_another_environment_took(registry, tmp_path):
+    taken_by_another_environment(registry)
+    (finding,) = findings(registry, tmp_path)
+    assert (finding.ok, finding.needed, finding.state) == (False, True, "WRONG")
+    assert finding.text.startswith(f"{registry.name}@champion: decision 2 took it from version 1")
+    registry.promotions().roll_back("1", "it is no model of babyai")
+    assert findings(registry, tmp_path) == []
+
+
+def test_doctor_finds_a_first_champion_of_another_environment_than_its_name(registry, tmp_path):
+    """A plug-in's first run, while the name was a constant."""
+    registry.consider(registry.version(100, COUNTING))
+    (finding,) = findings(registry, tmp_path, f"registry.model_name={registry.name}")
+    assert f"{registry.name}@champion is version 1 of counting, and this run's" in finding.text
