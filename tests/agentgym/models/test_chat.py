@@ -12,6 +12,7 @@ from agentgym.config import ChatConfig, ConfigError
 from agentgym.models import template
 from agentgym.models.chat import DEFAULT_CHAT, ChatRenderer
 from agentgym.models.model import train_tokenizer
+from agentgym.models.template import CHAT_TEMPLATE
 from agentgym.rollouts.episode import extract_action
 from tests.agentgym.families import FAMILIES
 
@@ -90,12 +91,6 @@ def special(tokenizer):
 def control_ids(tokenizer):
     """Added tokens but those for blanks."""
     return {index for token, index in tokenizer.get_added_vocab().items() if token.strip(" \n▁")}
-
-
-def with_template(tokenizer, template):
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = template
-    return other
 
 
 plain_text = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), max_size=30)
@@ -387,82 +382,11 @@ def test_a_template_that_asks_for_the_date_gets_one_that_stays_and_says_so(famil
     ]
 
 
-PIECE = (
-    "{% if m['role'] == 'assistant' %}<|assistant|>{{ TEXT }}<|end|>{% else %}<|user|>{{"
-    " m['content'] }}{% endif %}"
-)
-WRAP = (
-    "{% for m in messages %}PIECE{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "m['content'] if loop.index > messages | length - 3 else ''",
-            "does not show the message 'probe two'",
-        ),
-        ("''", "does not show the message 'probe two'"),
-        ("m['content'] ~ loop.revindex", "rewrites earlier turns when .*, not only their thoughts"),
-        ("m['content'].split('</think>')[-1]", "rewrites earlier turns that hold reasoning"),
-    ],
-)
-def test_a_template_that_rewrites_history_is_refused(tokenizer, text, message):
-    # the honest one is not
-    ChatRenderer(
-        with_template(tokenizer, WRAP.replace("PIECE", PIECE.replace("TEXT", "m['content']")))
-    )
-    with pytest.raises(ValueError, match=message):
-        ChatRenderer(with_template(tokenizer, WRAP.replace("PIECE", PIECE.replace("TEXT", text))))
-
-
-@pytest.mark.integration
-def test_what_cannot_be_extended_is_refused_by_name(tokenizer):
-    with pytest.raises(ValueError, match="has no chat template"):
-        ChatRenderer(with_template(tokenizer, None))
-    with pytest.raises(ValueError, match="expected a special token the policy can sample"):
-        ChatRenderer(
-            with_template(
-                tokenizer,
-                WRAP.replace(
-                    "PIECE", PIECE.replace("TEXT", "m['content']").replace("<|end|>", "\n")
-                ),
-            )
-        )
-    blanks = PIECE.replace("TEXT", "m['content']").replace(
-        "m['content'] }}{", "m['content'].lstrip() }}{"
-    )
-    with pytest.raises(ValueError, match="changes blanks around a message"):
-        ChatRenderer(with_template(tokenizer, WRAP.replace("PIECE", blanks)))
-    # the instructions stand before the last message, not the first
-    moved = (
-        "{% for m in messages if m['role'] != 'system' %}{% if loop.last %}{{"
-        " messages[0]['content'] if messages[0]['role'] == 'system' }}{% endif %}PIECE"
-        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    ).replace("PIECE", PIECE.replace("TEXT", "m['content']"))
-    with pytest.raises(
-        ValueError, match=r"moves the instructions when .*; set rollout\.instructions"
-    ):
-        ChatRenderer(with_template(tokenizer, moved)).start("x", system="instructions")
-    deaf = (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{{ m['content']"
-        " }}<|end|>{% elif m['role'] == 'user' %}"
-    )
-    deaf += (
-        "<|user|>{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt"
-        " %}<|assistant|>{% endif %}"
-    )
-    with pytest.raises(ValueError, match="does not show the message 'probe system'"):
-        ChatRenderer(with_template(tokenizer, deaf)).start("x", system="instructions")
-
-
 def test_a_prompt_that_ends_within_a_token_is_refused():
     tokenizer = train_tokenizer(["say probe two"] * 9, 300)  # " p" is a token
-    ends = WRAP.replace("PIECE", PIECE.replace("TEXT", "m['content']"))
-    ends = ends.replace("<|assistant|>", "<|assistant|>say ")
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("<|assistant|>", "<|assistant|>say ")
     with pytest.raises(ValueError, match=r"makes \[.*\] of a whole conversation, of which turn by"):
-        ChatRenderer(with_template(tokenizer, ends))
+        ChatRenderer(tokenizer)
 
 
 @pytest.mark.integration
