@@ -163,12 +163,10 @@ def check_tokens(
             for number, turn in enumerate(episode.turns, 1):
                 ids, at = episode.input_ids[turn.start : turn.end], f"{where} turn {number}"
                 checks.expect(at, "start of its action", len(rebuilt), turn.start)
-                checks.expect(
-                    at,
-                    "action",
-                    extract_action(text(ids), cfg.rollout.action_format),
-                    turn.action,
+                action = extract_action(
+                    text(ids), cfg.rollout.action_format, opens_thought=renderer.opens_thought
                 )
+                checks.expect(at, "action", action, turn.action)
                 rebuilt += ids
                 mask += [True] * len(ids)
                 answer = bridge(turn.observation, stopped=renderer.ends_turn(ids))

@@ -113,17 +113,12 @@ def _is_asked(conversation: Conversation) -> bool:
     return conversation[-1]["role"] == "user"
 
 
-def main() -> int:
-    """The process. Exit code 0 unless a limit was met."""
+def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    """Run a template over conversations; nothing but what it writes is limited here.
+    Errors: ValueError if it writes too much.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    asked = json.loads(sys.stdin.read())
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    cpu_s = int(used.ru_utime + used.ru_stime) + CPU_S
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-    with open("/proc/self/statm", encoding="utf-8") as file:
-        memory = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     texts: list[dict[str, str]] = []
     dates: list[str] = []
 
@@ -148,9 +143,27 @@ def main() -> int:
             texts.append({"error": f"{type(error).__name__}: {error}"[:200]})
         num_chars += sum(map(len, texts[-1].values()))
         if num_chars > MAX_CHARS:
-            sys.stderr.write("it wrote too much\n")
-            return 1
-    sys.stdout.write(json.dumps({"texts": texts, "is_dated": bool(dates)}))
+            raise ValueError("it wrote too much")
+    return {"texts": texts, "is_dated": bool(dates)}
+
+
+def main() -> int:
+    """The process. Exit code 0 unless a limit was met."""
+    import transformers.utils.chat_template_utils  # noqa: F401  # not within the limits
+
+    asked = json.loads(sys.stdin.read())
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = int(used.ru_utime + used.ru_stime) + CPU_S
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    with open("/proc/self/statm") as file:
+        memory = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    try:
+        written = json.dumps(answer(asked))
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(written)
     return 0
 
 

@@ -256,14 +256,17 @@ def reply_naming(action: str, action_format: Literal["plain", "react"]) -> str:
     return action if action_format == "plain" else f"Action: {action}"
 
 
-def extract_action(reply: str, action_format: Literal["plain", "react"]) -> str:
+def extract_action(
+    reply: str, action_format: Literal["plain", "react"], *, opens_thought: bool = False
+) -> str:
     """The action a reply names. react: the rest of the line after the last `Action:`, empty
     where there is none.
 
     A thought up to `</think>` names none, nor does one that was cut before its end.
+    opens_thought: the chat template began the thought, before the reply.
     """
-    reply = reply.rpartition("</think>")[2]
-    if reply.lstrip().startswith("<think>"):
+    _, closes, reply = reply.rpartition("</think>")
+    if reply.lstrip().startswith("<think>") or (opens_thought and not closes):
         return ""
     if action_format == "plain":
         return reply.strip()

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.episode import Episode, Player, PlayerFailed, Said
+from agentgym.rollouts.episode import Episode, Player, PlayerFailed, Said, extract_action
 from agentgym.types import Item, Policy, SampleKey, Sampling
 from envs.wire import ErrorKind
 
@@ -34,8 +34,9 @@ class TokenPlayer:
         start = len(episode.input_ids)
         episode.act(completion)
         self._stopped = self._renderer.ends_turn(completion.ids)
-        text = self._renderer.text(completion.ids)
-        return Said(text, version=completion.version, start=start, end=len(episode.input_ids))
+        text, format = self._renderer.text(completion.ids), self._settings.action_format
+        action = extract_action(text, format, opens_thought=self._renderer.opens_thought)
+        return Said(text, action, completion.version, start, len(episode.input_ids))
 
     def hear(self, observation: str, *, last: bool) -> bool:
         following = self._renderer.bridge(observation, stopped=self._stopped)

@@ -1,38 +1,96 @@
 """Turn by turn gives the ids of the whole conversation, or is refused."""
 
 import copy
+import functools
+import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentgym.config import ChatConfig
-from agentgym.models.chat import ChatRenderer
+from agentgym.config import ChatConfig, ConfigError
+from agentgym.models import template
+from agentgym.models.chat import DEFAULT_CHAT, ChatRenderer
+from agentgym.models.model import train_tokenizer
+from agentgym.models.template import CHAT_TEMPLATE
+from agentgym.rollouts.episode import extract_action
+from tests.agentgym.families import FAMILIES
 
-EXACT = {  # family -> the special token that ends its turns
+EXACT = {  # family -> the token that ends its turns
     "qwen2.5": "<|im_end|>",
     "qwen3-instruct": "<|im_end|>",
     "llama3": "<|eot_id|>",
     "llama3.1": "<|eot_id|>",
+    "smollm2": "<|im_end|>",
+    "phi3-mini": "<|end|>",
+    "phi4": "<|im_end|>",
+    "phi4-mini": "<|end|>",
+    "tinyllama": "</s>",
+    "mistral-v0.1": "</s>",
+    "mistral-v0.3": "</s>",
+    "yi": "<|im_end|>",
+    "gemma2": "<end_of_turn>",
+    "gemma3": "<end_of_turn>",
+    "granite3": "<|end_of_text|>",
+    "olmo2": "<|endoftext|>",
+    "falcon3": "<|endoftext|>",
+}
+APPENDED = {  # family -> what its template makes of an earlier turn, if that is not refused
+    "qwen3": "that hold reasoning when .* '<think>.*probe thought.*' becomes ''",
+    "qwen3-thinking": "when .* '<think>.*' becomes ''",
+    "deepseek-r1-qwen": "when .* '<think>.*' becomes ''",
+}
+REFUSED = {"llama2": r"closes an assistant turn with ' </s><s>\[INST\] '; expected a special token"}
+NO_INSTRUCTIONS = {
+    "mistral-v0.3": "moves the instructions when the conversation grows; set rollout.instr",
+    "gemma2": "refuses a conversation: .*System role not supported; set rollout.instructions false",
 }
 NAMES = ["tiny", *(pytest.param(name, marks=pytest.mark.integration) for name in EXACT)]
 APPEND = ChatConfig(history="append")
 NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def trusted_templates():
+    """Runs templates here: those of the families are our own, and a process takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        run = functools.cache(lambda asked: json.dumps(template.answer(json.loads(asked))))
+        patch.setattr(template, "_in_a_process", run)
+        yield
+
+
+@pytest.fixture(scope="module")
+def renderer_of(tokenizer, family_of):
+    """renderer_of(name, chat), one for all tests."""
+    return functools.cache(
+        lambda name, chat=DEFAULT_CHAT: ChatRenderer(
+            tokenizer if name == "tiny" else family_of(name), chat
+        )
+    )
+
+
 @pytest.fixture(params=NAMES)
-def family(request, tokenizer, family_of):
-    return tokenizer if request.param == "tiny" else family_of(request.param)
+def named(request):
+    return request.param
 
 
-def special_ids(tokenizer):
+@pytest.fixture
+def family(named, tokenizer, family_of):
+    return tokenizer if named == "tiny" else family_of(named)
+
+
+@pytest.fixture
+def renderer(named, renderer_of):
+    return renderer_of(named)
+
+
+def special(tokenizer):
     return {each for each, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def with_template(tokenizer, template):
-    other = copy.deepcopy(tokenizer)
-    other.chat_template = template
-    return other
+def control_ids(tokenizer):
+    """Added tokens but those for blanks."""
+    return {index for token, index in tokenizer.get_added_vocab().items() if token.strip(" \n▁")}
 
 
 plain_text = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), max_size=30)
@@ -46,13 +104,14 @@ actions = st.text("abcde 0123.,", max_size=12).map(str.strip)
     system=st.just("") | plain_text,
     turns=st.lists(st.tuples(actions, plain_text), max_size=4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @pytest.mark.parametrize("name", NAMES)
 def test_turn_by_turn_equals_the_template_over_the_whole_conversation(
-    tokenizer, family_of, name, first, system, turns
+    tokenizer, family_of, renderer_of, name, first, system, turns
 ):
     tokenizer = tokenizer if name == "tiny" else family_of(name)
-    renderer = ChatRenderer(tokenizer)
+    renderer = renderer_of(name)
+    system = "" if name in NO_INSTRUCTIONS else system
     messages = [
         *([{"role": "system", "content": system}] if system else []),
         {"role": "user", "content": first},
@@ -65,13 +124,11 @@ def test_turn_by_turn_equals_the_template_over_the_whole_conversation(
             {"role": "user", "content": observation},
         ]
     assert ids == whole(tokenizer, messages)
-    if tokenizer.bos_token_id is not None:
-        assert ids.count(tokenizer.bos_token_id) == 1
 
 
-def whole(tokenizer, messages, put_back=(), **variables):
+def whole(tokenizer, messages, put_back=(), opening="assistant\n", **variables):
     """Ids of the template over all messages. put_back: pairs of what it shows of an answer and
-    what it left out before that.
+    what it left out before that, after its opening.
     """
     text = tokenizer.apply_chat_template(
         messages,
@@ -81,8 +138,8 @@ def whole(tokenizer, messages, put_back=(), **variables):
         **variables,
     )
     for shown, left_out in put_back:
-        assert text.count(f"assistant\n{shown}") == 1
-        text = text.replace(f"assistant\n{shown}", f"assistant\n{left_out}{shown}")
+        assert text.count(f"{opening}{shown}") == 1
+        text = text.replace(f"{opening}{shown}", f"{opening}{left_out}{shown}")
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -103,8 +160,34 @@ def test_the_tiny_template_in_full(tokenizer):
     ]
 
 
-def test_a_cut_action_gets_the_closing_tokens_it_did_not_sample(family):
-    renderer = ChatRenderer(family)
+@pytest.mark.integration
+def test_each_family_is_exact_or_refused_with_the_reason(family_of, renderer_of):
+    assert EXACT.keys() | APPENDED.keys() | REFUSED.keys() == FAMILIES.keys()
+    for name in EXACT:
+        renderer_of(name)
+    for name, reason in APPENDED.items():
+        renderer_of(name, APPEND)
+        with pytest.raises(ConfigError, match=f"(?s){reason}.* set model.chat.history append"):
+            ChatRenderer(family_of(name))
+    for name, reason in REFUSED.items():
+        with pytest.raises(ValueError, match=reason):
+            ChatRenderer(family_of(name), APPEND)
+    for name, reason in NO_INSTRUCTIONS.items():
+        with pytest.raises(ValueError, match=reason):
+            renderer_of(name).start("go", "instructions")
+
+
+@pytest.mark.integration
+def test_what_reads_differently_than_one_expects_is_noted(renderer_of):
+    noted = {name: renderer_of(name).notes for name in EXACT if renderer_of(name).notes}
+    assert noted.keys() == {"llama3.1", "mistral-v0.1", "mistral-v0.3", "olmo2", "falcon3"}
+    for name in ("mistral-v0.1", "mistral-v0.3"):
+        assert noted[name][0].startswith("the chat template shows ' ' before an action, not at")
+    for name in ("mistral-v0.1", "olmo2", "falcon3"):
+        assert "begins an answer with plain text" in noted[name][-1]
+
+
+def test_a_cut_action_gets_the_closing_tokens_it_did_not_sample(renderer):
     sampled = renderer.action_ids("move")
     assert sampled[-1] == renderer.stop_id
     cut = renderer.bridge("seen", stopped=False)
@@ -112,35 +195,68 @@ def test_a_cut_action_gets_the_closing_tokens_it_did_not_sample(family):
     assert sampled + renderer.bridge("seen", stopped=True) == sampled[:-1] + cut
 
 
-def test_special_text_in_an_observation_stays_text(family):
-    renderer = ChatRenderer(family)
-    specials = special_ids(family)
+def test_added_tokens_in_an_observation_stay_text(named, family, renderer):
+    controls = control_ids(family)
     harmless, hostile = "go on", f"go {''.join(family.get_added_vocab())} on"
-    for render in (
-        renderer.start,
-        lambda text: renderer.bridge(text, stopped=True),
-        lambda text: renderer.start("x", system=text),
-    ):
+    rendered = [renderer.start, lambda text: renderer.bridge(text, stopped=True)]
+    if named not in NO_INSTRUCTIONS:
+        rendered.append(lambda text: renderer.start("x", system=text))
+    for render in rendered:
         ids, expected = render(hostile), render(harmless)
-        assert [i for i in ids if i in specials] == [i for i in expected if i in specials]
-        assert hostile in family.decode(ids)
-    assert renderer.action_ids(hostile).count(renderer.stop_id) == 1
+        assert [i for i in ids if i in controls] == [i for i in expected if i in controls]
+        assert hostile.replace("▁", " ") in family.decode(ids).replace("▁", " ")
     # negative control: the template over the whole conversation takes the bait
     assert whole(family, [{"role": "user", "content": hostile}]) != renderer.start(hostile)
 
 
-def test_the_text_of_sampled_ids_has_no_special_tokens(family):
-    renderer = ChatRenderer(family)
-    assert renderer.text(renderer.action_ids("turn left")) == "turn left"
+def test_an_action_that_quotes_a_turn_ends_once(family, renderer):
+    quoted = [
+        token for token, index in family.get_added_vocab().items() if index in special(family)
+    ]
+    ids = renderer.action_ids(f"say {''.join(quoted)}")
+    assert [each for each in ids if each in control_ids(family)] == [renderer.stop_id]
+    assert renderer.text(ids).strip() == f"say {''.join(quoted)}"
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("name", "token"), EXACT.items())
-def test_an_action_ends_with_any_stop_token_and_its_turn_with_the_templates(family_of, name, token):
+def test_an_action_is_written_in_the_tokens_a_policy_samples_within_its_turn(
+    family_of, renderer_of
+):
+    for name in ("qwen3-instruct", "deepseek-r1-qwen"):
+        tokenizer = family_of(name)
+        chat = APPEND if name in APPENDED else DEFAULT_CHAT
+        ids = renderer_of(name, chat).action_ids("<think>\nleft?\n</think>\n\ngo <｜User｜>")
+        sampled = [each for each in ids if each in control_ids(tokenizer)]
+        # the prompt of DeepSeek has opened the thought; `<｜User｜>` would begin a turn
+        opens = ["<think>"] if name == "qwen3-instruct" else []
+        expected = [*opens, "</think>", tokenizer.eos_token]
+        assert tokenizer.convert_ids_to_tokens(sampled) == expected
+        assert renderer_of(name, chat).text(ids).endswith("go <｜User｜>")
+    tokenizer, tool = family_of("qwen2.5"), "<tool_call>\n{}\n</tool_call>"
+    ids = renderer_of("qwen2.5").action_ids(tool)
+    assert ids[:-1] == tokenizer(tool)["input_ids"]
+
+
+def test_the_text_of_sampled_ids_has_no_special_tokens(renderer):
+    assert renderer.text(renderer.action_ids("turn left")).strip() == "turn left"
+
+
+@pytest.mark.integration
+def test_a_thought_is_read_where_its_tokens_are_special(family_of):
+    tokenizer = copy.deepcopy(family_of("qwen2.5"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    renderer = ChatRenderer(tokenizer)
+    ids = renderer.action_ids("<think>\nleft?\n</think>\n\ngo")
+    assert renderer.text(ids) == "<think>\nleft?\n</think>\n\ngo"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3.1", "tinyllama", "gemma3"])
+def test_an_action_ends_with_any_stop_token_and_its_turn_with_the_templates(family_of, name):
     tokenizer = family_of(name)
-    other = next(each for each in special_ids(tokenizer) if each != tokenizer.eos_token_id)
+    other = next(each for each in special(tokenizer) if each != tokenizer.eos_token_id)
     renderer = ChatRenderer(tokenizer, eos_ids=[other, tokenizer.eos_token_id])
-    assert renderer.stop_id == tokenizer.convert_tokens_to_ids(token)
+    assert renderer.stop_id == tokenizer.convert_tokens_to_ids(EXACT[name])
     assert set(renderer.stop_ids) == {renderer.stop_id, tokenizer.eos_token_id, other}
     words = renderer.action_ids("go")[:-1]
     assert renderer.ends_turn([*words, renderer.stop_id])
@@ -172,12 +288,6 @@ def thoughtful(renderer, *turns, system=""):
 @pytest.mark.integration
 def test_thoughts_of_earlier_turns_stay_where_history_is_appended(family_of):
     tokenizer = family_of("qwen3")
-    with pytest.raises(
-        ValueError,
-        match=r"earlier turns that hold reasoning .*'<think>.* becomes ''.*set model\.chat\.history"
-        " append",
-    ):
-        ChatRenderer(tokenizer)
     renderer = ChatRenderer(tokenizer, APPEND)
     (note,) = renderer.notes
     assert "would turn '<think>\\nprobe thought\\n</think>\\n\\n' of earlier turns into ''" in note
@@ -199,7 +309,11 @@ def test_thoughts_of_earlier_turns_stay_where_history_is_appended(family_of):
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("name", "thinking", "opens"),
-    [("qwen3", "off", NO_THOUGHT), ("qwen3-thinking", "auto", "<think>\n")],
+    [
+        ("qwen3", "off", NO_THOUGHT),
+        ("qwen3-thinking", "auto", "<think>\n</think>\n\n"),
+        ("deepseek-r1-qwen", "auto", "<think>\n</think>\n\n"),
+    ],
 )
 def test_what_opens_an_answer_stays_where_history_is_appended(family_of, name, thinking, opens):
     tokenizer = family_of(name)
@@ -208,8 +322,34 @@ def test_what_opens_an_answer_stays_where_history_is_appended(family_of, name, t
     renderer = ChatRenderer(tokenizer, ChatConfig(history="append", thinking=thinking))
     ids, messages = thoughtful(renderer, ("a", "go 1"), ("b", "go 2"), system="act")
     variables = {"enable_thinking": False} if thinking == "off" else {}
-    assert ids == whole(tokenizer, messages, [("go 1", opens), ("go 2", opens)], **variables)
+    opening = "<｜Assistant｜>" if name == "deepseek-r1-qwen" else "assistant\n"
+    put_back = [("go 1", opens), ("go 2", opens)]
+    assert ids == whole(tokenizer, messages, put_back, opening, **variables)
     assert repr(opens) in renderer.notes[0]
+
+
+@pytest.mark.integration
+def test_a_demonstration_closes_the_thought_that_the_prompt_opened(family_of, renderer_of):
+    tokenizer, renderer = family_of("qwen3-thinking"), renderer_of("qwen3-thinking", APPEND)
+    assert renderer.opens_thought
+    assert not renderer_of("qwen3", APPEND).opens_thought
+    assert not ChatRenderer(
+        family_of("qwen3"), ChatConfig(history="append", thinking="off")
+    ).opens_thought
+    prompt = renderer.start("go")
+    for said, sampled in (
+        ("left", "</think>\n\nleft"),
+        ("<think>\nso\n</think>\n\nleft", "so\n</think>\n\nleft"),
+        ("so\n</think>\n\nleft", "so\n</think>\n\nleft"),
+        ("<think>\ncut", "cut"),
+    ):
+        ids = renderer.action_ids(said)
+        assert renderer.text(ids) == sampled
+        text = tokenizer.decode(prompt) + sampled + "<|im_end|>"
+        assert prompt + ids == tokenizer(text)["input_ids"]
+        for action_format in ("plain", "react"):
+            action = extract_action(sampled, action_format, opens_thought=True)
+            assert action == ("left" if action_format == "plain" and "left" in said else "")
 
 
 @pytest.mark.integration
@@ -242,69 +382,16 @@ def test_a_template_that_asks_for_the_date_gets_one_that_stays_and_says_so(famil
     ]
 
 
-PIECE = (
-    "{% if m['role'] == 'assistant' %}<|assistant|>{{ TEXT }}<|end|>{% else %}<|user|>{{"
-    " m['content'] }}{% endif %}"
-)
-WRAP = (
-    "{% for m in messages %}PIECE{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "m['content'] if loop.index > messages | length - 3 else ''",
-            "does not show the message 'probe two'",
-        ),
-        ("''", "does not show the message 'probe two'"),
-        ("m['content'] ~ loop.revindex", "rewrites earlier turns when .*, not only their thoughts"),
-        ("m['content'].split('</think>')[-1]", "rewrites earlier turns that hold reasoning"),
-    ],
-)
-def test_a_template_that_rewrites_history_is_refused(tokenizer, text, message):
-    # the honest one is not
-    ChatRenderer(
-        with_template(tokenizer, WRAP.replace("PIECE", PIECE.replace("TEXT", "m['content']")))
-    )
-    with pytest.raises(ValueError, match=message):
-        ChatRenderer(with_template(tokenizer, WRAP.replace("PIECE", PIECE.replace("TEXT", text))))
+def test_a_prompt_that_ends_within_a_token_is_refused():
+    tokenizer = train_tokenizer(["say probe two"] * 9, 300)  # " p" is a token
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("<|assistant|>", "<|assistant|>say ")
+    with pytest.raises(ValueError, match=r"makes \[.*\] of a whole conversation, of which turn by"):
+        ChatRenderer(tokenizer)
 
 
 @pytest.mark.integration
-def test_what_cannot_be_extended_is_refused_by_name(tokenizer):
-    with pytest.raises(ValueError, match="has no chat template"):
-        ChatRenderer(with_template(tokenizer, None))
-    with pytest.raises(ValueError, match="expected a special token the policy can sample"):
-        ChatRenderer(
-            with_template(
-                tokenizer,
-                WRAP.replace(
-                    "PIECE", PIECE.replace("TEXT", "m['content']").replace("<|end|>", "\n")
-                ),
-            )
-        )
-    blanks = PIECE.replace("TEXT", "m['content']").replace(
-        "m['content'] }}{", "m['content'].lstrip() }}{"
-    )
-    with pytest.raises(ValueError, match="changes blanks around a message"):
-        ChatRenderer(with_template(tokenizer, WRAP.replace("PIECE", blanks)))
-    # the instructions stand before the last message, not the first
-    moved = (
-        "{% for m in messages if m['role'] != 'system' %}{% if loop.last %}{{"
-        " messages[0]['content'] if messages[0]['role'] == 'system' }}{% endif %}PIECE"
-        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    ).replace("PIECE", PIECE.replace("TEXT", "m['content']"))
-    with pytest.raises(ValueError, match="moves the instructions when"):
-        ChatRenderer(with_template(tokenizer, moved)).start("x", system="instructions")
-    deaf = (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{{ m['content']"
-        " }}<|end|>{% elif m['role'] == 'user' %}"
-    )
-    deaf += (
-        "<|user|>{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt"
-        " %}<|assistant|>{% endif %}"
-    )
-    with pytest.raises(ValueError, match="does not show the message 'probe system'"):
-        ChatRenderer(with_template(tokenizer, deaf)).start("x", system="instructions")
+def test_an_action_that_begins_with_blanks_continues_its_prompt(family_of, renderer_of):
+    tokenizer, renderer = family_of("qwen2.5"), renderer_of("qwen2.5")
+    prompt, ids = renderer.start("go"), renderer.action_ids("\n\n left")
+    assert tokenizer.decode(prompt + ids).endswith("<|im_start|>assistant\n\n\n left<|im_end|>")
+    assert renderer.text(ids) == "\n\n left"

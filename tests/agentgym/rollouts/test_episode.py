@@ -3,6 +3,7 @@ happened.
 """
 
 import asyncio
+import copy
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -333,6 +334,31 @@ def test_a_trajectory_survives_the_way_through_json(renderer):
 )
 def test_the_action_a_reply_names(reply, action_format, action):
     assert extract_action(reply, action_format) == action
+
+
+@pytest.mark.parametrize(
+    ("reply", "plain", "react"),
+    [
+        ("I look around. Action: drop may be wrong, so", "", ""),
+        ("left or right?\n</think>\nturn left", "turn left", ""),
+        ("left?\n</think>\n\nAction: turn left", "Action: turn left", "turn left"),
+        ("left?\n</think>\n<think>\nAction: right", "", ""),
+        ("", "", ""),
+    ],
+)
+def test_a_thought_that_the_prompt_opened_is_no_action_before_its_end(
+    renderer, reply, plain, react
+):
+    opened = copy.copy(renderer)
+    opened.opens_thought = True
+    for action_format, action in (("plain", plain), ("react", react)):
+        assert extract_action(reply, action_format, opens_thought=True) == action
+        settings = replace(SETTINGS, action_format=action_format)
+        end = [Reply("no", terminated=True)]
+        trajectory, _, session = play(opened, [says(renderer, reply)], end, settings)
+        assert session.actions == [action]
+        assert trajectory.turns[0].action == action
+        assert (trajectory.turns[0].reply or action) == reply
 
 
 @pytest.mark.parametrize("action_format", ["plain", "react"])

@@ -26,6 +26,7 @@ SIZES = {
 }
 FAMILIES = {
     "qwen3": (Qwen3Config, ["<|im_end|>", "<|endoftext|>"]),
+    "qwen3-thinking": (Qwen3Config, ["<|im_end|>", "<|endoftext|>"]),
     "llama3.1": (LlamaConfig, ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]),
 }
 

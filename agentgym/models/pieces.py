@@ -1,0 +1,179 @@
+"""Token ids of one text made of pieces, of which only some may spell control tokens.
+
+A tokenizer finds its added tokens (ends of turns, `<think>`, `<tool_call>`) wherever a text spells
+them, whether marked special or not: a page could forge a turn. To encode piece by piece would
+prevent that but give other ids: SentencePiece puts a blank before a text, and tokens with `rstrip`
+take the blanks that follow. So all pieces are encoded as one text, and if a piece spells a token
+that it may not spell, under other names of the tokens, which no piece can know.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+
+BLANKS = " \n\t\r▁"
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+Span = tuple[int, int, int]  # id of a control token, its first character, the one after its last
+
+
+class Piece(NamedTuple):
+    text: str
+    tokens: re.Pattern[str] | None = None  # the control tokens it may spell; None: it has none
+
+
+class PieceTokenizer:
+    """Encodes pieces as the tokenizer encodes the text they make."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """tokenizer: a fast one.
+        Errors: ValueError if the model behind it makes a control token of plain text.
+        """
+        self._tokenizer = tokenizer
+        # tokens for runs of blanks (Gemma, GPT-NeoX) control nothing
+        self.controls: dict[str, int] = {
+            token: index
+            for token, index in tokenizer.get_added_vocab().items()
+            if token.strip(BLANKS)
+        }
+        self._token_of = {index: token for token, index in self.controls.items()}
+        model = tokenizer.backend_tokenizer.model
+        self._unknown: str | None = getattr(model, "unk_token", None)  # for unknown characters
+        for token in self.controls:
+            if model.token_to_id(token) is not None and self._is_made_of_text(token):
+                raise ValueError(
+                    f"the tokenizer makes its control token {token!r} of plain text, so that an"
+                    " observation could forge it; use a tokenizer whose control tokens are no"
+                    " words of its model"
+                )
+
+    @staticmethod
+    def pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
+        """Find these tokens as a tokenizer does: the leftmost, and there the longest."""
+        ordered = sorted(tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+    def encode(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
+        """Errors: ValueError if a token that a piece may spell cannot be told from one it may
+        not; no tokenizer that was accepted is known to do so.
+        """
+        text, allowed = self._written(pieces)
+        encoding = self._encoding(text)
+        found = self._found(encoding, encoding.ids, text)
+        meant = _among(allowed, found)
+        if len(meant) == len(found):
+            return tuple(encoding.ids)
+        tokenizer, names, own_ids = self._renamed
+        text, allowed = self._written(pieces, names, {start for _, start, _ in meant})
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        ids = [own_ids.get(index, index) for index in encoding.ids]
+        found = self._found(encoding, ids, text, names)
+        if not len(_among(allowed, found)) == len(allowed) == len(found):
+            plain, _ = self._written(pieces)
+            raise ValueError(
+                f"the tokenizer does not keep its control tokens apart from the text {plain[:80]!r}"
+                " that spells them; use another tokenizer"
+            )
+        return tuple(ids)
+
+    def _encoding(self, text: str) -> Encoding:
+        """What the tokenizer's own call encodes, at a quarter of its time."""
+        backend: Tokenizer = self._tokenizer.backend_tokenizer
+        if backend.truncation or backend.padding or backend.encode_special_tokens:
+            backend.no_truncation()  # a call with other options left them
+            backend.no_padding()
+            backend.encode_special_tokens = False
+        return backend.encode(text, add_special_tokens=False)
+
+    def _written(
+        self,
+        pieces: Sequence[Piece],
+        names: Mapping[str, str] = NO_NAMES,
+        meant: Set[int] = frozenset(),
+    ) -> tuple[str, list[Span]]:
+        """(the text, where in it tokens are that pieces may spell).
+        names: other names of tokens, for those that begin in the plain text at `meant`, which
+        alone are counted.
+        """
+        text, spans, num_before = "", [], 0
+        for piece in pieces:
+            end = 0
+            for match in piece.tokens.finditer(piece.text) if piece.tokens else ():
+                if names and num_before + match.start() not in meant:
+                    continue
+                text += piece.text[end : match.start()]
+                name = names.get(match.group(), match.group())
+                spans.append((self.controls[match.group()], len(text), len(text) + len(name)))
+                text += name
+                end = match.end()
+            text += piece.text[end:]
+            num_before += len(piece.text)
+        return text, spans
+
+    def _found(
+        self,
+        encoding: Encoding,
+        ids: Sequence[int],
+        text: str,
+        names: Mapping[str, str] = NO_NAMES,
+    ) -> list[Span]:
+        """The control tokens among the ids, and the characters each was made of."""
+        spans = []
+        for at, index in enumerate(ids):
+            token = self._token_of.get(index)
+            if token is None:
+                continue
+            start, end = encoding.token_to_chars(at) or (0, 0)
+            if token != self._unknown or names.get(token, token) in text[start:end]:
+                spans.append((index, start, end))
+        return spans
+
+    @cached_property
+    def _renamed(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
+        """The tokenizer with other names for its control tokens, these names, and the token ids
+        that a token has there -> here. Takes a second or two for a large vocabulary.
+        """
+        from tokenizers import Tokenizer
+
+        # no text spells them by chance or on purpose, and no id depends on them
+        key = secrets.token_hex(16)
+        names = {token: f"\ufdd0{key}.{index}\ufdd1" for token, index in self.controls.items()}
+        state: dict[str, Any] = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        own = {each["content"]: each["id"] for each in state["added_tokens"]}
+        for each in state["added_tokens"]:
+            each["content"] = names.get(each["content"], each["content"])
+        state.update(truncation=None, padding=None, post_processor=None)
+        renamed = Tokenizer.from_str(json.dumps(state))
+        vocab = renamed.get_vocab()
+        ids = {vocab[names.get(token, token)]: index for token, index in own.items()}
+        return renamed, names, ids
+
+    def _is_made_of_text(self, token: str) -> bool:
+        backend = self._tokenizer.backend_tokenizer
+        text = backend.normalizer.normalize_str(token) if backend.normalizer else token
+        splitter = backend.pre_tokenizer
+        words = [word for word, _ in splitter.pre_tokenize_str(text)] if splitter else [text]
+        return any(
+            made.id in self._token_of and made.value != self._unknown
+            for word in words
+            for made in backend.model.tokenize(word)
+        )
+
+
+def _among(allowed: Sequence[Span], found: Sequence[Span]) -> list[Span]:
+    """The allowed tokens that were found; one may be made of the blanks around it, too."""
+    return [
+        (index, start, end)
+        for index, start, end in allowed
+        if any(index == one[0] and one[1] <= start and end <= one[2] for one in found)
+    ]

@@ -1,0 +1,298 @@
+"""How a chat template writes turns, read off a few probe conversations it is asked for once.
+
+It came with the model as a program, so no episode should wait for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import TYPE_CHECKING
+
+from agentgym.config import ChatConfig, ConfigError
+from agentgym.models.pieces import Piece
+from agentgym.models.template import TODAY, render
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+Conversation = list[dict[str, str]]
+
+THINK, END_THINK = "<think>", "</think>"
+
+_CONTENTS = ("probe one", "probe two", "probe three", "probe four", "probe five")
+_ROLES = ("user", "assistant")
+_SYSTEM = "probe system"
+_THOUGHT = "<think>\nprobe thought\n</think>\n\n"  # some templates strip it from earlier turns
+_BLANKS = " \n\t{}\n "  # some templates trim them
+# words, digits, blanks and newlines side by side: a tokenizer may join or split them
+_LINES = "A  page,\n\n12.5% {}\n\t- Ä 你 (x)"
+_REASON = "Thought: 12 + 3?\n\nAction: "
+
+
+def _probe(count: int, before: str = "", system: str = "", user: str = "{}") -> Conversation:
+    """A conversation of `count` messages; the first and the last are a user's.
+    before: text that each action begins with. user: text around each observation.
+    """
+    roles = zip(itertools.cycle(_ROLES), _CONTENTS[:count], strict=False)
+    messages = [
+        {"role": role, "content": user.format(text) if role == "user" else before + text}
+        for role, text in roles
+    ]
+    return [*([{"role": "system", "content": system}] if system else []), *messages]
+
+
+_ASKED = (
+    *(_probe(count, thought) for thought in ("", _THOUGHT) for count in (1, 3, 5)),
+    _probe(3, user=_BLANKS),
+    _probe(5, _REASON, user=_LINES),
+    *(_probe(count, system=_SYSTEM) for count in (1, 3)),
+    _probe(1, system=_BLANKS.format(_SYSTEM)),
+    _probe(3, _REASON, _LINES.format(_SYSTEM), _LINES),
+)
+
+
+class Turns:
+    """The pieces of a conversation, as the template writes them turn by turn.
+    Errors: ValueError if it does not write a conversation by adding to it; see `ChatRenderer`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: ChatConfig,
+        controls: re.Pattern[str] | None,
+    ) -> None:
+        """controls: finds the tokenizer's control tokens."""
+        self._controls = controls
+        self.notes: list[str] = []  # how conversations differ from what a reader would expect
+        self._texts = self._render(tokenizer, chat)
+        before, after = _around(self._text_of(_probe(1)), _CONTENTS[0])
+        self._opening, self._next_opening = (before, after), after
+        _, opened, thought = after.rpartition(THINK)
+        # an action begins within a thought, which it has to close
+        self.opens_thought = bool(opened) and END_THINK not in thought
+        self._blanks = self._blanks_before_actions()
+        self._rewrites = False
+        self._turn_end = self._check_history(chat)
+        stop = controls.match(self._turn_end) if controls else None
+        if stop is None:
+            raise ValueError(
+                f"chat template closes an assistant turn with {self._turn_end[:20]!r}; expected a"
+                " special token the policy can sample"
+            )
+        self.stop = Piece(stop.group(), controls)  # ends an action
+        self._trims_user = self._trims(_probe(3), _probe(3, user=_BLANKS))
+        self._system = self._with_system()
+        if not (controls and controls.search(after)):
+            self.notes.append(
+                f"the chat template begins an answer with plain text, {after!r}, which an"
+                " observation may spell, too"
+            )
+
+    def start(self, observation: str, system: str = "") -> tuple[Piece, ...]:
+        """The whole prompt of the first action. system: instructions.
+        Errors: ValueError if the template cannot show instructions.
+        """
+        if not system:
+            return self._around_observation(self._opening[0], observation, self._opening[1])
+        if isinstance(self._system, ValueError):
+            raise self._system
+        before, middle, after, is_trimmed = self._system
+        return (
+            Piece(before, self._controls),
+            Piece(system.strip() if is_trimmed else system),
+            *self._around_observation(middle, observation, after),
+        )
+
+    def bridge(self, observation: str) -> tuple[Piece, ...]:
+        """From the stop token of an action to the next action."""
+        return self._around_observation(self._turn_end, observation, self._next_opening)
+
+    def before_action(self) -> tuple[Piece, ...]:
+        """Pieces that stand before an action, for its ids may depend on them."""
+        return self.bridge(_CONTENTS[0])
+
+    def spoken(self, action: str) -> str:
+        """An action as a policy says it: after the blanks that the template expects, and if the
+        prompt opened a thought, after its end.
+        """
+        if self.opens_thought:
+            if action.startswith(THINK):
+                action = action.removeprefix(THINK).lstrip("\n")
+            elif END_THINK not in action:
+                action = f"{END_THINK}\n\n{action}"
+        return self._blanks + action
+
+    def written(self) -> set[str]:
+        """All control tokens that the template itself writes, and those of thoughts."""
+        return {
+            token
+            for text in self._texts.values()
+            if isinstance(text, str) and self._controls
+            for token in self._controls.findall(text)
+        }
+
+    def probes(self) -> list[tuple[Conversation, str, str]]:
+        """(messages, instructions, text turn by turn) of conversations that the template writes.
+        Errors: ValueError if it writes one of them as a whole otherwise.
+        """
+        probes = []
+        for messages in _ASKED:
+            shown = self._texts[repr(messages)]
+            system = messages[0]["content"] if messages[0]["role"] == "system" else ""
+            if isinstance(shown, ValueError) or (system and isinstance(self._system, ValueError)):
+                continue
+            said = messages[bool(system) :]
+            text = "".join(piece.text for piece in self.start(said[0]["content"], system))
+            for action, observation in zip(said[1::2], said[2::2], strict=True):
+                text += self.spoken(action["content"])
+                text += "".join(piece.text for piece in self.bridge(observation["content"]))
+            if text != shown and not (self._rewrites and len(said) > 1):
+                one, other = _apart(text, shown)
+                raise ValueError(
+                    f"the chat template shows {other[:40]!r} in a whole conversation, and"
+                    f" {one[:40]!r} turn by turn; use a template that shows messages as they are"
+                )
+            probes.append((said, system, text))
+        return probes
+
+    def _around_observation(self, before: str, text: str, after: str) -> tuple[Piece, ...]:
+        text = text.strip() if self._trims_user else text
+        return Piece(before, self._controls), Piece(text), Piece(after, self._controls)
+
+    def _render(
+        self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig
+    ) -> dict[str, str | ValueError]:
+        """Ask the chat template for all that is ever needed of it."""
+        if not tokenizer.chat_template:
+            raise ValueError(
+                "the tokenizer has no chat template; use an instruction-tuned model or set one"
+            )
+        variables = {} if chat.thinking == "auto" else {"enable_thinking": chat.thinking == "on"}
+        if variables and "enable_thinking" not in tokenizer.get_chat_template():
+            raise ConfigError(
+                f"model.chat.thinking {chat.thinking} is nothing to this chat template, which does"
+                " not know enable_thinking; use auto"
+            )
+        rendered = render(tokenizer, _ASKED, variables)
+        if rendered.is_dated:
+            self.notes.append(
+                f"the chat template shows the date; it is {TODAY:%d %b %Y} on every day, so that"
+                " results do not change with it"
+            )
+        return dict(zip(map(repr, _ASKED), rendered.texts, strict=True))
+
+    def _text_of(self, messages: Conversation) -> str:
+        """Text of a conversation that `_render` asked for.
+        Errors: ValueError if the template refuses it.
+        """
+        text = self._texts[repr(messages)]
+        if isinstance(text, ValueError):
+            raise text
+        return text
+
+    def _blanks_before_actions(self) -> str:
+        """Blanks that the template shows between prompt and action are the policy's to say."""
+        between = _around(self._text_of(_probe(3)), *_CONTENTS[:2])[1]
+        blanks = between.removeprefix(self._next_opening)
+        if self.opens_thought or not between.startswith(self._next_opening) or blanks.strip():
+            return ""
+        if blanks:
+            self.notes.append(
+                f"the chat template shows {blanks!r} before an action, not at the end of a prompt;"
+                " demonstrations begin with it"
+            )
+        return blanks
+
+    def _check_history(self, chat: ChatConfig) -> str:
+        """Result: the text between an action and the next observation.
+        Errors: ValueError where the template rewrites more than `chat` allows.
+        """
+        turn_ends, changed = set(), []
+        for thought, count in itertools.product(("", _THOUGHT), (3, 5)):
+            text = self._text_of(_probe(count, thought))
+            before, *between, after = _around(text, *_CONTENTS[:count])
+            turn_ends.update(between[1::2])
+            if (before, after) != self._opening or len(turn_ends) > 1:
+                raise ValueError(
+                    "the chat template rewrites earlier turns when the conversation grows, not only"
+                    " their thoughts; use a template that only appends"
+                )
+            sampled = self._next_opening + self.spoken(thought)
+            changed += [(shown, sampled, thought) for shown in between[::2] if shown != sampled]
+        self._rewrites = bool(changed)
+        if changed:
+            shown, sampled, thought = changed[0]
+            shown, sampled = _apart(shown, sampled)
+            which = " that hold reasoning" if thought else ""
+            if chat.history == "exact":
+                raise ConfigError(
+                    f"the chat template rewrites earlier turns{which} when the conversation"
+                    f" grows: {sampled!r} becomes {shown!r}. Training ids"
+                    " would differ from sampled ids; set model.chat.history append, which keeps"
+                    " every turn as it was sampled, or use a template that only appends"
+                )
+            self.notes.append(
+                "model.chat.history append: every turn stays as it was sampled and counts for"
+                f" model.context_tokens; the chat template would turn {sampled!r} of earlier turns"
+                f" into {shown!r}"
+            )
+        return turn_ends.pop()
+
+    def _with_system(self) -> tuple[str, str, str, bool] | ValueError:
+        """The texts around instructions and first observation, and whether the template trims
+        instructions. An error, for a run that has instructions, if the template cannot show them
+        at the beginning and leave them there.
+        """
+        plain = _probe(1, system=_SYSTEM)
+        try:
+            before, middle, after = _around(self._text_of(plain), _SYSTEM, _CONTENTS[0])
+            grown = self._text_of(_probe(3, system=_SYSTEM))
+            stays = grown.startswith(before + _SYSTEM + middle + _CONTENTS[0])
+            if not stays or after != self._next_opening:
+                raise ValueError(
+                    "the chat template moves the instructions when the conversation grows"
+                )
+            padded = _probe(1, system=_BLANKS.format(_SYSTEM))
+            return before, middle, after, self._trims(plain, padded)
+        except ValueError as error:
+            return ValueError(f"{error}; set rollout.instructions false")
+
+    def _trims(self, plain: Conversation, padded: Conversation) -> bool:
+        """Whether the template trims what is between `plain` and `padded` contents.
+        Errors: ValueError where it does something else with blanks.
+        """
+        text, shown = self._text_of(plain), self._text_of(padded)
+        if shown == text:
+            return True
+        for less, more in zip(plain, padded, strict=True):
+            text = text.replace(less["content"], more["content"])
+        if shown != text:
+            raise ValueError(
+                "the chat template changes blanks around a message otherwise than by trimming both"
+                " sides; use a template that shows messages as they are"
+            )
+        return False
+
+
+def _around(text: str, *contents: str) -> list[str]:
+    """The texts before, between and after the contents."""
+    pieces = []
+    for content in contents:
+        before, found, text = text.partition(content)
+        if not found:
+            raise ValueError(
+                f"chat template does not show the message {content!r} as it is; it cannot be"
+                " extended turn by turn"
+            )
+        pieces.append(before)
+    return [*pieces, text]
+
+
+def _apart(one: str, other: str) -> tuple[str, str]:
+    """Both texts without the beginning they share."""
+    while one and one[:1] == other[:1]:
+        one, other = one[1:], other[1:]
+    return one, other
