@@ -28,6 +28,8 @@ from agentgym.models.half import widen_linear_layers
 from agentgym.models.template import CHAT_TEMPLATE
 from agentgym.models.tokenizer import load_tokenizer, require_rows
 
+logger = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -140,6 +142,8 @@ def _published_model(config: ModelConfig, architecture: PretrainedConfig) -> Pre
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
+    except KeyError as error:
+        raise _without_interface(architecture, error) from None
     except RuntimeError:
         if not report.unmade:
             raise
@@ -162,6 +166,14 @@ def _published_model(config: ModelConfig, architecture: PretrainedConfig) -> Pre
             f"the weights of {config.name} are not those of its config.json: {'; '.join(told)}; use"
             " a folder whose weights and config.json were saved together"
         )
+    if model.dtype == torch.float16:
+        logger.warning(
+            "%s has float16 weights; they become float32, for small gradients are zero in float16:"
+            " rollout.engine_dtype float16 samples in it, model.dtype bfloat16 halves the memory",
+            config.name,
+        )
+        model = model.float()
+        model.config.dtype = torch.float32
     return model
 
 
@@ -193,11 +205,24 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     """With weights drawn anew."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention.RAGGED, dtype=dtype, trust_remote_code=False
-    )
+    try:
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention.RAGGED, dtype=dtype, trust_remote_code=False
+        )
+    except KeyError as error:
+        raise _without_interface(config, error) from None
     widen_linear_layers(model)
     return model
+
+
+def _without_interface(config: PretrainedConfig, error: KeyError) -> Exception:
+    """Return the error for a family that looks its attention up among its own classes."""
+    if error.args != (attention.RAGGED,):
+        return error
+    return ConfigError(
+        f"models of type {config.model_type} are not supported: their attention does not call"
+        " transformers' attention interface; use another model, such as one of type qwen2 or llama"
+    )
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -155,7 +155,7 @@ def main() -> int:
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = int(used.ru_utime + used.ru_stime) + CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-    with open("/proc/self/statm") as file:
+    with open("/proc/self/statm", encoding="utf-8") as file:
         memory = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     try:

@@ -336,3 +336,18 @@ def test_a_model_whose_tokenizer_has_more_ids_than_rows_is_refused(tmp_path, tok
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="has more ids than its embedding has rows"):
         load_hub(ModelConfig(source="hub", name=str(tmp_path)))
+
+
+def test_weights_in_float16_are_trained_in_float32_and_it_is_said(
+    tmp_path, make_model, tokenizer, caplog
+):
+    stored = make_model().to(torch.float16)
+    stored.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model, _ = load_hub(ModelConfig(source="hub", name=str(tmp_path)))
+    assert "has float16 weights; they become float32" in caplog.text
+    assert json.loads(model.config.to_json_string())["dtype"] == "float32"
+    narrow = dict(stored.named_parameters())
+    for name, weight in model.named_parameters():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, narrow[name].float())
