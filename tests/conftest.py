@@ -353,7 +353,7 @@ def make_model(tokenizer):
             num_heads=2,
             num_kv_heads=1,
             mlp_size=96,
-            context_tokens=256,
+            context_tokens=512,
         )
         model = new_model(
             config,

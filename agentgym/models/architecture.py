@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentgym.config import ConfigError, ModelConfig
+from agentgym.models.files import require_weights, require_whole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -25,24 +26,16 @@ LAYERS = ("full_attention", "sliding_attention")
 def published_architecture(config: ModelConfig) -> Any:
     """transformers' configuration of a handed-over model; its weights are not read.
 
-    Errors: ConfigError where there is none, where a folder holds no safetensors, where the
-    architecture is not supported; as `read_architecture`.
+    Errors: ConfigError where there is none, where a folder holds no safetensors or a file that is
+    not whole, where the architecture is not supported or has fewer positions than
+    `config.context_tokens`; as `read_architecture`.
     """
     from transformers import PretrainedConfig
 
     folder = Path(config.name)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        pickles = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-        found = sorted(path.name for path in folder.iterdir() if path.suffix in pickles)
-        there = (
-            f"it holds {', '.join(found)}, which are pickles and could run any program"
-            if found
-            else "it holds no weights"
-        )
-        raise ConfigError(
-            f"model.name {config.name}: expected weights in *.safetensors; {there}; convert them"
-            " where you trust them"
-        )
+    if folder.is_dir():
+        require_weights(folder, f"model.name {config.name}")
+        require_whole(folder)
     try:
         text, _ = PretrainedConfig.get_config_dict(config.name, revision=config.revision)
         if not text:
@@ -56,7 +49,38 @@ def published_architecture(config: ModelConfig) -> Any:
     architecture = read_architecture(json.dumps(text))
     for reason in unsupported(architecture):
         raise ConfigError(f"model.name {config.name!r}: {reason}; use a model without it")
+    require_positions(architecture, config.context_tokens, f"model.name {config.name!r}")
     return architecture
+
+
+def require_positions(config: PretrainedConfig, context_tokens: int, name: str) -> None:
+    """name: of the model, for the error text.
+    Errors: ConfigError where an episode may become longer than the model's positions allow.
+    """
+    most = num_positions(config)
+    if most is not None and context_tokens > most:
+        raise ConfigError(
+            f"context_tokens {context_tokens} is above the {most} positions of {name}; lower"
+            " model.context_tokens (agentgym evaluate: --context-tokens) or use a model with more"
+        )
+
+
+def num_positions(config: PretrainedConfig) -> int | None:
+    """Return how many tokens the positions of a model allow; None where nothing limits them.
+
+    `max_position_embeddings` counts the scaling of rotary positions already, but for YaRN that a
+    user adds to a config.json as Qwen's model cards say: there `factor` extends the original.
+    """
+    text = config.get_text_config(decoder=True)
+    most = getattr(text, "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return None
+    extended = [
+        int(rope["factor"] * rope["original_max_position_embeddings"])
+        for rope in _ropes(text)
+        if rope.get("rope_type") == "yarn" and rope.get("factor")
+    ]
+    return max([most, *extended])
 
 
 def read_architecture(text: str) -> Any:
@@ -104,10 +128,16 @@ def unsupported(config: PretrainedConfig) -> Iterator[str]:
         yield f"layers of type {kind!r} are not supported"
     if getattr(text, "attention_chunk_size", None):
         yield "attention in chunks (attention_chunk_size) is not supported"
-    rope = getattr(text, "rope_parameters", None) or {}
-    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+    for each in _ropes(text):
         if each.get("rope_type") in ("dynamic", "longrope"):
             yield (
                 f"rope_type {each['rope_type']!r} depends on the longest sequence of a batch, which"
                 " learner and engine do not share"
             )
+
+
+def _ropes(text: PretrainedConfig) -> Iterator[dict[str, Any]]:
+    """Yield the settings of rotary positions: of all layers, then of each type of layer."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    yield rope
+    yield from (value for value in rope.values() if isinstance(value, dict))

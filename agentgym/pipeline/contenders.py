@@ -147,13 +147,17 @@ def _endpoint(request: EvaluationRequest) -> Endpoint:
 
 
 def _of_run(run: RunConfig, cfg: RunConfig, name: PolicyName) -> Contender:
+    from agentgym.models.architecture import read_architecture, require_positions
     from agentgym.models.checkpoint import load_checkpoint, policy_digest
     from agentgym.pipeline.export import commit_of
 
     store = open_store(cfg)
     manifest = commit_of(run, store, name.name, run=name.of)
     about = f"{name.name} commit {manifest.seq}"
-    return weights_contender(load_checkpoint(store, manifest), policy_digest(manifest), cfg, about)
+    checkpoint = load_checkpoint(store, manifest)
+    architecture = read_architecture(checkpoint.architecture)
+    require_positions(architecture, cfg.model.context_tokens, about)
+    return weights_contender(checkpoint, policy_digest(manifest), cfg, about)
 
 
 def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:

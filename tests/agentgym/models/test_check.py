@@ -1,7 +1,8 @@
 """What a model lacks is told before anything starts."""
 
 import pytest
-from transformers import LlamaConfig
+from safetensors.numpy import save
+from transformers import GPT2Config, LlamaConfig
 
 from agentgym.config import ConfigError, LoraConfig, ModelConfig
 from agentgym.models.check import check_model
@@ -12,7 +13,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 def test_what_is_missing_of_a_handed_over_model_is_told_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match="it holds no weights"):
         check_model(ModelConfig(source="hub", name=str(tmp_path)), LoraConfig())
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "model.safetensors").write_bytes(save({}))
     with pytest.raises(ConfigError, match="neither a folder with a model nor a repository"):
         check_model(ModelConfig(source="hub", name=str(tmp_path)), LoraConfig())
     LlamaConfig(rope_parameters=DYNAMIC).save_pretrained(tmp_path)
@@ -24,6 +25,25 @@ def test_weights_that_could_run_a_program_are_refused_and_named(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ConfigError, match=r"it holds pytorch_model\.bin, which are pickles"):
         check_model(ModelConfig(source="hub", name=str(tmp_path)), LoraConfig())
+
+
+def test_a_file_that_is_not_whole_is_refused_before_anything_starts(tmp_path):
+    LlamaConfig().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(save({})[:-1])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is cut off or damaged: "):
+        check_model(ModelConfig(source="hub", name=str(tmp_path)), LoraConfig())
+
+
+@pytest.mark.parametrize(
+    "config", [LlamaConfig(max_position_embeddings=512), GPT2Config(n_positions=512)]
+)
+def test_a_context_above_the_models_positions_is_refused_before_anything_starts(tmp_path, config):
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(save({}))
+    check_model(ModelConfig(source="hub", name=str(tmp_path), context_tokens=512), LoraConfig())
+    longer = ModelConfig(source="hub", name=str(tmp_path), context_tokens=513)
+    with pytest.raises(ConfigError, match="context_tokens 513 is above the 512 positions of model"):
+        check_model(longer, LoraConfig())
 
 
 @pytest.mark.parametrize(
