@@ -16,8 +16,8 @@ from agentgym.models.adapter import Adapter, chosen_modules, write_adapter
 from agentgym.models.chat import DEFAULT_CHAT, ChatRenderer
 from agentgym.models.empty import empty_model, materialize
 from agentgym.models.fidelity import require_faithful
+from agentgym.models.files import CHAT
 from agentgym.models.model import (
-    CHAT,
     TokenizerFiles,
     listed,
     tokenizer_files,

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 from agentgym.config import ChatConfig, ConfigError, ModelConfig
 from agentgym.models.chat import DEFAULT_CHAT
 from agentgym.models.checkpoint import Checkpoint, new_checkpoint
-from agentgym.models.model import (
-    CHAT,
-    TOKENIZER_NAMES,
-    load_hub,
-    tokenizer_from_files,
-)
+from agentgym.models.files import CHAT
+from agentgym.models.model import load_hub
 
 WEIGHTS = "*.safetensors"
-# classes that rebuild nothing: such a tokenizer is what its own files say, whatever model it is of
-GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 MLFLOW_MODEL, MLFLOW_TOKENIZER = "model", "components/tokenizer"
 PIECE = 1 << 20
 
@@ -36,15 +29,8 @@ def load_folder(folder: Path, config: ModelConfig) -> Checkpoint:
         )
     named = config.model_copy(update={"source": "hub", "name": str(model_folder), "revision": None})
     model, tokenizer = load_hub(named, tokenizer_folder)
-    files = {
-        name: (tokenizer_folder / name).read_text(encoding="utf-8")
-        for name in TOKENIZER_NAMES
-        if (tokenizer_folder / name).is_file()
-    }
-    declared = json.loads(files.get("tokenizer_config.json", "{}")).get("tokenizer_class")
-    if declared in GENERIC:
-        tokenizer = tokenizer_from_files(files)
-    chat = ChatConfig.model_validate_json(files[CHAT]) if CHAT in files else config.chat
+    path = tokenizer_folder / CHAT
+    chat = ChatConfig.model_validate_json(path.read_bytes()) if path.is_file() else config.chat
     return new_checkpoint(model, tokenizer, chat or DEFAULT_CHAT)
 
 

@@ -9,8 +9,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # or weights of a pull request would be taken where a repository has only pickles
 os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
 
+import logging
+import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,31 +20,20 @@ import torch
 from torch import Tensor
 
 import agentgym.models.attention as attention
-from agentgym.config import ModelConfig
+from agentgym.config import ConfigError, ModelConfig
 from agentgym.models.architecture import published_architecture
 from agentgym.models.fidelity import require_faithful
+from agentgym.models.files import TOKENIZER_NAMES, require_whole
 from agentgym.models.half import widen_linear_layers
 from agentgym.models.template import CHAT_TEMPLATE
+from agentgym.models.tokenizer import load_tokenizer, require_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"  # of CHAT_TEMPLATE
-CHAT = "chat.json"  # how conversations are written: ChatConfig, where it is not the default
-TOKENIZER_NAMES = frozenset(
-    {
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "merges.txt",
-        "vocab.txt",
-        "chat_template.jinja",
-        CHAT,
-    }
-)
+NUM_NAMED = 3  # tensors in an error text
 # All tokenizer files travel as one JSON blob {file name: text}.
 TokenizerFiles = dict[str, str]
 
@@ -109,23 +100,16 @@ def load_hub(
     Safetensors only, no remote code. The model's config has the stop tokens of its
     generation_config.json, too.
 
-    Errors: ConfigError as `published_architecture`; ValueError where it computes what is not
-    supported.
+    Errors: ConfigError as `published_architecture`, as `load_tokenizer`, where the weights are not
+    those of the architecture, where the tokenizer has more ids than the model; ValueError where it
+    computes what is not supported.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(
-        config.name,
-        config=published_architecture(config),
-        revision=config.revision,
-        attn_implementation=attention.RAGGED,
-        use_safetensors=True,
-        trust_remote_code=False,
-        dtype=config.dtype,
-    )
-    tokenizer = AutoTokenizer.from_pretrained(
-        tokenizer_folder or config.name, revision=config.revision, trust_remote_code=False
-    )
+    architecture = published_architecture(config)
+    if tokenizer_folder is not None:
+        require_whole(tokenizer_folder)
+    tokenizer = load_tokenizer(tokenizer_folder or config.name, config.revision, name=config.name)
+    require_rows(tokenizer, architecture.get_text_config(decoder=True).vocab_size, config.name)
+    model = _published_model(config, architecture)
     widen_linear_layers(model)
     require_faithful(model)
     stop_ids = listed(model.config.eos_token_id)
@@ -133,6 +117,71 @@ def load_hub(
     if more:
         model.config.eos_token_id = [*stop_ids, *sorted(more)]
     return model, tokenizer
+
+
+def _published_model(config: ModelConfig, architecture: PretrainedConfig) -> PreTrainedModel:
+    """Errors: ConfigError that names tensors which the files lack, or have and the architecture
+    does not: transformers would draw the former at random and drop the latter.
+    """
+    from transformers import AutoModelForCausalLM
+
+    report = _LoadReport()
+    messages = logging.getLogger("transformers.modeling_utils")
+    messages.addFilter(report)
+    try:
+        model, keys = AutoModelForCausalLM.from_pretrained(
+            config.name,
+            config=architecture,
+            revision=config.revision,
+            attn_implementation=attention.RAGGED,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=config.dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except RuntimeError:
+        if not report.unmade:
+            raise
+        odd = {"not made of the tensors that are stored": report.unmade}
+    else:
+        ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+        odd = {
+            "missing": keys["missing_keys"],
+            "unexpected": keys["unexpected_keys"],
+            "of another shape": {key for key, *_ in keys["mismatched_keys"]},
+            "not equal to the tensor that tie_word_embeddings ties it to": (
+                ties.keys() - model.all_tied_weights_keys.keys()
+            ),
+        }
+    finally:
+        messages.removeFilter(report)
+    told = [f"{_some(names)} {what}" for what, names in odd.items() if names]
+    if told:
+        raise ConfigError(
+            f"the weights of {config.name} are not those of its config.json: {'; '.join(told)}; use"
+            " a folder whose weights and config.json were saved together"
+        )
+    return model
+
+
+class _LoadReport(logging.Filter):
+    """Keeps back what transformers prints about weights in many lines: an error text says it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unmade: set[str] = set()  # tensors that are put together from several stored ones
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        self.unmade |= set(re.findall(r"on tensors destined for (\S+)\. Ckpt contains", text))
+        return "LOAD REPORT" not in text
+
+
+def _some(names: Collection[str]) -> str:
+    """The first names, and how many more there are."""
+    first = ", ".join(sorted(names)[:NUM_NAMED])
+    return first + (f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else "")
 
 
 def listed(ids: int | list[int] | None) -> list[int]:
@@ -191,13 +240,11 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> TokenizerFiles:
 
 def tokenizer_from_files(files: TokenizerFiles) -> PreTrainedTokenizerBase:
     """The inverse of `tokenizer_files`.
-    Errors: ValueError for a file that is none of a tokenizer's.
+    Errors: ValueError for a file that is none of a tokenizer's; ConfigError as `load_tokenizer`.
     """
-    from transformers import AutoTokenizer
-
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), files)
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return load_tokenizer(folder, name="a checkpoint")
 
 
 def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:

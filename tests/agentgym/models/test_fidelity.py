@@ -285,8 +285,9 @@ def test_two_scores_of_one_batch_are_equal_in_a_model_with_dropout(stored):
 
 
 def test_a_handed_over_model_is_checked_before_anything_starts(tmp_path, tokenizer):
-    model = build(*REFUSED["gpt-oss"][:2])
-    model.save_pretrained(tmp_path)
+    kind, settings, _ = REFUSED["gpt-oss"]
+    rows = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    build(kind, {**settings, **rows}).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="s_aux"):
         load_hub(ModelConfig(source="hub", name=str(tmp_path)))

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save
+import transformers
+from safetensors.torch import load_file, save, save_file
 
-from agentgym.config import ChatConfig, ModelConfig, OptimizerConfig
+from agentgym.config import ChatConfig, ConfigError, ModelConfig, OptimizerConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.attention import RAGGED, PackedSequences
 from agentgym.models.checkpoint import (
@@ -15,8 +16,8 @@ from agentgym.models.checkpoint import (
     save_pretrained,
     stored_checkpoint,
 )
+from agentgym.models.files import CHAT
 from agentgym.models.model import (
-    CHAT,
     load_hub,
     load_weights,
     new_model,
@@ -221,3 +222,117 @@ def test_the_tokenizer_spells_any_text_and_digits_one_by_one():
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.decode(ids) == text
     assert len(tokenizer("1212", add_special_tokens=False)["input_ids"]) == 4
+
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "qwen2 tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "llama untied": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "gpt2 tied": ("GPT2Config", {}),
+    "gemma2 tied": ("Gemma2Config", {"head_dim": 16, "query_pre_attn_scalar": 16}),
+    "phi with biases": ("PhiConfig", {}),
+}
+
+
+def saved(folder, tokenizer, kind, more):
+    """The weights in a folder of a model of that family, by name."""
+    config = getattr(transformers, kind)(**{**SIZES, **more, "vocab_size": len(tokenizer)})
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_without_one_of_its_tensors_is_refused_by_the_tensors_name(
+    tmp_path, tokenizer, family
+):
+    tensors = saved(tmp_path, tokenizer, *FAMILIES[family])
+    config = ModelConfig(source="hub", name=str(tmp_path))
+    load_hub(config)  # tied embeddings lack nothing
+    left_out = max(name for name in tensors if ".0." in name)  # of the first layer
+    whole = {name: tensor for name, tensor in tensors.items() if name != left_out}
+    save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError) as refused:
+        load_hub(config)
+    told = f"the weights of {tmp_path} are not those of its config.json: {left_out} missing; use a"
+    assert str(refused.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"v_head.weight": torch.ones(1, 32)}, "v_head.weight unexpected"),
+        ({"model.norm.weight": torch.ones(31)}, "model.norm.weight of another shape"),
+        (
+            {"lm_head.weight": torch.ones(300, 32)},
+            "lm_head.weight not equal to the tensor that tie_word_embeddings ties it to",
+        ),
+        (
+            {f"model.layers.1.mlp.{name}_proj.weight": None for name in ("up", "gate", "down")}
+            | {"model.norm.weight": None},
+            "model.layers.1.mlp.down_proj.weight, model.layers.1.mlp.gate_proj.weight,"
+            " model.layers.1.mlp.up_proj.weight and 1 more missing",
+        ),
+    ],
+)
+def test_tensors_that_are_not_those_of_the_architecture_are_refused_by_name(
+    tmp_path, tokenizer, changes, told, capfd
+):
+    tensors = saved(tmp_path, tokenizer, "Qwen2Config", {"tie_word_embeddings": True})
+    rows = len(tensors["model.embed_tokens.weight"])
+    tensors |= {name: None if each is None else each[:rows] for name, each in changes.items()}
+    kept = {name: each for name, each in tensors.items() if each is not None}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError) as refused:
+        load_hub(ModelConfig(source="hub", name=str(tmp_path)))
+    assert f"not those of its config.json: {told}; use" in str(refused.value)
+    assert "LOAD REPORT" not in capfd.readouterr().err  # of transformers, in many lines
+
+
+@pytest.mark.parametrize(
+    ("stored", "told"),
+    [
+        ("experts.1.w3", "model.layers.0.mlp.experts.gate_up_proj not made of the tensors that"),
+        ("experts.0.w2", "model.layers.0.mlp.experts.down_proj of another shape"),
+    ],
+)
+def test_experts_that_are_stored_one_by_one_are_all_there_or_the_folder_is_refused(
+    tmp_path, tokenizer, stored, told
+):
+    tensors = saved(tmp_path, tokenizer, "MixtralConfig", {"num_local_experts": 2})
+    config = ModelConfig(source="hub", name=str(tmp_path))
+    load_hub(config)
+    del tensors[f"model.layers.0.block_sparse_moe.{stored}.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError) as refused:
+        load_hub(config)
+    assert f"not those of its config.json: {told}" in str(refused.value)
+
+
+def test_a_tied_head_that_is_stored_and_equal_is_loaded_as_tied(tmp_path, tokenizer):
+    tensors = saved(tmp_path, tokenizer, "Qwen2Config", {"tie_word_embeddings": True})
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model, _ = load_hub(ModelConfig(source="hub", name=str(tmp_path)))
+    assert "lm_head.weight" not in weights_of(model)
+
+
+def test_a_model_whose_tokenizer_has_more_ids_than_rows_is_refused(tmp_path, tokenizer):
+    saved(tmp_path, tokenizer, "Qwen2Config", {})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["vocab_size"] -= 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="has more ids than its embedding has rows"):
+        load_hub(ModelConfig(source="hub", name=str(tmp_path)))
