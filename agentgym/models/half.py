@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,12 @@ def widen_linear_layers(model: nn.Module) -> None:
     """
     if torch.backends.cpu.get_cpu_capability() == "AVX512":
         return
-    for layer in model.modules():
-        if type(layer) is nn.Linear:
-            layer.forward = partial(_forward, layer)
+    linear_layers: list[nn.Module] = [each for each in model.modules() if type(each) is nn.Linear]
+    for layer in linear_layers:
+        layer.forward = partial(_forward, layer)
 
 
-def _forward(layer: nn.Linear, hidden: Tensor) -> Tensor:
+def _forward(layer: Any, hidden: Tensor) -> Tensor:
     """hidden: [..., in]. Result: [..., out], in the dtype of `hidden`."""
     weight, bias = layer.weight, layer.bias
     if weight.device.type != "cpu" or weight.dtype.itemsize >= 4:
