@@ -159,13 +159,18 @@ class HistoryElsewhere(ConfigError):
 class Home:
     """Where the history of an alias is, as its registry says."""
 
-    store: str  # a folder, or s3://bucket/prefix
-    host: str  # that has the folder; empty: S3
+    # a folder, from that of the registry's database on where it lies below it, so that a copy of
+    # both is one of its own; or s3://bucket/prefix
+    store: str
+    host: str  # that has the folder; empty: S3, or beside the database
     began: str  # `History.began`
 
     @classmethod
-    def of(cls, history: History) -> Self:
+    def of(cls, history: History, base: Path | None = None) -> Self:
+        """base: folder of the registry's database, where it is a file."""
         root = StorePlace.of(history.store).root
+        if base is not None and not _is_s3(root) and Path(root).is_relative_to(base):
+            return cls(str(Path(root).relative_to(base)), "", history.began)
         return cls(root, "" if _is_s3(root) else socket.gethostname(), history.began)
 
     def to_json(self) -> str:
@@ -176,21 +181,21 @@ class Home:
         """Errors: ValueError or TypeError where it is none."""
         return cls(**json.loads(text))
 
-    def deciding(self, own: History) -> History:
+    def deciding(self, own: History, base: Path | None = None) -> History:
         """The history meant, seen from a store with a history of its own.
 
         A store that was moved or copied has the same history. One that is gone leaves `own`, which
         begins with whoever holds the alias.
         Errors: HistoryElsewhere.
         """
-        here = Home.of(own)
-        if (self.store, self.host) == (here.store, here.host):
+        here = Home.of(own, base)
+        if (self.store, self.host) == (here.store, here.host) or own.began == self.began:
             return own
         is_here = self.host in ("", socket.gethostname())
-        there = self._history(own)
+        there = self._history(own, base)
         if there is not None and there.began == self.began:
             return there
-        if own.began == self.began or (is_here and there is not None):
+        if is_here and there is not None:
             return own
         place = f"{self.store} on {self.host}" if self.host else self.store
         raise HistoryElsewhere(
@@ -199,14 +204,15 @@ class Home:
             " reach (store.uri)"
         )
 
-    def _history(self, own: History) -> History | None:
+    def _history(self, own: History, base: Path | None) -> History | None:
         """None where the store cannot be looked at from here."""
-        if not _is_s3(self.store):
-            folder = Path(self.store)
-            if not folder.is_dir() and self.host != socket.gethostname():
+        root = self.store
+        if not _is_s3(root):
+            root = str(Path(base or "/", root))
+            if not Path(root).is_dir() and self.host not in ("", socket.gethostname()):
                 return None
         try:
-            store = StorePlace(self.store, own.store.lease_ttl_s).open()
+            store = StorePlace(root, own.store.lease_ttl_s).open()
             found = History(store, own.model, own.alias)
             found.commits()
         except (ConfigError, OSError) as error:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from agentgym.config import ConfigError, GateConfig
@@ -79,7 +80,13 @@ class Promotions:
         """
         tags = model_tags(self.tracker, self.model) or {}
         told = tags.get(HOME + self.alias)
-        return Home.from_json(told).deciding(self.own) if told else self.own
+        return Home.from_json(told).deciding(self.own, self._base) if told else self.own
+
+    @property
+    def _base(self) -> Path | None:
+        """Folder of the registry's database; None: a server has it."""
+        uri = self.tracker.uri
+        return Path(uri.removeprefix("sqlite:///")).parent if uri.startswith("sqlite:") else None
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenHistory]:
@@ -95,7 +102,7 @@ class Promotions:
 
     def _claim(self, history: History) -> None:
         """The registry says where its history is."""
-        tags, wanted = model_tags(self.tracker, self.model), Home.of(history).to_json()
+        tags, wanted = model_tags(self.tracker, self.model), Home.of(history, self._base).to_json()
         if tags is not None and tags.get(HOME + self.alias) != wanted:
             self.tracker.client.set_registered_model_tag(self.model, HOME + self.alias, wanted)
 

@@ -8,8 +8,9 @@ import pytest
 from agentgym.config import load_config
 from agentgym.console import doctor
 from agentgym.evaluation.history import History, HistoryElsewhere, Home
-from agentgym.evaluation.promotion import HOME, judged_again
+from agentgym.evaluation.promotion import HOME, Promotions, judged_again
 from agentgym.evaluation.question import Question
+from agentgym.store.posix import posix_store
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.registry import model_tags
 from tests.registries import RULES, Registry
@@ -111,6 +112,26 @@ def test_the_history_of_a_store_that_was_moved_or_copied_goes_on_in_it(registry,
     assert registry.consider(registry.version(140)).moved
     home = Home.from_json(model_tags(registry.tracker, registry.name)[f"{HOME}champion"])
     assert (home.store, len(registry.entries)) == (str(tmp_path / "moved"), 2)
+
+
+def test_a_copy_of_store_and_registry_decides_in_its_own_history(empty_ledger, tmp_path):
+    """It never writes into the store that it was copied from."""
+    for name in ("first", "copy"):
+        folder = tmp_path / name
+        if name == "copy":
+            shutil.copytree(tmp_path / "first", folder)
+        else:
+            folder.mkdir()
+            (folder / "mlflow.db").write_bytes(empty_ledger.read_bytes())
+        uri = f"sqlite:///{folder / 'mlflow.db'}"
+        tracker = Tracker(uri, "tests", folder / "artifacts")
+        found = Promotions(posix_store(folder / "store", lease_ttl_s=30.0), tracker, "own", "best")
+        if name == "first":
+            Registry(tracker, folder, "own")
+            version = tracker.client.create_model_version("own", "somewhere").version
+            found.force(found.version(str(version)), "a test")
+        shutil.rmtree(tmp_path / "copy/store/steps", ignore_errors=True)
+        assert found.history.store.root == str(folder / "store")
 
 
 def test_a_history_on_another_machine_is_named_and_nothing_is_decided_beside_it(registry, tmp_path):
