@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from agentgym.config import ChatConfig
+from agentgym.config import ChatConfig, ConfigError
 from agentgym.models.pieces import Piece, PieceTokenizer
 from agentgym.models.turns import END_THINK, THINK, Conversation, Turns
 
@@ -31,7 +31,7 @@ class ChatRenderer:
     A template may rewrite history: strip thoughts of earlier turns, number turns, ... Ids appended
     turn by turn then differ from what it would make of the whole conversation. With
     `chat.history` append that is said in `notes` where it is earlier actions that it changes.
-    Errors: ValueError for every other template that does so, and if the tokenizer makes other ids
+    Errors: ConfigError for every other template that does so, and if the tokenizer makes other ids
     of a whole conversation than of its turns.
     """
 
@@ -66,7 +66,7 @@ class ChatRenderer:
 
     def start(self, observation: str, system: str = "") -> list[int]:
         """Ids of the whole prompt up to where the first action begins; `system` is the task
-        instructions, if any. Errors: ValueError where the template cannot show instructions.
+        instructions, if any. Errors: ConfigError where the template cannot show instructions.
         """
         return list(self._encode(self._turns.start(observation, system)))
 
@@ -111,7 +111,7 @@ class ChatRenderer:
         return self._known(pieces) if is_short else self._pieces.encode(pieces)
 
     def _check_ids(self) -> None:
-        """Errors: ValueError unless probe conversations have the same ids turn by turn as the
+        """Errors: ConfigError unless probe conversations have the same ids turn by turn as the
         tokenizer makes of their whole text.
         """
         probes = self._turns.probes()
@@ -126,7 +126,7 @@ class ChatRenderer:
                     self._tokenizer.convert_ids_to_tokens(each[max(0, same - 1) : same + 3])
                     for each in (ids, whole)
                 )
-                raise ValueError(
+                raise ConfigError(
                     f"the tokenizer makes {its} of a whole conversation, of which turn by turn it"
                     f" makes {ours}; use a chat template whose prompt ends where a token does"
                 )

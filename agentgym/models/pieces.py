@@ -17,6 +17,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from agentgym.config import ConfigError
+
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +39,7 @@ class PieceTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """tokenizer: a fast one.
-        Errors: ValueError if the model behind it makes a control token of plain text.
+        Errors: ConfigError if the model behind it makes a control token of plain text.
         """
         self._tokenizer = tokenizer
         # tokens for runs of blanks (Gemma, GPT-NeoX) control nothing
@@ -51,7 +53,7 @@ class PieceTokenizer:
         self._unknown: str | None = getattr(model, "unk_token", None)  # for unknown characters
         for token in self.controls:
             if model.token_to_id(token) is not None and self._is_made_of_text(token):
-                raise ValueError(
+                raise ConfigError(
                     f"the tokenizer makes its control token {token!r} of plain text, so that an"
                     " observation could forge it; use a tokenizer whose control tokens are no"
                     " words of its model"

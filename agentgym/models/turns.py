@@ -55,7 +55,7 @@ _ASKED = (
 
 class Turns:
     """The pieces of a conversation, as the template writes them turn by turn.
-    Errors: ValueError if it does not write a conversation by adding to it; see `ChatRenderer`.
+    Errors: ConfigError if it does not write a conversation by adding to it; see `ChatRenderer`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Turns:
         self._turn_end = self._check_history(chat)
         stop = controls.match(self._turn_end) if controls else None
         if stop is None:
-            raise ValueError(
+            raise ConfigError(
                 f"chat template closes an assistant turn with {self._turn_end[:20]!r}; expected a"
                 " special token the policy can sample"
             )
@@ -93,11 +93,11 @@ class Turns:
 
     def start(self, observation: str, system: str = "") -> tuple[Piece, ...]:
         """The whole prompt of the first action. system: instructions.
-        Errors: ValueError if the template cannot show instructions.
+        Errors: ConfigError if the template cannot show instructions.
         """
         if not system:
             return self._around_observation(self._opening[0], observation, self._opening[1])
-        if isinstance(self._system, ValueError):
+        if isinstance(self._system, ConfigError):
             raise self._system
         before, middle, after, is_trimmed = self._system
         return (
@@ -136,13 +136,13 @@ class Turns:
 
     def probes(self) -> list[tuple[Conversation, str, str]]:
         """(messages, instructions, text turn by turn) of conversations that the template writes.
-        Errors: ValueError if it writes one of them as a whole otherwise.
+        Errors: ConfigError if it writes one of them as a whole otherwise.
         """
         probes = []
         for messages in _ASKED:
             shown = self._texts[repr(messages)]
             system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-            if isinstance(shown, ValueError) or (system and isinstance(self._system, ValueError)):
+            if isinstance(shown, ValueError) or (system and isinstance(self._system, ConfigError)):
                 continue
             said = messages[bool(system) :]
             text = "".join(piece.text for piece in self.start(said[0]["content"], system))
@@ -151,7 +151,7 @@ class Turns:
                 text += "".join(piece.text for piece in self.bridge(observation["content"]))
             if text != shown and not (self._rewrites and len(said) > 1):
                 one, other = _apart(text, shown)
-                raise ValueError(
+                raise ConfigError(
                     f"the chat template shows {other[:40]!r} in a whole conversation, and"
                     f" {one[:40]!r} turn by turn; use a template that shows messages as they are"
                 )
@@ -167,7 +167,7 @@ class Turns:
     ) -> dict[str, str | ValueError]:
         """Ask the chat template for all that is ever needed of it."""
         if not tokenizer.chat_template:
-            raise ValueError(
+            raise ConfigError(
                 "the tokenizer has no chat template; use an instruction-tuned model or set one"
             )
         variables = {} if chat.thinking == "auto" else {"enable_thinking": chat.thinking == "on"}
@@ -176,7 +176,10 @@ class Turns:
                 f"model.chat.thinking {chat.thinking} is nothing to this chat template, which does"
                 " not know enable_thinking; use auto"
             )
-        rendered = render(tokenizer, _ASKED, variables)
+        try:
+            rendered = render(tokenizer, _ASKED, variables)
+        except ValueError as error:  # it met a limit
+            raise ConfigError(str(error)) from error
         if rendered.is_dated:
             self.notes.append(
                 f"the chat template shows the date; it is {TODAY:%d %b %Y} on every day, so that"
@@ -186,11 +189,11 @@ class Turns:
 
     def _text_of(self, messages: Conversation) -> str:
         """Text of a conversation that `_render` asked for.
-        Errors: ValueError if the template refuses it.
+        Errors: ConfigError if the template refuses it.
         """
         text = self._texts[repr(messages)]
         if isinstance(text, ValueError):
-            raise text
+            raise ConfigError(str(text))
         return text
 
     def _blanks_before_actions(self) -> str:
@@ -208,7 +211,7 @@ class Turns:
 
     def _check_history(self, chat: ChatConfig) -> str:
         """Result: the text between an action and the next observation.
-        Errors: ValueError where the template rewrites more than `chat` allows.
+        Errors: ConfigError where the template rewrites more than `chat` allows.
         """
         turn_ends, changed = set(), []
         for thought, count in itertools.product(("", _THOUGHT), (3, 5)):
@@ -216,7 +219,7 @@ class Turns:
             before, *between, after = _around(text, *_CONTENTS[:count])
             turn_ends.update(between[1::2])
             if (before, after) != self._opening or len(turn_ends) > 1:
-                raise ValueError(
+                raise ConfigError(
                     "the chat template rewrites earlier turns when the conversation grows, not only"
                     " their thoughts; use a template that only appends"
                 )
@@ -241,7 +244,7 @@ class Turns:
             )
         return turn_ends.pop()
 
-    def _with_system(self) -> tuple[str, str, str, bool] | ValueError:
+    def _with_system(self) -> tuple[str, str, str, bool] | ConfigError:
         """The texts around instructions and first observation, and whether the template trims
         instructions. An error, for a run that has instructions, if the template cannot show them
         at the beginning and leave them there.
@@ -252,17 +255,17 @@ class Turns:
             grown = self._text_of(_probe(3, system=_SYSTEM))
             stays = grown.startswith(before + _SYSTEM + middle + _CONTENTS[0])
             if not stays or after != self._next_opening:
-                raise ValueError(
+                raise ConfigError(
                     "the chat template moves the instructions when the conversation grows"
                 )
             padded = _probe(1, system=_BLANKS.format(_SYSTEM))
             return before, middle, after, self._trims(plain, padded)
-        except ValueError as error:
-            return ValueError(f"{error}; set rollout.instructions false")
+        except ConfigError as error:
+            return ConfigError(f"{error}; set rollout.instructions false")
 
     def _trims(self, plain: Conversation, padded: Conversation) -> bool:
         """Whether the template trims what is between `plain` and `padded` contents.
-        Errors: ValueError where it does something else with blanks.
+        Errors: ConfigError where it does something else with blanks.
         """
         text, shown = self._text_of(plain), self._text_of(padded)
         if shown == text:
@@ -270,7 +273,7 @@ class Turns:
         for less, more in zip(plain, padded, strict=True):
             text = text.replace(less["content"], more["content"])
         if shown != text:
-            raise ValueError(
+            raise ConfigError(
                 "the chat template changes blanks around a message otherwise than by trimming both"
                 " sides; use a template that shows messages as they are"
             )
@@ -283,7 +286,7 @@ def _around(text: str, *contents: str) -> list[str]:
     for content in contents:
         before, found, text = text.partition(content)
         if not found:
-            raise ValueError(
+            raise ConfigError(
                 f"chat template does not show the message {content!r} as it is; it cannot be"
                 " extended turn by turn"
             )

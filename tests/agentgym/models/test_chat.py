@@ -170,10 +170,10 @@ def test_each_family_is_exact_or_refused_with_the_reason(family_of, renderer_of)
         with pytest.raises(ConfigError, match=f"(?s){reason}.* set model.chat.history append"):
             ChatRenderer(family_of(name))
     for name, reason in REFUSED.items():
-        with pytest.raises(ValueError, match=reason):
+        with pytest.raises(ConfigError, match=reason):
             ChatRenderer(family_of(name), APPEND)
     for name, reason in NO_INSTRUCTIONS.items():
-        with pytest.raises(ValueError, match=reason):
+        with pytest.raises(ConfigError, match=reason):
             renderer_of(name).start("go", "instructions")
 
 
@@ -317,7 +317,7 @@ def test_thoughts_of_earlier_turns_stay_where_history_is_appended(family_of):
 )
 def test_what_opens_an_answer_stays_where_history_is_appended(family_of, name, thinking, opens):
     tokenizer = family_of(name)
-    with pytest.raises(ValueError, match=r"rewrites earlier turns when .*<think>.*history append"):
+    with pytest.raises(ConfigError, match=r"rewrites earlier turns when .*<think>.*history append"):
         ChatRenderer(tokenizer, ChatConfig(thinking=thinking))
     renderer = ChatRenderer(tokenizer, ChatConfig(history="append", thinking=thinking))
     ids, messages = thoughtful(renderer, ("a", "go 1"), ("b", "go 2"), system="act")
@@ -363,7 +363,7 @@ def test_history_that_is_appended_says_nothing_where_the_template_only_appends(f
 @pytest.mark.integration
 def test_thinking_is_a_setting_of_templates_that_know_it(family_of):
     for thinking in ("on", "off"):
-        with pytest.raises(ValueError, match=rf"model\.chat\.thinking {thinking} is nothing to"):
+        with pytest.raises(ConfigError, match=rf"model\.chat\.thinking {thinking} is nothing to"):
             ChatRenderer(family_of("qwen2.5"), ChatConfig(thinking=thinking))
     auto, on = (
         ChatRenderer(family_of("qwen3"), ChatConfig(history="append", thinking=thinking))
@@ -385,7 +385,9 @@ def test_a_template_that_asks_for_the_date_gets_one_that_stays_and_says_so(famil
 def test_a_prompt_that_ends_within_a_token_is_refused():
     tokenizer = train_tokenizer(["say probe two"] * 9, 300)  # " p" is a token
     tokenizer.chat_template = CHAT_TEMPLATE.replace("<|assistant|>", "<|assistant|>say ")
-    with pytest.raises(ValueError, match=r"makes \[.*\] of a whole conversation, of which turn by"):
+    with pytest.raises(
+        ConfigError, match=r"makes \[.*\] of a whole conversation, of which turn by"
+    ):
         ChatRenderer(tokenizer)
 
 

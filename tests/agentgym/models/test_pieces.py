@@ -4,6 +4,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from agentgym.config import ConfigError
 from agentgym.models.pieces import Piece, PieceTokenizer
 from tests.agentgym.families import FAMILIES, tokenizer_of
 
@@ -81,7 +82,7 @@ def of_words(**vocab):
 
 def test_a_tokenizer_whose_model_makes_a_control_token_of_text_is_refused():
     with pytest.raises(
-        ValueError, match="makes its control token '</s>' of plain text, so that an"
+        ConfigError, match="makes its control token '</s>' of plain text, so that an"
     ):
         PieceTokenizer(of_words(**{"<unk>": 0, "</s>": 1, "go": 2}))
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from agentgym.config import ConfigError
 from agentgym.models import template
 from agentgym.models.chat import ChatRenderer
 
@@ -49,15 +50,15 @@ def test_a_template_that_rewrites_history_is_refused(tokenizer, text, message):
     ChatRenderer(
         with_template(tokenizer, WRAP.replace("PIECE", PIECE.replace("TEXT", "m['content']")))
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         ChatRenderer(with_template(tokenizer, WRAP.replace("PIECE", PIECE.replace("TEXT", text))))
 
 
 @pytest.mark.integration
 def test_what_cannot_be_extended_is_refused_by_name(tokenizer):
-    with pytest.raises(ValueError, match="has no chat template"):
+    with pytest.raises(ConfigError, match="has no chat template"):
         ChatRenderer(with_template(tokenizer, None))
-    with pytest.raises(ValueError, match="expected a special token the policy can sample"):
+    with pytest.raises(ConfigError, match="expected a special token the policy can sample"):
         ChatRenderer(
             with_template(
                 tokenizer,
@@ -69,7 +70,7 @@ def test_what_cannot_be_extended_is_refused_by_name(tokenizer):
     blanks = PIECE.replace("TEXT", "m['content']").replace(
         "m['content'] }}{", "m['content'].lstrip() }}{"
     )
-    with pytest.raises(ValueError, match="changes blanks around a message"):
+    with pytest.raises(ConfigError, match="changes blanks around a message"):
         ChatRenderer(with_template(tokenizer, WRAP.replace("PIECE", blanks)))
     # the instructions stand before the last message, not the first
     moved = (
@@ -78,7 +79,7 @@ def test_what_cannot_be_extended_is_refused_by_name(tokenizer):
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     ).replace("PIECE", PIECE.replace("TEXT", "m['content']"))
     with pytest.raises(
-        ValueError, match=r"moves the instructions when .*; set rollout\.instructions"
+        ConfigError, match=r"moves the instructions when .*; set rollout\.instructions"
     ):
         ChatRenderer(with_template(tokenizer, moved)).start("x", system="instructions")
     deaf = (
@@ -89,7 +90,7 @@ def test_what_cannot_be_extended_is_refused_by_name(tokenizer):
         "<|user|>{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt"
         " %}<|assistant|>{% endif %}"
     )
-    with pytest.raises(ValueError, match="does not show the message 'probe system'"):
+    with pytest.raises(ConfigError, match="does not show the message 'probe system'"):
         ChatRenderer(with_template(tokenizer, deaf)).start("x", system="instructions")
 
 
@@ -97,5 +98,5 @@ def test_a_template_that_changes_the_middle_of_a_message_is_refused(tokenizer):
     lines = PIECE.replace("TEXT", "m['content']").replace(
         "m['content'] }}{", "m['content'].replace('\\n\\n', '\\n') }}{"
     )
-    with pytest.raises(ValueError, match=r"shows '12\.5% .*' in a whole conversation, and '\\n12"):
+    with pytest.raises(ConfigError, match=r"shows '12\.5% .*' in a whole conversation, and '\\n12"):
         ChatRenderer(with_template(tokenizer, WRAP.replace("PIECE", lines)))
