@@ -28,6 +28,14 @@ NUMBER = re.compile(
 
 # not results: what the code, its requirements and its sources are
 FACTS = (
+    # names of models, and a definition: tests/agentgym/models/test_chat.py, test_losses.py
+    "Llama 3 and 3.1",
+    "Mistral 7B (v0.1, v0.3)",
+    "Gemma 2 and 3, Granite 3, OLMo 2 and Falcon 3",
+    "Llama 2's",
+    "with Gemma 2 and Mistral v0.3",
+    "(OLMo 2, Falcon 3, Mistral v0.1)",
+    "clamped to +-10 for each token",
     "0.25 M-parameter",  # checked below
     "300 demonstrations",
     "at most 6, 9 and 12 turns",
