@@ -253,7 +253,7 @@ def _protocol(comparison: Comparison, cfg: RunConfig) -> EvaluationProtocol:
             " leave `mix` empty there"
         )
     asked = {"protocol": comparison.protocol, "changes": comparison.changes}
-    whoever = {"policy": ":", "envs": (cfg.env.name,)}
+    whoever = {"policy": ":any", "envs": (cfg.env.name,)}
     return protocol_for(cfg, EvaluationRequest.model_validate(whoever | asked))
 
 

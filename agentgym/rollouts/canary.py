@@ -110,10 +110,10 @@ class Canary:
         """
         whole = torch.cat(theirs)
         seen = Seen(ours, whole, _rms(ours - whole))
-        refused = f"weights version {version} did not reach {engine}"
         if not seen.gap <= self._limit:
             raise EngineMismatch(
-                f"{refused}: canary prompts differ by {seen.gap:.3g} nats (limit {self._limit:g})"
+                f"weights version {version} did not reach {engine}: canary prompts differ by"
+                f" {seen.gap:.3g} nats (limit {self._limit:g})"
             )
         if before is None or len(before.ours) != len(ours):
             return seen
@@ -121,15 +121,15 @@ class Canary:
             change = float((before.ours - ours).abs().max())
             if change > STALE_SHARE * self._limit:
                 raise EngineMismatch(
-                    f"{refused}: it scores canary prompts as before to the bit, the learner by up"
-                    f" to {change:.3g} nats otherwise"
+                    f"weights version {version} did not reach {engine}: it scores canary prompts as"
+                    f" before to the bit, the learner by up to {change:.3g} nats otherwise"
                 )
             return replace(seen, ours=before.ours)  # small changes add up
         share = arrived_share(before, seen)
         if share is not None and not share >= ARRIVED:
             raise EngineMismatch(
-                f"{refused} as a whole: canary prompts moved by {share:.0%} of the learner's change"
-                f" (at least {ARRIVED:.0%})"
+                f"weights version {version} did not reach {engine} as a whole: canary prompts moved"
+                f" by {share:.0%} of the learner's change (at least {ARRIVED:.0%})"
             )
         return seen
 

@@ -62,7 +62,7 @@ class Learner:
         return torch.zeros(len(batch.input_ids))
 
     def export(self, version, transport, timeout_s):
-        self.version = version
+        self.version, self.digest = version, str(version)
         return self
 
     def open(self, num_receivers):

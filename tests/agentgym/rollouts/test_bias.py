@@ -9,6 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from agentgym.config import load_config
 from agentgym.data.items import ItemStream
@@ -126,7 +127,8 @@ def test_latency_and_faults_that_grow_with_reward_leave_the_mean_of_batches_unbi
     with serving(spec) as (endpoint, _), Ahead(max_staleness) as ahead:
         pool = EnvPool([endpoint], request_timeout_s=30)
         loop.run(pool.__aenter__())
-        engine = LocalEngine(cfg, SimpleNamespace(renderer=renderer), policy, pool, loop, {})
+        checkpoint = SimpleNamespace(renderer=renderer, tokenizer=tokenizer, dtype=torch.float32)
+        engine = LocalEngine(cfg, checkpoint, policy, pool, loop, {})
         stream = ItemStream(items, seed=5)
         ahead.begin(
             (Rollouts(step) for step in range(1, NUM_BATCHES + 1)),

@@ -136,8 +136,8 @@ def test_an_unknown_module_is_named(folders: dict[str, Path]) -> None:
 
 def test_the_installed_packages_are_found_and_their_state_rooms_left_out() -> None:
     files = source_files(["agentgym.tracking.mlflow"], package_folders())
-    # named itself; the store behind it is not
-    assert list(files) == ["agentgym", "agentgym.tracking.mlflow"]
+    # named itself, and what makes text plain; the store behind it is not
+    assert list(files) == ["agentgym", "agentgym.tracking.mlflow", "envs", "envs.plain"]
     assert source_digest(["agentgym.types", "envs.wire"]) == source_digest(
         ["envs.wire", "agentgym.types"]
     )

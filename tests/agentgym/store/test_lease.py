@@ -85,7 +85,7 @@ class Beating(Lease):
         if self._failures:
             raise self._failures.pop(0)
 
-    def _give_back(self):
+    def _give_back(self, reason):
         raise OSError("the disk is gone")
 
 
