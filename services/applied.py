@@ -148,7 +148,12 @@ def _plain(deployment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_ids(value: Any) -> Any:
-    """Leave out ids: a rule that is made anew gets another one."""
+    """Leave out ids: a rule that is made anew gets another one. Names of events are sets, which
+    the server lists in any order.
+    """
     if isinstance(value, dict):
         return {key: _without_ids(each) for key, each in value.items() if key != "id"}
-    return [_without_ids(each) for each in value] if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    inner = [_without_ids(each) for each in value]
+    return sorted(inner) if all(isinstance(each, str) for each in inner) else inner

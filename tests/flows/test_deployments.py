@@ -137,7 +137,9 @@ class Deployed:
 
 
 def processes(project):
-    """{pid: command line} of everything that runs in this project."""
+    """{pid: command line} of everything that runs in this project, but for the supervisor's child
+    that looks for dead runs now and then.
+    """
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -148,7 +150,7 @@ def processes(project):
                     )
             except OSError:
                 continue
-    return found
+    return {pid: command for pid, command in found.items() if "close-dead" not in command}
 
 
 RUN_PROCESSES = ("prefect.engine", "envs serve")

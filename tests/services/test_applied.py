@@ -3,7 +3,7 @@
 import pytest
 
 from agentgym.config import ConfigError
-from services.applied import changes, set_up
+from services.applied import _without_ids, changes, set_up
 
 CRON = {"cron": "0 2 * * *", "timezone": "UTC"}
 
@@ -49,3 +49,16 @@ def test_a_file_that_is_no_yaml_is_refused_before_anything_is_applied(tmp_path, 
     (tmp_path / "prefect.yaml").write_text("deployments: [")
     with pytest.raises(ConfigError, match=r"prefect\.yaml is not valid YAML: "):
         set_up({})
+
+
+def test_a_rule_whose_events_are_listed_in_another_order_has_not_changed():
+    def known(expect):
+        rule = {
+            "enabled": True,
+            "trigger": {"expect": expect, "id": expect[0]},
+            "actions": [1, "a"],
+        }
+        return {}, {"recovery": _without_ids(rule)}
+
+    assert list(changes(known(["a", "b"]), known(["b", "a"]))) == []
+    assert list(changes(known(["a", "b"]), known(["b", "c"]))) != []

@@ -152,8 +152,9 @@ def test_keys_lists_forms_and_a_game_work(walk, walks):
     assert own.violations == [], "\n".join(own.violations)
 
 
-def test_a_page_says_that_there_is_news_and_one_that_follows_loads_it(walk, served):
+def test_a_page_says_that_there_is_news_and_one_that_follows_loads_it(walk, served, monkeypatch):
     viewer, _, made = served
+    monkeypatch.setattr(viewer, "why_stopped", lambda run: None)  # somebody is at work on it
     own, following = walk(), walk()
     own.go("/episodes?env=babyai")
     following.go(f"/training?run=stage-2-{'e' * 12}")
