@@ -49,18 +49,19 @@ class Canary:
         precision the change of anything else is smaller than rounding.
         """
         self._limit = limit
-        self._takes_text = takes_text
+        self._takes_text = self._is_half = takes_text
         self._digest = ""
         self.sequences = canary_sequences(tokenizer)
 
     def sent(self, digest: str, version: int) -> None:
-        """Warn where the weights of a publish are those of the one before, to the bit: then no
+        """Say where the weights of a publish are those of the one before, to the bit: then no
         comparison could tell whether they arrived. digest: of the weights.
         """
         if digest == self._digest:
-            logger.warning(
-                "weights version %d changes no stored bit: the update was smaller than their dtype"
-                " keeps; use a larger optimizer.lr or model.dtype float32",
+            logger.log(
+                logging.WARNING if self._is_half else logging.INFO,
+                "weights version %d changes no stored bit: no update was made, or one that is"
+                " smaller than their dtype keeps (optimizer.lr, model.dtype)",
                 version,
             )
         self._digest = digest

@@ -84,7 +84,7 @@ def test_the_runs_own_text_is_scored_from_its_first_rollouts_on(tokenizer):
 
 
 def test_an_update_that_changes_no_stored_bit_is_named(tokenizer, caplog):
-    canary = Canary(tokenizer, 0.1)
+    canary = Canary(tokenizer, 0.1, takes_text=True)
     canary.sent("a", 1)
     canary.sent("b", 2)
     assert not caplog.records
