@@ -111,8 +111,9 @@ class _Turn:
 
 
 class _Deviations:
-    """How far the tokens of one set of weights are from what was logged: each of them no further
-    than a hard bound, few beyond the usual one, and together no further than those few may be.
+    """Distances between logged and recomputed tokens of one set of weights.
+
+    No token may exceed the hard bound, few may exceed the usual one, and their sum is bounded.
 
     In float32 the two bounds are one. In half precision a few honest tokens exceed any bound that
     is worth checking for all of them.

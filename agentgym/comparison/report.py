@@ -313,7 +313,7 @@ def _reading(table: Table) -> str:
 
 
 def sources(table: Table) -> str:
-    """What the table's intervals are over."""
+    """Return the words for what the table's intervals are taken over."""
     counts = [len(row["seeds"]) for row in table["rows"]]
     counts += [
         len(found["per_seed"])

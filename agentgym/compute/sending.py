@@ -67,7 +67,7 @@ class Sender(Protocol):
 
     @property
     def digest(self) -> str:
-        """Of the weights."""
+        """sha256 of the weights."""
         ...
 
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:

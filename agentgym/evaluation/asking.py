@@ -93,7 +93,7 @@ def differences(
 
 
 def lines(asked: EvaluationProtocol, instructions: Mapping[str, str]) -> Iterator[str]:
-    """What is asked of a policy that was not trained here, for people."""
+    """Yield a line per environment that tells people how such a policy is asked."""
     for each in asked.envs:
         name, text = each.env.name, instructions.get(each.env.name, "")
         begins = f"{len(text)} characters of instructions" if text else "no instructions"

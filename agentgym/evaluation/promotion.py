@@ -230,7 +230,7 @@ class Promotions:
         return broken
 
     def question(self, version: Version) -> Question | None:
-        """What it was judged on; None where that is not known. Errors: HistoryElsewhere."""
+        """Return what a version was judged on; None if unknown. Errors: HistoryElsewhere."""
         stores = {store.root: store for store in (self.own.store, self.history.store)}
         return question_of_version(stores.values(), self.tracker, self.model, version)
 
@@ -356,12 +356,12 @@ class Promotions:
 
 
 def artifact(history: History, entry: Entry) -> str:
-    """Where a run of MLflow has a decision; those of other histories lie beside it."""
+    """Return the path of a decision among the artifacts of its MLflow run."""
     return f"{FOLDER}/{history.began[:12]}/{entry.number:04d}.json"
 
 
 def note_of(entry: Entry, place: str) -> str:
-    """What a version's page says of the last decision on it. place: its artifact."""
+    """Return the text of a version's page about its last decision. place: its artifact."""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(entry.at))
     over = f" over version {entry.before.number}" if entry.before else ""
     lines = [

@@ -25,7 +25,9 @@ def widen_linear_layers(model: nn.Module) -> None:
 
 
 def _forward(layer: Any, hidden: Tensor) -> Tensor:
-    """hidden: [..., in]. Result: [..., out], in the dtype of `hidden`."""
+    """Multiply in float32.
+
+    hidden: [..., in]. Result: [..., out], in the dtype of `hidden`."""
     weight, bias = layer.weight, layer.bias
     if weight.device.type != "cpu" or weight.dtype.itemsize >= 4:
         return linear(hidden, weight, bias)
