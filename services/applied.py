@@ -101,10 +101,7 @@ def known(services: Services) -> tuple[Known, Known]:
         }
         for each in every("deployments")
     }
-    automations = {
-        each["name"]: {name: _without_ids(each.get(name)) for name in AUTOMATION}
-        for each in every("automations")
-    }
+    automations = {each["name"]: definition(each) for each in every("automations")}
     return deployments, automations
 
 
@@ -119,6 +116,11 @@ def changes(before: tuple[Known, Known], after: tuple[Known, Known]) -> Iterator
             yield from _differing(what, was.get(slug), switched.get(slug), switch="active")
     for name, now in after[1].items():
         yield from _differing(f"automation {name!r}", before[1].get(name), now, switch="enabled")
+
+
+def definition(automation: Mapping[str, Any]) -> dict[str, Any]:
+    """What an automation does, without the ids that a server gave it."""
+    return {name: _without_ids(automation.get(name)) for name in AUTOMATION}
 
 
 def _differing(

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
@@ -147,16 +148,31 @@ def lock_first() -> None:
     As Prefect has it, most begin by reading, and fail at once (`database is locked`) where another
     has written in between: an event is then lost to the automations, which bring crashed runs back.
     """
-    from prefect.server.database.configurations import AioSqliteConfiguration
+    from prefect.server.database import configurations
+    from prefect.server.events import triggers
 
-    begin = AioSqliteConfiguration.begin_transaction
+    begin = configurations.AioSqliteConfiguration.begin_transaction
+    changed = triggers.automation_changed
 
     def begin_immediately(
-        self: AioSqliteConfiguration, session: AsyncSession, with_for_update: bool = False
+        self: configurations.AioSqliteConfiguration,
+        session: AsyncSession,
+        with_for_update: bool = False,
     ) -> contextlib.AbstractAsyncContextManager[AsyncSessionTransaction]:
         return begin(self, session, with_for_update=True)
 
-    setattr(AioSqliteConfiguration, "begin_transaction", begin_immediately)  # noqa: B010
+    async def changed_without_lock(*args: Any) -> None:
+        """Called in the context of the transaction that ends, while the server's loop stands
+        still: one that has the lock could not give it up, and this only reads.
+        """
+        token = configurations.SQLITE_BEGIN_MODE.set("DEFERRED")
+        try:
+            await changed(*args)
+        finally:
+            configurations.SQLITE_BEGIN_MODE.reset(token)
+
+    setattr(configurations.AioSqliteConfiguration, "begin_transaction", begin_immediately)  # noqa: B010
+    setattr(triggers, "automation_changed", changed_without_lock)  # noqa: B010
 
 
 def make_app(login: str) -> ASGIApp:

@@ -19,11 +19,12 @@ from prefect.automations import Automation
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import StateType, TaskRun
 from prefect.events.actions import ChangeFlowRunState
-from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Crashed
 
 from agentgym.deploy.owned import end_with_owner
+from services.applied import definition
 from services.overdue import GOES_ON, MAX_ATTEMPTS, PAGE, given_up
 
 logger = logging.getLogger(__name__)
@@ -95,14 +96,23 @@ def automations(
 
 
 def apply_automations(wanted: Sequence[Automation]) -> None:
-    """Make the server have exactly these of ours; others are left alone."""
+    """Make the server have exactly these of ours; others, and those it has already, are left alone:
+    a rule that is made anew forgets which events it has seen.
+    """
     with get_client(sync_client=True) as client:
         for automation in wanted:
-            for known in client.read_automations_by_name(automation.name):
-                assert known.id is not None
+            known = client.read_automations_by_name(automation.name)
+            if [_definition(each) for each in known] == [_definition(automation)]:
+                continue
+            for outdated in known:
+                assert outdated.id is not None
                 with contextlib.suppress(ObjectNotFound):
-                    client.delete_automation(known.id)  # gone: a deletion that was sent twice
+                    client.delete_automation(outdated.id)  # gone: a deletion that was sent twice
             automation.create()
+
+
+def _definition(automation: AutomationCore) -> object:
+    return definition(automation.model_dump(mode="json"))
 
 
 def _automation(

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -69,6 +71,43 @@ def test_a_killed_server_is_brought_back_at_its_address_with_what_it_knew(
     assert servers() == []
     assert PREFECT_API_AUTH_STRING.value() is None
     assert "the Prefect server ended with code -9; it is started again" in caplog.text
+
+
+def test_an_automation_that_is_made_while_another_request_writes_does_not_wait_for_it(tmp_path):
+    """The server's loop stands still meanwhile, so the other one could not end."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHANGED],
+        env={**os.environ, "PREFECT_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "read\n", done.stderr[-2000:]
+
+
+CHANGED = """
+import asyncio
+import sqlite3
+import uuid
+import services
+from prefect.server.database import provide_database_interface
+from prefect.server.database.configurations import SQLITE_BEGIN_MODE
+from prefect.server.events import triggers
+from prefect.settings import PREFECT_HOME
+from services.prefect_server import lock_first
+
+async def change():
+    await provide_database_interface().create_db()
+    other = sqlite3.connect(PREFECT_HOME.value() / "prefect.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    SQLITE_BEGIN_MODE.set("IMMEDIATE")  # as where a route's transaction ends
+    await triggers.automation_changed(uuid.uuid4(), "automation__deleted")
+    print("read")
+
+lock_first()
+asyncio.run(change())
+"""
 
 
 def test_a_server_that_said_nothing_has_no_last_lines(tmp_path):

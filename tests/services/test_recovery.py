@@ -132,10 +132,19 @@ def test_a_real_server_schedules_a_crashed_run_again_and_gives_up_after_the_last
     client, deployment
 ):
     apply_automations(automations(max_attempts=2))
+    made = {found.name: found.id for found in client.read_automations()}
+    assert made.keys() == {f"agentgym: {name}" for name in RULES}
     apply_automations(automations(max_attempts=2))
-    assert sorted(found.name for found in client.read_automations()) == sorted(
-        f"agentgym: {name}" for name in RULES
-    )
+    assert {found.name: found.id for found in client.read_automations()} == made
+    apply_automations(automations(max_attempts=3))
+    apply_automations(automations(max_attempts=2))
+    again = {found.name: found.id for found in client.read_automations()}
+    assert again.keys() == made.keys()
+    # only those that count attempts were other rules for a while
+    assert {name for name in made if again[name] != made[name]} == {
+        "agentgym: a crashed run goes on",
+        "agentgym: a run that keeps crashing has failed",
+    }
     run = client.create_flow_run_from_deployment(deployment)
 
     def state_after_crash():
