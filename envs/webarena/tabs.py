@@ -33,6 +33,7 @@ MAX_DIALOGS = 20  # of one step; the tab that opens more is closed
 PAGE_S = 15.0  # for a page to answer one question
 # for it to take a few keys or a click, and to show that it lives if it does not
 TAKEN_S, INPUT_S = 0.3, 15.0
+QUESTIONS = 100  # asked of it meanwhile; ten keys are some twenty messages
 BLANK = "about:blank"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(?!\d)")
 _ODD = re.compile(r"[\x00-\x20\x7f\\]")
@@ -271,14 +272,16 @@ class Tabs:
 
         Errors: as `ask`; Refusal where the page lives and did not take them.
         """
-        taken = asyncio.ensure_future(sent)
+        taken, clock = asyncio.ensure_future(sent), asyncio.get_running_loop().time
         try:
             await asyncio.wait((taken,), timeout=TAKEN_S)
-            if not taken.done():
+            # what a busy machine needs for them, told by questions that the page answers meanwhile
+            asked, until = 0, clock() + INPUT_S
+            while not taken.done() and asked < QUESTIONS and clock() < until:
+                asked += 1
                 with contextlib.suppress(Error):  # it has just become another page
-                    # answered after what came before it
                     await self.ask(self.current.page.evaluate("0"), INPUT_S)
-                await asyncio.wait((taken,), timeout=TAKEN_S)
+            await asyncio.wait((taken,), timeout=TAKEN_S)
             if not taken.done():
                 self.check_alive()
                 raise Refusal("the page was changing and may not have taken it")
