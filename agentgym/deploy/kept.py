@@ -21,7 +21,7 @@ from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.deploy.local import check_local_env, local_env
 from agentgym.deploy.owned import tail
 from agentgym.private import private_folder, write_private
-from agentgym.store.keys import source_digest
+from agentgym.store.keys import environment_modules, source_digest
 from agentgym.store.lease import process_start
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.types import Endpoint
@@ -153,7 +153,7 @@ def _file(state: Path, env: EnvConfig) -> Path:
 
 
 def _source(env: EnvConfig) -> str:
-    return source_digest(("envs.server", f"envs.{env.name}"))
+    return source_digest(environment_modules(env.name))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -33,7 +33,7 @@ from agentgym.rollouts.players import (
 )
 from agentgym.rollouts.policies.engines import engine_module, open_policy
 from agentgym.rollouts.policies.hosted import Endpoint, HostedModel
-from agentgym.store.keys import source_digest
+from agentgym.store.keys import environment_modules, source_digest
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.tracking.registry import parse_model_uri
 from agentgym.types import Sampling, Usage
@@ -218,11 +218,8 @@ def prompts_digest(instructions: str) -> str:
 
 def env_version(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The source and options of an environment that is installed here."""
-    from importlib.util import find_spec
-
-    module = f"envs.{name}"
-    modules = ("envs.server", module) if find_spec(module) else ("envs.server",)
-    return {"options": json.loads(canonical_json(options)), "source": source_digest(modules)}
+    source = source_digest(environment_modules(name))
+    return {"options": json.loads(canonical_json(options)), "source": source}
 
 
 class RecordedPlayer(ScriptedPlayer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from agentgym.rollouts.horizon import Stage, stages
 from agentgym.rollouts.policies.engines import engine_module
 from agentgym.steps.context import StepContext
 from agentgym.steps.step import Kind, Step
-from agentgym.store.keys import source_digest, step_key
+from agentgym.store.keys import environment_modules, source_digest, step_key
 from agentgym.store.manifest import Manifest
 from agentgym.store.place import StorePlace
 from agentgym.store.runstore import RunStore
@@ -60,9 +59,8 @@ EVALUATION = (
 
 def steps_of(cfg: RunConfig) -> dict[str, Step]:
     """Every step of a run in an order that respects parents."""
-    servers = (
-        "envs.server",
-        *(source for env in cfg.envs if _is_module(source := f"envs.{env.name}")),
+    servers = tuple(
+        dict.fromkeys(module for env in cfg.envs for module in environment_modules(env.name))
     )
     playing = (*servers, engine_module(cfg.rollout.engine))
     steps = [*_preparation(servers)]
@@ -277,10 +275,6 @@ def with_parents(cfg: RunConfig, *names: str) -> tuple[str, ...]:
         if name in needed:
             needed.update(table[name].parents)
     return tuple(name for name in table if name in needed)
-
-
-def _is_module(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def _prepare(ctx: StepContext) -> Manifest:

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ def source_digest(modules: Sequence[str]) -> str:
     """Digest of these modules and of all they import from our own packages, transitively.
 
     A package named here brings all modules below it. STATE_ONLY stays out unless named.
+    An installed package of somebody else counts whole, with its data files and its version: it may
+    import by name.
     Read once per process.
     Errors: ValueError for a module that does not exist.
     """
@@ -68,8 +71,42 @@ def source_digest(modules: Sequence[str]) -> str:
 
 @functools.cache
 def _digest_once(modules: tuple[str, ...]) -> str:
-    folders = package_folders({module.split(".")[0] for module in modules})
-    return digest_files(source_files(modules, folders))
+    others = {module.split(".")[0] for module in modules} - set(PACKAGES)
+    folders = package_folders(others)
+    digest = digest_files(source_files(modules, folders))
+    if not others:
+        return digest
+    whole = [
+        [name, _version(name), digest_files(_all_files(folders[name]))] for name in sorted(others)
+    ]
+    return sha256(canonical_json([digest, whole]))
+
+
+def environment_modules(name: str) -> tuple[str, ...]:
+    """What computes an environment that is installed here; the server alone where it is not."""
+    own = f"envs.{name}"
+    if importlib.util.find_spec(own) is not None:
+        return ("envs.server", own)
+    installed = entry_points(group="agentgym.envs", name=name)
+    return ("envs.server", *(found.module for found in installed))
+
+
+def _version(package: str) -> str:
+    """Of the distribution that offers this package to us."""
+    for found in distributions():
+        if any(entry.module.split(".")[0] == package for entry in found.entry_points):
+            return f"{found.name} {found.version}"
+    return ""
+
+
+def _all_files(folder: Path) -> dict[str, Path]:
+    if folder.is_file():
+        return {folder.name: folder}
+    return {
+        str(path.relative_to(folder)): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
 
 
 def digest_files(files: Mapping[str, Path]) -> str:

@@ -22,7 +22,7 @@ from agentgym.config import EnvConfig
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.episode import ending
 from agentgym.rollouts.pools import EnvPools
-from agentgym.store.keys import source_digest
+from agentgym.store.keys import environment_modules, source_digest
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.types import Status, Trajectory
 from agentgym.viewer.bodies import Found
@@ -187,7 +187,7 @@ def _key(found: Found) -> str:
 def _source(name: str) -> str:
     """Digest of an environment's code; empty where it is not installed here."""
     try:
-        return source_digest(("envs.server", f"envs.{name}"))
+        return source_digest(environment_modules(name))
     except (ImportError, ValueError, OSError):
         return ""
 

@@ -1,11 +1,13 @@
 """Keys change exactly when a result would."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from agentgym.store.keys import (
     digest_files,
+    environment_modules,
     object_name,
     package_folders,
     source_digest,
@@ -159,3 +161,39 @@ def test_object_names_fit_kubernetes() -> None:
     assert object_name("0123456789abcdef" * 4, "evaluate-warm-start", 12) == "r0123456789ab-ews-a12"
     with pytest.raises(ValueError, match="12 lower-case hex"):
         object_name("babyai", "stage-2", 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ("tides/game.py", "HIGH = 3"),
+        ("tides/levels.json", '["spring", "neap"]'),
+        (
+            "tides_env-1.0.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: tides-env\nVersion: 1.1\n",
+        ),
+    ],
+)
+def test_an_installed_environment_is_in_the_keys_with_its_data_and_its_version(
+    install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, changed: str, text: str
+) -> None:
+    """Also what it imports by name only."""
+    site = install("tides_env", "", "agentgym.envs", "tides", "tides.play:spec").parent
+    (site / "tides").mkdir()
+    for name, source in (
+        ("__init__.py", ""),
+        ("play.py", "import importlib\ngame = importlib.import_module('tides' + '.game')\n"),
+        ("game.py", "HIGH = 2\n"),
+        ("levels.json", '["spring"]'),
+    ):
+        (site / "tides" / name).write_text(source)
+    assert environment_modules("tides") == ("envs.server", "tides.play")
+    assert environment_modules("babyai") == ("envs.server", "envs.babyai")
+    assert environment_modules("elsewhere") == ("envs.server",)
+    forget = source_digest.__globals__["_digest_once"].cache_clear
+    before = source_digest(environment_modules("tides"))
+    forget()
+    assert source_digest(environment_modules("tides")) == before
+    (site / changed).write_text(text)
+    forget()
+    assert source_digest(environment_modules("tides")) != before
