@@ -184,6 +184,8 @@ class Index:
 
     def _is_whole(self, connection: sqlite3.Connection, *, checked: bool) -> bool:
         """checked: page by page, after a process that did not close it."""
+        # what such a process left beside the file (Ctrl-C, kill) belongs to it
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         ((pages,), (size,)) = (
             connection.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size")
         )

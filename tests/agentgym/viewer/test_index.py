@@ -1,5 +1,8 @@
 """The file of the index."""
 
+import subprocess
+import sys
+
 import pytest
 
 from agentgym.viewer.index import SORTS, Index, IndexDamaged
@@ -36,6 +39,29 @@ def test_a_reader_of_an_index_that_was_made_anew_reads_the_new_one(tmp_path):
     before = index.stamp
     index.remake()
     assert index.stamp != before
+    index.close()
+
+
+ENDED = """
+import os, sys
+from pathlib import Path
+from agentgym.viewer.index import Index
+index = Index(Path(sys.argv[1]), "/store")
+index.reader.execute("SELECT count(*) FROM runs").fetchone()
+with index.writing() as connection:
+    rows = [(f"r{number}", "a title " * 50, 1.0, 0) for number in range(1000)]
+    connection.executemany("INSERT INTO runs VALUES (?, ?, ?, ?)", rows)
+os._exit(0)
+"""
+
+
+def test_an_index_is_whole_after_its_viewer_was_interrupted(tmp_path, caplog):
+    path = tmp_path / "index.sqlite"
+    subprocess.run([sys.executable, "-c", ENDED, str(path)], timeout=60, check=True)
+    assert path.with_name("index.sqlite-wal").stat().st_size > path.stat().st_size
+    index = Index(path, "/store")
+    assert index.reader.execute("SELECT count(*) FROM runs").fetchone()[0] == 1000
+    assert "damaged" not in caplog.text
     index.close()
 
 
