@@ -66,7 +66,7 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.console.terminal import PlainConsole
     from agentgym.data.kept import fetch_data
     from agentgym.models.check import check_model
-    from agentgym.pipeline.dvc import files_of, require_current
+    from agentgym.pipeline.dvc import files_of, numbers, require_current
     from agentgym.pipeline.run import require_key, run_when_free, run_with_parents
     from agentgym.pipeline.runs import require_run
     from agentgym.pipeline.table import open_store
@@ -79,7 +79,8 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         from agentgym.deploy.owned import end_with_owner
 
         end_with_owner()
-    fetch_data(cfg, open_store(cfg))
+    store = open_store(cfg)
+    fetch_data(cfg, store)
     if arguments.of_run:
         require_run(cfg, arguments.of_run)
     if arguments.key:
@@ -95,7 +96,12 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         for path, text in files_of(cfg, outcomes[-1], arguments.out).items():
             write_whole(path, f"{text}\n".encode())
     for outcome in outcomes:
-        say(f"{outcome.step.name}: {outcome} · manifest {outcome.manifest.digest[:12]}")
+        told = (
+            f"{name} {value if type(value) is int else f'{value:.4g}'}"
+            for name, value in numbers(outcome, store).items()
+        )
+        manifest = f"manifest {outcome.manifest.digest[:12]}"
+        say(" · ".join([f"{outcome.step.name}: {outcome}", *told, manifest]))
     return 0
 
 

@@ -6,7 +6,7 @@ Torch-free and without DVC: these are texts.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from agentgym.config import ConfigError, RunConfig
 from agentgym.pipeline.table import open_store, run_key, steps_of
 from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.manifest import Manifest, sha256
+from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import curve
 
 FILE, FOLDER, PARAMS = Path("dvc.yaml"), Path("outputs"), "params.yaml"
@@ -26,6 +27,7 @@ HEADER = """\
 # git: they are not cached, so that no run-cache can bring one back without its result. The last
 # stage looks whether the store has what they name: a clone that has pointers alone is told so.
 """
+TRAINED = ("sft_loss", "rollout_success", "validation_success")
 LAST = "stored"  # its output is in no clone, for git leaves out the folder of local state
 
 
@@ -141,23 +143,35 @@ def files_of(cfg: RunConfig, outcome: Outcome, out: Path) -> dict[Path, str]:
     """What DVC keeps of a step that is done, by file. out: of the pointer."""
     files = {out: pointer(cfg, outcome)}
     if outcome.step.kind is Kind.EVALUATE:
-        files[out.with_name(Path(_metrics(outcome.step)).name)] = metrics(outcome)
+        files[out.with_name(Path(_metrics(outcome.step)).name)] = json.dumps(
+            metrics(outcome.manifest.results), indent=1
+        )
     return files
 
 
-def metrics(outcome: Outcome) -> str:
+def numbers(outcome: Outcome, store: RunStore) -> dict[str, float]:
+    """What a step came to: success of an evaluation, the last of a training's metrics, counts."""
+    manifest = outcome.manifest
+    if outcome.step.kind is Kind.EVALUATE:
+        return metrics(manifest.results)
+    if points := curve(store, manifest):
+        last = {key: points[-1].get(key) for key in TRAINED}
+        return {key: value for key, value in last.items() if value is not None}
+    return {key: value for key, value in manifest.results.items() if type(value) in (int, float)}
+
+
+def metrics(results: Mapping[str, Any]) -> dict[str, float]:
     """A few numbers of an evaluation, flat, so that they stand side by side in a terminal."""
-    results = outcome.manifest.results
-    numbers = {
+    found = {
         name: interval["mean"]
         for name, interval in results["summary"].items()
         if name != "pass_at_1"  # avg@n under another name
     }
-    average = next(name for name in numbers if name.startswith("avg"))
+    average = next(name for name in found if name.startswith("avg"))
     if "paired" in results:
-        numbers["gain"] = results["paired"][average]["mean"]
-    numbers["coverage"] = results["coverage"]
-    return json.dumps({name: round(value, 4) for name, value in numbers.items()}, indent=1)
+        found["gain"] = results["paired"][average]["mean"]
+    found["coverage"] = results["coverage"]
+    return {name: round(value, 4) for name, value in found.items()}
 
 
 def began_of(commits: Sequence[Manifest]) -> str | None:

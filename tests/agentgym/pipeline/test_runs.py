@@ -3,6 +3,7 @@ with.
 """
 
 import json
+import re
 import shlex
 import shutil
 
@@ -47,8 +48,15 @@ def test_a_run_with_overrides_is_audited_planned_and_exported_by_its_name_alone(
     few = ["--episodes", "1", "--rescore", "1"]
     assert main(["audit", run, *few, *options]) == 0, capsys.readouterr().out
     assert "audit passed" in capsys.readouterr().out
-    assert main(["step", "stage-1", "--run", run, *options]) == 0
-    assert "stage-1: done" in capsys.readouterr().out
+    for step, number in (
+        ("prepare", r"train \d+ · validation \d+"),
+        ("initialize", r"num_demos \d+ · .*vocab_size \d+"),
+        ("stage-1", r"rollout_success [\d.]+"),
+        ("evaluate-stage-1", r"avg_at_\d [\d.]+ · greedy [\d.]+ · .*coverage [\d.]+"),
+    ):
+        assert main(["step", step, "--run", run, *options]) == 0
+        said = capsys.readouterr().out
+        assert re.search(f"^{step}: done · .*{number} · manifest [0-9a-f]{{12}}$", said, re.M), said
     assert main(["export", run, "stage-1", str(tmp_path / "model"), *options]) == 0
 
 
