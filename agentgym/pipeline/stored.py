@@ -73,8 +73,10 @@ def _told(
         f"set store.uri to {shared}"
         if shared
         else "set store.uri to a store that you share with whoever made them",
-        f"copy that machine's {places[0] if places else store.root} to {store.root}",
     ]
+    theirs = places[0] if places else store.root
+    if not any(place.startswith("s3://") for place in (theirs, store.root)):  # of other layouts
+        ways.append(f"copy that machine's {theirs} to {store.root}")
     if names[0] in done:
         ways.append("take this store's own run in their place: `dvc repro --force` trains nothing")
     else:

@@ -1,6 +1,7 @@
 """A whole run whose store is on S3 is the run it would be on disk."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,10 +9,13 @@ import sys
 import pytest
 
 from agentgym.audit import audit
+from agentgym.cli import main
 from agentgym.config import load_config
+from agentgym.pipeline.dvc import pointer
 from agentgym.pipeline.plan import plan
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
+from agentgym.steps.step import Outcome
 from agentgym.store.lease import LeaseHeld
 
 HOLD = """
@@ -33,7 +37,7 @@ steps.run_step("stage-1", load_config(sys.argv[1]))
 
 @pytest.mark.slow
 def test_a_run_on_s3_survives_a_kill_keeps_a_second_learner_out_and_ends_as_on_disk(
-    s3_uri, tiny_params, tmp_path, whole_run
+    s3_uri, tiny_params, tmp_path, whole_run, empty_ledger
 ):
     params = tiny_params(
         tmp_path / "run",
@@ -83,5 +87,15 @@ def test_a_run_on_s3_survives_a_kill_keeps_a_second_learner_out_and_ends_as_on_d
         "mlflow.db",
         "params.yaml",
     ]
+    # a clone with another MLflow has everything from the bucket
+    (tmp_path / "outputs").mkdir()
+    for name, manifest in finished(cfg, open_store(cfg)).items():
+        text = pointer(cfg, Outcome(steps_of(cfg)[name], manifest, "done"))
+        (tmp_path / "outputs" / f"{name}.json").write_text(text)
+    options = ["--params", str(params), "--set", f"tracking.uri=sqlite:///{tmp_path}/mine.db"]
+    shutil.copy(empty_ledger, tmp_path / "mine.db")
+    assert main(["stored", "--pointers", str(tmp_path / "outputs"), *options]) == 0
+    assert main(["export", "stage-1", str(tmp_path / "model"), *options]) == 0
+    assert (tmp_path / "model/model.safetensors").is_file()
     report = audit(cfg, num_episodes=8)
     assert report.ok, [(check.name, check.failures) for check in report.checks if not check.ok]

@@ -56,7 +56,9 @@ def test_a_run_with_overrides_is_audited_planned_and_exported_by_its_name_alone(
     ):
         assert main(["step", step, "--run", run, *options]) == 0
         said = capsys.readouterr().out
-        assert re.search(f"^{step}: done · .*{number}.* · manifest [0-9a-f]{{12}}$", said, re.M), said
+        assert re.search(f"^{step}: done · .*{number}.* · manifest [0-9a-f]{{12}}$", said, re.M), (
+            said
+        )
     assert main(["export", run, "stage-1", str(tmp_path / "model"), *options]) == 0
 
 

@@ -89,6 +89,7 @@ def test_pointers_of_a_colleagues_run_beside_ones_own_are_told_apart(
     told = capsys.readouterr().err
     assert "lacks: stage-1 (000000000000). Git" in told
     assert said in told
+    assert ("copy that machine's" in told) is ("s3://" not in told)
 
 
 def test_what_is_no_pointer_is_named(repository, capsys):
