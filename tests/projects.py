@@ -32,6 +32,11 @@ TINY = {
     "evaluation": {"num_items": 8, "num_samples": 2, "k": [1, 2]},
     "gate": {"min_success": 0.0},
 }
+SHORT_RUN = (  # overrides of a run whose training is one optimizer step
+    *("rollout.items_per_step=2", "horizon.kind=fixed", "horizon.max_turns=[4]"),
+    *("horizon.stage_steps=[1]", "validation.every=0"),
+    *("evaluation.num_items=2", "evaluation.num_samples=1", "evaluation.k=[1]"),
+)
 
 
 class TaskRun(NamedTuple):

@@ -73,7 +73,9 @@ def _told(
         f"set store.uri to {shared}"
         if shared
         else "set store.uri to a store that you share with whoever made them",
-        f"copy that machine's {places[0] if places else store.root} to {store.root}",
+        f"copy that machine's {places[0]} to {store.root}"
+        if places
+        else f"copy that machine's {store.root} to the same place here",
     ]
     if names[0] in done:
         ways.append("take this store's own run in their place: `dvc repro --force` trains nothing")

@@ -4,10 +4,12 @@ one MLflow. That `make up` says when the schedule is switched on is in flows/tes
 
 import json
 import re
-import shutil
+import shlex
 
 import pytest
 import yaml
+
+from tests.projects import SHORT_RUN
 
 STEPS = 13
 GIT = {
@@ -66,46 +68,51 @@ def test_a_clone_has_the_results_where_it_shares_the_store_and_else_is_told_how_
     repository, cloned, tmp_path
 ):
     lacking = cloned.run("dvc", "repro")
-    print(lacking.returncode, lacking.stdout, "\n---\n", lacking.stderr)
     assert lacking.returncode != 0
     assert "Data and pipelines are up to date" not in lacking.stdout
     said = " ".join(lacking.stderr.split())
     assert "outputs has pointers to results that the store .agentgym/store lacks: prepare" in said
-    assert "set store.uri to a store that you share with whoever made them" in said
+    assert (
+        "To have them, set store.uri to a store that you share with whoever made them, or copy that"
+        " machine's .agentgym/store to the same place here, or make them here: `dvc repro --force`"
+    ) in said
 
     params = cloned.folder / "params.yaml"
     shared = {"path": str(repository.folder / ".agentgym/store")}
     params.write_text(yaml.safe_dump(yaml.safe_load(params.read_text()) | {"store": shared}))
     found = cloned.run("dvc", "repro")
-    print(found.returncode, found.stdout, "\n---\n", found.stderr)
     assert found.returncode == 0, found.stdout + found.stderr
-    again = cloned.run("dvc", "repro")
-    print(again.returncode, again.stdout, "\n---\n", again.stderr)
-    model = tmp_path / "model"
-    exported = cloned.run("agentgym", "export", "stage-3", str(model))
-    print(exported)
-    assert (model / "model.safetensors").is_file()
+    assert f"{shared['path']} has all that {STEPS} pointers in outputs name" in found.stdout
+    assert cloned.run("dvc", "repro").stdout.endswith("Data and pipelines are up to date.\n")
+    exported = cloned.run("agentgym", "export", "stage-3", str(tmp_path / "model"))
+    assert exported.returncode == 0, exported.stderr
+    assert (tmp_path / "model/model.safetensors").is_file()
 
 
 @pytest.mark.timeout(600)
-def test_a_second_store_on_one_mlflow(finished, tmp_path):
-    second = type(finished)(tmp_path / "project", finished.home)
-    leave = shutil.ignore_patterns("promotions-*", "register-*", "report-*", "mlflow*", "delivered")
-    shutil.copytree(finished.folder, second.folder, symlinks=True, ignore=leave)
-    mlflow = f"tracking.uri=sqlite:///{finished.folder}/.agentgym/mlflow.db"
-    short = ("horizon.kind=fixed", "horizon.max_turns=[4]", "horizon.stage_steps=[1]", mlflow)
+def test_a_colleagues_run_on_the_same_mlflow_is_judged_in_the_one_history_and_both_audits_pass(
+    repository, cloned, made_databases
+):
+    made_databases(cloned)
+    mlflow = f"tracking.uri=sqlite:///{repository.folder}/.agentgym/mlflow.db"
+    ran = cloned.pipeline("warm_start.num_demos=16", "warm_start.steps=4", *SHORT_RUN, mlflow)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    said = " ".join(ran.stdout.split())
+    assert "model agentgym-babyai version 2 alias champion stays with version 1: HOLD: " in said
+    check = ran.stdout.splitlines()[-1]
 
-    def show(p, *words):
-        r = p.run(*words)
-        print("$", *words, "->", r.returncode)
-        print(r.stdout)
-        print("--")
-        print(r.stderr)
+    ours = repository.run("agentgym", "history")
+    theirs = cloned.run("agentgym", "history", "--set", mlflow)
+    assert (ours.returncode, theirs.returncode) == (0, 0), ours.stderr + theirs.stderr
+    assert ours.stdout == theirs.stdout
+    assert re.findall(r"^ +(\d+) .* (PROMOTE|HOLD) ", ours.stdout, re.MULTILINE) == [
+        ("1", "PROMOTE"),
+        ("2", "HOLD"),
+    ]
+    assert ours.stdout.endswith("agentgym-babyai: champion is version 1\n")
 
-    show(second, "python", "-m", "flows.pipeline", *short)
-    show(finished, "agentgym", "history")
-    show(second, "agentgym", "history", "--set", mlflow)
-    show(finished, "agentgym", "audit", "--episodes", "2")
-    sets = [x for w in short for x in ("--set", w)]
-    show(second, "agentgym", "audit", "--episodes", "2", *sets)
-    show(second, "agentgym", "doctor", *sets)
+    (own,) = re.findall("agentgym audit r[0-9a-f]{12}", repository.first.stdout)
+    for project, line in ((repository, own), (cloned, check.partition(" ")[2])):
+        audit = project.run(*shlex.split(line), "--episodes", "1")
+        assert audit.returncode == 0, audit.stdout + audit.stderr
+        assert re.search(r"audit passed; to repeat it: --seed \d+\n$", audit.stdout)

@@ -12,18 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.projects import SHORT_RUN
+
 EXAMPLE = Path(__file__).parents[2] / "examples/higher_lower"
 COMMANDS = [
     line.strip()
     for line in (EXAMPLE / "README.md").read_text().splitlines()
     if line.startswith("    ")
 ]
-SHORT = (
-    *("warm_start.num_demos=16", "warm_start.steps=4", "rollout.items_per_step=2"),
-    *("horizon.kind=fixed", "horizon.max_turns=[5]", "horizon.stage_steps=[1]"),
-    *("validation.every=0", "evaluation.num_items=2", "evaluation.num_samples=1"),
-    "evaluation.k=[1]",
-)
+SHORT = ("warm_start.num_demos=16", "warm_start.steps=4", *SHORT_RUN)
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.agentgym.families import tokenizer_of
+from tests.projects import SHORT_RUN
 
-SHORT = (
-    *("warm_start.enabled=false", "rollout.items_per_step=2", "horizon.kind=fixed"),
-    *("horizon.max_turns=[3]", "horizon.stage_steps=[2]", "validation.every=0"),
-    *("evaluation.num_items=2", "evaluation.num_samples=1", "evaluation.k=[1]"),
-)
+SHORT = ("warm_start.enabled=false", *SHORT_RUN)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +67,7 @@ def test_a_model_folder_is_trained_and_exported_as_a_folder_that_transformers_lo
     options = [word for each in words for word in ("--set", each)]
     exported = finished.run("agentgym", "export", "stage-1", str(out), *options)
     assert exported.returncode == 0, exported.stderr
-    assert exported.stdout.startswith(f"{out}: stage-1 commit 1, digest ")
+    assert exported.stdout.startswith(f"{out}: stage-1 commit 0, digest ")
     before, after = map(AutoModelForCausalLM.from_pretrained, (folder, out))
     assert type(after) is LlamaForCausalLM
     assert after.state_dict().keys() == before.state_dict().keys()
