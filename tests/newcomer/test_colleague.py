@@ -11,6 +11,8 @@ import yaml
 
 from tests.projects import SHORT_RUN
 
+pytestmark = pytest.mark.timeout(900)  # the finished project may have to be made first
+
 STEPS = 13
 GIT = {
     f"GIT_{who}_{what}": "test@localhost"
@@ -63,7 +65,6 @@ def test_dvc_repro_after_it_trains_nothing_and_a_second_one_runs_no_stage(reprod
     assert "up to date" in second.stdout
 
 
-@pytest.mark.timeout(600)
 def test_a_clone_has_the_results_where_it_shares_the_store_and_else_is_told_how_to_get_them(
     repository, cloned, tmp_path
 ):
@@ -89,7 +90,6 @@ def test_a_clone_has_the_results_where_it_shares_the_store_and_else_is_told_how_
     assert (tmp_path / "model/model.safetensors").is_file()
 
 
-@pytest.mark.timeout(600)
 def test_a_colleagues_run_on_the_same_mlflow_is_judged_in_the_one_history_and_both_audits_pass(
     repository, cloned, made_databases
 ):

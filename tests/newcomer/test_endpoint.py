@@ -11,6 +11,9 @@ from threading import Event, Thread
 import pytest
 
 
+pytestmark = pytest.mark.timeout(600)  # the finished project may have to be made first
+
+
 class Vendor(BaseHTTPRequestHandler):
     """Answers `turn left` in the way that `server.way` names, once `server.may_answer` is set."""
 

@@ -14,6 +14,8 @@ import pytest
 
 from tests.projects import SHORT_RUN
 
+pytestmark = pytest.mark.timeout(600)  # the finished project may have to be made first
+
 EXAMPLE = Path(__file__).parents[2] / "examples/higher_lower"
 COMMANDS = [
     line.strip()
