@@ -250,11 +250,8 @@ def pulled(copied, once, tmp_path):
     return copied(once("pulled", build), tmp_path)
 
 
-@pytest.fixture(scope="session")
-def finished(copied, once, tmp_path_factory):
-    """A clone in which the pipeline ran once, and what it printed.
-    Tests that change it must change it back.
-    """
+def finished_project(copied, once, place: Path) -> Project:
+    """A copy of a clone in which the pipeline ran once; its `first` is what that printed."""
 
     def build(folder):
         first = clone(folder).pipeline(forked=False)
@@ -263,10 +260,16 @@ def finished(copied, once, tmp_path_factory):
         (folder / "first.json").write_text(json.dumps(said))
 
     original = once("finished", build)
-    project = copied(original, tmp_path_factory.mktemp("finished"))
+    project = copied(original, place)
     mark_delivered(project.folder)
     project.first = SimpleNamespace(**json.loads((original / "first.json").read_text()))
     return project
+
+
+@pytest.fixture(scope="session")
+def finished(copied, once, tmp_path_factory):
+    """A finished project. Tests that change it must change it back."""
+    return finished_project(copied, once, tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture

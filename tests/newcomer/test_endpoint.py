@@ -10,7 +10,6 @@ from threading import Event, Thread
 
 import pytest
 
-
 pytestmark = pytest.mark.timeout(600)  # the finished project may have to be made first
 
 
