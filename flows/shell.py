@@ -206,12 +206,8 @@ def summarise(
         gain = manifest.results.get("paired", {}).get(average)
         summary = manifest.results["summary"]
         cells = [_percent(Interval(**summary[key]), tight) for key in keys]
-        judged = steps[manifest.results["checkpoint"]]
-        shown = judged.name.replace("-", " ")
-        if judged.kind is Kind.INITIALIZE:
-            shown = "untrained" if cfg.warm_start.enabled else "initial model"
         table.add_row(
-            shown,
+            _shown(cfg, steps[manifest.results["checkpoint"]]),
             *cells,
             _points(Interval(**gain)) if gain else "",
         )
@@ -220,14 +216,15 @@ def summarise(
         f"[dim]{settings.num_items} {settings.split} items, {settings.max_turns} turns, greedy and"
         f" {settings.num_samples} samples at temperature {settings.temperature:g};"
         f" {settings.confidence:.0%} intervals;\ngain: paired, over"
-        f" {_baseline(evaluations).replace('-', ' ')}[/dim]\n",
+        f" {_shown(cfg, steps[_baseline(evaluations)])}[/dim]\n",
         highlight=False,
     )
     for line in [*left_out(evaluations), *alarm_lines(cfg, done)]:
         console.print(line, style="yellow", markup=False, highlight=False)
-    seconds = dict.fromkeys(("warm start", "training", "evaluation", "other"), 0.0)
+    before = "warm start" if cfg.warm_start.enabled else "initial model"
+    seconds = dict.fromkeys((before, "training", "evaluation", "other"), 0.0)
     for name, manifest in done.items():
-        seconds[_part(steps[name])] += manifest.timings.get("wall_s", 0.0)
+        seconds[_part(steps[name], before)] += manifest.timings.get("wall_s", 0.0)
     registered = of_kind[Kind.REGISTER].results
     run = f"r{run_key(cfg)[:12]}"
     rows = {"time": " · ".join(f"{part} {value:.0f} s" for part, value in seconds.items())}
@@ -248,13 +245,20 @@ def summarise(
         console.print(f"{title:<9}{text}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _part(step: Step) -> str:
-    """Which part of the whole time it belongs to."""
+def _shown(cfg: RunConfig, step: Step) -> str:
+    """Return the name of a checkpoint in the table."""
+    if step.kind is Kind.INITIALIZE:
+        return "untrained" if cfg.warm_start.enabled else "initial model"
+    return step.name.replace("-", " ")
+
+
+def _part(step: Step, before: str) -> str:
+    """Return the part of the whole time that a step belongs to; before: of the one before RL."""
     if step.kind is Kind.EVALUATE:
         return "evaluation"
     if step.stage is not None:
         return "training"
-    return "warm start" if step.kind in (Kind.INITIALIZE, Kind.TRAIN) else "other"
+    return before if step.kind in (Kind.INITIALIZE, Kind.TRAIN) else "other"
 
 
 def left_out(evaluations: Mapping[str, Manifest]) -> list[str]:

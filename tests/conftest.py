@@ -54,7 +54,7 @@ INTEGRATION = {
     "whole_run",
 }
 SHARING = ("tests/envs/sciworld/",)
-PROCESSES = ("tests/flows/", "tests/services/")
+PROCESSES = ("tests/flows/", "tests/newcomer/", "tests/services/")
 # tests of how programs begin, who owns them and how they end: there nothing begins as a copy
 OF_PROCESSES = (
     "tests/agentgym/deploy/",

@@ -32,7 +32,7 @@ from agentgym.evaluation.record import STEP as EVALUATION
 from agentgym.evaluation.result import RESULT, Result
 from agentgym.pipeline.table import open_store
 from agentgym.steps.step import Kind
-from agentgym.store.manifest import sha256
+from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import has_file, tracker_of
 from agentgym.tracking.mlflow import local_path, reaching
@@ -163,7 +163,7 @@ def _check_entry(stores: Sequence[RunStore], entry: Entry, checks: Checks) -> No
     ):
         if version is None or not evidence.pairs:
             continue
-        results = (_result(store, version, question) for store in stores)
+        results = (_result(store, version, question, entry.candidate) for store in stores)
         result = next((each for each in results if each is not None), None)
         if result is None:
             checks.skipped += 1  # its episodes are in another store, or were collected
@@ -176,16 +176,26 @@ def _check_entry(stores: Sequence[RunStore], entry: Entry, checks: Checks) -> No
             checks.expect(where, f"{what} as its evaluation has them", True, same)
 
 
-def _result(store: RunStore, version: Version, question: str) -> Result | None:
-    """Of `agentgym evaluate`, or of the run that made the version."""
+def _result(store: RunStore, version: Version, question: str, candidate: Version) -> Result | None:
+    """Of `agentgym evaluate`, or of the run that made the version.
+
+    A store without the candidate's own evaluation made no such decision: one by runs' own
+    evaluations is made where that of the candidate is.
+    """
     anew = store.final(EVALUATION, question) if len(question) == 64 else None
     if anew is not None:
         return Result.from_bytes(store.read(anew, RESULT))
-    told = version.evaluation
-    final = store.final(told["step"], told["key"]) if told else None
-    if final is None or final.digest != told["digest"]:
+    final = _own_evaluation(store, version)
+    if final is None or _own_evaluation(store, candidate) is None:
         return None
     return result_of_step(store, final, MODULES)
+
+
+def _own_evaluation(store: RunStore, version: Version) -> Manifest | None:
+    """Return the evaluation of the run that made a version; None if this store lacks it."""
+    told = version.evaluation
+    final = store.final(told["step"], told["key"]) if told else None
+    return final if final is not None and final.digest == told["digest"] else None
 
 
 def _check_shown(promotions: Promotions, history: History, entry: Entry, checks: Checks) -> None:

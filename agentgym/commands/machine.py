@@ -49,6 +49,7 @@ def _doctor(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     if arguments.json:
         say(json.dumps([asdict(finding) for finding in findings]))
     else:
+        width = max(12, *(len(finding.name) + 1 for finding in findings))
         for finding in findings:
-            say(f"{finding.name:<12}{finding.state:<9}{finding.text}")
+            say(f"{finding.name:<{width}}{finding.state:<9}{finding.text}")
     return 0 if all(finding.ok for finding in findings if finding.needed) else 1

@@ -12,7 +12,8 @@ os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
 import logging
 import re
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,20 @@ def load_hub(
     return model, tokenizer
 
 
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Switch off the bars of transformers and of the Hub, which would stand before an error."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
 def _published_model(config: ModelConfig, architecture: PretrainedConfig) -> PreTrainedModel:
     """Errors: ConfigError that names tensors which the files lack, or have and the architecture
     does not: transformers would draw the former at random and drop the latter.
@@ -131,17 +146,18 @@ def _published_model(config: ModelConfig, architecture: PretrainedConfig) -> Pre
     messages = logging.getLogger("transformers.modeling_utils")
     messages.addFilter(report)
     try:
-        model, keys = AutoModelForCausalLM.from_pretrained(
-            config.name,
-            config=architecture,
-            revision=config.revision,
-            attn_implementation=attention.RAGGED,
-            use_safetensors=True,
-            trust_remote_code=False,
-            dtype=config.dtype,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        with no_progress_bar() if Path(config.name).is_dir() else nullcontext():
+            model, keys = AutoModelForCausalLM.from_pretrained(
+                config.name,
+                config=architecture,
+                revision=config.revision,
+                attn_implementation=attention.RAGGED,
+                use_safetensors=True,
+                trust_remote_code=False,
+                dtype=config.dtype,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except KeyError as error:
         raise _without_interface(architecture, error) from None
     except RuntimeError:

@@ -76,7 +76,8 @@ def _told(
     ]
     theirs = places[0] if places else store.root
     if not any(place.startswith("s3://") for place in (theirs, store.root)):  # of other layouts
-        ways.append(f"copy that machine's {theirs} to {store.root}")
+        place = store.root if places else "the same place here"
+        ways.append(f"copy that machine's {theirs} to {place}")
     if names[0] in done:
         ways.append("take this store's own run in their place: `dvc repro --force` trains nothing")
     else:

@@ -344,11 +344,10 @@ def _save_flavor(
     import mlflow.transformers
     from huggingface_hub import ModelCard
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
 
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
+    from agentgym.models.model import no_progress_bar
+
+    with no_progress_bar():
         model = AutoModelForCausalLM.from_pretrained(
             model_dir,
             local_files_only=True,
@@ -381,9 +380,6 @@ def _save_flavor(
         )
         # MLflow's guess, a link to a page that does not exist
         (path / "LICENSE.txt").unlink(missing_ok=True)
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 def _load_tokenizer(model_dir: Path) -> Any:

@@ -35,6 +35,9 @@ class Game:
     def render(self) -> tuple[str, bytes]:
         return "text/plain", f"from {self._low} to {self._high}".encode()
 
+    def hints(self) -> list[str]:
+        return [str(self._low), self.next_action(), str(self._high)]
+
     def expert(self) -> "Game":
         return self
 
@@ -52,5 +55,5 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         raise ValueError(f"the one option is limit, a whole number from 2 to 999999, got {options}")
     probes = ("50", "no number")
     return EnvSpec(
-        "higher-lower", MANUAL, lambda: Game(limit), {"limit": limit}, probe_actions=probes
+        "higher-lower", MANUAL, lambda: Game(limit), {"limit": limit}, probes, offers_hints=True
     )

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import time
 from html import escape
@@ -15,15 +14,6 @@ from agentgym.config import load_config
 from agentgym.pipeline.table import steps_of
 
 STEPS = 13
-
-
-def stage_digest(project, step):
-    heads = [
-        json.loads(content)
-        for path, content in sorted(project.manifests().items())
-        if json.loads(content)["step"] == step
-    ]
-    return heads[-1]["digest"]
 
 
 def test_one_command_runs_every_step_and_says_what_came_out(finished):
@@ -117,40 +107,6 @@ def test_an_alarm_is_told_wherever_a_run_is_looked_at(finished):
     limits = client.get_metric_history(parent.info.run_id, "alarm/entropy_limit")
     assert sorted(point.step for point in measured) == [3, 4]
     assert [point.value for point in limits] == [10.0, 10.0]
-
-
-def test_dvc_repro_after_it_trains_nothing_and_a_second_one_runs_no_stage(finished):
-    before = finished.manifests()
-    first = finished.run("dvc", "repro")
-    assert first.returncode == 0, first.stdout + first.stderr
-    assert len(re.findall(r"^\S+: done · manifest", first.stdout, re.MULTILINE)) == STEPS
-    assert finished.manifests() == before
-    pointer = json.loads((finished.folder / "outputs/stage-3.json").read_text())
-    assert pointer["manifest"][0]["digest"] == stage_digest(finished, "stage-3")
-    assert "safetensors" not in json.dumps(pointer)
-    second = finished.run("dvc", "repro")
-    assert second.returncode == 0
-    assert "Running stage" not in second.stdout
-    assert "up to date" in second.stdout
-
-
-@pytest.mark.timeout(600)
-def test_a_clone_that_has_pointers_alone_is_not_up_to_date_and_says_how_to_get_the_rest(
-    finished, tmp_path
-):
-    assert finished.run("dvc", "repro").returncode == 0
-    clone = type(finished)(tmp_path / "project", finished.home)
-    leave = shutil.ignore_patterns(".agentgym", ".venv")  # what git leaves out, but for the data
-    shutil.copytree(finished.folder, clone.folder, ignore=leave)
-    clone.environment |= {"DVC_SITE_CACHE_DIR": str(tmp_path / "dvc"), "DVC_NO_ANALYTICS": "1"}
-    pulled = clone.run("dvc", "pull")
-    assert pulled.returncode == 0, pulled.stderr
-    reproduced = clone.run("dvc", "repro")
-    assert reproduced.returncode != 0
-    assert "Data and pipelines are up to date" not in reproduced.stdout
-    said = " ".join(reproduced.stderr.split())
-    assert "outputs has pointers to results that the store .agentgym/store lacks: prepare" in said
-    assert "set store.uri to a store that you share with whoever made them" in said
 
 
 @pytest.mark.slow

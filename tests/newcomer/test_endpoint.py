@@ -1,0 +1,139 @@
+"""A model of one's own behind an OpenAI-compatible endpoint, evaluated by the command of the
+README. The vendors' ways of answering are those of public bug reports.
+"""
+
+import json
+import re
+import shlex
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Thread
+
+import pytest
+
+pytestmark = pytest.mark.timeout(600)  # the finished project may have to be made first
+
+
+class Vendor(BaseHTTPRequestHandler):
+    """Answers `turn left` in the way that `server.way` names, once `server.may_answer` is set."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.requests.append(json.loads(body))
+        self.server.may_answer.wait(60)
+        status, reply = WAYS[self.server.way](self.server.requests[-1])
+        data = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_): ...
+
+
+def completion(content="turn left", finish="stop"):
+    message = {"role": "assistant", "content": content}
+    usage = {"prompt_tokens": 10, "completion_tokens": 3, "total_tokens": 13}
+    return 200, {"choices": [{"message": message, "finish_reason": finish}], "usage": usage}
+
+
+def new_name(request):
+    if "max_tokens" not in request:
+        return completion()
+    return 400, {"error": {"message": "max_tokens is not known; max_completion_tokens is"}}
+
+
+THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
+WAYS = {
+    "text": lambda _: completion(),
+    "parts": lambda _: completion([THOUGHT, {"type": "text", "text": "turn left"}]),
+    "cut": lambda _: completion(None, "length"),
+    "filtered": lambda _: completion(None, "content_filter"),
+    "new_name": new_name,
+    "error_in_200": lambda _: (200, {"error": {"message": "not offered to you", "code": 404}}),
+}
+
+
+@pytest.fixture
+def vendor():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Vendor)
+    server.requests, server.way, server.may_answer = [], "text", Event()
+    server.may_answer.set()
+    server.url = f"http://127.0.0.1:{server.server_port}/v1"
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+ASKED = ("--env", "babyai", "--num-items", "2", "--max-turns", "3")
+
+
+def command(vendor, way="text"):
+    """As the README has it, for few items; the model has the name of the way."""
+    vendor.way = way
+    return ("agentgym", "evaluate", vendor.url, "--model", way, *ASKED)
+
+
+TOLD = re.compile(
+    r"babyai: this model was not trained here\. It gets \d+ characters of instructions, at most 512"
+    r" tokens a reply and 4096 an episode, action format plain; --instructions, --max-new-tokens,"
+    r" --context-tokens and --action-format change that"
+)
+
+
+def test_the_first_request_waits_until_it_is_printed_how_the_model_is_asked(finished, vendor):
+    assert finished.run("agentgym", "evaluate", "random", *ASKED).returncode == 0
+    vendor.may_answer.clear()
+    with finished.start(*command(vendor)) as running:
+        first = next(line for line in running.stdout if "not trained here" in line)
+        assert TOLD.fullmatch(first.strip())
+        vendor.may_answer.set()
+        rest, _ = running.communicate(120)
+    assert running.returncode == 0, rest
+    assert vendor.requests[0]["max_tokens"] == 512
+    *_, how, report, compare = rest.splitlines()
+    folder = re.fullmatch(r"ran: evaluation \w{12} in (\S+)", how)[1]
+    assert report == f"report   {folder}/report.html"
+    assert (finished.folder / folder / "report.html").is_file()
+    name, typed = compare.split(maxsplit=1)
+    assert name == "compare"
+    compared = finished.run(*shlex.split(typed))
+    assert compared.returncode == 0, compared.stderr
+    assert "is not shown to differ from chance" in compared.stdout
+
+
+@pytest.mark.parametrize(
+    ("way", "named", "action"),
+    [
+        ("parts", "Outcomes: 6 truncated.", "turn left"),
+        ("new_name", "Outcomes: 6 truncated.", "turn left"),
+        ("cut", "babyai: 18 of 18 replies were cut at the limit of their tokens", ""),
+        ("filtered", "babyai: 18 of 18 replies were held back by a filter.", ""),
+    ],
+)
+def test_replies_of_other_forms_are_played_and_counted(finished, vendor, way, named, action):
+    ended = finished.run(*command(vendor, way))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "coverage 100.0%: 6 of 6 episodes count" in ended.stdout
+    *_, note, usage, how, report, compare = ended.stdout.splitlines()
+    assert note.startswith(named)
+    calls, failed, tokens = re.fullmatch(r"calls (\d+) \((\d+) failed\), (.+)", usage).groups()
+    assert int(calls) - int(failed) == 18
+    assert (failed != "0") is (way == "new_name")
+    assert tokens == "input tokens 180, cached tokens unknown, output tokens 54"
+    assert [line.split()[0] for line in (how, report, compare)] == ["ran:", "report", "compare"]
+    turns = vendor.requests[-1]["messages"]
+    assert {turn["content"] for turn in turns if turn["role"] == "assistant"} == {action}
+
+
+def test_an_error_in_a_reply_of_status_200_is_named_and_ends_the_command(finished, vendor):
+    ended = finished.run(*command(vendor, "error_in_200"))
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    named = f"model error_in_200 at {vendor.url}: error 404 with status 200: not offered to you"
+    assert "This result is invalid: coverage 0.0% is below 95.0%." in ended.stdout
+    *_, stopped, how, report = ended.stdout.splitlines()
+    assert stopped == f"stopped: {named}; the same command goes on"
+    assert [line.split()[0] for line in (how, report)] == ["ran:", "report"]

@@ -1,0 +1,292 @@
+"""A copy of this repository with a run small enough for a test, as a user would have cloned it: the
+fixtures of tests/flows and tests/newcomer.
+"""
+
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+import agentgym.pipeline.run as pipeline_run
+import flows  # noqa: F401 (says where Prefect keeps its state, before a test imports it)
+from agentgym.config import load_config
+from agentgym.pipeline.table import finished as finished_steps
+from agentgym.pipeline.table import open_store, steps_of
+
+ROOT = Path(__file__).parents[1]
+TINY = {
+    "model": {"hidden_size": 32, "num_heads": 1, "num_kv_heads": 1, "mlp_size": 64},
+    "warm_start": {"num_demos": 60, "steps": 40, "batch_size": 16},
+    "rollout": {"items_per_step": 4, "group_size": 4},
+    "horizon": {"stage_steps": [1, 1, 2]},
+    "validation": {"every": 2, "num_items": 4},
+    "alarms": {"min_entropy": 10.0},  # a limit that every step breaks
+    "evaluation": {"num_items": 8, "num_samples": 2, "k": [1, 2]},
+    "gate": {"min_success": 0.0},
+}
+SHORT_RUN = (  # overrides of a run whose training is one optimizer step
+    *("rollout.items_per_step=2", "horizon.kind=fixed", "horizon.max_turns=[4]"),
+    *("horizon.stage_steps=[1]", "validation.every=0"),
+    *("evaluation.num_items=2", "evaluation.num_samples=1", "evaluation.k=[1]"),
+)
+
+
+class TaskRun(NamedTuple):
+    began: str  # times sort as texts
+    ended: str
+    waited_for: set[str]
+
+
+FORKED = ("agentgym", "prefect", "python")
+
+
+class Project:
+    """A clone and the commands typed in it; those of Python begin with what takes seconds to
+    import, tests/forks.py.
+    """
+
+    forks = None
+
+    def __init__(self, folder: Path, home: Path) -> None:
+        self.folder, self.home = folder, home
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PREFECT_", "DVC_", "MLFLOW_", "HF_", "MPL", "MAKE", "MFLAGS"))
+        }
+        self.environment = {
+            **inherited,
+            "HOME": str(home),
+            "PWD": str(folder),  # as a shell has it; prefect.yaml reads it
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "COLUMNS": "120",
+        }
+
+    def run(self, *command, timeout=600, forked=True):
+        if forked and command[0] in FORKED:
+            return self.forks.run(command, cwd=self.folder, env=self.environment, timeout=timeout)
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def pipeline(self, *overrides, forked=True):
+        return self.run("python", "-m", "flows.pipeline", *overrides, forked=forked)
+
+    def start(self, *command):
+        return self.forks.start(command, cwd=self.folder, env=self.environment)
+
+    def manifests(self):
+        """{path: bytes} of every commit of a step in the store; what runs were asked for is
+        none.
+        """
+        return {
+            path: path.read_bytes()
+            for path in (self.folder / ".agentgym/store").glob("steps/*/manifests/*.json")
+            if not path.parts[-3].startswith("runs-")
+        }
+
+    def task_runs(self):
+        """name -> its task run, as Prefect's database has it."""
+        database = self.folder / ".agentgym/prefect/prefect.db"
+        with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+            rows = connection.execute(
+                "select id, name, start_time, end_time, task_inputs from task_run"
+            ).fetchall()
+        names = {id_.replace("-", ""): name for id_, name, *_ in rows}
+        return {
+            name: TaskRun(
+                start,
+                end,
+                {
+                    names[each["id"].replace("-", "")]
+                    for each in json.loads(said).get("wait_for", ())
+                },
+            )
+            for _, name, start, end, said in rows
+        }
+
+    def told_in_prefect(self, table, column):
+        """All texts of a column of Prefect's database."""
+        database = self.folder / ".agentgym/prefect/prefect.db"
+        with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+            return [text for (text,) in connection.execute(f"select {column} from {table}")]
+
+    def exported_model(self):
+        """The registered model as an ordinary folder, as a user would have one: a copy, for of a
+        version every file has a digest.
+        """
+        found = sorted((self.folder / ".agentgym/mlflow-artifacts").rglob("config.json"))
+        model = found[0].parent
+        tokenizer = next(path.parent for path in model.parent.rglob("tokenizer.json"))
+        place = self.folder / ".agentgym/exported-model"
+        for each in (model, tokenizer):
+            shutil.copytree(each, place, dirs_exist_ok=True)
+        return place
+
+    def processes(self):
+        """Command lines of everything that runs in this project."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                try:
+                    if (entry / "cwd").resolve() == self.folder.resolve():
+                        found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                except OSError:
+                    continue
+        return found
+
+
+def clone(folder: Path) -> Project:
+    files = subprocess.run(
+        ["git", "ls-files"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in files.stdout.split():
+        if (ROOT / name).is_file():
+            (folder / "project" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "project" / name)
+    params = yaml.safe_load((folder / "project/params.yaml").read_text())
+    for section, values in TINY.items():
+        params[section] |= values
+    (folder / "project/params.yaml").write_text(yaml.safe_dump(params))
+    (folder / "home").mkdir()
+    project = Project(folder / "project", folder / "home")
+    assert project.run("git", "init", "-q").returncode == 0
+    return project
+
+
+def mark_delivered(folder: Path) -> None:
+    """MLflow has all of a copied run: its database was copied too, but marks name its place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(pipeline_run, "deliver_step", lambda *_, **__: None)
+        cfg = load_config("params.yaml")
+        store = open_store(cfg)
+        for name, manifest in finished_steps(cfg, store).items():
+            pipeline_run.deliver(cfg, store, steps_of(cfg)[name], manifest)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_commands(forks):
+    Project.forks = forks
+
+
+@pytest.fixture(scope="session")
+def make_clone():
+    """make_clone(folder) -> a clone, for fixtures of a module's own."""
+    return clone
+
+
+@pytest.fixture(scope="session")
+def copied(move_artifacts):
+    """copied(folder, place) -> a clone's own copy."""
+
+    def copy(folder: Path, place: Path) -> Project:
+        project = Project(place / "project", place / "home")
+        shutil.copytree(folder / "project", project.folder, symlinks=True)
+        project.home.mkdir()
+        database = project.folder / ".agentgym/mlflow.db"
+        if database.exists():
+            move_artifacts(database, folder / "project", project.folder)
+        return project
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def made_databases(once, empty_ledger):
+    """made_databases(project): those of Prefect and MLflow that a clone lacks are there, without
+    content; to make their tables takes the two nine seconds.
+    """
+
+    def build(folder):
+        script = (
+            "import flows; from pathlib import Path; from services.prefect_server import"
+            f" prefect_api; prefect_api(Path({str(folder)!r})).__enter__()"
+        )
+        home = {**os.environ, "PREFECT_HOME": str(folder / "prefect")}
+        subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=home, timeout=240, check=True)
+
+    def place(project: Project) -> None:
+        state = project.folder / ".agentgym"
+        state.mkdir(mode=0o700, exist_ok=True)
+        shutil.copytree(once("prefect", build) / "prefect", state / "prefect")
+        if not (state / "mlflow.db").exists():
+            shutil.copy(empty_ledger, state / "mlflow.db")
+
+    return place
+
+
+@pytest.fixture
+def fresh(copied, once, tmp_path):
+    """A clone in which nothing ran."""
+    return copied(once("clone", clone), tmp_path)
+
+
+@pytest.fixture
+def pulled(copied, once, tmp_path):
+    """A clone with the dataset, in which nothing else ran."""
+
+    def build(folder):
+        assert clone(folder).run("dvc", "pull").returncode == 0
+
+    return copied(once("pulled", build), tmp_path)
+
+
+def finished_project(copied, once, place: Path) -> Project:
+    """A copy of a clone in which the pipeline ran once; its `first` is what that printed."""
+
+    def build(folder):
+        first = clone(folder).pipeline(forked=False)
+        assert first.returncode == 0, first.stdout + first.stderr
+        said = {"stdout": first.stdout, "stderr": first.stderr, "returncode": first.returncode}
+        (folder / "first.json").write_text(json.dumps(said))
+
+    original = once("finished", build)
+    project = copied(original, place)
+    mark_delivered(project.folder)
+    project.first = SimpleNamespace(**json.loads((original / "first.json").read_text()))
+    return project
+
+
+@pytest.fixture(scope="session")
+def finished(copied, once, tmp_path_factory):
+    """A finished project. Tests that change it must change it back."""
+    return finished_project(copied, once, tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys):
+    """typed(project, main, *words) -> the end of a command that runs in this process, where
+    nothing depends on its having one of its own.
+    """
+
+    def run(project, main, *words):
+        monkeypatch.chdir(project.folder)
+        monkeypatch.setenv("HOME", str(project.home))
+        capsys.readouterr()
+        try:
+            code = main(list(words))
+        except SystemExit as ended:
+            code = ended.code
+        said = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=said.out, stderr=said.err)
+
+    return run
