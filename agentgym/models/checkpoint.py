@@ -15,7 +15,7 @@ from agentgym.config import ChatConfig, LoraConfig
 from agentgym.models.adapter import Adapter, chosen_modules, write_adapter
 from agentgym.models.chat import DEFAULT_CHAT, ChatRenderer
 from agentgym.models.empty import empty_model, materialize
-from agentgym.models.fidelity import require_faithful
+from agentgym.models.fidelity import require_faithful_once
 from agentgym.models.files import CHAT
 from agentgym.models.model import (
     TokenizerFiles,
@@ -48,9 +48,6 @@ ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMIZER = (
 )
 SHARD_BYTES = 5 * 10**9  # of one file of weights that leave the store
 ADAPTER, ADAPTER_RECORD = "adapter.safetensors", "adapter.json"
-# architectures, with the dtype of their weights, that this process has checked: the check is of the
-# code they name, and an audit loads many weights of one architecture
-_FAITHFUL: set[tuple[str, torch.dtype]] = set()
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
 
 
@@ -78,10 +75,7 @@ class Checkpoint:
         tensors = weights_of(model)
         self.weights.require_fit(tensors)
         self.weights.fill(tensors)
-        checked = (self.architecture, self.dtype)
-        if checked not in _FAITHFUL:
-            require_faithful(model)
-            _FAITHFUL.add(checked)
+        require_faithful_once(model)
         return model
 
     @property

@@ -38,6 +38,22 @@ FORWARD = 1e-3
 # either; scores scaled by half show more than 1.
 HALF_KL, HALF_RATIO = 0.02, 4.0
 
+_FAITHFUL: set[tuple[str, torch.dtype]] = set()  # config.json and dtype of what passed here
+
+
+def require_faithful_once(model: PreTrainedModel) -> None:
+    """Call `require_faithful` unless a model of this architecture and dtype passed in this process.
+
+    The check is of the code that they name, and an audit loads many weights of one architecture.
+    """
+    if _checked_as(model) not in _FAITHFUL:
+        require_faithful(model)
+
+
+def _checked_as(model: PreTrainedModel) -> tuple[str, torch.dtype]:
+    weight: Tensor = next(model.parameters())
+    return model.config.to_json_string(), weight.dtype
+
 
 def require_faithful(model: PreTrainedModel) -> None:
     """Raise ValueError unless learner and engine compute what the model's own code computes.
@@ -71,6 +87,7 @@ def require_faithful(model: PreTrainedModel) -> None:
                 f" token from the model's own attention (at most {limit:.3g}); use model.dtype"
                 " float32"
             )
+    _FAITHFUL.add(_checked_as(model))
 
 
 class _Float32Arithmetic(TorchFunctionMode):

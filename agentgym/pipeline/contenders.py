@@ -57,8 +57,13 @@ def invite(run: RunConfig, protocol: EvaluationProtocol, request: EvaluationRequ
     contender = contender_of(run, playing, request)
     if contender.knows_rules or request.protocol:
         return Invited(contender, protocol, playing)
-    asked = asking.with_room(protocol, run, {*request.changes, *request.kept}, _window(contender))
-    if playing.rollout.engine == "torch" and contender.checkpoint is not None:
+    kept = {*request.changes, *request.kept}
+    asked = asking.with_room(protocol, run, kept, _window(contender))
+    if (
+        "concurrency" not in kept
+        and playing.rollout.engine == "torch"
+        and contender.checkpoint is not None
+    ):
         asked = _in_as_much_memory(asked, protocol)
     return Invited(contender, asked, playing_config(run, asked, request.engine))
 

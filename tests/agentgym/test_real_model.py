@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.real, pytest.mark.integration, pytest.mark.timeout(900
 SETTINGS = {
     "extends": str(ROOT / "profiles" / "textcraft-cpu.yaml"),
     "model": {"source": "hub", "name": str(FOLDER), "dtype": "auto", "context_tokens": 512},
-    "warm_start": {"num_demos": 8, "steps": 2, "batch_size": 4},
+    "warm_start": {"num_demos": 4, "steps": 2, "batch_size": 2},
     "rollout": {"items_per_step": 2, "group_size": 2, "max_new_tokens": 16, "concurrency": 4},
     "horizon": {"kind": "fixed", "max_turns": [2], "stage_steps": [3]},
     "optimizer": {"lr": 2e-5, "warmup_steps": 0},
@@ -74,7 +74,8 @@ def test_its_architecture_is_judged_apart_from_its_rounding(folder):
 
 @pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_the_folder_is_evaluated_trained_and_passes_its_audit(folder, params, engine):
-    evaluate = ["evaluate", str(folder), "--env", "textcraft", "--num-items", "4"]
+    evaluate = ["evaluate", str(folder), "--env", "textcraft"]
+    evaluate += ["--num-items", "4", "--concurrency", "4"]
     set_ = ["rollout.max_new_tokens=16", "evaluation.max_turns=2", f"rollout.engine={engine}"]
     options = [word for setting in set_ for word in ("--set", setting)]
     assert main([*evaluate, "--params", str(params), *options]) == 0
@@ -103,7 +104,7 @@ def refuse_forgeries(cfg):
         }
         rescore, sampling = Checks("rescore"), Checks("sampling")
         forged = replace(record, episodes=episodes)
-        check_sampling(cfg, store, forged, None, 0, rescore, sampling)
+        check_sampling(cfg, store, forged, 1, 0, rescore, sampling)  # one episode per version
         return rescore.num_failures, sampling.num_failures
 
     assert checked(lambda episode: episode) == (0, 0)

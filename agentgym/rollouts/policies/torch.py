@@ -21,6 +21,7 @@ from torch import Tensor
 from agentgym.config import RunConfig
 from agentgym.models.attention import CachedRows, KeyValueCache, PackedSequences, require_ragged
 from agentgym.models.checkpoint import Checkpoint
+from agentgym.models.half import keep_wide_weights
 from agentgym.models.model import load_weights
 from agentgym.models.tolerance import TORCH, Tolerances
 from agentgym.models.transport import require_newer
@@ -69,6 +70,7 @@ class TorchPolicy:
         """
         require_ragged(model)
         self._model = model.eval()
+        keep_wide_weights(model)
         self._cache = KeyValueCache.of(model, num_slots=num_slots, context_tokens=context_tokens)
         self._stop_ids, self._context = stop_ids, context_tokens
         self._slots = [_Slot() for _ in range(num_slots)]
@@ -126,6 +128,7 @@ class TorchPolicy:
             await self._idle()
             require_newer(delivery.version, self.version)  # only now: others may have come first
             load_weights(self._model, weights)
+            keep_wide_weights(self._model)
             self._forget()
             self.version = delivery.version
         finally:

@@ -8,7 +8,7 @@ import transformers
 from agentgym.config import ModelConfig, OptimizerConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.attention import PackedSequences
-from agentgym.models.fidelity import differences, require_faithful
+from agentgym.models.fidelity import differences, require_faithful, require_faithful_once
 from agentgym.models.model import from_config, load_hub
 
 SMALL = {
@@ -249,6 +249,17 @@ def test_a_model_that_computes_something_else_never_starts():
     model.forward = halved
     with pytest.raises(ValueError, match=r"learner's log-probabilities differ .* nats"):
         require_faithful(model)
+
+
+def test_an_architecture_that_passed_is_not_checked_again_for_other_weights():
+    require_faithful_once(build(*SUPPORTED["llama"]))
+    model = build(*SUPPORTED["llama"])
+    model.forward = None  # a check would call it
+    require_faithful_once(model)
+    config_class, settings, why = REFUSED["llama-dynamic"]
+    for _ in range(2):  # a model that was refused is checked again
+        with pytest.raises(ValueError, match=why):
+            require_faithful_once(build(config_class, settings))
 
 
 def test_what_a_commit_would_lose_is_refused():

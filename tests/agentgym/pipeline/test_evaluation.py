@@ -22,8 +22,9 @@ from agentgym.evaluation.episodes import read_episodes
 from agentgym.evaluation.paired import align
 from agentgym.evaluation.request import EvaluationRequest
 from agentgym.evaluation.result import Outcome, Result
+from agentgym.pipeline.contenders import invite
 from agentgym.pipeline.evaluated import show
-from agentgym.pipeline.evaluation import evaluate_policy, regrade
+from agentgym.pipeline.evaluation import evaluate_policy, protocol_for, regrade
 from agentgym.store.lease import LeaseHeld
 from envs.registry import load_spec
 
@@ -329,6 +330,22 @@ def test_a_folder_handed_over_is_told_the_rules_and_a_checkpoint_of_ours_as_it_w
     policy = dict(theirs.result.identity["policy"])
     assert policy.pop("asked")["babyai"]["max_new_tokens"] == 256
     assert policy == ours.result.identity["policy"]
+
+
+def test_longer_episodes_leave_fewer_in_flight_unless_their_number_was_chosen(
+    cfg, model_folder, tmp_path
+):
+    handed = tmp_path / "handed-over"
+    shutil.copytree(model_folder, handed)
+    (handed / "chat.json").unlink()
+
+    def in_flight(**changes):
+        request = EvaluationRequest(policy=str(handed), changes=changes)
+        return invite(cfg, protocol_for(cfg, request), request).protocol.concurrency
+
+    before = cfg.rollout.concurrency
+    assert in_flight() == before * cfg.model.context_tokens // 512
+    assert in_flight(concurrency=before) == before
 
 
 def test_what_cannot_be_answered_is_kept_as_such_and_played_again_when_it_can(cfg):

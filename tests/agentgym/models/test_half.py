@@ -1,0 +1,59 @@
+"""Linear layers in half precision on a processor that has no instructions for it."""
+
+import pytest
+import torch
+from torch import nn
+
+from agentgym.models.half import keep_wide_weights, widen_linear_layers
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    """A linear layer in bfloat16 that computes in float32, whatever processor runs the test."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    layer = nn.Linear(3, 2).to(torch.bfloat16)
+    widen_linear_layers(layer)
+    return layer
+
+
+def exact(layer, hidden):
+    """The products summed in float64, rounded to bfloat16 once."""
+    weight, bias = layer.weight.detach().double(), layer.bias.detach().double()
+    return (hidden.double() @ weight.T + bias).to(torch.bfloat16)
+
+
+HIDDEN = torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.25, -1.0]], dtype=torch.bfloat16)
+
+
+def test_products_are_summed_in_float32_and_rounded_once(layer):
+    assert torch.equal(layer(HIDDEN), exact(layer, HIDDEN))
+
+
+@torch.inference_mode()
+def test_kept_weights_compute_the_same_and_change_when_they_are_kept_anew(layer):
+    plain = layer(HIDDEN)
+    keep_wide_weights(layer)
+    assert torch.equal(layer(HIDDEN), plain)
+    layer.weight.copy_(2 * layer.weight)
+    assert torch.equal(layer(HIDDEN), plain)  # these are the weights that were kept
+    keep_wide_weights(layer)
+    assert torch.equal(layer(HIDDEN), exact(layer, HIDDEN))
+
+
+def test_gradients_reach_the_weights_whether_copies_are_kept_or_not(layer):
+    keep_wide_weights(layer)
+    with torch.no_grad():
+        layer(HIDDEN)
+    layer(HIDDEN).sum().backward()
+    assert torch.equal(layer.weight.grad, HIDDEN.sum(0).expand(2, 3))
+
+
+def test_a_processor_with_fast_half_precision_keeps_nothing(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    layer = nn.Linear(3, 2).to(torch.bfloat16)
+    widen_linear_layers(layer)
+    keep_wide_weights(layer)
+    with torch.no_grad():
+        layer(HIDDEN)
+        layer.weight.zero_()
+        assert torch.equal(layer(HIDDEN), layer.bias.expand(2, 2))
