@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -136,10 +136,15 @@ def stored_checkpoint(
     adapter: Adapter | None = None,
 ) -> Checkpoint:
     """Errors: ValueError where the tokenizer is not supported here."""
-    files: TokenizerFiles = json.loads(tokenizer_json)
-    tokenizer = tokenizer_from_files(files)
+    files, tokenizer = _stored_tokenizer(tokenizer_json)
     renderer = _renderer(tokenizer, files, architecture)
     return Checkpoint(tokenizer, renderer, architecture, tokenizer_json, weights, adapter)
+
+
+@lru_cache(maxsize=1)  # an audit reads many commits with one tokenizer; large ones load for seconds
+def _stored_tokenizer(tokenizer_json: bytes) -> tuple[TokenizerFiles, PreTrainedTokenizerBase]:
+    files: TokenizerFiles = json.loads(tokenizer_json)
+    return files, tokenizer_from_files(files)
 
 
 def has_weights(manifest: Manifest) -> bool:
