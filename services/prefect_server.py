@@ -171,7 +171,8 @@ def lock_first() -> None:
         finally:
             configurations.SQLITE_BEGIN_MODE.reset(token)
 
-    setattr(configurations.AioSqliteConfiguration, "begin_transaction", begin_immediately)  # noqa: B010
+    sqlite = configurations.AioSqliteConfiguration
+    setattr(sqlite, "begin_transaction", begin_immediately)  # noqa: B010
     setattr(triggers, "automation_changed", changed_without_lock)  # noqa: B010
 
 
