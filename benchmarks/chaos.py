@@ -51,7 +51,7 @@ from pipeline import machine
 
 MAX_COMMANDS = 5  # until one must have ended well
 WATCH_S = 0.25  # between two looks at an undisturbed run
-TRIES = 4  # for each fault that must hit
+TRIES = 8  # for each fault that must hit
 TOO_LATE_S = 2.0  # a command that ends well so soon after its death had ended before
 
 
