@@ -339,14 +339,25 @@ class RayEngine:
             worker = await self._pick()
             worker.num_episodes += 1
             try:
+                played = worker.actor.play.remote(item, sample, settings)
                 trajectory: Trajectory | None = await self._survive(
-                    worker,
-                    _within(worker.actor.play.remote(item, sample, settings), self._patience_s),
+                    worker, self._while_it_lives(worker, played)
                 )
             finally:
                 worker.num_episodes -= 1
             if trajectory is not None:
                 return trajectory
+
+    async def _while_it_lives(self, worker: Worker, answer: Any) -> Trajectory:
+        """Wait for an episode as long as its worker answers: environments, engine and attempts have
+        deadlines there.
+        Errors: TimeoutError.
+        """
+        episode = asyncio.ensure_future(answer)
+        while not (await asyncio.wait((episode,), timeout=self._patience_s))[0]:
+            await _within(worker.actor.usage.remote(), self._patience_s)
+        trajectory: Trajectory = await episode
+        return trajectory
 
     async def _pick(self) -> Worker:
         """The least busy worker; waits where none is left.

@@ -234,7 +234,8 @@ class RolloutConfig(Section):
         120.0, "seconds for each of the two steps in which new weights reach an engine"
     )
     episode_timeout_s: PositiveFloat = setting(
-        120.0, "seconds; a longer episode has failed, like one whose environment fails"
+        120.0,
+        "seconds that an episode's environment may take in all; more, and the episode has failed",
     )
     max_attempts: PositiveInt = setting(3, "attempts at an episode whose environment fails")
     max_env_error_frac: float = setting(

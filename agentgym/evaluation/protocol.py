@@ -66,7 +66,8 @@ class EnvProtocol(Section):
         "plain", 'plain: the reply is the action; react: the text after "Action:"'
     )
     episode_timeout_s: PositiveFloat = setting(
-        600.0, "seconds; a longer episode has failed, like one whose environment fails"
+        600.0,
+        "seconds that an episode's environment may take in all; more, and the episode has failed",
     )
     max_attempts: PositiveInt = setting(3, "attempts at an episode that fails")
 

@@ -17,13 +17,12 @@ from agentgym.evaluation.protocol import EvaluationProtocol, items_of, protocol_
 from agentgym.evaluation.request import EvaluationRequest
 from agentgym.pipeline.contenders import Invited, invite, playing_config
 from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.episode import Episode, Player, Said
+from agentgym.rollouts.episode import Episode, Player, Said, environment_waits
 from agentgym.rollouts.players import TextPlayer
 from agentgym.types import Item, Sampling, Trajectory, Usage
 
 Tell = Callable[[str], None]
 Ask = Callable[[str], str | None]  # a prompt -> a line; None: no more
-THINKING_S = 24 * 3600.0  # a person may take
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def _protocol(cfg: RunConfig, game: Game) -> EvaluationProtocol:
     if game.temperature:
         changes["temperature"] = game.temperature
     if not game.policy:
-        changes |= {"episode_timeout_s": THINKING_S, "action_format": "plain"}
+        changes["action_format"] = "plain"
     return protocol_of_run(cfg, (game.env,), changes)
 
 
@@ -106,7 +105,8 @@ class PersonPlayer(TextPlayer):
 
     async def act(self, session: Any, sampling: Sampling) -> Said | None:
         while True:
-            line = await asyncio.to_thread(self._ask, "> ")
+            with environment_waits():
+                line = await asyncio.to_thread(self._ask, "> ")
             if line is None:
                 return None
             if line.strip() != "?":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from agentgym.rollouts.episode import (
     Episode,
     EpisodeSettings,
     PlayerFailed,
+    environment_time,
     no_pace,
     run_episode,
 )
@@ -66,22 +67,6 @@ class Lockstep:
                 future.set_result(None)  # wakes the waiting in this order
 
 
-def in_turn(barrier: Lockstep, deadline: asyncio.Timeout) -> Callable[[SampleKey], Awaitable[None]]:
-    """Wait for the other episodes before each turn.
-    Waiting does not count against the episode's own deadline: one that hangs would otherwise take
-    all of them with it.
-    """
-
-    async def wait(key: SampleKey) -> None:
-        loop, ends_at = asyncio.get_running_loop(), deadline.when()
-        began = loop.time()
-        deadline.reschedule(None)
-        await barrier.wait(key)
-        deadline.reschedule(None if ends_at is None else ends_at + loop.time() - began)
-
-    return wait
-
-
 @dataclass
 class Attempts:
     """Plays episodes, each until an attempt counts or there are no more."""
@@ -131,11 +116,11 @@ class Attempts:
         status: Status | None = None
         try:
             async with (
-                asyncio.timeout(self.episode_timeout_s) as deadline,
+                environment_time(self.episode_timeout_s),
                 self.pool.session(item, request_key) as session,
             ):
                 episode.first_observation = session.observation
-                pace = no_pace if barrier is None else in_turn(barrier, deadline)
+                pace = no_pace if barrier is None else barrier.wait
                 status = await run_episode(self.player_of(item, sample), session, episode, pace)
         except EnvError as error:
             is_grader = error.kind == ErrorKind.GRADER_FAILED
@@ -147,7 +132,10 @@ class Attempts:
             # else it had ended, and only the closing of its session took too long
             if status is not None:
                 return episode.finish(status, num_attempts=attempt), False
-            ended, told = Status.TIMEOUT, f"no end within {self.episode_timeout_s:g} s"
+            ended, told = (
+                Status.TIMEOUT,
+                f"its environment took more than {self.episode_timeout_s:g} s",
+            )
         else:
             return episode.finish(status, num_attempts=attempt), False
         return episode.finish(ended, num_attempts=attempt, error=told), True

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -199,6 +202,39 @@ class Episode:
         return hashlib.blake2b("\x1f".join(map(str, told)).encode(), digest_size=8).hexdigest()
 
 
+# of the episode that this task plays: its environment's time
+_deadline: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=None)
+
+
+@asynccontextmanager
+async def environment_time(seconds: float) -> AsyncIterator[None]:
+    """Limit how long an episode's environment may take in all.
+    Errors: TimeoutError.
+    """
+    async with asyncio.timeout(seconds) as deadline:
+        token = _deadline.set(deadline)
+        try:
+            yield
+        finally:
+            _deadline.reset(token)
+
+
+@contextmanager
+def environment_waits() -> Iterator[None]:
+    """Leave out of that time what others take: an engine, a person, the other episodes."""
+    deadline = _deadline.get()
+    if deadline is None or (ends_at := deadline.when()) is None:
+        yield
+        return
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    deadline.reschedule(None)
+    try:
+        yield
+    finally:
+        deadline.reschedule(ends_at + clock() - began)
+
+
 async def no_pace(_: SampleKey) -> None:
     """Every episode as fast as it goes."""
 
@@ -219,7 +255,8 @@ async def run_episode(
         return Status.MAX_TOKENS
     for turn in range(settings.max_turns):
         sampling = settings.sampling(episode.item, episode.sample, turn)
-        await pace(sampling.key)
+        with environment_waits():
+            await pace(sampling.key)
         asked = time.perf_counter()
         try:
             said = await player.act(session, sampling)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.episode import Episode, Player, PlayerFailed, Said, extract_action
+from agentgym.rollouts.episode import (
+    Episode,
+    Player,
+    PlayerFailed,
+    Said,
+    environment_waits,
+    extract_action,
+)
 from agentgym.types import Item, Policy, SampleKey, Sampling
 from envs.wire import ErrorKind
 
 PlayerOf = Callable[[Item, int], Player]  # item, sample -> who plays it; a player plays once
+REPLY_S = 1800.0  # for one reply of an engine, the slowest on a CPU among many others
+
+
+class EngineStalled(RuntimeError):
+    """An engine that gives no reply in time. No failure of an environment: the run ends."""
 
 
 class TokenPlayer:
@@ -30,7 +43,15 @@ class TokenPlayer:
 
     async def act(self, session: Any, sampling: Sampling) -> Said:
         episode = self._episode
-        completion = await self._policy.generate(list(episode.input_ids), sampling)
+        try:
+            with environment_waits():
+                async with asyncio.timeout(REPLY_S):
+                    completion = await self._policy.generate(list(episode.input_ids), sampling)
+        except TimeoutError:
+            raise EngineStalled(
+                f"the engine gave no reply to {len(episode.input_ids)} tokens within"
+                f" {REPLY_S:g} s; nothing committed is lost: the same command goes on"
+            ) from None
         start = len(episode.input_ids)
         episode.act(completion)
         self._stopped = self._renderer.ends_turn(completion.ids)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from agentgym.rollouts.episode import ContextFull, Episode, PlayerFailed, Said
+from agentgym.rollouts.episode import ContextFull, Episode, PlayerFailed, Said, environment_waits
 from agentgym.rollouts.players import chance
 from agentgym.rollouts.policies.prices import Tariff
 from agentgym.types import Item, Sampling, Usage
@@ -297,7 +297,8 @@ class HostedPlayer:
         return True
 
     async def act(self, session: Any, sampling: Sampling) -> Said:
-        answer = await self._model.chat(self._messages, sampling, self._spend)
+        with environment_waits():
+            answer = await self._model.chat(self._messages, sampling, self._spend)
         self._num_tokens = answer.num_tokens
         self._messages.append({"role": "assistant", "content": answer.text})
         return Said(answer.text)

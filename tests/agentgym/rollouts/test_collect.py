@@ -13,7 +13,7 @@ from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.collect import RolloutError, collect, samples
 from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.rollouts.players import token_players
+from agentgym.rollouts.players import EngineStalled, token_players
 from agentgym.types import Completion, Item, SampleKey, Status
 
 SETTINGS = EpisodeSettings(
@@ -261,7 +261,59 @@ def test_an_episode_that_hangs_times_out_alone(renderer, deterministic):
     assert [t.status for t in trajectories] == [
         Status.TIMEOUT if task == 3 else Status.TERMINATED for task in range(10)
     ]
-    assert (trajectories[3].reward, trajectories[3].error) == (None, "no end within 1 s")
+    assert (trajectories[3].reward, trajectories[3].error) == (
+        None,
+        "its environment took more than 1 s",
+    )
+
+
+class Slow(Scripted):
+    """Takes `reply_s` for each reply."""
+
+    def __init__(self, renderer, reply_s):
+        super().__init__(renderer)
+        self.reply_s = reply_s
+
+    async def generate(self, prompt_ids, sampling):
+        await asyncio.sleep(self.reply_s)
+        return await super().generate(prompt_ids, sampling)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_slow_engine_is_no_broken_environment(renderer, deterministic):
+    trajectories, _, _ = gather(
+        renderer,
+        at_once,
+        policy=Slow(renderer, 0.4),
+        episode_timeout_s=0.3,
+        deterministic=deterministic,
+    )
+    assert [(t.status, t.num_attempts) for t in trajectories] == [(Status.TERMINATED, 1)] * 8
+    assert all(t.timing["generate_s"] > 0.3 for t in trajectories)
+
+
+def test_an_engine_without_any_answer_ends_the_collection_and_is_named(renderer, monkeypatch):
+    monkeypatch.setattr("agentgym.rollouts.players.REPLY_S", 0.2)
+    with pytest.raises(EngineStalled, match=r"no reply to \d+ tokens within 0\.2 s; nothing"):
+        gather(renderer, at_once, policy=Slow(renderer, 3600))
+
+
+def test_an_environment_that_hangs_beside_a_slow_engine_times_out(renderer):
+    async def behave(item, attempt, turn):
+        await asyncio.sleep(3600 if item.task_id == 3 and turn == 2 else 0)
+        return Reply(1.0, terminated=turn == 3)
+
+    trajectories, _, _ = gather(
+        renderer,
+        behave,
+        policy=Slow(renderer, 0.4),
+        episode_timeout_s=0.3,
+        max_attempts=1,
+        max_env_error_frac=0.2,
+    )
+    assert [t.status for t in trajectories] == [
+        Status.TIMEOUT if task == 3 else Status.TERMINATED for task in range(8)
+    ]
 
 
 def test_an_episode_that_has_ended_keeps_its_outcome_however_long_its_session_takes_to_close(
