@@ -7,6 +7,7 @@ One model code serves both sides, so what the engine samples from is what the le
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -255,7 +256,13 @@ class PackedSequences:
 
 
 class KeyValueCache:
-    """Keys and values of `num_slots` growing sequences."""
+    """Keys and values of growing sequences, each in a slot. It holds as many slots, and as many
+    tokens of each, as were used so far.
+    """
+
+    size: tuple[int, int]  # slots, tokens of each
+    keys: list[Tensor]  # of each layer [slots, tokens, KV, D]
+    values: list[Tensor]
 
     def __init__(
         self,
@@ -267,18 +274,38 @@ class KeyValueCache:
         head_dim: int,
         like: Tensor,
     ) -> None:
-        """like: any tensor [...] of the dtype and on the device wanted."""
-        self._shape = (num_layers, num_slots, context_tokens, num_kv_heads, head_dim)
+        """num_slots, context_tokens: at most. like: any tensor [...] of the dtype and on the device
+        wanted.
+        """
+        self._most = (num_slots, context_tokens)
+        self._num_layers, self._head = num_layers, (num_kv_heads, head_dim)
         self._like = like.new_empty(0)
-        self.allocate()
+        self.free()
 
-    def allocate(self) -> None:
-        """Empty."""
-        self.keys, self.values = (self._like.new_zeros(self._shape) for _ in range(2))
+    def reserve(self, num_slots: int, num_tokens: int) -> None:
+        """Make room; twice as much as before where that is more. What is held stays."""
+        slots, tokens = held = self.size
+        self.size = (
+            _grown(slots, num_slots, self._most[0]),
+            _grown(tokens, num_tokens, self._most[1]),
+        )
+        if self.size == held:
+            return
+        for layers in (self.keys, self.values):
+            for layer, before in enumerate(layers):  # one at a time: never twice the whole
+                layers[layer] = self._like.new_zeros((*self.size, *self._head))
+                layers[layer][:slots, :tokens] = before
 
     def free(self) -> None:
-        """Give the memory back, until `allocate`."""
-        self.keys = self.values = self._like
+        """Forget everything and give the memory back."""
+        self.size = (0, 0)
+        self.keys, self.values = (
+            [self._like.view(0, 0, *self._head)] * self._num_layers for _ in range(2)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.nbytes for layer in (*self.keys, *self.values))
 
     @staticmethod
     def of(model: PreTrainedModel, *, num_slots: int, context_tokens: int) -> KeyValueCache:
@@ -295,6 +322,10 @@ class KeyValueCache:
         )
 
 
+def _grown(held: int, needed: int, most: int) -> int:
+    return held if needed <= held else max(needed, min(2 * held, most))
+
+
 class CachedRows:
     """New tokens of some slots, attending to everything those slots hold."""
 
@@ -304,8 +335,8 @@ class CachedRows:
         """For each sequence: its slot, how many tokens the slot holds already, how many come
         now.
         """
-        device = cache.keys.device
-        self.cache = cache
+        cache.reserve(max(slots) + 1, max(map(operator.add, cached, new)))
+        self.cache, device = cache, cache.keys[0].device
         lengths = torch.tensor(new, device=device)
         ends = torch.cumsum(lengths, 0)
         starts, held = ends - lengths, torch.tensor(cached, device=device)
@@ -313,7 +344,7 @@ class CachedRows:
         self.position = (held - starts)[sequence] + torch.arange(len(sequence), device=device)
         slot = torch.tensor(slots, device=device)
         # in a layer of the cache
-        self._place = slot[sequence] * cache.keys.shape[2] + self.position
+        self._place = slot[sequence] * cache.size[1] + self.position
         self.last = ends - 1  # [R] packed index of each sequence's last token
         # sequences of about as many tokens together: each is padded to the longest beside it
         order = sorted(range(len(slots)), key=lambda r: (cached[r] + new[r], r))

@@ -72,6 +72,7 @@ class TorchPolicy:
         self._model = model.eval()
         keep_wide_weights(model)
         self._cache = KeyValueCache.of(model, num_slots=num_slots, context_tokens=context_tokens)
+        self._device = next(model.parameters()).device
         self._stop_ids, self._context = stop_ids, context_tokens
         self._slots = [_Slot() for _ in range(num_slots)]
         self._slot_of: dict[SampleKey, int] = {}  # by owner
@@ -145,7 +146,6 @@ class TorchPolicy:
         self._cache.free()
 
     async def wake(self) -> None:
-        self._cache.allocate()
         self._awake.set()
 
     async def close(self) -> None:
@@ -160,7 +160,7 @@ class TorchPolicy:
 
     @torch.inference_mode()
     def _scores(self, sequences: list[list[int]]) -> list[Tensor]:
-        device = self._cache.keys.device
+        device = self._device
         starts = torch.tensor([0, *np.cumsum([len(sequence) for sequence in sequences])])
         layout = PackedSequences(starts.to(device))
         ids = torch.tensor([token for sequence in sequences for token in sequence], device=device)
@@ -218,7 +218,7 @@ class TorchPolicy:
         """Every slot is free and holds nothing."""
         self._slot_of.clear()
         for slot in self._slots:
-            slot.ids, slot.owner, slot.busy = [], None, False
+            slot.ids, slot.owner, slot.busy, slot.used_at = [], None, False, 0
 
     def _admit(self) -> None:
         """Give waiting requests a slot: the episode's own where it still has one, else the
@@ -273,7 +273,7 @@ class TorchPolicy:
             [len(slot.ids) for slot in slots],
             [len(ids) for ids in fed],
         )
-        device = self._cache.keys.device
+        device = self._device
         packed = torch.tensor([token for ids in fed for token in ids], device=device)
         logits = self._model(
             input_ids=packed[None],

@@ -99,10 +99,31 @@ def test_rows_grown_piece_by_piece_in_scattered_slots_equal_each_row_alone(model
 @torch.no_grad()
 def test_what_an_earlier_owner_left_in_a_slot_is_never_seen(model, expected):
     cache = cache_of(model)
-    cache.keys.fill_(100.0)
-    cache.values.fill_(100.0)
+    cache.reserve(8, 32)
+    for layer in (*cache.keys, *cache.values):
+        layer.fill_(100.0)
     fresh = logits_of(model, CachedRows(cache, [2], [0], [4]), ROWS[0])
     torch.testing.assert_close(fresh, expected[0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_cache_holds_what_was_used_and_keeps_it_as_it_grows():
+    cache = KeyValueCache(
+        num_layers=2, num_slots=9, context_tokens=40, num_kv_heads=1, head_dim=2, like=torch.ones(1)
+    )
+    assert (cache.size, cache.num_bytes) == ((0, 0), 0)
+    sizes, kept = [], None
+    for slots, tokens in ((1, 3), (1, 2), (2, 7), (3, 8), (8, 20), (9, 40)):
+        cache.reserve(slots, tokens)
+        sizes.append(cache.size)
+        if kept is None:
+            kept = [layer.fill_(number).clone() for number, layer in enumerate(cache.keys)]
+    assert sizes == [(1, 3), (1, 3), (2, 7), (4, 14), (8, 28), (9, 40)]
+    assert cache.num_bytes == 2 * 2 * 9 * 40 * 2 * 4
+    for layer, before in zip(cache.keys, kept, strict=True):
+        assert torch.equal(layer[:1, :3], before)
+        assert layer.sum() == before.sum()
+    cache.free()
+    assert (cache.size, cache.num_bytes) == ((0, 0), 0)
 
 
 def test_a_model_that_would_ignore_the_layout_is_refused(model, plain):

@@ -495,7 +495,7 @@ def test_a_sleeping_engine_holds_no_cache_and_answers_when_it_wakes(make_policy,
             await asyncio.sleep(0)
         await policy.sleep()  # once what runs has ended
         assert (await asyncio.wait_for(running, 10)).ids == expected.ids
-        assert policy._cache.keys.numel() == 0
+        assert policy._cache.num_bytes == 0
         late = asyncio.create_task(policy.generate([5, 6, 7], asked))
         for _ in range(20):
             await asyncio.sleep(0)
@@ -505,6 +505,26 @@ def test_a_sleeping_engine_holds_no_cache_and_answers_when_it_wakes(make_policy,
         assert await asyncio.wait_for(late, 10) == replace(expected, version=3)
         scores = await policy.score([[5, 6, 7]])
         assert torch.equal(scores[0], (await twin.score([[5, 6, 7]]))[0])
+
+    asyncio.run(main())
+
+
+def test_an_engine_takes_memory_for_the_episodes_it_plays_between_two_publishes(
+    make_policy, make_model
+):
+    """Not for as many as it might: a run of few episodes a step has hundreds of slots."""
+
+    async def main():
+        policy = make_policy()
+        slots = []
+        for version in (1, 2, 3):
+            for turn in range(2):
+                asked = [Sampling(key(sample, turn), 1.0, 6) for sample in range(3)]
+                await asyncio.gather(*(policy.generate([5, 6, 7], each) for each in asked))
+            slots.append(policy._cache.size[0])
+            await policy.publish(InProcess(weights_of(make_model()), version))
+        assert slots == [3, 3, 3]
+        assert len(policy._slots) > 3
 
     asyncio.run(main())
 
