@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import select
 import signal
 import sys
 import traceback
@@ -19,7 +23,14 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError as error:
+        if not _reader_is_gone():
+            say(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
+            return 1
+        return 128 + signal.SIGPIPE  # as of any program before `| head`
     except ConfigError as error:
         say(f"error: {error}", file=sys.stderr)
         return 2
@@ -31,6 +42,17 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
             say(traceback.format_exc(), file=sys.stderr, end="")
         say(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody reads standard output any more; what is left of it is then dropped."""
+    with contextlib.suppress(io.UnsupportedOperation):  # no file
+        output, poll = sys.stdout.fileno(), select.poll()
+        poll.register(output, 0)
+        if any(event & select.POLLERR for _, event in poll.poll(0)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+            return True
+    return False
 
 
 def say(text: object, *, file: TextIO | None = None, end: str = "\n") -> None:

@@ -69,6 +69,7 @@ def play_games(cfg: RunConfig, game: Game, tell: Tell, ask: Ask) -> list[Traject
 
 def _protocol(cfg: RunConfig, game: Game) -> EvaluationProtocol:
     changes: dict[str, Any] = {"num_samples": 1, "max_attempts": 1, "deterministic": False}
+    changes["items"] = {"num": game.num_games}
     if game.temperature:
         changes["temperature"] = game.temperature
     if not game.policy:
@@ -80,7 +81,7 @@ def _items(cfg: RunConfig, protocol: EvaluationProtocol, game: Game) -> Sequence
     if not game.item and not has_lists(cfg.data.path, game.env):
         return [Item(game.env, task, "given") for task in range(game.num_games)]
     if not game.item:
-        return items_of(protocol, cfg)[game.env][: game.num_games]
+        return items_of(protocol, cfg)[game.env]
     env, task_id = parse_item_id(game.item if "_" in game.item else f"{game.env}_{game.item}")
     if env != game.env:
         raise ConfigError(f"--item {game.item} is of {env}, and --env is {game.env}")

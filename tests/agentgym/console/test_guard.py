@@ -1,5 +1,9 @@
 """How a command ends: one plain line and an exit code."""
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from agentgym.config import ConfigError
@@ -22,3 +26,36 @@ def test_a_commands_error_is_plain(capsys, error, code, show_traceback):
 
     assert guarded(command, show_traceback=show_traceback) == code
     assert not STEERING & set(capsys.readouterr().err)
+
+
+MANY = """
+import sys
+from agentgym.console.guard import guarded, say
+
+def command():
+    for number in range(100_000):
+        say(number)
+    return 0
+
+sys.exit(guarded(command))
+"""
+
+
+def test_a_command_whose_reader_is_gone_ends_without_a_word():
+    """`agentgym plan | head -1`"""
+    command = subprocess.Popen(
+        [sys.executable, "-c", MANY], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    with command:
+        assert command.stdout.readline() == b"0\n"
+        command.stdout.close()
+        assert command.stderr.read() == b""
+    assert command.returncode == 128 + signal.SIGPIPE
+
+
+def test_another_pipe_that_breaks_is_a_failure(capsys):
+    def command():
+        raise BrokenPipeError(32, "Broken pipe")
+
+    assert guarded(command) == 1
+    assert capsys.readouterr().err == "failed: BrokenPipeError: [Errno 32] Broken pipe\n"

@@ -3,6 +3,7 @@
 import pytest
 
 from agentgym.config import ConfigError, load_config
+from agentgym.data.items import DataError
 from agentgym.pipeline.play import Game, play_games
 from agentgym.types import Status
 
@@ -38,6 +39,21 @@ def test_a_task_is_played_without_lists_of_items(tmp_path, tiny_params, tiny_end
     ):
         played = play_games(cfg, game, lambda _: None, lambda _: None)
         assert [each.item.item_id for each in played] == items
+
+
+def test_one_game_needs_no_more_items_than_one(cfg):
+    """Whatever an evaluation plays."""
+    cfg = replace_num_items(cfg, 512)
+    (played,) = play_games(cfg, Game("babyai"), lambda _: None, lambda _: None)
+    assert played.item.item_id == "babyai_1000"
+    with pytest.raises(DataError, match=r"babyai: items\.num 99 is more than the 12 items"):
+        play_games(cfg, Game("babyai", num_games=99), print, input)
+
+
+def replace_num_items(cfg, num):
+    return cfg.model_copy(
+        update={"evaluation": cfg.evaluation.model_copy(update={"num_items": num})}
+    )
 
 
 def test_an_item_of_another_environment_is_refused_before_anything_starts(cfg):
