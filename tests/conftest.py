@@ -120,6 +120,10 @@ def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput") and SUITE.exists():
         measured = json.loads(SUITE.read_text())["test"]["files"]
         seconds = dict.fromkeys((group_of(item.nodeid) for item in items), 1.0)
+        known = set(map(group_of, measured))
+        for item in items:  # what starts processes and was not measured yet may take long
+            if item.get_closest_marker("integration") and group_of(item.nodeid) not in known:
+                seconds[group_of(item.nodeid)] = 60.0
         for file, each in measured.items():
             if group_of(file) in seconds:
                 seconds[group_of(file)] += each["seconds"]
