@@ -36,6 +36,8 @@ SETTINGS = {
     "rollout": {"items_per_step": 2, "group_size": 2, "max_new_tokens": 16, "concurrency": 4},
     "horizon": {"kind": "fixed", "max_turns": [2], "stage_steps": [3]},
     "optimizer": {"lr": 2e-5, "warmup_steps": 0},
+    # two turns solve nothing: without it no step would change a weight
+    "algorithm": {"entropy_coef": 0.01},
     "validation": {"every": 0},
     "evaluation": {"num_items": 2, "num_samples": 1, "k": [1], "max_turns": 2},
     "gate": {"min_success": 0.0},
@@ -73,7 +75,7 @@ def test_its_architecture_is_judged_apart_from_its_rounding(folder):
 
 
 @pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_the_folder_is_evaluated_trained_and_passes_its_audit(folder, params, engine):
+def test_the_folder_is_evaluated_trained_and_passes_its_audit(folder, params, engine, caplog):
     evaluate = ["evaluate", str(folder), "--env", "textcraft"]
     evaluate += ["--num-items", "4", "--concurrency", "4"]
     set_ = ["rollout.max_new_tokens=16", "evaluation.max_turns=2", f"rollout.engine={engine}"]
@@ -82,6 +84,7 @@ def test_the_folder_is_evaluated_trained_and_passes_its_audit(folder, params, en
     cfg = load_config(params, [f"rollout.engine={engine}"])
     for name in ("prepare", "initialize", "warm-start", "stage-1"):
         assert str(run_step(name, cfg)) == "ran"
+    assert "changes no stored bit" not in caplog.text
     report = audit(cfg, num_episodes=4)
     failed = [check for check in report.checks if not check.ok]
     assert not failed, failed
