@@ -53,7 +53,7 @@ def cloned(repository, tmp_path):
 
 def test_dvc_repro_after_it_trains_nothing_and_a_second_one_runs_no_stage(reproduced):
     first = reproduced.dvc_repro
-    assert len(re.findall(r"^\S+: done · manifest", first.stdout, re.MULTILINE)) == STEPS
+    assert len(re.findall(r"^\S+: done · .*manifest", first.stdout, re.MULTILINE)) == STEPS
     pointer = json.loads((reproduced.folder / "outputs/stage-3.json").read_text())
     heads = [json.loads(content) for _, content in sorted(reproduced.manifests().items())]
     digests = [head["digest"] for head in heads if head["step"] == "stage-3"]
