@@ -33,7 +33,7 @@ SETTINGS = {
     "extends": str(ROOT / "profiles" / "textcraft-cpu.yaml"),
     "model": {"source": "hub", "name": str(FOLDER), "dtype": "auto", "context_tokens": 512},
     "warm_start": {"num_demos": 4, "steps": 2, "batch_size": 2},
-    "rollout": {"items_per_step": 2, "group_size": 2, "max_new_tokens": 16, "concurrency": 4},
+    "rollout": {"items_per_step": 2, "group_size": 2, "max_new_tokens": 12, "concurrency": 4},
     "horizon": {"kind": "fixed", "max_turns": [2], "stage_steps": [3]},
     "optimizer": {"lr": 2e-5, "warmup_steps": 0},
     # two turns solve nothing: without it no step would change a weight
@@ -78,7 +78,7 @@ def test_its_architecture_is_judged_apart_from_its_rounding(folder):
 def test_the_folder_is_evaluated_trained_and_passes_its_audit(folder, params, engine, caplog):
     evaluate = ["evaluate", str(folder), "--env", "textcraft"]
     evaluate += ["--num-items", "4", "--concurrency", "4"]
-    set_ = ["rollout.max_new_tokens=16", "evaluation.max_turns=2", f"rollout.engine={engine}"]
+    set_ = ["rollout.max_new_tokens=12", "evaluation.max_turns=1", f"rollout.engine={engine}"]
     options = [word for setting in set_ for word in ("--set", setting)]
     assert main([*evaluate, "--params", str(params), *options]) == 0
     cfg = load_config(params, [f"rollout.engine={engine}"])
@@ -89,7 +89,7 @@ def test_the_folder_is_evaluated_trained_and_passes_its_audit(folder, params, en
     failed = [check for check in report.checks if not check.ok]
     assert not failed, failed
     checks = {check.name: check for check in report.checks}
-    assert checks["rescore"].counted >= 12
+    assert checks["rescore"].counted >= 8  # weights between are not kept
     if engine == "torch":
         assert checks["sampling"].counted >= 60
         refuse_forgeries(cfg)
