@@ -77,7 +77,13 @@ def test_a_registered_model_by_both_engines_and_a_vllm_server_of_the_same_weight
     assert [each.identity["policy"]["engine"] for each in (ours, inside)] == ["torch", "vllm"]
     export(cfg, "stage-2", tmp_path / "model")
     with vllm_server(tmp_path / "model", tmp_path / "vllm.log") as url:
-        theirs = evaluate_policy(cfg, EvaluationRequest(policy=url, changes=changes)).result
+        # an endpoint's model is told the rules unless it is said otherwise; this one was trained here
+        asked = changes | {
+            "instructions": False,
+            "max_new_tokens": cfg.rollout.max_new_tokens,
+            "context_tokens": cfg.model.context_tokens,
+        }
+        theirs = evaluate_policy(cfg, EvaluationRequest(policy=url, changes=asked)).result
     agree(ours, inside)
     agree(ours, theirs)
     assert inside.usage.known["output"] > 0
