@@ -77,7 +77,7 @@ def test_a_registered_model_by_both_engines_and_a_vllm_server_of_the_same_weight
     assert [each.identity["policy"]["engine"] for each in (ours, inside)] == ["torch", "vllm"]
     export(cfg, "stage-2", tmp_path / "model")
     with vllm_server(tmp_path / "model", tmp_path / "vllm.log") as url:
-        # an endpoint's model is told the rules unless it is said otherwise; this one was trained here
+        # an endpoint's model is told the rules unless it is said otherwise; this one knows them
         asked = changes | {
             "instructions": False,
             "max_new_tokens": cfg.rollout.max_new_tokens,
