@@ -119,7 +119,7 @@ def changes(before: tuple[Known, Known], after: tuple[Known, Known]) -> Iterator
 
 
 def definition(automation: Mapping[str, Any]) -> dict[str, Any]:
-    """What an automation does, without the ids that a server gave it."""
+    """Return the fields that decide what an automation does, without the server's ids."""
     return {name: _without_ids(automation.get(name)) for name in AUTOMATION}
 
 

@@ -177,7 +177,7 @@ def _check_entry(stores: Sequence[RunStore], entry: Entry, checks: Checks) -> No
 
 
 def _result(store: RunStore, version: Version, question: str, candidate: Version) -> Result | None:
-    """Of `agentgym evaluate`, or of the run that made the version.
+    """Return the result of `agentgym evaluate`, or the evaluation of the run that made it.
 
     A store without the candidate's own evaluation made no such decision: one by runs' own
     evaluations is made where that of the candidate is.

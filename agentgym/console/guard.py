@@ -45,7 +45,7 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Whether nobody reads standard output any more; what is left of it is then dropped."""
+    """Return whether the reader of standard output has gone; drop what is left of it if so."""
     with contextlib.suppress(io.UnsupportedOperation):  # no file
         output, poll = sys.stdout.fileno(), select.poll()
         poll.register(output, 0)

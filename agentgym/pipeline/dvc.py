@@ -150,7 +150,7 @@ def files_of(cfg: RunConfig, outcome: Outcome, out: Path) -> dict[Path, str]:
 
 
 def numbers(outcome: Outcome, store: RunStore) -> dict[str, float]:
-    """What a step came to: success of an evaluation, the last of a training's metrics, counts."""
+    """Return the results of a step: success rates, the last training metrics, or counts."""
     manifest = outcome.manifest
     if outcome.step.kind is Kind.EVALUATE:
         return metrics(manifest.results)

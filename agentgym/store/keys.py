@@ -83,7 +83,7 @@ def _digest_once(modules: tuple[str, ...]) -> str:
 
 
 def environment_modules(name: str) -> tuple[str, ...]:
-    """What computes an environment that is installed here; the server alone where it is not."""
+    """Return the modules that compute an environment; only the server if it is not installed."""
     own = f"envs.{name}"
     if importlib.util.find_spec(own) is not None:
         return ("envs.server", own)
@@ -92,7 +92,7 @@ def environment_modules(name: str) -> tuple[str, ...]:
 
 
 def _version(package: str) -> str:
-    """Of the distribution that offers this package to us."""
+    """Return name and version of the distribution whose entry points name this package."""
     for found in distributions():
         if any(entry.module.split(".")[0] == package for entry in found.entry_points):
             return f"{found.name} {found.version}"
