@@ -72,7 +72,7 @@ ASKED = ("--env", "babyai", "--num-items", "2", "--max-turns", "3")
 
 
 def command(vendor, way="text"):
-    """As the README has it, for few items; the model has the name of the way."""
+    """Return the README's command for few items. way: kind of reply, also the model's name."""
     vendor.way = way
     return ("agentgym", "evaluate", vendor.url, "--model", way, *ASKED)
 

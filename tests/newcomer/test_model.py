@@ -19,7 +19,7 @@ SHORT = ("warm_start.enabled=false", *SHORT_RUN)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """As `save_pretrained` leaves it: a Llama of 2 layers with the chat of Llama 3."""
+    """A folder written by `save_pretrained`: a Llama of 2 layers, Llama 3's chat template."""
     made = tmp_path_factory.mktemp("models") / "tiny-llama"
     tokenizer = tokenizer_of("llama3")
     config = LlamaConfig(
