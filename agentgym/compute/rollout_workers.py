@@ -354,10 +354,13 @@ class RayEngine:
         Errors: TimeoutError.
         """
         episode = asyncio.ensure_future(answer)
-        while not (await asyncio.wait((episode,), timeout=self._patience_s))[0]:
-            await _within(worker.actor.usage.remote(), self._patience_s)
-        trajectory: Trajectory = await episode
-        return trajectory
+        try:
+            while not (await asyncio.wait((episode,), timeout=self._patience_s))[0]:
+                await _within(worker.actor.usage.remote(), self._patience_s)
+            trajectory: Trajectory = await episode
+            return trajectory
+        finally:
+            episode.cancel()  # of a lost worker, or of rollouts that nobody waits for
 
     async def _pick(self) -> Worker:
         """The least busy worker; waits where none is left.
