@@ -26,11 +26,6 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
         code = command()
         sys.stdout.flush()
         return code
-    except BrokenPipeError as error:
-        if not _reader_is_gone():
-            say(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
-            return 1
-        return 128 + signal.SIGPIPE  # as of any program before `| head`
     except ConfigError as error:
         say(f"error: {error}", file=sys.stderr)
         return 2
@@ -38,6 +33,8 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
         print("interrupted; the same command goes on from the last commit", file=sys.stderr)
         return 130
     except Exception as error:  # the last resort: whoever called hears of it by the code
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return 128 + signal.SIGPIPE  # as of any program before `| head`
         if show_traceback:
             say(traceback.format_exc(), file=sys.stderr, end="")
         say(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
