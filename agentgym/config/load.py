@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from agentgym.config.algorithm import DEFAULT_RECIPE, algorithm_config, carried_over
 from agentgym.config.elsewhere import refused_elsewhere
+from agentgym.config.pretrained import is_pretrained, with_defaults, without_sizes
 from agentgym.config.run import RunConfig
 from agentgym.config.section import ConfigError, Section, is_operational, unknown_key
 from agentgym.trust import untrusted_address
@@ -42,18 +43,23 @@ def load_config(
     tree = read_tree(Path(path))
     for layer in layers:
         tree = merge(tree, layer)
-    # the recipe first: what a file says of another one is not meant for it, other overrides are
-    for override in sorted(overrides, key=lambda each: not each.startswith("algorithm.recipe=")):
+    # recipe and kind of model first: what a file sets for another one is not meant for it, what
+    # other overrides set is
+    first = ("algorithm.recipe=", "model.source=")
+    for override in sorted(overrides, key=lambda each: not each.startswith(first)):
         key, separator, text = override.partition("=")
         if not separator or not key:
             raise ConfigError(
                 f"override {override!r} must look like key.path=value, for example"
                 " optimizer.lr=3e-4"
             )
-        if key == "algorithm.recipe":
-            tree = merge(tree, {"algorithm": {"recipe": _parse(text)}})
+        if f"{key}=" in first:
+            section, name = key.split(".")
+            tree = merge(tree, {section: {name: _parse(text)}})
         _assign(tree, key.split("."), _parse(text), override)
     _check_size(tree, path)
+    if is_pretrained(tree):
+        tree = with_defaults(tree)
     try:
         cfg = RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -166,7 +172,12 @@ def _check_size(tree: Any, path: Path | str) -> None:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(base)
+    """Lay one mapping over another, section by section.
+
+    Settings of `base` that were chosen for another recipe or kind of model are left out.
+    """
+    turns_pretrained = is_pretrained(over) and not is_pretrained(base)
+    result = without_sizes(base) if turns_pretrained else dict(base)
     for key, value in over.items():
         # env.options is replaced whole: options of two environments must not mix
         both = isinstance(value, dict) and isinstance(result.get(key), dict) and key != "options"

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.real, pytest.mark.integration, pytest.mark.timeout(900
 SETTINGS = {
     "extends": str(ROOT / "profiles" / "textcraft-cpu.yaml"),
     "model": {"source": "hub", "name": str(FOLDER), "dtype": "auto", "context_tokens": 512},
-    "warm_start": {"num_demos": 4, "steps": 2, "batch_size": 2},
+    "warm_start": {"num_demos": 2, "steps": 1, "batch_size": 2},
     "rollout": {"items_per_step": 2, "group_size": 2, "max_new_tokens": 12, "concurrency": 4},
     "horizon": {"kind": "fixed", "max_turns": [2], "stage_steps": [3]},
     "optimizer": {"lr": 2e-5, "warmup_steps": 0},

@@ -1,0 +1,166 @@
+"""Defaults of a pretrained model.
+
+params.yaml and the fields of the sections hold the settings of the small default model. Actions,
+contexts, learning rates and the size of evaluations of a pretrained model differ by an order of
+magnitude, and the environment's grammar must be told to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from agentgym.config.sections import EvaluationConfig, HorizonConfig, ValidationConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """The value of one setting, and the reason for it."""
+
+    value: Any
+    why: str
+
+
+# (action, observation) in tokens. Actions and observations measured with SmolLM2's tokenizer have
+# their 90th percentile at half of these or less.
+LENGTHS = {
+    "babyai": (24, 48),
+    "textcraft": (32, 64),
+    "searchqa": (64, 384),
+    "sciworld": (32, 192),
+    "webarena": (128, 1536),
+}
+OTHER_LENGTHS = (64, 256)
+THOUGHT = 160  # tokens before the action of a reply in react's format
+INSTRUCTIONS = 512  # tokens, the longest first observation included
+STEP = 128  # context lengths are multiples of it
+
+
+def sizes() -> frozenset[str]:
+    """Dotted paths of the settings that have a default by the kind of model."""
+    return frozenset(defaults({}))
+
+
+def defaults(tree: Mapping[str, Any]) -> dict[str, Default]:
+    """The defaults of a pretrained model, by dotted path.
+
+    tree: a mapping shaped like params.yaml. Its environments, horizons, action format and lora
+    decide; values that are no valid settings are left for the validation to name.
+    """
+    envs = [_section(tree, "env"), *(each for each in _items(tree.get("mix")) if _is_map(each))]
+    names = [str(env.get("name", "babyai")) for env in envs]
+    lengths = [LENGTHS.get(name, OTHER_LENGTHS) for name in names]
+    rollout, lora = _section(tree, "rollout"), _section(tree, "lora")
+    is_lora = isinstance(lora.get("rank"), int) and lora["rank"] > 0
+    thought = THOUGHT if rollout.get("action_format") == "react" else 0
+    action, observation = (max(each) for each in zip(*lengths, strict=True))
+    is_native = all(env.get("dialect", "native") == "native" for env in envs)
+    of_envs = f"for {' + '.join(names)}"
+    kind = "LoRA" if is_lora else "all weights"
+    found = {
+        "rollout.instructions": Default(
+            is_native,
+            "it has never seen the environment's grammar"
+            if is_native
+            else "servers of another dialect have no instructions",
+        ),
+        "rollout.max_new_tokens": Default(
+            action + thought, f"one action {of_envs}" + (", after a thought" if thought else "")
+        ),
+        "rollout.observation_tokens": Default(observation, f"one observation {of_envs}"),
+        "warm_start.num_demos": Default(64, "it learns a grammar from few"),
+        "warm_start.steps": Default(8, "one pass over 64 demonstrations"),
+        "warm_start.batch_size": Default(8, "one pass over 64 demonstrations"),
+        "warm_start.optimizer.lr": Default(2e-4 if is_lora else 5e-5, kind),
+        "warm_start.optimizer.warmup_steps": Default(1, "of 8 steps"),
+        "optimizer.lr": Default(5e-5 if is_lora else 1e-5, kind),
+        "optimizer.grad_clip": Default(1.0, "usual for language models"),
+        "evaluation.num_items": Default(64, "an episode costs a thousand times the tiny model's"),
+        "evaluation.num_samples": Default(2, "an episode costs a thousand times the tiny model's"),
+        "evaluation.k": Default([1, 2], "as evaluation.num_samples"),
+    }
+    turns = _longest(tree)
+    if turns is not None:
+        taken = {name: rollout.get(name) for name in ("max_new_tokens", "observation_tokens")}
+        one, other = (
+            value if isinstance(value, int) else found[f"rollout.{name}"].value
+            for name, value in taken.items()
+        )
+        needed = INSTRUCTIONS + turns * (one + other)
+        found["model.context_tokens"] = Default(
+            -(-needed // STEP) * STEP, f"instructions and {turns} turns"
+        )
+    return found
+
+
+def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the tree in which settings that are missing have a pretrained model's defaults."""
+    result = dict(tree)
+    for path, default in defaults(tree).items():
+        *sections, name = path.split(".")
+        inner = result
+        for section in sections:
+            if not _is_map(inner.get(section, {})):
+                break
+            inner[section] = dict(inner.get(section, {}))
+            inner = inner[section]
+        else:
+            inner.setdefault(name, default.value)
+    return result
+
+
+def without_sizes(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without the settings that were chosen for another kind of model."""
+    paths = sizes()
+
+    def copied(inner: Mapping[str, Any], at: str) -> dict[str, Any]:
+        return {
+            key: copied(value, f"{at}{key}.") if _is_map(value) else value
+            for key, value in inner.items()
+            if f"{at}{key}" not in paths
+        }
+
+    return copied(tree, "")
+
+
+def is_pretrained(tree: Mapping[str, Any]) -> bool:
+    """Return True if the tree names a pretrained model."""
+    return bool(_section(tree, "model").get("source") == "hub")
+
+
+def _longest(tree: Mapping[str, Any]) -> int | None:
+    """Turns of the longest episode; None if a horizon is invalid."""
+    kinds = {
+        "horizon": HorizonConfig,
+        "evaluation": EvaluationConfig,
+        "validation": ValidationConfig,
+    }
+    try:
+        parsed = [
+            kind.model_validate(
+                {key: value for key, value in _section(tree, name).items() if key in RELEVANT}
+            ).max_turns
+            for name, kind in kinds.items()
+        ]
+    except ValidationError:
+        return None
+    return max(max(each) if isinstance(each, tuple) else each for each in parsed)
+
+
+RELEVANT = ("kind", "max_turns", "stage_steps")
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = tree.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else []
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, Mapping)
