@@ -39,7 +39,7 @@ def evaluate(ctx: StepContext) -> Manifest:
     Errors: RolloutError as soon as more episodes failed than `evaluation.min_coverage` allows; what
     is committed stays.
     """
-    set_threads()
+    set_threads(ctx.cfg.compute_threads)
     cfg, settings, step = ctx.cfg, ctx.cfg.evaluation, ctx.step
     splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
     items = getattr(splits, settings.split)[: settings.num_items]

@@ -41,9 +41,18 @@ NUM_NAMED = 3  # tensors in an error text
 TokenizerFiles = dict[str, str]
 
 
-def set_threads() -> None:
-    """One torch thread per process: on few shared cores two collapse to a tenth of the speed."""
-    torch.set_num_threads(1)
+_threads = 1  # of this process
+
+
+def set_threads(count: int | None = None) -> None:
+    """Set how many threads torch computes with in the calling thread.
+
+    count: also for the threads that later call this without a count; None: the last count, 1 at
+    first. On few shared cores two threads may collapse to a tenth of the speed.
+    """
+    global _threads  # noqa: PLW0603
+    _threads = count or _threads
+    torch.set_num_threads(_threads)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:

@@ -52,7 +52,7 @@ COMMIT_EVERY = 20  # optimizer steps
 
 def initialize(ctx: StepContext) -> Manifest:
     """Demonstrations of train items, an expert's or others', and the model before any training."""
-    set_threads()
+    set_threads(ctx.cfg.compute_threads)
     cfg = ctx.cfg
     splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
     is_expert = cfg.warm_start.source == "expert"
@@ -221,7 +221,7 @@ def warm_start(ctx: StepContext) -> Manifest:
     """Supervised learning on the demonstrations' action tokens; stands in for a pretrained
     model.
     """
-    set_threads()
+    set_threads(ctx.cfg.compute_threads)
     settings = ctx.cfg.warm_start
     start = ctx.head or ctx.checkpoint
     demos = demonstrations(ctx)

@@ -1,0 +1,273 @@
+"""What a run takes before it starts: memory, bytes of a commit and minutes.
+
+Bytes follow from the model's shape. Minutes follow from the arithmetic of the tokens that the
+settings ask for and from the speed of this machine: measured on a CPU, stated for a GPU. They are
+right within a factor of two where actions and episodes have half of the tokens they may have.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from agentgym.algorithms.recipe import recipe_of
+from agentgym.config import RunConfig
+from agentgym.config.pretrained import INSTRUCTIONS
+from agentgym.rollouts.horizon import stages
+
+# Shares of what may be: tokens of an action or an observation, turns of an episode.
+OF_TOKENS, OF_TURNS = 0.5, 0.6
+OF_GROUPS = 0.6  # share of groups whose rewards differ
+PROCESS = 900 << 20  # bytes of a process that has imported torch, transformers and MLflow
+ADAM, MASTER, GRADIENT = 8, 4, 4  # bytes of a trained parameter
+# Bytes of activations a token and a layer, as multiples of hidden and MLP size: measured with 7
+# billion parameters, see docs/operations.md.
+OF_HIDDEN, OF_MLP = 10, 4
+# A CPU: seconds of environment and client a turn; seconds of a step beside its work
+TURN_S, STEP_S = 0.001, 3.0
+THREAD_GAIN = 0.7  # of each thread beyond the first
+TRAIN_SHARE = 0.7  # of the matrix speed, in a forward and backward
+HALF_BATCH = 48  # episodes in flight at which decoding has half the speed of a long forward
+LOAD_FLOP = 3_000  # of loading and checking a pretrained model, a parameter
+# A GPU, as measured on an H200 (docs/operations.md): shares of its peak and bytes a second
+GPU_TRAIN_SHARE, GPU_READ_SHARE = 0.2, 0.3
+GPU_BANDWIDTH, GPU_DECODE_S, GPU_SAMPLING_SHARE = 3.3e12, 0.005, 0.4
+GPU_STEP_S = 75.0  # an engine's start
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The size of a model."""
+
+    num_parameters: int
+    num_trained: int
+    hidden_size: int
+    mlp_size: int
+    num_layers: int
+    vocab_size: int
+    kv_values: int  # keys and values of a token, in all layers
+    itemsize: int  # bytes of a weight
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens and turns of a whole run."""
+
+    sampled: float
+    read: float  # by the engine: prompts and observations
+    passes: float  # tokens through the learner, each pass of 2 FLOP a parameter counted once
+    turns: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a run takes. Bytes and seconds."""
+
+    learner_bytes: int  # of one rank, on its device
+    engine_bytes: int  # of one engine, on its device
+    host_bytes: int  # in the host's memory, on a CPU the two above included
+    commit_bytes: int
+    weight_bytes: int
+    seconds: float | None  # None: its device is not here
+    speed: str  # what the seconds follow from
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def forecast(cfg: RunConfig) -> Forecast:
+    """Errors: ConfigError if the model's config.json cannot be read."""
+    shape = shape_of(cfg)
+    is_cpu = cfg.compute_device == "cpu"
+    widens = is_cpu and shape.itemsize < 4 and not _has_half_precision()
+    state = shape.num_trained * (ADAM + (MASTER if shape.itemsize < 4 else 0))
+    weights = shape.num_parameters * shape.itemsize
+    learner = weights + shape.num_trained * GRADIENT + _activations(cfg, shape)
+    learner += weights if getattr(cfg.algorithm, "kl_coef", 0) else 0
+    offloaded = state if cfg.learner.offload_optimizer else 0
+    learner += (state - offloaded) // cfg.ray.num_ranks
+    slots = min(cfg.rollout.concurrency, cfg.rollout.items_per_step * cfg.rollout.group_size)
+    cache = slots * cfg.model.context_tokens * shape.kv_values * shape.itemsize
+    engine = weights + (shape.num_parameters * 4 if widens else 0) + cache
+    commit = state + (weights if shape.num_trained == shape.num_parameters else 0)
+    commit += shape.num_trained * shape.itemsize if shape.num_trained < shape.num_parameters else 0
+    host = PROCESS + (learner + engine if is_cpu else offloaded + commit)
+    seconds, speed = _seconds(cfg, shape, work_of(cfg))
+    return Forecast(learner, engine, host, commit, weights, seconds, speed)
+
+
+def shape_of(cfg: RunConfig) -> Shape:
+    """Errors: ConfigError if the model's config.json cannot be read."""
+    import torch
+
+    from agentgym.models.architecture import published_architecture
+    from agentgym.models.empty import empty_model
+    from agentgym.models.model import tiny_architecture
+
+    hub = cfg.model.source == "hub"
+    if hub:
+        architecture = published_architecture(cfg.model)
+    else:
+        architecture = tiny_architecture(cfg.model, vocab_size=cfg.model.vocab_size)
+    model = empty_model(architecture.to_json_string())
+    count = sum(each.numel() for each in model.parameters())
+    text = model.config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    mlp = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    trained = count
+    if cfg.lora.rank:
+        trained = sum(
+            cfg.lora.rank * (layer.in_features + layer.out_features)
+            for name, layer in model.named_modules()
+            if isinstance(layer, torch.nn.Linear) and _is_adapted(name, cfg)
+        )
+    published = str(getattr(architecture, "dtype", None) or "float32")
+    dtype = cfg.model.dtype if cfg.model.dtype != "auto" else published if hub else "float32"
+    return Shape(
+        num_parameters=count,
+        num_trained=trained,
+        hidden_size=text.hidden_size,
+        mlp_size=mlp,
+        num_layers=text.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        kv_values=2 * text.num_hidden_layers * heads * width,
+        itemsize=4 if dtype.endswith("float32") else 2,
+    )
+
+
+def work_of(cfg: RunConfig) -> Work:
+    """The tokens of training, of the warm start and of every evaluation."""
+    rollout, warm = cfg.rollout, cfg.warm_start
+    action, observation = (
+        OF_TOKENS * each for each in (rollout.max_new_tokens, rollout.observation_tokens)
+    )
+    instructions = OF_TOKENS * INSTRUCTIONS if rollout.instructions else 0.0
+    algorithm = cfg.algorithm
+    # A forward and backward is three passes; the others are the old log-probabilities and a
+    # reference's. Groups of equal rewards carry no advantage and are left out.
+    carrying = OF_GROUPS if recipe_of(algorithm.recipe).needs_groups else 1.0
+    passes = 3 * carrying * getattr(algorithm, "epochs", 1) + 1
+    passes += bool(getattr(algorithm, "kl_coef", 0))
+
+    def length(turns: float) -> float:
+        return instructions + observation + turns * (action + observation)
+
+    sampled = read = through = turns = 0.0
+    spans = stages(cfg.horizon)
+    episodes = [
+        (
+            (each.last_step - each.first_step + 1) * rollout.items_per_step * rollout.group_size,
+            OF_TURNS * each.max_turns,
+        )
+        for each in spans
+    ]
+    through += sum(count * passes * length(played) for count, played in episodes)
+    asked, validation = cfg.evaluation, cfg.validation
+    num_models = len(spans) + 1 + warm.enabled
+    most = OF_TURNS * asked.max_turns
+    episodes.append((num_models * asked.num_items * (asked.num_samples + 1), most))
+    if validation.every:
+        count = sum(cfg.horizon.stage_steps) // validation.every * validation.num_items
+        episodes.append((count, OF_TURNS * validation.max_turns))
+    for count, played in episodes:
+        sampled += count * played * action
+        read += count * (length(played) - played * action)
+        turns += count * played
+    if warm.enabled:
+        through += 3 * warm.steps * warm.batch_size * length(most)
+        turns += warm.num_demos * most
+    return Work(sampled, read, through, turns)
+
+
+def usual_pretrained(cfg: RunConfig) -> list[str]:
+    """A line for each setting that has a default by the kind of model, and why."""
+    from agentgym.config.pretrained import defaults
+
+    tree = cfg.model_dump(mode="json")
+    lines = []
+    for path, default in sorted(defaults(tree).items()):
+        value: Any = tree
+        for name in path.split("."):
+            value = value[name]
+        is_usual = value == default.value
+        usual = "" if is_usual else f"usual for a pretrained model: {default.value}; "
+        lines.append(f"{path:<36}{_plain(value):<8}{usual}{default.why}")
+    return lines
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _is_adapted(name: str, cfg: RunConfig) -> bool:
+    chosen = cfg.lora.target_modules
+    return ".layers." in name and (not chosen or name.rpartition(".")[2] in chosen)
+
+
+def _activations(cfg: RunConfig, shape: Shape) -> int:
+    settings = cfg.learner
+    tokens = min(settings.micro_batch_tokens, cfg.model.context_tokens * 64)
+    layer = (OF_HIDDEN * shape.hidden_size + OF_MLP * shape.mlp_size) * shape.itemsize
+    kept = (
+        shape.num_layers * shape.hidden_size * shape.itemsize + layer
+        if settings.activation_checkpointing
+        else shape.num_layers * layer
+    )
+    head = 3 * 4 * min(settings.head_chunk_tokens, tokens) * shape.vocab_size
+    return tokens * kept + head
+
+
+def _has_half_precision() -> bool:
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def _seconds(cfg: RunConfig, shape: Shape, work: Work) -> tuple[float | None, str]:
+    """(seconds or None, what they follow from)."""
+    flop = 2.0 * shape.num_parameters
+    slots = min(cfg.rollout.concurrency, cfg.rollout.items_per_step * cfg.rollout.group_size)
+    num_steps = 2 * len(stages(cfg.horizon)) + 4
+    if cfg.compute_device == "cpu":
+        speed = matrix_speed(shape.hidden_size, shape.mlp_size)
+        batched = slots / (slots + HALF_BATCH)
+        learned = flop * work.passes / (TRAIN_SHARE * speed)
+        played = flop * (work.sampled / batched + work.read) / (TRAIN_SHARE * speed)
+        loads = 2 * LOAD_FLOP * shape.num_parameters / speed if cfg.model.source == "hub" else 0
+        threads = min(cfg.compute_threads, os.cpu_count() or 1)
+        computed = (learned + played + loads) / (1 + THREAD_GAIN * (threads - 1))
+        seconds = computed + TURN_S * work.turns + STEP_S * num_steps
+        return seconds, f"{speed / 1e9:.0f} GFLOP/s, measured in one thread"
+    import torch
+
+    from agentgym.learner.flops import peak_tflops
+
+    peak = cfg.compute_peak_tflops
+    if peak is None and torch.cuda.is_available():
+        peak = peak_tflops(torch.cuda.get_device_name(0))
+    if peak is None:
+        return None, "its GPU is not here: compute_peak_tflops names its speed"
+    speed, weights = peak * 1e12, shape.num_parameters * shape.itemsize
+    decode = slots / (GPU_DECODE_S + weights / GPU_BANDWIDTH) * GPU_SAMPLING_SHARE
+    learned = flop * work.passes / (GPU_TRAIN_SHARE * speed) / cfg.ray.num_ranks
+    played = work.sampled / decode + flop * work.read / (GPU_READ_SHARE * speed)
+    seconds = learned + played / cfg.ray.num_workers + GPU_STEP_S * num_steps
+    return seconds, f"{peak:.0f} TFLOP/s of the device, shares of it as measured on an H200"
+
+
+def matrix_speed(hidden_size: int, mlp_size: int, tokens: int = 256) -> float:
+    """FLOP/s of float32 products of this shape in one thread, measured in half a second."""
+    import torch
+
+    from agentgym.models.model import set_threads
+
+    set_threads(1)
+    states, weights = torch.ones(tokens, hidden_size), torch.ones(hidden_size, mlp_size)
+    count, began = 0, time.thread_time()
+    while (passed := time.thread_time() - began) < 0.5 or count < 2:
+        states @ weights
+        count += 1
+    return count * 2.0 * tokens * hidden_size * mlp_size / passed
