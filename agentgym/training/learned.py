@@ -58,19 +58,20 @@ def update_metrics(records: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def shown(cfg: RunConfig, num_tokens: Sequence[int], step: int) -> list[int]:
-    """Ascending indices of the episodes whose tokens' numbers are kept: a drawn share of them,
-    as far as their room goes. num_tokens: action tokens of each.
+    """Ascending indices of the episodes whose tokens' numbers are kept: a drawn share of them.
+    An episode that does not fit in the room that is left is replaced by the next one drawn.
+
+    num_tokens: action tokens by episode.
     """
     settings, count = cfg.rollout, len(num_tokens)
     room = 1024 * settings.token_numbers_kib
     order = np.random.Generator(np.random.Philox(key=[cfg.seed, step + 4_000_000]))
-    wanted = order.permutation(count)[: math.ceil(settings.token_numbers_frac * count)]
-    drawn = []
-    for index in wanted.tolist():
-        room -= num_tokens[index] * BYTES_PER_TOKEN
-        if room < 0:
-            break
-        drawn.append(index)
+    wanted, drawn = math.ceil(settings.token_numbers_frac * count), list[int]()
+    for index in order.permutation(count).tolist():
+        needed = num_tokens[index] * BYTES_PER_TOKEN
+        if len(drawn) < wanted and needed <= room:
+            room -= needed
+            drawn.append(index)
     return sorted(drawn)
 
 

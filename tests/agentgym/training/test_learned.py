@@ -92,3 +92,10 @@ def test_the_room_for_tokens_numbers_is_bounded():
     assert len(drawn(**{"rollout.token_numbers_kib": 1024})) == 64
     assert len(drawn(**{"rollout.token_numbers_frac": 0.05})) == 4
     assert drawn(**{"rollout.token_numbers_frac": 0}) == []
+
+
+def test_an_episode_that_does_not_fit_is_replaced_by_one_that_does():
+    counts = [2000, 2000, 2000, 10, 2000, 2000, 2000, 2000]
+    overrides = ["rollout.token_numbers_frac=0.05", "rollout.token_numbers_kib=32"]
+    for seed in range(8):
+        assert shown(load_config(overrides=[*overrides, f"seed={seed}"]), counts, 1) == [3]
