@@ -128,25 +128,40 @@ def _dvc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.pipeline.plan import plan, writing
+    from agentgym.pipeline.forecast import forecast, usual_pretrained
+    from agentgym.pipeline.plan import commit_bytes, num_commits, plan
     from agentgym.pipeline.runs import find_run, require_run
     from agentgym.pipeline.table import open_store, run_key
 
     named = arguments.of_run
     if named and find_run(open_store(cfg), named) is None:
         require_run(cfg, named)
-    steps, written = plan(cfg), writing(cfg)
+    steps = plan(cfg)
+    is_done = all(step.action == "skip" for step in steps)
+    taken = None if is_done else forecast(cfg, commit_bytes(cfg))
+    chosen = usual_pretrained(cfg) if cfg.model.source == "hub" else []
     if arguments.json:
         tree = {
             "run": f"r{run_key(cfg)[:12]}",
             "steps": [step.to_json() for step in steps],
-            "writing": asdict(written) if written else None,
+            "forecast": taken and {**asdict(taken), "most_commits": num_commits(cfg)},
+            "pretrained": [asdict(each) for each in chosen],
         }
         say(json.dumps(tree, indent=1))
         return 0
     say(f"run r{run_key(cfg)[:12]}")
     for step in steps:
         say(f"  {step.action:<7}{step.name:<22}{step.why}")
-    if written:
-        say(f"{written} (store.commit_every {cfg.store.commit_every})")
+    if taken is not None:
+        for line in taken.lines(num_commits(cfg)):
+            say(line)
+    if chosen:
+        say("pretrained model, settings with defaults of their own:")
+    for each in chosen:
+        say(f"  {each}")
+    if chosen and not cfg.rollout.instructions and not cfg.warm_start.enabled:
+        say(
+            "warning: rollout.instructions false and warm_start.enabled false: the model is never"
+            " told the environment's grammar; set one of them true"
+        )
     return 0

@@ -41,6 +41,11 @@ class AlarmsConfig(Section):
     max_success_drop: float = operational(
         0.2, "below the best success so far, as a share of the episodes", gt=0, le=1
     )
+    no_success: Action = operational(
+        "stop",
+        "a stage begins with groups of equal rewards, and neither they nor the evaluation of the"
+        " weights it begins with has a success: off, warn, or stop before the first update",
+    )
     mismatch: Action = _action("engine and learner differ")
     max_mismatch_kl: PositiveFloat = operational(
         0.03, "nats per action token; algorithm.max_mismatch_kl ends a run whatever stands here"

@@ -52,7 +52,8 @@ class RunConfig(Section):
     )
     compute_threads: PositiveInt = operational(
         1,
-        "threads of one process that computes on the CPU; more for a pretrained model on idle cores",
+        "threads of one process that computes on the CPU; more for a pretrained model on idle"
+        " cores",
     )
     compute_peak_tflops: PositiveFloat | None = operational(
         None,
@@ -98,8 +99,8 @@ class RunConfig(Section):
             )
         if self.deterministic and self.compute_threads > 1:
             raise ValueError(
-                f"compute_threads {self.compute_threads} with deterministic: sums depend on how many"
-                " threads share them; use 1 with deterministic"
+                f"compute_threads {self.compute_threads} with deterministic: sums depend on"
+                " how many threads share them; use 1 with deterministic"
             )
         if self.deterministic and self.rollout.engine == "vllm":
             raise ValueError(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import distributions
+from pathlib import Path
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.rollouts.policies.engines import INSTALL_VLLM
 
 TIMEOUT_S = 120.0
+NEEDS = re.compile(r"([\d.]+) GiB on the (GPU|host)")
 CLUSTER_S = 10.0  # for one answer of a cluster
 
 
@@ -48,8 +52,31 @@ def examine(cfg: RunConfig) -> list[Finding]:
         _command("git", "apt-get install git", "for dvc import and exp"),
         _command("kubectl", "see kubernetes.io/docs/tasks/tools", "for looking into a cluster"),
         _kubernetes(cfg),
+        _profiles(),
         *_aliases(cfg),
     ]
+
+
+def _profiles(folder: Path = Path("profiles/small")) -> Finding:
+    """The profiles of small models that fit in this machine's memory, by what they say at their
+    top.
+    """
+    import torch
+
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpus = [
+        torch.cuda.get_device_properties(index).total_memory / 2**30
+        for index in range(torch.cuda.device_count())
+    ]
+    room = {"GPU": max(gpus, default=0.0), "host": host}
+    fitting = [
+        path.stem
+        for path in sorted(folder.glob("*.yaml"))
+        if (needed := NEEDS.findall(path.read_text(encoding="utf-8").partition("\nextends")[0]))
+        and all(float(gib) <= room[where] for gib, where in needed)
+    ]
+    text = f"of {folder} fit here: {', '.join(fitting)}" if fitting else f"of {folder} none fits"
+    return Finding("profiles", bool(fitting), text, needed=False)
 
 
 def _aliases(cfg: RunConfig) -> list[Finding]:

@@ -50,7 +50,7 @@ def set_threads(count: int | None = None) -> None:
     count: also for the threads that later call this without a count; None: the last count, 1 at
     first. On few shared cores two threads may collapse to a tenth of the speed.
     """
-    global _threads  # noqa: PLW0603
+    global _threads
     _threads = count or _threads
     torch.set_num_threads(_threads)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from agentgym.algorithms.recipe import recipe_of
 from agentgym.config import RunConfig
-from agentgym.config.pretrained import INSTRUCTIONS
+from agentgym.config.pretrained import INSTRUCTIONS, defaults
+from agentgym.pipeline.plan import amount
 from agentgym.rollouts.horizon import stages
 
 # Shares of what may be: tokens of an action or an observation, turns of an episode.
@@ -65,37 +66,77 @@ class Work:
 class Forecast:
     """What a run takes. Bytes and seconds."""
 
-    learner_bytes: int  # of one rank, on its device
-    engine_bytes: int  # of one engine, on its device
-    host_bytes: int  # in the host's memory, on a CPU the two above included
+    device: str  # cpu or cuda
+    learner_bytes: int  # of one rank, on the device
+    engine_bytes: int  # of one engine, on the device
+    host_bytes: int  # of one process in the host's memory; on a CPU the two above included
     commit_bytes: int
-    weight_bytes: int
-    seconds: float | None  # None: its device is not here
+    weight_bytes: int  # of one checkpoint
+    seconds: float | None  # None: the device is not here
     speed: str  # what the seconds follow from
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def lines(self, most_commits: int) -> list[str]:
+        """The forecast for people."""
+        parts = f"learner {amount(self.learner_bytes)}, engine {amount(self.engine_bytes)}"
+        where = "" if self.device == "cpu" else f"{parts} on the GPU; "
+        inside = f" ({parts})" if self.device == "cpu" else ""
+        written = amount(self.commit_bytes * most_commits)
+        minutes = "unknown" if self.seconds is None else f"about {_duration(self.seconds)}"
+        return [
+            f"memory   {where}{amount(self.host_bytes)} on the host{inside}",
+            f"store    {amount(self.commit_bytes)} a commit, at most {most_commits} of them:"
+            f" {written} written; {amount(self.weight_bytes)} of weights a checkpoint",
+            f"time     {minutes} ({self.speed})",
+        ]
 
 
-def forecast(cfg: RunConfig) -> Forecast:
-    """Errors: ConfigError if the model's config.json cannot be read."""
+def forecast(cfg: RunConfig, commit: int | None = None) -> Forecast:
+    """commit: bytes of a commit where one is known.
+    Errors: ConfigError if the model's config.json cannot be read.
+    """
     shape = shape_of(cfg)
     is_cpu = cfg.compute_device == "cpu"
     widens = is_cpu and shape.itemsize < 4 and not _has_half_precision()
     state = shape.num_trained * (ADAM + (MASTER if shape.itemsize < 4 else 0))
     weights = shape.num_parameters * shape.itemsize
+    is_adapter = shape.num_trained < shape.num_parameters
     learner = weights + shape.num_trained * GRADIENT + _activations(cfg, shape)
     learner += weights if getattr(cfg.algorithm, "kl_coef", 0) else 0
     offloaded = state if cfg.learner.offload_optimizer else 0
     learner += (state - offloaded) // cfg.ray.num_ranks
-    slots = min(cfg.rollout.concurrency, cfg.rollout.items_per_step * cfg.rollout.group_size)
+    slots = _slots(cfg)
     cache = slots * cfg.model.context_tokens * shape.kv_values * shape.itemsize
     engine = weights + (shape.num_parameters * 4 if widens else 0) + cache
-    commit = state + (weights if shape.num_trained == shape.num_parameters else 0)
-    commit += shape.num_trained * shape.itemsize if shape.num_trained < shape.num_parameters else 0
+    commit = commit or state + (shape.num_trained * shape.itemsize if is_adapter else weights)
     host = PROCESS + (learner + engine if is_cpu else offloaded + commit)
     seconds, speed = _seconds(cfg, shape, work_of(cfg))
-    return Forecast(learner, engine, host, commit, weights, seconds, speed)
+    return Forecast(cfg.compute_device, learner, engine, host, commit, weights, seconds, speed)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A setting that has another default for a pretrained model."""
+
+    path: str
+    value: Any
+    usual: Any
+    why: str
+
+    def __str__(self) -> str:
+        usual = "" if self.value == self.usual else f"usual: {_plain(self.usual)}; "
+        return f"{self.path:<33}{_plain(self.value):<8}{usual}{self.why}"
+
+
+def usual_pretrained(cfg: RunConfig) -> list[Chosen]:
+    """Every setting that has a default by the kind of model, and the reason for it."""
+    tree = cfg.model_dump(mode="json")
+    chosen = []
+    for path, default in sorted(defaults(tree).items()):
+        value: Any = tree
+        for name in path.split("."):
+            value = value[name]
+        chosen.append(Chosen(path, value, default.value, default.why))
+    return chosen
 
 
 def shape_of(cfg: RunConfig) -> Shape:
@@ -182,22 +223,6 @@ def work_of(cfg: RunConfig) -> Work:
     return Work(sampled, read, through, turns)
 
 
-def usual_pretrained(cfg: RunConfig) -> list[str]:
-    """A line for each setting that has a default by the kind of model, and why."""
-    from agentgym.config.pretrained import defaults
-
-    tree = cfg.model_dump(mode="json")
-    lines = []
-    for path, default in sorted(defaults(tree).items()):
-        value: Any = tree
-        for name in path.split("."):
-            value = value[name]
-        is_usual = value == default.value
-        usual = "" if is_usual else f"usual for a pretrained model: {default.value}; "
-        lines.append(f"{path:<36}{_plain(value):<8}{usual}{default.why}")
-    return lines
-
-
 def _plain(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -220,6 +245,17 @@ def _activations(cfg: RunConfig, shape: Shape) -> int:
     return tokens * kept + head
 
 
+def _slots(cfg: RunConfig) -> int:
+    """Episodes in flight."""
+    return min(cfg.rollout.concurrency, cfg.rollout.items_per_step * cfg.rollout.group_size)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def _has_half_precision() -> bool:
     import torch
 
@@ -229,7 +265,7 @@ def _has_half_precision() -> bool:
 def _seconds(cfg: RunConfig, shape: Shape, work: Work) -> tuple[float | None, str]:
     """(seconds or None, what they follow from)."""
     flop = 2.0 * shape.num_parameters
-    slots = min(cfg.rollout.concurrency, cfg.rollout.items_per_step * cfg.rollout.group_size)
+    slots = _slots(cfg)
     num_steps = 2 * len(stages(cfg.horizon)) + 4
     if cfg.compute_device == "cpu":
         speed = matrix_speed(shape.hidden_size, shape.mlp_size)

@@ -35,35 +35,29 @@ def plan(cfg: RunConfig) -> list[PlannedStep]:
     return [_plan_step(step, cfg, store, done) for step in steps_of(cfg).values()]
 
 
-@dataclass(frozen=True, slots=True)
-class Writing:
-    """What training writes into the store."""
-
-    commit_bytes: int  # of one commit
-    most_commits: int  # of all stages
-
-    def __str__(self) -> str:
-        return (
-            f"training commits {amount(self.commit_bytes)} at a time, at most"
-            f" {self.most_commits} times: {amount(self.commit_bytes * self.most_commits)} written"
-        )
-
-
-def writing(cfg: RunConfig) -> Writing | None:
-    """By the newest commit of a stage or of the warm start; None where none was made yet."""
-    table = steps_of(cfg)
-    training = {step.name for step in table.values() if step.kind is Kind.TRAIN}
-    known = [head for head in open_store(cfg).heads() if head.step in training and head.blobs]
-    if not known:
-        return None
-    size = sum(blob.size for blob in known[-1].blobs.values())
-    settings = cfg.store
-    counts = [
-        sum(step % settings.commit_every == 0 for step in range(each.first_step, each.last_step))
-        + 1
+def num_commits(cfg: RunConfig) -> int:
+    """The most commits that the stages of a run make."""
+    every = cfg.store.commit_every
+    return sum(
+        sum(step % every == 0 for step in range(each.first_step, each.last_step)) + 1
         for each in stages(cfg.horizon)
+    )
+
+
+def commit_bytes(cfg: RunConfig) -> int | None:
+    """Bytes of the newest commit of a stage or of the warm start with this model; None before the
+    first one.
+    """
+    training = {step.name for step in steps_of(cfg).values() if step.kind is Kind.TRAIN}
+    tree = cfg.semantic()
+    known = [
+        head
+        for head in open_store(cfg).heads()
+        if head.step in training
+        and head.blobs
+        and all(head.config.get(name, tree[name]) == tree[name] for name in ("model", "lora"))
     ]
-    return Writing(size, sum(counts))
+    return sum(blob.size for blob in known[-1].blobs.values()) if known else None
 
 
 def amount(num_bytes: int) -> str:

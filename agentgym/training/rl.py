@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ from agentgym.rollouts.metrics import rollout_metrics, success_share, validation
 from agentgym.rollouts.policies.engines import tolerance_of
 from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
+from agentgym.tracking.alarms import AlarmStop
 from agentgym.tracking.points import Point
 from agentgym.training.ahead import Ahead
 from agentgym.training.learned import update_metrics, with_reasons
@@ -84,6 +85,8 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             clock.lap_rollouts(rollouts.after - usage)
             staleness = rollouts.staleness(most=cfg.rollout.max_staleness)
             metrics = rollout_metrics(rollouts.trajectories)
+            if step == stage.first_step:
+                require_success(ctx, metrics)
             metrics["sync/staleness_max"] = float(staleness)
 
             # prepare experience
@@ -292,6 +295,39 @@ def nothing_to_learn(
         f" {success_share(trajectories):.2f}); every group had equal rewards or"
         " was cut. Use easier or harder items, a longer horizon, or another recipe"
     )
+
+
+def require_success(ctx: StepContext, first: Mapping[str, float]) -> None:
+    """Raise AlarmStop if a stage has nothing to learn from.
+
+    first: the metrics of its first rollouts. Nothing can be learned where their groups have equal
+    rewards without a success, and the evaluation of the weights they were sampled with, if it is
+    in the store, has none either.
+    """
+    action, start = ctx.cfg.alarms.no_success, ctx.checkpoint
+    equal = first.get("rollout/equal_reward_groups_frac", 0.0)
+    if action == "off" or equal < 1 or first["rollout/success"]:
+        return
+    judged = [
+        head
+        for head in ctx.store.heads()
+        if head.step == f"evaluate-{start.step}"
+        and head.done
+        and head.parents.get(start.step) == start.digest
+    ]
+    shares = [share["mean"] for head in judged for share in head.results["summary"].values()]
+    if not shares or any(shares):
+        return
+    line = (
+        f"stage {ctx.step.name} cannot learn: none of the {first['rollout/num_episodes']:.0f}"
+        f" episodes of its first optimizer step and none of the evaluation of {start.step}"
+        " succeeded, and all groups have equal rewards; raise warm_start.num_demos and"
+        " warm_start.steps, set rollout.instructions true, or choose easier items or a longer"
+        " horizon (alarms.no_success warn goes on)"
+    )
+    if action == "stop":
+        raise AlarmStop(line)
+    logger.warning("%s", line)
 
 
 def plan_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> LearnerPlan:

@@ -179,3 +179,23 @@ def test_a_run_that_stopped_itself_goes_on_once_the_limit_is_another_to_the_same
     assert finished(never, open_store(never))[STAGE].digest == (
         finished(warned, open_store(warned))[STAGE].digest
     )
+
+
+def test_a_stage_that_no_success_goes_before_stops_before_its_first_update(begin, caplog):
+    hopeless = [
+        "warm_start.steps=1",
+        "horizon.max_turns=[1]",
+        "horizon.stage_steps=[1]",
+        "evaluation.max_turns=1",
+        "validation.max_turns=1",
+    ]
+    _, cfg = begin(*hopeless)
+    for name in ("prepare", "initialize", "warm-start", "evaluate-warm-start"):
+        run_step(name, cfg)
+    with pytest.raises(AlarmStop, match=r"^stage stage-1 cannot learn: .*; raise warm_start"):
+        run_step(STAGE, cfg)
+    store, step = open_store(cfg), steps_of(cfg)[STAGE]
+    assert store.head(STAGE, key_of(step, cfg, finished(cfg, store))) is None
+    _, cfg = begin(*hopeless, "alarms.no_success=warn", folder=cfg.state_dir)
+    assert str(run_step(STAGE, cfg)) == "ran"
+    assert "stage stage-1 cannot learn" in caplog.text
