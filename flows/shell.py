@@ -25,6 +25,7 @@ from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.promotion import sentence
 from agentgym.evaluation.report import label
 from agentgym.models.check import check_model
+from agentgym.pipeline.forecast import forecast
 from agentgym.pipeline.run import confirm
 from agentgym.pipeline.runs import how_to_find, keep_run
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of
@@ -79,6 +80,9 @@ def _run(
         )
         pace_s = reference_s()
         console.print(f"reference work takes this machine {pace_s:.1f} s", highlight=False)
+        if cfg.model.source == "hub":
+            taken = forecast(cfg)
+            console.print(f"the whole run takes {taken.duration} ({taken.speed})", highlight=False)
         _quieten_console()
         with contextlib.ExitStack() as stack:
             stack.enter_context(full_disk_told(cfg.state_dir))

@@ -75,18 +75,27 @@ class Forecast:
     seconds: float | None  # None: the device is not here
     speed: str  # what the seconds follow from
 
+    @property
+    def duration(self) -> str:
+        if self.seconds is None:
+            return "an unknown time"
+        if self.seconds < 90:
+            return f"about {self.seconds:.0f} s"
+        if self.seconds < 5400:
+            return f"about {self.seconds / 60:.0f} min"
+        return f"about {self.seconds / 3600:.1f} h"
+
     def lines(self, most_commits: int) -> list[str]:
         """The forecast for people."""
         parts = f"learner {amount(self.learner_bytes)}, engine {amount(self.engine_bytes)}"
         where = "" if self.device == "cpu" else f"{parts} on the GPU; "
         inside = f" ({parts})" if self.device == "cpu" else ""
         written = amount(self.commit_bytes * most_commits)
-        minutes = "unknown" if self.seconds is None else f"about {_duration(self.seconds)}"
         return [
             f"memory   {where}{amount(self.host_bytes)} on the host{inside}",
             f"store    {amount(self.commit_bytes)} a commit, at most {most_commits} of them:"
             f" {written} written; {amount(self.weight_bytes)} of weights a checkpoint",
-            f"time     {minutes} ({self.speed})",
+            f"time     {self.duration} ({self.speed})",
         ]
 
 
@@ -248,12 +257,6 @@ def _activations(cfg: RunConfig, shape: Shape) -> int:
 def _slots(cfg: RunConfig) -> int:
     """Episodes in flight."""
     return min(cfg.rollout.concurrency, cfg.rollout.items_per_step * cfg.rollout.group_size)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _has_half_precision() -> bool:

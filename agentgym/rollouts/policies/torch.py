@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -22,7 +25,7 @@ from agentgym.config import RunConfig
 from agentgym.models.attention import CachedRows, KeyValueCache, PackedSequences, require_ragged
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.half import keep_wide_weights
-from agentgym.models.model import load_weights
+from agentgym.models.model import load_weights, set_threads
 from agentgym.models.tolerance import TORCH, Tolerances
 from agentgym.models.transport import require_newer
 from agentgym.rollouts.policies.draw import sample, uniforms
@@ -30,6 +33,8 @@ from agentgym.rollouts.policies.meter import Meter
 from agentgym.types import Completion, Delivery, EngineUsage, SampleKey, Sampling
 
 logger = logging.getLogger(__name__)
+
+LONG_S = 0.02  # of a forward: replies of environments do not wait that long
 
 
 @dataclass(slots=True)
@@ -81,6 +86,9 @@ class TorchPolicy:
         self._pump: asyncio.Task[None] | None = None
         self._num_publishing = 0
         self._clock = 0
+        self._forward_s = math.inf  # seconds of the last forward
+        self._forwarding: asyncio.Future[tuple[list[int], list[float]]] | None = None
+        self._thread = ThreadPoolExecutor(1, "forward", initializer=set_threads)
         self._meter = Meter()
         self._awake = asyncio.Event()
         self._awake.set()
@@ -152,6 +160,7 @@ class TorchPolicy:
         if self._pump is not None and not self._pump.done():
             self._pump.cancel()
         self._fail(RuntimeError("the engine was closed"))
+        self._thread.shutdown()
         self._cache.free()
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
@@ -185,7 +194,7 @@ class TorchPolicy:
                     await self._awake.wait()
                 self._admit()
                 self._measure()
-                self._step()
+                await self._step()
                 await asyncio.sleep(0)  # let replies of environments in
         except Exception as error:
             logger.exception(
@@ -201,9 +210,13 @@ class TorchPolicy:
         self._meter.requests(running=len(self._active), waiting=len(self._waiting))
 
     async def _idle(self) -> None:
-        """Return when no action runs."""
-        while self._active:  # noqa: ASYNC110 - each pass lets the engine do one forward
+        """Return when no action runs, nor a forward of actions that nobody waits for anymore."""
+        while self._active:
             await asyncio.sleep(0)
+            if self._forwarding is not None:
+                await asyncio.wait([self._forwarding])
+        if self._forwarding is not None:
+            await asyncio.wait([self._forwarding])
 
     def _fail(self, failure: RuntimeError, cause: BaseException | None = None) -> None:
         """Whoever waits must hear of it: a silent engine is a hang."""
@@ -258,39 +271,30 @@ class TorchPolicy:
         self._slot_of[owner] = index
         return index
 
-    @torch.inference_mode()
-    def _step(self) -> None:
-        """One forward over every active sequence, one token sampled for each."""
+    async def _step(self) -> None:
+        """One forward over every active sequence, one token sampled for each.
+
+        A long forward runs in a thread of its own: replies of environments are read meanwhile.
+        """
         if not self._active:
             return
         self._clock += 1
         active = list(self._active)
         slots = [self._slots[request.slot] for request in active]
         fed = [request.tokens(len(slot.ids)) for request, slot in zip(active, slots, strict=True)]
-        layout = CachedRows(
-            self._cache,
-            [r.slot for r in active],
-            [len(slot.ids) for slot in slots],
-            [len(ids) for ids in fed],
-        )
-        device = self._device
-        packed = torch.tensor([token for ids in fed for token in ids], device=device)
-        logits = self._model(
-            input_ids=packed[None],
-            position_ids=layout.position[None],
-            use_cache=False,
-            layout=layout,
-            logits_to_keep=layout.last,
-        ).logits[0]
+        cached = [len(slot.ids) for slot in slots]
+        if self._forward_s < LONG_S:
+            tokens, logprobs = self._forward(active, fed, cached)
+        else:
+            loop = asyncio.get_running_loop()
+            self._forwarding = loop.run_in_executor(
+                self._thread, self._forward, active, fed, cached
+            )
+            tokens, logprobs = await self._forwarding
         for slot, ids in zip(slots, fed, strict=True):
             slot.ids += ids
             slot.used_at = self._clock
-        tokens, logprobs = sample(
-            logits.float(),
-            torch.tensor([request.sampling.temperature for request in active], device=device),
-            torch.tensor([request.uniforms[len(request.ids)] for request in active], device=device),
-        )
-        for request, token, logprob in zip(active, tokens.tolist(), logprobs.tolist(), strict=True):
+        for request, token, logprob in zip(active, tokens, logprobs, strict=True):
             request.ids.append(token)
             request.logprobs.append(logprob)
             stops = token in self._stop_ids
@@ -303,6 +307,35 @@ class TorchPolicy:
                         )
                     )
                 self._drop(request)
+
+    @torch.inference_mode()
+    def _forward(
+        self, active: list[_Request], fed: list[list[int]], cached: list[int]
+    ) -> tuple[list[int], list[float]]:
+        """Return the sampled token and its log-probability by request.
+
+        fed: the tokens of each request that are not cached; cached: how many are.
+        """
+        began = time.perf_counter()
+        layout = CachedRows(
+            self._cache, [r.slot for r in active], cached, [len(ids) for ids in fed]
+        )
+        device = self._device
+        packed = torch.tensor([token for ids in fed for token in ids], device=device)
+        logits = self._model(
+            input_ids=packed[None],
+            position_ids=layout.position[None],
+            use_cache=False,
+            layout=layout,
+            logits_to_keep=layout.last,
+        ).logits[0]
+        tokens, logprobs = sample(
+            logits.float(),
+            torch.tensor([request.sampling.temperature for request in active], device=device),
+            torch.tensor([request.uniforms[len(request.ids)] for request in active], device=device),
+        )
+        self._forward_s = time.perf_counter() - began
+        return tokens.tolist(), logprobs.tolist()
 
     def _drop(self, request: _Request) -> None:
         """Forget a finished or cancelled request; its slot keeps the cache for the episode's

@@ -295,9 +295,9 @@ def test_few_requests_wait_for_those_that_run_and_as_many_join_them(make_policy)
         policy, sizes = make_policy(num_slots=8), []
         usual = policy._step
 
-        def counted():
+        async def counted():
             sizes.append(len(policy._active))
-            usual()
+            await usual()
 
         policy._step = counted
 
@@ -590,3 +590,53 @@ def test_requests_that_wait_for_new_weights_are_in_the_queue_and_not_in_work(mak
     used = asyncio.run(main())
     assert (used.busy_s, max(used.depth_s)) == (0.0, 1)
     assert used.mean_depth > 0.5
+
+
+def test_the_loop_goes_on_while_a_long_forward_runs(make_policy):
+    """A reply of an environment is read meanwhile; its time is not the engine's."""
+
+    async def main():
+        policy, waits = make_policy(), []
+        model = policy._model
+
+        def slow(**inputs):
+            time.sleep(0.5)
+            return model(**inputs)
+
+        policy._model, policy._stop_ids = slow, []
+        asked = asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(), 0.0, 3)))
+        while not asked.done():
+            began = time.perf_counter()
+            await asyncio.sleep(0.005)
+            waits.append(time.perf_counter() - began)
+        await policy.close()
+        return (await asked).ids, waits
+
+    ids, waits = asyncio.run(main())
+    assert len(ids) == 3
+    assert len(waits) > 20
+    assert max(waits) < 0.5  # no forward stood in the way
+
+
+def test_a_publish_waits_for_a_forward_whose_actions_were_cancelled(make_policy):
+    async def main():
+        policy, running = make_policy(), []
+        model = policy._model
+
+        def slow(**inputs):
+            running.append(True)
+            time.sleep(0.3)
+            running.pop()
+            return model(**inputs)
+
+        policy._model = slow
+        asked = asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(), 0.0, 3)))
+        while not running:
+            await asyncio.sleep(0.005)
+        asked.cancel()
+        await asyncio.sleep(0.01)
+        await policy._idle()
+        assert not running
+        await policy.close()
+
+    asyncio.run(main())
