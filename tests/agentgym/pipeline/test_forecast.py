@@ -1,0 +1,128 @@
+"""What a run takes, said before it starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentgym.cli import main
+from agentgym.config import load_config
+from agentgym.models import architecture
+from agentgym.pipeline.forecast import forecast, shape_of, work_of
+
+FOLDER = Path("profiles/small")
+ON_CPU = FOLDER / "smollm2-135m-cpu.yaml"
+PROFILES = sorted(set(FOLDER.glob("*.yaml")) - {ON_CPU})
+SMOLLM2 = {"model_type": "llama", "vocab_size": 49_152, "tie_word_embeddings": True}
+QWEN = {"model_type": "qwen2", "vocab_size": 151_936, "tie_word_embeddings": True}
+WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+)
+# of the published config.json
+MODELS = {
+    "SmolLM2-135M": (SMOLLM2, (576, 1536, 9, 3, 30), 134_515_008),
+    "SmolLM2-360M": (SMOLLM2, (960, 2560, 15, 5, 32), 361_821_120),
+    "Qwen2.5-0.5B": (QWEN, (896, 4864, 14, 2, 24), 494_032_768),
+    "Qwen2.5-1.5B": (QWEN, (1536, 8960, 12, 2, 28), 1_543_714_304),
+    "Qwen2.5-3B": (QWEN, (2048, 11_008, 16, 2, 36), 3_085_938_688),
+    "Qwen2.5-7B": (
+        QWEN | {"vocab_size": 152_064, "tie_word_embeddings": False},
+        (3584, 18_944, 28, 4, 28),
+        7_615_616_512,
+    ),
+}
+
+
+@pytest.fixture
+def published(monkeypatch):
+    """The models' config.json without a hub."""
+
+    def config_of(config):
+        name = config.name.rpartition("/")[2].removesuffix("-Instruct")
+        family, widths, _ = MODELS["SmolLM2-135M" if "smollm2" in name else name]
+        values = {**family, **dict(zip(WIDTHS, widths, strict=True)), "dtype": "bfloat16"}
+        return architecture.read_architecture(json.dumps(values))
+
+    monkeypatch.setattr(architecture, "published_architecture", config_of)
+
+
+@pytest.mark.parametrize("path", [*PROFILES, ON_CPU])
+def test_a_profile_says_at_its_top_what_it_needs(published, path):
+    taken = forecast(load_config(path, ["compute_peak_tflops=989"]))
+    top = " ".join(path.read_text().partition("\nextends")[0].replace("#", " ").split())
+    gib = 2**30
+    needed = [f"{taken.host_bytes / gib:.1f} GiB on the host"]
+    if path != ON_CPU:
+        on_gpu = (taken.learner_bytes + taken.engine_bytes) / gib
+        needed += [f"{on_gpu:.1f} GiB on the GPU", f"{taken.seconds / 60:.0f} minutes of an H200"]
+    for each in needed:
+        assert each in top
+
+
+def test_a_models_size_is_counted(published):
+    sizes = {
+        name.partition("/")[2].removesuffix("-Instruct"): shape_of(cfg).num_parameters
+        for path in PROFILES
+        for cfg in [load_config(path)]
+        for name in [cfg.model.name]
+    }
+    assert sizes == {name: count for name, (_, _, count) in MODELS.items()}
+    lora = shape_of(load_config("profiles/small/qwen2.5-7b-babyai.yaml"))
+    # rank 32 beside seven linear layers of 28 blocks
+    rows = 2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18_944)
+    assert lora.num_trained == 28 * 32 * rows
+
+
+def test_the_work_of_a_run_is_counted_in_tokens():
+    overrides = [
+        "horizon.kind=fixed",
+        "horizon.max_turns=[10]",
+        "horizon.stage_steps=[2]",
+        "rollout.items_per_step=3",
+        "rollout.group_size=4",
+        "rollout.max_new_tokens=8",
+        "rollout.observation_tokens=20",
+        "algorithm.recipe=reinforce++",
+        "warm_start.num_demos=1",
+        "warm_start.steps=1",
+        "warm_start.batch_size=1",
+        "validation.every=0",
+        "evaluation.max_turns=10",
+        "evaluation.num_items=1",
+        "evaluation.num_samples=1",
+        "evaluation.k=[1]",
+    ]
+    work = work_of(load_config("params.yaml", overrides))
+    # of 10 turns 6 are played, of 8 and 20 tokens half
+    episode = 10 + 6 * (4 + 10)
+    played = 2 * 3 * 4 + 3 * 1 * 2
+    assert work.sampled == played * 6 * 4
+    assert work.read == played * (episode - 6 * 4)
+    assert work.turns == played * 6 + 6
+    epochs = load_config("params.yaml", overrides).algorithm.epochs
+    assert work.passes == 24 * episode * (3 * epochs + 1) + 3 * episode
+
+
+def test_plan_says_what_a_pretrained_model_takes_and_which_settings_it_got(
+    published, tmp_path, capsys
+):
+    own = ["--set", f"store.path={tmp_path / 'store'}", "--params"]
+    profile = str(ON_CPU)
+    assert main(["plan", *own, profile]) == 0
+    printed = capsys.readouterr().out
+    assert "memory   " in printed
+    assert "of weights a checkpoint" in printed
+    assert "min (" in printed
+    assert "rollout.instructions             false   usual: true; it has never seen" in printed
+    assert "warning" not in printed
+    assert main(["plan", *own, profile, "--set", "warm_start.enabled=false"]) == 0
+    assert "warning: rollout.instructions false and warm_start.enabled" in capsys.readouterr().out
+    assert main(["plan", "--json", *own, profile]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["forecast"]["weight_bytes"] == 2 * 134_515_008
+    assert told["forecast"]["most_commits"] == 1
+    assert {each["path"] for each in told["pretrained"]} >= {"optimizer.lr", "evaluation.k"}
