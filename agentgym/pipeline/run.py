@@ -16,6 +16,7 @@ from typing import Any
 from agentgym.config import ConfigError, EnvConfig, RunConfig, is_elsewhere
 from agentgym.data.kept import keep_data
 from agentgym.deploy.environment import environment_servers
+from agentgym.models.memory import return_large_blocks
 from agentgym.pipeline.runs import keep_run
 from agentgym.pipeline.table import (
     finished,
@@ -85,6 +86,8 @@ def run_step(
     key = key_of(step, cfg, done)
     if cfg.compute in ("ray-job", "kuberay") and step.kind not in STAYS_HERE:
         return _run_elsewhere(step, cfg, store, key, environment)
+    if cfg.model.source == "hub":
+        return_large_blocks()
     _close_dead_once(cfg, store)
     opened = store.open(name, key, [each.digest for each in parents.values()])
     with _closed_where_it_fails(cfg, store), opened as writer:

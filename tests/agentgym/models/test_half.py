@@ -48,6 +48,25 @@ def test_gradients_reach_the_weights_whether_copies_are_kept_or_not(layer):
     assert torch.equal(layer.weight.grad, HIDDEN.sum(0).expand(2, 3))
 
 
+def test_gradients_are_those_of_autograd_and_no_float32_copy_waits_for_them(layer):
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 5, 3, dtype=torch.bfloat16, requires_grad=True)
+    scale = torch.randn(2, 5, 2)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, id):
+        layer(hidden)
+    assert [each.dtype for each in kept] == [torch.bfloat16] * 2
+    (layer(hidden).float() * scale).sum().backward()
+    found = [hidden.grad, layer.weight.grad, layer.bias.grad]
+
+    wide = [each.detach().clone().requires_grad_() for each in (hidden, layer.weight, layer.bias)]
+    states, weight, bias = (each.float() for each in wide)
+    product = nn.functional.linear(states, weight, bias).to(torch.bfloat16)
+    (product.float() * scale).sum().backward()
+    for one, other in zip(found, wide, strict=True):
+        assert torch.equal(one, other.grad)
+
+
 def test_a_processor_with_fast_half_precision_keeps_nothing(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     layer = nn.Linear(3, 2).to(torch.bfloat16)
