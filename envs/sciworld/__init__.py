@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 from envs.env import EnvSpec
+from envs.examples import recorded
 from envs.options import choose, nearest
 from envs.sciworld.agentgym import DIALECT
 from envs.sciworld.stock import make_pool
@@ -76,6 +79,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             "env_engine_cpu_seconds": ("CPU seconds of the engine itself", lambda: pool.engine_s),
         },
         warm=pool.warm,
+        examples=partial(recorded, Path(__file__).with_name("examples.json")),
         close=pool.close,
         identity=lambda task_id: str(find_task(parsed.tasks, task_id)),
     )

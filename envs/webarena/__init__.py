@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envs.env import EnvSpec
+from envs.examples import recorded
 from envs.options import choose, nearest, secret_variable
 from envs.webarena.agentgym import DIALECT
 
@@ -128,6 +129,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         blocking=True,
         awaited=True,
         close=place.stop,
+        examples=partial(recorded, Path(__file__).with_name("examples.json")),
         identity=partial(identity, tasks),
     )
 
