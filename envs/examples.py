@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -11,6 +11,16 @@ from envs.env import Expert, Simulator
 from envs.wire import Example, ExampleTurn
 
 _EXAMPLES = TypeAdapter(tuple[Example, ...])
+
+
+class Script:
+    """An expert that takes these actions."""
+
+    def __init__(self, actions: Iterable[str]) -> None:
+        self._left = iter(actions)
+
+    def next_action(self) -> str:
+        return next(self._left)
 
 
 def played(

@@ -14,6 +14,6 @@ TASKS = (("GoToObj", 1_000_000_003), ("PickupDist", 1_000_000_001))
 
 
 @cache
-def examples(options: Options) -> tuple[Example, ...]:
+def worked_examples(options: Options) -> tuple[Example, ...]:
     """In the view and with the actions of these options."""
     return tuple(played(World(replace(options, levels=(level,))), seed) for level, seed in TASKS)

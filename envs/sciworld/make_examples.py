@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from envs.examples import played, record
+from envs.examples import Script, played, record
 from envs.sciworld.gold import solution
 from envs.sciworld.slots import Pool, SlotPool
 from envs.sciworld.tasks import PUBLISHED, find_task
@@ -21,19 +21,16 @@ TASKS = (3089, 4178)  # find-living-thing 153, chemistry-mix-paint-secondary-col
 OPTIONS = Options(PUBLISHED, max_moves=100, reward="normalised")
 
 
-class Brief:
-    """The recorded solution without its looks around, which repeat what was told."""
-
-    def __init__(self, task_id: int) -> None:
-        way = solution(find_task(PUBLISHED, task_id))
-        self._left = [action for action in way if action != "look around"]
-
-    def next_action(self) -> str:
-        return self._left.pop(0)
-
-
 def make(pool: Pool) -> tuple[Example, ...]:
-    return tuple(played(World(pool, OPTIONS), task, expert=partial(Brief, task)) for task in TASKS)
+    return tuple(
+        played(World(pool, OPTIONS), task, partial(Script, _brief(task))) for task in TASKS
+    )
+
+
+def _brief(task_id: int) -> list[str]:
+    """The recorded solution without its looks around, which repeat what was told."""
+    way = solution(find_task(PUBLISHED, task_id))
+    return [action for action in way if action != "look around"]
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ QUESTIONS = (
 
 
 @cache
-def examples(options: Options) -> tuple[Example, ...]:
+def worked_examples(options: Options) -> tuple[Example, ...]:
     """With as many and as long documents as these options show, whatever index is asked."""
     options = replace(options, mode="strict")
     reply = _thoughtful if options.protocol == "agentgym" else str

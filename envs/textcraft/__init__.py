@@ -8,7 +8,7 @@ from typing import Any, get_args
 from envs.env import EnvSpec
 from envs.options import choose, nearest
 from envs.textcraft.agentgym import DIALECT
-from envs.textcraft.examples import examples
+from envs.textcraft.examples import worked_examples
 from envs.textcraft.planner import Choices, shortest
 from envs.textcraft.recipes import Book, load_book, plain
 from envs.textcraft.world import Options, Protocol, World, goals_of
@@ -79,7 +79,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         make=lambda: World(book, parsed),
         options={**chosen, "digest": book.digest},
         offers_hints=True,
-        examples=examples,
+        examples=worked_examples,
         probe_actions=("inventory", *solution(book, parsed.goals[0]))[: parsed.max_steps or None],
         # other distractors make no other task
         identity=lambda task_id: parsed.goals[task_id % len(parsed.goals)],

@@ -21,7 +21,7 @@ DISTRACTORS = 1
 
 
 @cache
-def examples() -> tuple[Example, ...]:
+def worked_examples() -> tuple[Example, ...]:
     book = Book(RECIPES, "the worked examples")
     options = Options(GOALS, DISTRACTORS, max_steps=0)
     return tuple(played(World(book, options), task) for task in range(len(GOALS)))

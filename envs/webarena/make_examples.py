@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from envs.env import EnvSpec
-from envs.examples import played, record
+from envs.examples import Script, played, record
 from envs.webarena import spec
 from envs.webarena.episode import Episode
 from envs.webarena.gold import Gold
@@ -68,11 +68,13 @@ def served() -> EnvSpec:
 
 
 def make(env: EnvSpec) -> tuple[Example, ...]:
+    """Each is played twice: to find the ids of the elements, and with replies in backticks."""
     examples = []
     for task, actions in enumerate(ACTIONS):
         episode = cast(Episode, env.make())
-        expert = partial(Gold, episode, actions)
-        examples.append(played(episode, task, expert, reply="```{}```".format))
+        found = played(episode, task, partial(Gold, episode, actions))
+        replies = [f"```{turn.action}```" for turn in found.turns]
+        examples.append(played(env.make(), task, partial(Script, replies)))
     return tuple(examples)
 
 
