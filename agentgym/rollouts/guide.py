@@ -13,7 +13,7 @@ from envs.wire import Example
 INTRODUCTION = (
     "Worked examples. Observation is what you are shown, Reply is a whole reply of yours."
 )
-ENDING = "End of the examples. Your own task begins with the next message; reply in the same form."
+ENDING = "End of the examples."
 
 
 @dataclass(frozen=True, slots=True)
