@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from envs.dialect import Dialect
+from envs.wire import Example
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,8 @@ class EnvSpec:
     warm: Callable[[int], None] | None = None
     # end what the simulators share, once the last session is closed
     close: Callable[[], None] | None = None
+    # worked examples for a language model, the simplest first; made when a server is first asked
+    examples: Callable[[], tuple[Example, ...]] = tuple
     # what the task of an id is, whatever its number: equal texts, the same task. None where the
     # environment cannot say. Errors: UnknownTask
     identity: Callable[[int], str] | None = None

@@ -234,6 +234,7 @@ class Sessions:
             env=self.spec.name,
             options=self.spec.options,
             instructions=self.spec.instructions,
+            examples=self.spec.examples(),
             offers_expert=self.settings.offer_expert,
             offers_render=True,
             takes_batches=self.takes_batches,

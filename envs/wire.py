@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 # in the environment of server and client: the bearer token the one asks for
 TOKEN_VARIABLE = "AGENTGYM_ENV_TOKEN"  # noqa: S105
 MAX_ACTION_CHARS = 16_384
@@ -61,6 +61,20 @@ class ErrorReply(Message):
     retry_after_s: float | None = None  # with full and draining
 
 
+class ExampleTurn(Message):
+    """One turn of a worked example."""
+
+    action: str
+    observation: str  # the answer to it
+
+
+class Example(Message):
+    """A worked example: a short play of a task that is in no list, solved."""
+
+    observation: str  # the first one
+    turns: tuple[ExampleTurn, ...] = Field(min_length=1)
+
+
 class InfoReply(Message):
     """What this server is; `GET /info`."""
 
@@ -68,6 +82,7 @@ class InfoReply(Message):
     protocol_version: int = PROTOCOL_VERSION
     options: dict[str, Any]  # the simulator's options, as served
     instructions: str  # the instructions for a language model
+    examples: tuple[Example, ...] = ()  # worked examples, the simplest first
     offers_expert: bool
     offers_render: bool
     takes_batches: bool  # there is a `/batch`

@@ -15,7 +15,7 @@ from agentgym.config import RunConfig
 from agentgym.data.items import Splits
 from agentgym.deploy.environment import environment_servers
 from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.engine import open_pool
+from agentgym.rollouts.engine import open_pool, openings
 from agentgym.rollouts.episode import ending, extract_action
 from agentgym.rollouts.pools import EnvPools
 from agentgym.steps.step import Kind
@@ -244,10 +244,10 @@ def check_replay(
         return {}
     with (
         environment_servers(cfg, False) as endpoints,
-        open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, instructions),
+        open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, guides),
     ):
         loop.run(_replay(pool, chosen, cfg.rollout.concurrency, checks))
-        return instructions
+        return openings(cfg, guides)
 
 
 async def _replay(

@@ -68,6 +68,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         ("num-items", positive, "items of each environment, the first ones"),
         ("num-samples", positive, "samples of each item"),
         ("temperature", float, "of the samples"),
+        ("examples", int, "worked examples after the instructions"),
         ("max-new-tokens", positive, "tokens of one action, at most"),
         ("context-tokens", positive, "tokens of the longest episode"),
         ("seed", int, "of the samples"),
@@ -126,7 +127,7 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
     names = (
         *("max_turns", "num_samples", "temperature", "max_new_tokens", "context_tokens", "seed"),
         *("concurrency", "min_coverage", "greedy", "deterministic", "action_format"),
-        *("instructions", "fail_on_error"),
+        *("instructions", "examples", "fail_on_error"),
     )
     changes: dict[str, Any] = {
         name: value for name in names if (value := getattr(arguments, name)) is not None

@@ -40,7 +40,7 @@ from agentgym.models.tensorfiles import StoredTensors
 from agentgym.models.transport import TransportBroken, use_interface_of
 from agentgym.rollouts.canary import Seen
 from agentgym.rollouts.collect import collect, in_order, require_valid, samples
-from agentgym.rollouts.engine import canary_of, episode_settings, shares_device
+from agentgym.rollouts.engine import canary_of, episode_settings, openings, shares_device
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
@@ -79,7 +79,7 @@ class RolloutWorker:
 
     async def start(self, plan: WorkerPlan) -> tuple[str, dict[str, str]]:
         """Begin with the plan's weights.
-        Result: (where this is, instructions by environment).
+        Result: (where this is, what episodes begin with, by environment).
         """
         set_threads()
         use_interface_of(node_address())  # weights come the way that Ray goes
@@ -99,10 +99,8 @@ class RolloutWorker:
         self._policy = open_policy(cfg, checkpoint, num_slots=plan.num_slots, version=plan.version)
         self._pool = EnvPools.of(cfg.envs, plan.endpoints)
         await self._pool.__aenter__()
-        instructions = await self._pool.check(cfg.envs, allow_expert=False)
-        return f"process {os.getpid()} on {socket.gethostname()}", (
-            instructions if cfg.rollout.instructions else {}
-        )
+        guides = await self._pool.check(cfg.envs, allow_expert=False)
+        return f"process {os.getpid()} on {socket.gethostname()}", (openings(cfg, guides))
 
     async def play(self, item: Item, sample: int, settings: EpisodeSettings) -> Trajectory:
         """One episode, with as many attempts as a failing environment may have; each has a

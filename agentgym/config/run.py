@@ -181,6 +181,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_examples(self) -> Self:
+        if self.rollout.examples and not self.rollout.instructions:
+            raise ValueError(
+                f"rollout.examples {self.rollout.examples} follow the instructions; set"
+                " rollout.instructions true, or examples 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_environments(self) -> Self:
         for env in self.envs:
             if env.dialect != "native" and not env.endpoints:

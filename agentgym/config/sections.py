@@ -208,6 +208,7 @@ class RolloutConfig(Section):
         32, "tokens of one observation; to check that the horizon fits the context"
     )
     instructions: bool = setting(False, "episodes begin with the environment's instructions")
+    examples: NonNegativeInt = setting(0, "worked examples shown after the instructions")
     action_format: Literal["plain", "react"] = setting(
         "plain", 'plain: the reply is the action; react: the text after "Action:"'
     )

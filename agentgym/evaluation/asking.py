@@ -11,14 +11,17 @@ from typing import Any
 
 from agentgym.config import RunConfig
 from agentgym.evaluation.protocol import EnvProtocol, EvaluationProtocol
+from agentgym.rollouts.guide import Guide
 from agentgym.store.manifest import sha256
 
 REACT = """\
 Answer in this form. First think, then name one action, alone on its line:
 Thought: your thoughts
 Action: your action"""
-# least tokens where nobody says how many: of a reply, of an observation, of all that comes before
-REPLY, OBSERVATION, FIRST = EnvProtocol.model_fields["max_new_tokens"].default, 512, 1024
+# least tokens where nobody says how many: of a reply, of an observation, of all that comes before,
+# of a worked example
+REPLY, OBSERVATION = EnvProtocol.model_fields["max_new_tokens"].default, 512
+FIRST, EXAMPLE = 1024, 1024
 # fields of a protocol that are the policy's own, and the settings of a run they come from
 OWN = {
     "instructions": "rollout.instructions",
@@ -47,7 +50,7 @@ def _with_room(
     if "max_new_tokens" not in kept:
         reply = max(reply, REPLY)
     if "context_tokens" not in kept:
-        wanted = FIRST + each.max_turns * (reply + observation)
+        wanted = FIRST + each.examples * EXAMPLE + each.max_turns * (reply + observation)
         context = max(context, wanted if window is None else min(wanted, window))
     if "max_new_tokens" not in kept:
         reply = min(reply, max(each.max_new_tokens, context // 2))
@@ -56,9 +59,21 @@ def _with_room(
     return EnvProtocol.model_validate({**each.model_dump(), **fields})
 
 
+def told_by(guides: Mapping[str, Guide], protocol: EvaluationProtocol) -> dict[str, str]:
+    """Return what the servers tell under the protocol, by environment: instructions and worked
+    examples. Errors: ConfigError where an environment offers too few of these.
+    """
+    return {
+        each.env.name: guides[each.env.name].opening(
+            each.env.name, each.examples, each.action_format
+        )
+        for each in protocol.envs
+    }
+
+
 def instructions_of(protocol: EvaluationProtocol, told: Mapping[str, str]) -> dict[str, str]:
-    """What episodes begin with, by environment: the servers' instructions, and the form of a reply
-    where it is not the action alone. told: by the servers.
+    """What episodes begin with, by environment: instructions and worked examples, and the form of a
+    reply where it is not the action alone. told: by the servers.
     """
     return {
         each.env.name: "\n\n".join(

@@ -62,6 +62,7 @@ class EnvProtocol(Section):
     max_new_tokens: PositiveInt = setting(512, "tokens of one action, at most")
     context_tokens: PositiveInt = setting(8192, "tokens of the longest episode")
     instructions: bool = setting(True, "episodes begin with the environment's instructions")
+    examples: NonNegativeInt = setting(0, "worked examples shown after the instructions")
     action_format: Literal["plain", "react"] = setting(
         "plain", 'plain: the reply is the action; react: the text after "Action:"'
     )
@@ -77,6 +78,11 @@ class EnvProtocol(Section):
             raise ValueError(
                 f"{self.env.name}: max_new_tokens {self.max_new_tokens} leaves no room in"
                 f" context_tokens {self.context_tokens}; raise the one or lower the other"
+            )
+        if self.examples and not self.instructions:
+            raise ValueError(
+                f"{self.env.name}: examples {self.examples} follow the instructions; set"
+                " instructions true, or examples 0"
             )
         if self.env.weight != 1.0:
             raise ValueError(
@@ -222,6 +228,7 @@ def protocol_of_run(
         "max_new_tokens": rollout.max_new_tokens,
         "context_tokens": cfg.model.context_tokens,
         "instructions": rollout.instructions,
+        "examples": rollout.examples,
         "action_format": rollout.action_format,
         "episode_timeout_s": rollout.episode_timeout_s,
         "max_attempts": rollout.max_attempts,

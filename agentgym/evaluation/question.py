@@ -25,6 +25,7 @@ PROTOCOL = (
     "model.context_tokens",
     "rollout.max_new_tokens",
     "rollout.instructions",
+    "rollout.examples",
     "rollout.action_format",
 )
 OF_EVALUATION = ("max_turns", "split", "temperature")
@@ -54,7 +55,7 @@ class Question:
 
 
 def question_asked(config: Mapping[str, Any], splits: Splits) -> Question:
-    """config: settings of an evaluation, by dotted path."""
+    """config: settings of an evaluation, by dotted path; an older one may lack some."""
     settings = config["evaluation"]
     listed: dict[str, list[str]] = {}
     for item in getattr(splits, settings["split"]):
@@ -66,7 +67,7 @@ def question_asked(config: Mapping[str, Any], splits: Splits) -> Question:
         },
         {env: sha256(canonical_json(ids)) for env, ids in listed.items()},
         {
-            **{name: config[name] for name in PROTOCOL},
+            **{name: config[name] for name in PROTOCOL if name in config},
             **{f"evaluation.{name}": settings[name] for name in OF_EVALUATION},
         },
     )

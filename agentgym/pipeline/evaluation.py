@@ -138,8 +138,9 @@ def _evaluate(
     tasks = {env.name: _tasks(env, items[env.name]) for env in cfg.envs}
     with (
         environment_servers(cfg, contender.needs_expert) as endpoints,
-        open_pool(cfg, endpoints, allow_expert=contender.needs_expert) as (pool, loop, told),
+        open_pool(cfg, endpoints, allow_expert=contender.needs_expert) as (pool, loop, guides),
     ):
+        told = asking.told_by(guides, protocol)
         policy = _policy(protocol, invited, told)
         identity = identity_of(protocol, items, tasks, policy, told)
         digest = digest_of(identity)

@@ -11,6 +11,7 @@ from agentgym.config import ConfigError, RunConfig
 from agentgym.data.items import has_lists, parse_item_id
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.local import check_local_env
+from agentgym.evaluation import asking
 from agentgym.evaluation.play import Table
 from agentgym.evaluation.policies import Contender, Seat, seated
 from agentgym.evaluation.protocol import EvaluationProtocol, items_of, protocol_of_run
@@ -49,8 +50,9 @@ def play_games(cfg: RunConfig, game: Game, tell: Tell, ask: Ask) -> list[Traject
     expert = contender.needs_expert
     with (
         environment_servers(playing, expert) as endpoints,
-        open_pool(playing, endpoints, allow_expert=expert) as (pool, loop, told),
+        open_pool(playing, endpoints, allow_expert=expert) as (pool, loop, guides),
     ):
+        told = asking.told_by(guides, protocol)
         for line in invited.lines(told) if game.policy else [told[game.env]]:
             tell(line)
 

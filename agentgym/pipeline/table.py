@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 SFT, PUBLISH = "agentgym.training.sft", ("agentgym.evaluation.publish",)
 # settings in a step's key, by dotted path
 MODEL = ("seed", "deterministic", "compute_device", "env", "mix", "model")
-CONVERSATION = ("rollout.instructions", "rollout.action_format")
+CONVERSATION = ("rollout.instructions", "rollout.examples", "rollout.action_format")
 DATA = ("seed", "data", "env", "mix", "warm_start.source")
 DEMONSTRATIONS = (*MODEL, "warm_start", *CONVERSATION, "rollout.episode_timeout_s")
 WARM_START = (*DEMONSTRATIONS, "learner")

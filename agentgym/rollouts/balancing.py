@@ -139,7 +139,14 @@ class Balancer:
             next(iter(self._client.known.values())),
             await self._client.ask(endpoint, "/info", InfoReply),
         )
-        for name in ("env", "options", "protocol_version", "offers_expert", "instructions"):
+        for name in (
+            "env",
+            "options",
+            "protocol_version",
+            "offers_expert",
+            "instructions",
+            "examples",
+        ):
             if getattr(info, name) != getattr(expected, name):
                 message = (
                     f"a server that came later has {name}={getattr(info, name)!r:.200}, the others"

@@ -32,6 +32,7 @@ from agentgym.rollouts.foreign import (
     unexpected,
     unreachable,
 )
+from agentgym.rollouts.guide import Guide
 from agentgym.types import Item
 from envs.plain import whole
 from envs.wire import MAX_ACTION_CHARS, StepReply
@@ -204,8 +205,8 @@ class AgentGymPool(ForeignPool):
         if self._http is not None:
             await self._http.close()
 
-    async def check(self, env: EnvConfig, *, allow_expert: bool) -> str:
-        """Refuse servers of another environment. Result: "", they have no instructions.
+    async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
+        """Refuse servers of another environment. Result: an empty guide, they have none.
         Errors: EnvError; ValueError naming the endpoint.
         """
         for endpoint in self.endpoints:
@@ -216,7 +217,7 @@ class AgentGymPool(ForeignPool):
                     f"{endpoint} says {greeting[:80]!r}, which no AgentGym server of {env.name}"
                     " does; correct env.endpoints"
                 )
-        return ""
+        return Guide()
 
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> AsyncIterator[AgentGymSession]:

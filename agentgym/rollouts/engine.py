@@ -20,6 +20,7 @@ from agentgym.models.transport import InProcess
 from agentgym.rollouts.canary import Canary, Seen
 from agentgym.rollouts.collect import collect, samples
 from agentgym.rollouts.episode import EpisodeSettings
+from agentgym.rollouts.guide import Guide
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
 from agentgym.rollouts.policies.engines import engine_dtype, open_policy, tolerance_of
@@ -152,6 +153,19 @@ def episode_settings(
     )
 
 
+def openings(cfg: RunConfig, guides: Mapping[str, Guide]) -> dict[str, str]:
+    """Return what episodes of a run begin with, by environment; empty: with the observation.
+    Errors: ConfigError where an environment offers too few worked examples.
+    """
+    rollout = cfg.rollout
+    if not rollout.instructions:
+        return {}
+    return {
+        env: guide.opening(env, rollout.examples, rollout.action_format)
+        for env, guide in guides.items()
+    }
+
+
 @contextmanager
 def open_engine(
     cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
@@ -162,9 +176,9 @@ def open_engine(
     policy = open_policy(cfg, checkpoint, num_slots=cfg.rollout.concurrency, version=version)
     # what lives by now lives on: collecting garbage need not look at a million imported objects
     gc.freeze()
-    with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, instructions):
+    with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, guides):
         try:
-            yield LocalEngine(cfg, checkpoint, policy, pool, loop, instructions)
+            yield LocalEngine(cfg, checkpoint, policy, pool, loop, openings(cfg, guides))
         finally:
             loop.cancel()  # rollouts nobody waits for
             loop.run(policy.close())
@@ -173,17 +187,16 @@ def open_engine(
 @contextmanager
 def open_pool(
     cfg: RunConfig, endpoints: Endpoints, *, allow_expert: bool
-) -> Iterator[tuple[EnvPools, LoopThread, dict[str, str]]]:
-    """A client of the servers, checked, the event loop it lives in, and the instructions
-    episodes begin with, by environment.
+) -> Iterator[tuple[EnvPools, LoopThread, dict[str, Guide]]]:
+    """A client of the servers, checked, the event loop it lives in, and what the servers tell a
+    language model, by environment.
     """
     loop = LoopThread()
     try:
         pool = EnvPools.of(cfg.envs, endpoints)
         loop.run(pool.__aenter__())
         try:
-            instructions = loop.run(pool.check(cfg.envs, allow_expert=allow_expert))
-            yield pool, loop, instructions if cfg.rollout.instructions else {}
+            yield pool, loop, loop.run(pool.check(cfg.envs, allow_expert=allow_expert))
         finally:
             loop.cancel()  # rollouts nobody waits for must not see the pool close under them
             loop.run(pool.__aexit__(None, None, None))

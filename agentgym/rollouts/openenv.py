@@ -35,6 +35,7 @@ from agentgym.rollouts.foreign import (
     unexpected,
     unreachable,
 )
+from agentgym.rollouts.guide import Guide
 from agentgym.types import Item
 from envs.wire import MAX_ACTION_CHARS, StepReply
 
@@ -183,9 +184,9 @@ class OpenEnvPool(ForeignPool):
         self._patience_s = patience_s
         self._fields: dict[str, Fields] = {}  # by endpoint
 
-    async def check(self, env: EnvConfig, *, allow_expert: bool) -> str:
+    async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
         """Refuse servers whose actions or observations are not texts, or not the same.
-        Result: "", there are no instructions.
+        Result: an empty guide, there is none.
 
         Errors: EnvError; ValueError naming the endpoint.
         """
@@ -196,7 +197,7 @@ class OpenEnvPool(ForeignPool):
                     f"{endpoint} has text fields {found}, {self.endpoints[0]} has {first}; name"
                     " servers of one environment"
                 )
-        return ""
+        return Guide()
 
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> AsyncIterator[OpenEnvSession]:

@@ -21,6 +21,7 @@ from agentgym.rollouts.client import (
     back_off,
     give_up,
 )
+from agentgym.rollouts.guide import Guide
 from agentgym.types import Endpoints, Item
 from envs.wire import (
     MAX_ACTION_CHARS,
@@ -159,18 +160,18 @@ class EnvPool:
     ) -> None:
         await self.client.__aexit__(kind, error, trace)
 
-    async def check(self, env: EnvConfig, *, allow_expert: bool) -> str:
+    async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
         """Refuse servers that are not what the run was configured for; those that come later are
         held to the same.
 
-        Result: the instructions. Errors: as `check_endpoints`.
+        Result: instructions and worked examples. Errors: as `check_endpoints`.
         """
         await self._balancer.resolve()
         found = await check_endpoints(
             self, expect_env=env.name, allow_expert=allow_expert, expect_options=env.options
         )
         self.client.known = dict(zip(self.endpoints, found, strict=True))
-        return found[0].instructions
+        return Guide(found[0].instructions, found[0].examples)
 
     async def info(self) -> list[InfoReply]:
         """What each endpoint is, in the order given. Errors: EnvError."""
@@ -236,7 +237,7 @@ class AnyPool(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
     def session(self, item: Item, request_key: str) -> AbstractAsyncContextManager[Any]: ...
-    async def check(self, env: EnvConfig, *, allow_expert: bool) -> str: ...
+    async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide: ...
 
 
 class EnvPools:
@@ -269,9 +270,9 @@ class EnvPools:
         """As `EnvPool.session`, of the item's environment."""
         return self._pools[item.env].session(item, request_key)
 
-    async def check(self, envs: Sequence[EnvConfig], *, allow_expert: bool) -> dict[str, str]:
+    async def check(self, envs: Sequence[EnvConfig], *, allow_expert: bool) -> dict[str, Guide]:
         """Refuse servers that are not what the run was configured for.
-        Result: environment -> its instructions.
+        Result: environment -> its guide.
 
         Errors: as `check_endpoints`.
         """

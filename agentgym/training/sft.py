@@ -28,7 +28,7 @@ from agentgym.models.checkpoint import (
 from agentgym.models.model import load_hub, new_model, set_threads, train_tokenizer
 from agentgym.records import decode_trajectories, encode_trajectories
 from agentgym.rollouts.collect import collect
-from agentgym.rollouts.engine import episode_settings, open_pool
+from agentgym.rollouts.engine import episode_settings, open_pool, openings
 from agentgym.rollouts.episode import (
     Episode,
     EpisodeSettings,
@@ -128,10 +128,10 @@ def demonstrate(
     the settings that tokens of it are made under. Errors: RolloutError for a failed episode.
     """
     rollout = cfg.rollout
-    with open_pool(cfg, endpoints, allow_expert=allow_expert) as (pool, loop, instructions):
+    with open_pool(cfg, endpoints, allow_expert=allow_expert) as (pool, loop, guides):
         settings = episode_settings(
             cfg,
-            instructions=instructions,
+            instructions=openings(cfg, guides),
             seed=cfg.seed,
             step=0,
             max_turns=sys.maxsize,

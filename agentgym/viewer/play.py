@@ -15,6 +15,7 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig
+from agentgym.evaluation.asking import told_by
 from agentgym.evaluation.policies import Contender, PolicyName, seated
 from agentgym.evaluation.protocol import EnvProtocol
 from agentgym.evaluation.request import EvaluationRequest
@@ -106,7 +107,8 @@ class Room:
                 _entered, stack, lambda: self._servers.use(env, expert=_needs_expert(contender))
             )
             pools = await stack.enter_async_context(EnvPools.of([env], {env.name: endpoints}))
-            told = await pools.check([env], allow_expert=True)  # nothing is learned here
+            guides = await pools.check([env], allow_expert=True)  # nothing is learned here
+            told = told_by(guides, protocol)
             item, key = Item(env.name, task_id, "play"), f"play-{secrets.token_hex(8)}"
             session = await stack.enter_async_context(pools.session(item, key))
             if contender is None:

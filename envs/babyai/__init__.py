@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args, get_type_hints
 
 from envs.babyai.agentgym import DIALECT
+from envs.babyai.examples import worked_examples
 from envs.babyai.levels import AGENTGYM_LEVELS, check_level, told_whole
 from envs.babyai.world import Options, World
 from envs.env import EnvSpec
@@ -93,6 +95,7 @@ def _served(chosen: dict[str, Any], parsed: Options) -> EnvSpec:
         options=chosen,
         offers_hints=True,
         probe_actions=("turn left", "turn right", "move forward"),
+        examples=partial(worked_examples, parsed),
         identity=lambda task_id: told_whole(parsed.levels, task_id),
     )
 

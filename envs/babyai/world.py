@@ -184,12 +184,9 @@ class World:
     def _refused(self, refusal: Refusal) -> str:
         if self.options.view == "agentgym":
             return views.agentgym_reply(refusal.reason, self._possible())
-        note = (
-            "invalid action"
-            if self.options.actions == "low" or not refusal.readable
-            else "invalid action: not possible here"
-        )
-        return views.compact(self.view, note=note)
+        if not refusal.readable:
+            return views.compact(self.view, note="invalid action", actions=self._possible())
+        return views.compact(self.view, note="invalid action: not possible here")
 
     def _possible(self) -> list[str]:
         return list(self.offered if self.options.actions == "high" else LOW)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 from envs.env import EnvSpec
+from envs.examples import recorded
 from envs.options import choose, nearest
 from envs.sciworld.agentgym import DIALECT
 from envs.sciworld.stock import make_pool
 from envs.sciworld.tasks import PUBLISHED, check_name, find_task
-from envs.sciworld.world import Options, Reward, World
+from envs.sciworld.world import Options, Protocol, Reward, World
 
-DEFAULTS: dict[str, Any] = {"tasks": "agentgym", "max_moves": 100, "reward": "normalised"}
+DEFAULTS: dict[str, Any] = {
+    "tasks": "agentgym",
+    "max_moves": 100,
+    "reward": "normalised",
+    "protocol": "own",
+}
+_CHOICES = {"reward": get_args(Reward), "protocol": get_args(Protocol)}
 
 INSTRUCTIONS = """\
 You are in a house with a laboratory and are given a science task. Rooms are joined by doors. Each \
@@ -32,7 +41,7 @@ its number alone. There is a limit on moves."""
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:
-    """Options: tasks, max_moves, reward; the README says what they mean.
+    """Options: tasks, max_moves, reward, protocol; the README says what they mean.
 
     Errors: ValueError in one line, naming the key or value and the nearest known one, or what is
     not installed and how to.
@@ -43,12 +52,13 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         raise ValueError(
             f"sciworld option max_moves: expected a whole number from 1, got {moves!r}"
         )
-    if chosen["reward"] not in get_args(Reward):
-        near = nearest(str(chosen["reward"]), list(get_args(Reward)))
-        raise ValueError(
-            f"sciworld option reward: unknown value {chosen['reward']!r}; did you mean {near!r}?"
-        )
-    parsed = Options(_tasks(chosen["tasks"]), moves, chosen["reward"])
+    for key, known in _CHOICES.items():
+        if chosen[key] not in known:
+            near = nearest(str(chosen[key]), known)
+            raise ValueError(
+                f"sciworld option {key}: unknown value {chosen[key]!r}; did you mean {near!r}?"
+            )
+    parsed = Options(_tasks(chosen["tasks"]), moves, chosen["reward"], protocol=chosen["protocol"])
     pool = make_pool()
     served = EnvSpec(
         name="sciworld",
@@ -69,10 +79,13 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             "env_engine_cpu_seconds": ("CPU seconds of the engine itself", lambda: pool.engine_s),
         },
         warm=pool.warm,
+        examples=partial(recorded, Path(__file__).with_name("examples.json")),
         close=pool.close,
         identity=lambda task_id: str(find_task(parsed.tasks, task_id)),
     )
-    theirs = Options(PUBLISHED, DEFAULTS["max_moves"], "agentgym", paid_at_reset=True)
+    theirs = Options(
+        PUBLISHED, DEFAULTS["max_moves"], "agentgym", paid_at_reset=True, protocol="agentgym"
+    )
     return replace(served, agentgym=replace(served, make=lambda: World(pool, theirs)))
 
 

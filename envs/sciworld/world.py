@@ -19,8 +19,15 @@ logger = logging.getLogger(__name__)
 # characters of an action that the engine reads: 16,000 of some letters take it seconds
 LONGEST = 1_000
 UNREADABLE = "No known action matches that input."  # the engine's whole answer
+GRAMMAR = (
+    "look around | inventory | task | wait | wait1 | go to ROOM | look at, look in, read, open,"
+    " close, pick up, put down, activate, deactivate, use, mix, eat, flush, disconnect or focus on"
+    " OBJECT | move OBJECT to OBJECT | pour or dunk OBJECT into OBJECT | use OBJECT on OBJECT |"
+    " connect OBJECT to OBJECT"
+)
 BROKEN = "The laboratory broke on this action. The episode is over."
 Reward = Literal["normalised", "agentgym"]
+Protocol = Literal["own", "agentgym"]
 
 SOLVED = 100  # full score
 NOT_SHOWN = ("terminal ", "air", "sewer")  # parts of every object, and what is everywhere
@@ -34,6 +41,8 @@ class Options:
     reward: Reward
     # the first observation's score was told with it; else the first turn pays it
     paid_at_reset: bool = False
+    # own: an answer to a malformed action ends with the grammar; agentgym: it is the engine's alone
+    protocol: Protocol = "own"
 
 
 class World:
@@ -98,13 +107,16 @@ class World:
         before, self._paid = self._paid, self._value()
         failed, solved = self.score < 0, self.score >= SOLVED
         over = failed or completed == "true"
+        malformed = observation == UNREADABLE
+        if malformed and self._options.protocol == "own":
+            observation = f"{UNREADABLE}\nExpected: {GRAMMAR}"
         return StepResult(
             observation,
             self._paid - before,
             terminated=over,
             truncated=not over and self.moves > self._options.max_moves,
             success=solved,
-            info=self._info(self.score) | ({INVALID: True} if observation == UNREADABLE else {}),
+            info=self._info(self.score) | ({INVALID: True} if malformed else {}),
         )
 
     def _info(self, score: int) -> dict[str, Any]:

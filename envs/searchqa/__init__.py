@@ -13,6 +13,7 @@ from envs.options import choose, nearest
 from envs.searchqa import questions, retrievers
 from envs.searchqa.agentgym import DIALECT
 from envs.searchqa.episode import Episode, Options
+from envs.searchqa.examples import worked_examples
 from envs.searchqa.flashrag import FlashRag
 from envs.searchqa.questions import Questions
 from envs.searchqa.retrievers import Retriever
@@ -95,6 +96,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             make=partial(Episode, asked, retriever, options),
             options=chosen,
             offers_hints=True,
+            examples=partial(worked_examples, options),
             probe_actions=("<search>town</search>", "<answer>none</answer>"),
             # a search of the embedded corpus takes 0.1 ms
             blocking=not isinstance(retriever, retrievers.Bm25),

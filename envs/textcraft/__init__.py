@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 from envs.env import EnvSpec
 from envs.options import choose, nearest
 from envs.textcraft.agentgym import DIALECT
+from envs.textcraft.examples import worked_examples
 from envs.textcraft.planner import Choices, shortest
 from envs.textcraft.recipes import Book, load_book, plain
-from envs.textcraft.world import Options, World, goals_of
+from envs.textcraft.world import Options, Protocol, World, goals_of
 
 DEFAULTS: dict[str, Any] = {
     "recipes": "",
@@ -19,6 +21,7 @@ DEFAULTS: dict[str, Any] = {
     "goals": [],
     "distractors": 10,
     "max_steps": 0,
+    "protocol": "own",
 }
 LEAST = {"min_depth": 1, "max_depth": 0, "distractors": 0, "max_steps": 0}
 
@@ -39,8 +42,8 @@ Anything else changes nothing. The task is over as soon as you have crafted the 
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:
-    """Options: recipes, digest, min_depth, max_depth, goals, distractors, max_steps; the README
-    says what they mean.
+    """Options: recipes, digest, min_depth, max_depth, goals, distractors, max_steps, protocol; the
+    README says what they mean.
 
     Errors: ValueError in one line, naming the key or value and the nearest known one.
     """
@@ -54,24 +57,35 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     for key in ("recipes", "digest"):
         if not isinstance(chosen[key], str):
             raise ValueError(f"textcraft option {key}: expected text, got {chosen[key]!r}")
+    if chosen["protocol"] not in get_args(Protocol):
+        near = nearest(str(chosen["protocol"]), get_args(Protocol))
+        raise ValueError(
+            f"textcraft option protocol: unknown value {chosen['protocol']!r}; did you mean"
+            f" {near!r}?"
+        )
     book = load_book(chosen["recipes"])
     if chosen["digest"] not in ("", book.digest):
         raise ValueError(
             f"textcraft option digest: {book.source} has digest {book.digest}, not"
             f" {chosen['digest']}: other recipes, other tasks"
         )
-    parsed = Options(_goals(book, chosen), chosen["distractors"], chosen["max_steps"])
-    return EnvSpec(
+    parsed = Options(
+        _goals(book, chosen), chosen["distractors"], chosen["max_steps"], chosen["protocol"]
+    )
+    served = EnvSpec(
         name="textcraft",
         dialect=DIALECT,
         instructions=INSTRUCTIONS,
         make=lambda: World(book, parsed),
         options={**chosen, "digest": book.digest},
         offers_hints=True,
+        examples=worked_examples,
         probe_actions=("inventory", *solution(book, parsed.goals[0]))[: parsed.max_steps or None],
         # other distractors make no other task
         identity=lambda task_id: parsed.goals[task_id % len(parsed.goals)],
     )
+    theirs = replace(parsed, protocol="agentgym")
+    return replace(served, agentgym=replace(served, make=lambda: World(book, theirs)))
 
 
 def solution(book: Book, goal: str) -> list[str]:

@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from envs.env import Expert, StepResult
 from envs.textcraft.planner import Planner, tree_lines
@@ -18,6 +18,10 @@ from envs.wire import FAMILY, INVALID
 LONGEST = 1000  # characters of an action that are looked at: nine ingredients need less than half
 ECHO_CHARS = 200  # of an action that could not be read
 EMPTY = "You are not carrying anything."
+Protocol = Literal["own", "agentgym"]
+GRAMMAR = (
+    "get <number> <item> | craft <number> <item> using <number> <item>, <number> <item> | inventory"
+)
 
 _ACTION = re.compile(
     r"get (?P<n>[1-9][0-9]{0,5}) (?P<item>.+)|craft (?:[0-9]{1,6} )?(?P<output>.+?) using"
@@ -33,10 +37,16 @@ class Options:
     goals: tuple[str, ...]
     distractors: int  # commands that do not lead to the goal, at most
     max_steps: int  # 0: no limit
+    # own: an answer to a malformed action ends with the grammar; agentgym: it is AgentGym's alone
+    protocol: Protocol = "own"
 
 
 class Refused(Exception):
     """An action that changes nothing; its text is the observation."""
+
+
+class Malformed(Refused):
+    """An action outside the grammar."""
 
 
 class World:
@@ -70,6 +80,8 @@ class World:
             observation, success = self._act(action)
         except Refused as refused:
             observation, success = str(refused), False
+            if isinstance(refused, Malformed) and self.options.protocol == "own":
+                observation += f"\nExpected: {GRAMMAR}"
             info[INVALID] = True
         truncated = not success and self.num_steps == self.options.max_steps
         self._ended = success or truncated
@@ -105,11 +117,11 @@ class World:
     def _act(self, action: str) -> tuple[str, bool]:
         """(observation, whether the goal was crafted). Errors: Refused."""
         if len(action) > LONGEST:
-            raise Refused(_unreadable(action))
+            raise Malformed(_unreadable(action))
         text = normalise(action)
         match = _ACTION.fullmatch(text)
         if match is None:
-            raise Refused(_unreadable(text))
+            raise Malformed(_unreadable(text))
         n, item, output, given, _ = match.groups()
         if item is not None:
             return self._get(int(n), item), False
@@ -128,7 +140,7 @@ class World:
         for part in listed.split(","):
             match = _PART.fullmatch(part.strip())
             if match is None:
-                raise Refused(f"Wrong item format: {_short(part.strip())}")
+                raise Malformed(f"Wrong item format: {_short(part.strip())}")
             given[match[2]] = given.get(match[2], 0) + int(match[1])
         if any(self.inventory.get(name, 0) < n for name, n in given.items()):
             raise Refused(f"Could not find enough items to craft {_short(item_id(output))}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from envs.env import EnvSpec
+from envs.examples import recorded
 from envs.options import choose, nearest, secret_variable
 from envs.webarena.agentgym import DIALECT
 
@@ -89,11 +90,8 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     executable = find_browser(_text(chosen, "browser"))
     embedded = chosen["sites"] == "embedded"
     sites = Embedded.addresses() if embedded else _addresses(chosen["sites"])
-    tasks = load(
-        _tasks_file(chosen),
-        sites,
-        skip_missing=_one_of(chosen, "missing_sites", ("refuse", "skip")) == "skip",
-    )
+    skips = _one_of(chosen, "missing_sites", ("refuse", "skip")) == "skip"
+    tasks = load(_tasks_file(chosen), sites, skip_missing=skips)
     check_calls(tasks.values(), embedded=embedded)
     concurrency = _whole(chosen, "concurrency", 0, 1024) or 2 * (os.cpu_count() or 1)
     seed = _whole(chosen, "seed", 0, 2**31 - 1)
@@ -128,6 +126,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         blocking=True,
         awaited=True,
         close=place.stop,
+        examples=partial(recorded, Path(__file__).with_name("examples.json")),
         identity=partial(identity, tasks),
     )
 

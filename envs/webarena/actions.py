@@ -124,7 +124,7 @@ def parse(reply: str) -> Action:
     if kind not in _COMPILED:
         raise NoAction(
             "There is no action in the reply. Write one in triple backticks, for example ```click"
-            f" [12]```. Got: {_short(text)}"
+            f" [12]```; the forms are: {', '.join(_FORMS.values())}. Got: {_short(text)}"
         )
     found = _COMPILED[kind].fullmatch(text)
     if found is None:

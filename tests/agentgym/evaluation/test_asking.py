@@ -29,6 +29,7 @@ def test_every_turn_has_room_for_a_reply_and_an_observation():
     ("given", "expected"),
     [
         ({"instructions": False}, (512, 4096, False)),
+        ({"instructions": True, "examples": 2}, (512, 4096 + 2 * 1024, True)),
         ({"max_new_tokens": 40}, (40, 1024 + 3 * (40 + 512), True)),
         ({"max_new_tokens": 500}, (500, 1024 + 3 * (500 + 512), True)),
         ({"context_tokens": 600}, (300, 600, True)),  # the reply is what gives way

@@ -49,6 +49,8 @@ def test_each_environment_has_its_own_turns_temperature_format_items_and_samples
         ({"envs": [{**BABYAI, "items": {"ids": ["textcraft_1"]}}]}, "no item of babyai"),
         ({"envs": [{**BABYAI, "items": {"ids": ["babyai_1", "babyai_1"]}}]}, "twice"),
         ({"envs": [{**BABYAI, "max_new_tokens": 9000}]}, "leaves no room"),
+        ({"envs": [{**BABYAI, "instructions": False, "examples": 1}]}, "follow the instructions"),
+        ({"envs": [{**BABYAI, "examples": -1}]}, "envs.0.examples"),
         ({"envs": [{**BABYAI, "env": {"name": "babyai", "weight": 2.0}}]}, "weight"),
     ],
 )

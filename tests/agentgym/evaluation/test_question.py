@@ -19,6 +19,7 @@ CONFIG = {
     "model.context_tokens": 512,
     "rollout.max_new_tokens": 6,
     "rollout.instructions": False,
+    "rollout.examples": 0,
     "rollout.action_format": "plain",
     "rollout.engine": "torch",
     "evaluation": {"max_turns": 12, "split": "test", "temperature": 1.0, "num_items": 2, "seed": 1},
@@ -32,6 +33,14 @@ def splits(*test):
 
 LISTS = splits(("babyai", 1), ("textcraft", 7), ("babyai", 2))
 QUESTION = question_asked(CONFIG, LISTS)
+
+
+def test_a_setting_that_an_older_evaluation_lacks_differs_from_nothing():
+    older = question_asked(
+        {name: value for name, value in CONFIG.items() if name != "rollout.examples"}, LISTS
+    )
+    assert other_question(QUESTION, older) == ""
+    assert other_question(older, QUESTION) == ""
 
 
 def test_more_items_more_samples_another_engine_or_weight_are_the_same_question():

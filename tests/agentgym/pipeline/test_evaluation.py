@@ -295,6 +295,13 @@ def test_a_hosted_model_is_told_the_rules_and_has_room_to_answer(cfg):
         assert told.startswith(system["content"])
         assert "Action: your action" in told
 
+        shown = {"instructions": True, "examples": 1}
+        worked = evaluate_policy(cfg, ask(stub.url, changes={**alone, **shown}))
+        told = stub.asked[-1]["messages"][0]["content"]
+        assert told.startswith(system["content"])
+        assert "Example 1\nObservation: goal: go to the yellow key\n" in told
+        assert "Example 2" not in told
+
         # what somebody chose holds
         chosen = {"instructions": False, "max_new_tokens": 9, "context_tokens": 300}
         bare = evaluate_policy(cfg, ask(stub.url, changes={**alone, **chosen}))
@@ -306,8 +313,8 @@ def test_a_hosted_model_is_told_the_rules_and_has_room_to_answer(cfg):
         assert stub.asked[-1]["max_tokens"] == 700  # more than the run's whole context
         again = evaluate_policy(cfg, ask(stub.url, changes=alone))
         assert (again.how, again.result.digest) == ("done", found.result.digest)
-    asked = [each.result for each in (found, formed, bare, kept, long)]
-    assert len({each.digest for each in asked}) == 5
+    asked = [each.result for each in (found, formed, worked, bare, kept, long)]
+    assert len({each.digest for each in asked}) == 6
     # one protocol: what a model is told is its own, and results compare
     chance = evaluate_policy(cfg, ask("random", changes=alone))
     assert set(align(chance.result, found.result)) == {"babyai"}

@@ -34,11 +34,20 @@ def confirm_all(cfg):
     assert {str(run_step(name, cfg)) for name in steps_of(cfg)} == {"done"}
 
 
-def test_demonstrations_in_another_action_format_are_another_step(tmp_path, tiny_params):
-    plain = load_config(tiny_params(tmp_path))
-    react = load_config(tiny_params(tmp_path), ["rollout.action_format=react"])
+@pytest.mark.parametrize(
+    ("settings", "changed"),
+    [
+        ([], ["rollout.action_format=react"]),
+        (["rollout.instructions=true"], ["rollout.examples=1"]),
+    ],
+)
+def test_demonstrations_in_another_conversation_are_another_step(
+    tmp_path, tiny_params, settings, changed
+):
+    plain = load_config(tiny_params(tmp_path), settings)
+    other = load_config(tiny_params(tmp_path), [*settings, *changed])
     step = steps_of(plain)["initialize"]
-    assert semantic_of(step, plain) != semantic_of(step, react)
+    assert semantic_of(step, plain) != semantic_of(step, other)
 
 
 @pytest.mark.parametrize("opened_before", [False, pytest.param(True, marks=pytest.mark.slow)])

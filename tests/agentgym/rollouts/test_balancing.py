@@ -164,6 +164,12 @@ def test_a_server_that_comes_later_must_be_like_the_others(monkeypatch):
                     EnvError, match=r"a server that came later has options=.*'view': 'agentgym'"
                 ):
                     await play(pool, "key")
+                for endpoint, info in pool.client.known.items():  # as of a server without any
+                    pool.client.known[endpoint] = info.model_copy(update={"examples": ()})
+            table["envs.test"] = ["127.0.0.7"]
+            async with server_at("127.0.0.7", port):
+                with pytest.raises(EnvError, match="a server that came later has examples="):
+                    await play(pool, "another key")
 
     asyncio.run(main())
 

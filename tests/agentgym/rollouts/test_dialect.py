@@ -8,6 +8,7 @@ import pytest
 from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.dialect import AgentGymPool
+from agentgym.rollouts.guide import Guide
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Item
 from envs.sciworld.gold import solution
@@ -22,7 +23,7 @@ def test_an_episode_is_played_in_agentgyms_protocol_and_closed(serving):
     async def main(endpoint, sessions):
         env = EnvConfig(name="babyai", dialect="agentgym", endpoints=(f"{endpoint}/agentgym",))
         async with EnvPools.of([env], {"babyai": env.endpoints}) as pools:
-            assert await pools.check([env], allow_expert=False) == {"babyai": ""}
+            assert await pools.check([env], allow_expert=False) == {"babyai": Guide()}
             async with pools.session(Item("babyai", 0), "key") as session:
                 assert session.observation.startswith("Your goal: go to the red ball")
                 reply = await session.step("turn left")

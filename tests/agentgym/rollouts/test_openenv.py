@@ -19,6 +19,7 @@ from agentgym.config import EnvConfig, RunConfig
 from agentgym.deploy.owned import owned_process, tail
 from agentgym.rollouts import openenv as client
 from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.guide import Guide
 from agentgym.rollouts.openenv import OpenEnvPool
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Item
@@ -67,7 +68,7 @@ def test_gold_episodes_on_openenvs_own_server(openenv, gold, tmp_path, name):
     async def main(url):
         env = configured(name, url)
         async with EnvPools.of([env], {name: env.endpoints}) as pools:
-            assert await pools.check([env], allow_expert=False) == {name: ""}
+            assert await pools.check([env], allow_expert=False) == {name: Guide()}
             replies = await asyncio.gather(
                 *(follow(pools, name, task, *gold(name, task)) for task in TASKS)
             )

@@ -222,8 +222,8 @@ def test_servers_that_are_not_what_was_configured_are_refused(serving, monkeypat
                     allow_expert=False,
                     expect_options={"actions": "high"},
                 )
-            monkeypatch.setattr(pools, "PROTOCOL_VERSION", 3)
-            with pytest.raises(ValueError, match="protocol version 2, this client 3"):
+            monkeypatch.setattr(pools, "PROTOCOL_VERSION", 4)
+            with pytest.raises(ValueError, match="protocol version 3, this client 4"):
                 await check_endpoints(pool, expect_env="babyai", allow_expert=False)
             monkeypatch.undo()
         async with pool_of(expert) as pool:

@@ -44,6 +44,7 @@ def test_a_task_is_told_in_a_few_words():
     assert (
         world.step("fly").observation
         == "invalid action\nsee: green key 2 ahead 1 right, wall 6 ahead"
+        "\nactions: turn left, turn right, move forward, pickup, drop, toggle"
     )
     assert world.step("move forward").observation == "see: green key 1 ahead 1 right, wall 5 ahead"
     world.step("move forward")
@@ -54,6 +55,17 @@ def test_a_task_is_told_in_a_few_words():
         True,
         True,
     )
+
+
+def test_a_malformed_action_is_answered_with_the_actions_and_an_impossible_one_is_not():
+    world = world_of(levels=["GoToObj"], actions="high")
+    world.reset(0)
+    told = world.step("fly").observation.splitlines()
+    assert told[0] == "invalid action"
+    assert told[-1] == f"actions: {', '.join(world.hints())}"
+    told = world.step("drop").observation
+    assert told.startswith("invalid action: not possible here\n")
+    assert "actions:" not in told
 
 
 def test_what_is_carried_is_told_until_it_is_dropped():

@@ -12,7 +12,8 @@ from envs.registry import load_spec
         ({"tasks": ["boill"]}, "unknown task 'boill'; did you mean 'boil'"),
         ({"tasks": []}, 'expected "agentgym" or a list of task names'),
         ({"max_moves": 0}, "max_moves: expected a whole number from 1, got 0"),
-        ({"reward": "agentgim"}, "did you mean 'agentgym'"),
+        ({"reward": "agentgim"}, "option reward: .* did you mean 'agentgym'"),
+        ({"protocol": "agentgim"}, "option protocol: .* did you mean 'agentgym'"),
     ],
 )
 def test_bad_options_are_named(options, message):

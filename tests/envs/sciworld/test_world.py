@@ -1,13 +1,16 @@
 """None"""
 
 import json
+import re
 import time
 from types import SimpleNamespace
 
 import pytest
 
 from envs.env import ExpertFailed
+from envs.sciworld import INSTRUCTIONS
 from envs.sciworld.gold import solution
+from envs.sciworld.world import GRAMMAR, UNREADABLE
 
 FIND_LIVING = 2936 + 3  # five moves
 
@@ -45,8 +48,19 @@ def test_a_solved_task_pays_one_in_parts_that_follow_the_score(world):
 def test_what_the_engine_cannot_read_is_an_invalid_action(world):
     playing = world()
     playing.reset(FIND_LIVING)
-    assert playing.step("fly to the moon").info["invalid"]
+    told = playing.step("fly to the moon")
+    assert told.info["invalid"]
+    first, grammar = told.observation.split("\n")
+    assert first == UNREADABLE
+    assert grammar.startswith("Expected: look around | inventory | task | ")
     assert "invalid" not in playing.step("look around").info
+    theirs = world(protocol="agentgym")
+    theirs.reset(FIND_LIVING)
+    assert theirs.step("fly to the moon").observation == UNREADABLE
+
+
+def test_the_grammar_of_the_answer_is_that_of_the_instructions():
+    assert set(re.findall("[a-z]+", GRAMMAR)) - {"or"} <= set(re.findall("[a-z0-9]+", INSTRUCTIONS))
 
 
 def test_a_failed_task_is_over_and_worth_nothing(world):

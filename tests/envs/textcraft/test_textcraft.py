@@ -58,6 +58,7 @@ def test_the_figures_of_the_readme_are_those_of_the_recipes():
         ({"min_depth": 0}, "from 1, got 0"),
         ({"distractors": -1}, "option distractors"),
         ({"max_steps": True}, "option max_steps"),
+        ({"protocol": "agentgim"}, "option protocol: .* did you mean 'agentgym'"),
         ({"min_depth": 9}, "depths here go from 1 to 4"),
         ({"min_depth": 3, "max_depth": 2}, "no goal is left"),
         ({"goals": ["stik"]}, "did you mean 'stick'"),

@@ -14,6 +14,11 @@ import envs.textcraft
 from envs.textcraft import spec
 from envs.textcraft.world import ECHO_CHARS, normalise
 
+EXPECTED = (
+    "\nExpected: get <number> <item> | craft <number> <item> using <number> <item>, <number> <item>"
+    " | inventory"
+)
+
 
 def world_of(**options):
     return spec(options).make()
@@ -157,22 +162,25 @@ def test_two_kinds_in_one_recipe_are_told_apart():
         ("get 1 oak planks", "Could not find oak planks"),  # craftable
         ("get 1 planks", "Could not find planks"),  # a kind
         ("get 1 unobtainium", "Could not find unobtainium"),
-        ("get 0 oak log", "Could not execute get 0 oak log"),
-        ("get -1 oak log", "Could not execute get -1 oak log"),
-        ("get ٣ oak log", "Could not execute get ٣ oak log"),  # a digit, but of another script
-        ("get oak log", "Could not execute get oak log"),
-        ("", "Could not execute "),
+        ("get 0 oak log", "Could not execute get 0 oak log" + EXPECTED),
+        ("get -1 oak log", "Could not execute get -1 oak log" + EXPECTED),
+        (
+            "get ٣ oak log",
+            "Could not execute get ٣ oak log" + EXPECTED,
+        ),  # a digit, but of another script
+        ("get oak log", "Could not execute get oak log" + EXPECTED),
+        ("", "Could not execute " + EXPECTED),
         ("inventory", "Inventory: You are not carrying anything."),
         ("inventory now", "Inventory: You are not carrying anything."),
-        ("craft 1 lever", "Could not extract recipe from craft 1 lever"),
-        ("craft 1 lever using stick", "Wrong item format: stick"),
-        ("craft 1 lever using 1 stick,", "Wrong item format: "),
-        ("craft 1 lever using 0 stick", "Wrong item format: 0 stick"),
+        ("craft 1 lever", "Could not extract recipe from craft 1 lever" + EXPECTED),
+        ("craft 1 lever using stick", "Wrong item format: stick" + EXPECTED),
+        ("craft 1 lever using 1 stick,", "Wrong item format: " + EXPECTED),
+        ("craft 1 lever using 0 stick", "Wrong item format: 0 stick" + EXPECTED),
         (
             "craft 1 lever using 1 cobblestone, 1 stick",
             "Could not find enough items to craft minecraft:lever",
         ),
-        ("x" * 5000, "Could not execute " + "x" * ECHO_CHARS + "..."),
+        ("x" * 5000, "Could not execute " + "x" * ECHO_CHARS + "..." + EXPECTED),
         (
             "craft 1 a using " + "1 b, " * 3000,
             "Could not extract recipe from craft 1 a using 1 b, ",
@@ -184,7 +192,18 @@ def test_every_text_gets_an_answer_that_says_what_came_of_it(action, observation
     world.reset(0)
     told = world.step(action).observation
     assert told == observation or (len(action) > 10_000 and told.startswith(observation))
-    assert len(told) < 300
+    assert len(told) < 400
+
+
+def test_under_agentgyms_protocol_a_malformed_action_is_answered_as_there():
+    texts = {
+        "open sesame": "Could not execute open sesame",
+        "craft 1 a using b": "Wrong item format: b",
+    }
+    world, served = world_of(protocol="agentgym"), spec({}).agentgym.make()
+    for each in (world, served):
+        each.reset(0)
+        assert {text: each.step(text).observation for text in texts} == texts
 
 
 @settings(max_examples=400, deadline=None)

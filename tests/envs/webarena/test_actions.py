@@ -82,3 +82,11 @@ def test_any_text_is_an_action_or_a_reason(reply):
     except NoAction:
         return
     assert parse(f"```{action}```") == action  # what is printed reads the same again
+
+
+def test_a_reply_without_action_is_answered_with_every_form():
+    with pytest.raises(NoAction) as refused:
+        parse("I think so.")
+    forms = str(refused.value).partition("the forms are: ")[2]
+    for form in ("click [id]", "type [id] [text] [1 or 0]", "scroll [down or up]", "stop [answer]"):
+        assert form in forms

@@ -1,0 +1,57 @@
+"""Worked examples: short plays by an expert that show a language model the form of actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from envs.env import Expert, Simulator
+from envs.wire import Example, ExampleTurn
+
+_EXAMPLES = TypeAdapter(tuple[Example, ...])
+
+
+class Script:
+    """An expert that takes these actions."""
+
+    def __init__(self, actions: Iterable[str]) -> None:
+        self._left = iter(actions)
+
+    def next_action(self) -> str:
+        return next(self._left)
+
+
+def played(
+    simulator: Simulator,
+    task_id: int,
+    expert: Callable[[], Expert] | None = None,
+    reply: Callable[[str], str] = str,
+) -> Example:
+    """Play a task to its end and close the simulator.
+
+    expert: makes one after the reset, else the simulator's own; reply: the text that takes an
+    action.
+    """
+    try:
+        first, turns = simulator.reset(task_id), []
+        guide = (expert or simulator.expert)()
+        while True:
+            action = reply(guide.next_action())
+            result = simulator.step(action)
+            turns.append(ExampleTurn(action=action, observation=result.observation))
+            if result.terminated or result.truncated:
+                assert result.success, f"the example of task {task_id} is not solved"
+                return Example(observation=first, turns=tuple(turns))
+    finally:
+        simulator.close()
+
+
+def recorded(path: Path) -> tuple[Example, ...]:
+    """Read what `record` wrote."""
+    return _EXAMPLES.validate_json(path.read_bytes())
+
+
+def record(path: Path, examples: tuple[Example, ...]) -> None:
+    path.write_bytes(_EXAMPLES.dump_json(examples, indent=1) + b"\n")

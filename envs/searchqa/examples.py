@@ -1,0 +1,47 @@
+"""Worked examples: two questions over the embedded corpus that are in neither list."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from envs.examples import played
+from envs.searchqa import retrievers
+from envs.searchqa.episode import Episode, Options
+from envs.searchqa.questions import Hop, Question
+from envs.wire import Example
+
+QUESTIONS = (
+    Question(
+        "In what year was the Skarn Observatory opened?",
+        ("1809",),
+        "example",
+        (Hop("Skarn Observatory opened", "Skarn Observatory", "1809"),),
+    ),
+    Question(
+        "Whom did the founder of the Ziskix Foundry marry?",
+        ("Drolard Daevdell",),
+        "example",
+        (
+            Hop("Ziskix Foundry founder", "Ziskix Foundry", "Krarith Glildall"),
+            Hop("Krarith Glildall married", "Krarith Glildall", "Drolard Daevdell"),
+        ),
+    ),
+)
+
+
+@cache
+def worked_examples(options: Options) -> tuple[Example, ...]:
+    """With as many and as long documents as these options show, whatever index is asked."""
+    options = replace(options, mode="strict")
+    reply = _thoughtful if options.protocol == "agentgym" else str
+    return tuple(
+        played(Episode(QUESTIONS, retrievers.embedded(), options), task, reply=reply)
+        for task in range(len(QUESTIONS))
+    )
+
+
+def _thoughtful(action: str) -> str:
+    """The action after a thought, which AgentGym's protocol asks for in every reply."""
+    thought = "I have to look this up." if "<search>" in action else "The documents tell it."
+    return f"<think>{thought}</think>\n{action}"
