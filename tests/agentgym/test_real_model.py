@@ -33,7 +33,13 @@ SETTINGS = {
     "extends": str(ROOT / "profiles" / "textcraft-cpu.yaml"),
     "model": {"source": "hub", "name": str(FOLDER), "dtype": "auto", "context_tokens": 512},
     "warm_start": {"num_demos": 2, "steps": 1, "batch_size": 2},
-    "rollout": {"items_per_step": 2, "group_size": 2, "max_new_tokens": 12, "concurrency": 4},
+    "rollout": {
+        "items_per_step": 2,
+        "group_size": 2,
+        "max_new_tokens": 12,
+        "concurrency": 4,
+        "instructions": False,
+    },
     "horizon": {"kind": "fixed", "max_turns": [2], "stage_steps": [3]},
     "optimizer": {"lr": 2e-5, "warmup_steps": 0},
     # two turns solve nothing: without it no step would change a weight
