@@ -15,10 +15,15 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from agentgym.config import load_config
 from agentgym.pipeline.table import finished, open_store
@@ -51,24 +56,40 @@ def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
         name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
     }
     environment["PREFECT_HOME"] = str(state / "prefect")
-    seconds, cpu, printed = [], [], []
+    seconds, cpu, printed, peaks = [], [], [], []
     for _ in range(2):
         began, cpu_began = time.perf_counter(), _cpu_of_children()
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, check=True, timeout=7200, stdout=subprocess.PIPE
-        )
+        with peak_memory() as peak:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=environment,
+                check=True,
+                timeout=14400,
+                stdout=subprocess.PIPE,
+            )
         printed.append(done.stdout.decode())
         sys.stdout.write(printed[-1])
+        peaks.append(round(peak["bytes"] / 2**30, 2))
         seconds.append(round(time.perf_counter() - began, 1))
         cpu.append(round(_cpu_of_children() - cpu_began, 1))
     pace = re.search(r"^pace +(\d+) times the reference work, ([\d.]+) s", printed[0], re.M)
     parts = re.search(r"^time +(.+)$", printed[0], re.M)
     assert pace is not None
     assert parts is not None
+    expected = re.search(r"^the whole run takes about (.+) \(", printed[0], re.M)
+    audit = [sys.executable, "-m", "agentgym", "audit", "--episodes", "8", "--params", str(params)]
+    for override in overrides:
+        audit += ["--set", override]
+    audited = subprocess.run(audit, cwd=ROOT, env=environment, timeout=7200, check=False)
     cfg = load_config(params, overrides)
     store = open_store(cfg)
     steps = finished(cfg, store)
     return {
+        "peak_gib": peaks[0],  # of all processes of the run, what they share counted once
+        "disk_gib": round(sum(_disk(path) for path in state.rglob("*")) / 2**30, 2),
+        "said_before": expected[1] if expected else None,
+        "audit": "passed" if audited.returncode == 0 else f"exit code {audited.returncode}",
         "seed": seed,
         "learning_curve": store.read(steps["report"], "learning_curve.png"),
         "wall_s": seconds[0],
@@ -90,6 +111,34 @@ def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
             if name.startswith("evaluate-")
         },
     }
+
+
+@contextmanager
+def peak_memory(every_s: float = 1.0) -> Iterator[dict[str, int]]:
+    """`bytes`: the most memory that all children of this process held at one time."""
+    peak, ended = {"bytes": 0}, threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(every_s):
+            held = 0
+            for each in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):
+                    held += each.memory_full_info().pss
+            peak["bytes"] = max(peak["bytes"], held)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _disk(path: Path) -> float:
+    """Bytes on the disk; a file that several names link to counts once."""
+    found = path.lstat()
+    return 0 if path.is_dir() else found.st_blocks * 512 / found.st_nlink
 
 
 def _cpu_of_children() -> float:

@@ -159,9 +159,12 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         say("pretrained model, settings with defaults of their own:")
     for each in chosen:
         say(f"  {each}")
-    if chosen and not cfg.rollout.instructions and not cfg.warm_start.enabled:
+    if chosen and not cfg.rollout.instructions:
         say(
-            "warning: rollout.instructions false and warm_start.enabled false: the model is never"
-            " told the environment's grammar; set one of them true"
+            "note: rollout.instructions false: the model learns the environment's grammar from"
+            f" warm_start.num_demos {cfg.warm_start.num_demos} alone"
+            if cfg.warm_start.enabled
+            else "warning: rollout.instructions false and warm_start.enabled false: the model is"
+            " never told the environment's grammar; set one of them true"
         )
     return 0

@@ -118,6 +118,7 @@ def test_plan_says_what_a_pretrained_model_takes_and_which_settings_it_got(
     assert "of weights a checkpoint" in printed
     assert "min (" in printed
     assert "rollout.instructions             false   usual: true; it has never seen" in printed
+    assert "note: rollout.instructions false: the model learns the environment's grammar" in printed
     assert "warning" not in printed
     assert main(["plan", *own, profile, "--set", "warm_start.enabled=false"]) == 0
     assert "warning: rollout.instructions false and warm_start.enabled" in capsys.readouterr().out
