@@ -18,7 +18,8 @@ class Kind(StrEnum):
     """What a step does. Its name is for people and for the store."""
 
     PREPARE = "prepare"  # the items
-    INITIALIZE = "initialize"  # demonstrations, and the model before any training
+    DEMONSTRATE = "demonstrate"  # the episodes that training imitates
+    INITIALIZE = "initialize"  # the model before any training
     TRAIN = "train"  # a stage of the curriculum, or the warm start before it
     EVALUATE = "evaluate"
     REGISTER = "register"

@@ -27,7 +27,14 @@ from agentgym.training import offline
 from agentgym.training.offline import dataset_of, preference_pairs, successes
 from agentgym.types import Item, Status, Trajectory
 
-BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
+BEFORE = (
+    "prepare",
+    "demonstrate",
+    "initialize",
+    "evaluate-initialize",
+    "warm-start",
+    "evaluate-warm-start",
+)
 DRIVER = """
 import os, signal, sys
 import agentgym.store.posix as posix
@@ -256,13 +263,13 @@ def test_a_stage_is_computed_by_its_own_loop_and_keyed_by_what_it_reads(tmp_path
         assert "agentgym.training.offline" in sources[recipe]
         assert "agentgym.training.rl" not in sources[recipe]
     assert steps["dpo"]["stage-2"].parents == ("prepare", "stage-1")
-    assert steps["sft"]["stage-2"].parents == ("prepare", "stage-1", "initialize")
-    assert steps["agent_evol"]["stage-1"].parents == ("prepare", "warm-start", "initialize")
+    assert steps["sft"]["stage-2"].parents == ("prepare", "stage-1", "demonstrate")
+    assert steps["agent_evol"]["stage-1"].parents == ("prepare", "warm-start", "demonstrate")
     assert steps["agent_evol"]["stage-2"].parents == (
         "prepare",
         "stage-1",
         "warm-start",
-        "initialize",
+        "demonstrate",
     )
 
 
