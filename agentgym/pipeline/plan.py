@@ -53,11 +53,14 @@ def writing(cfg: RunConfig) -> Writing | None:
     """By the newest commit of a stage or of the warm start; None where none was made yet."""
     table = steps_of(cfg)
     training = {step.name for step in table.values() if step.kind is Kind.TRAIN}
-    known = [head for head in open_store(cfg).heads() if head.step in training and head.blobs]
+    store = open_store(cfg)
+    known = [head for head in store.heads() if head.step in training and head.blobs]
     if not known:
         return None
-    size = sum(blob.size for blob in known[-1].blobs.values())
-    settings = cfg.store
+    settings, last = cfg.store, known[-1]
+    # a step that is done may keep less than its commits before
+    commits = store.history(last.step, last.key, after=last.seq - settings.commit_every - 1)
+    size = max(sum(blob.size for blob in commit.blobs.values()) for commit in commits)
     counts = [
         sum(step % settings.commit_every == 0 for step in range(each.first_step, each.last_step))
         + 1

@@ -223,6 +223,7 @@ def _training(
         start=start if penalized or loop.begins_anew else "",
         demonstrations=DEMONSTRATE if loop.imitates or compares else "",
         stage=stage,
+        is_continued=loop.keeps_optimizer and stage.index < num_stages,
         headline=True,
     )
 

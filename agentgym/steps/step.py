@@ -45,6 +45,7 @@ class Step:
     told: tuple[str, ...] = ()  # what a report tells of, in its order
     registration: str = ""
     stage: Stage | None = None  # of the curriculum
+    is_continued: bool = False  # a later step goes on with its optimizer's state
     headline: bool = False  # its metrics also show on the parent run in MLflow
 
     @property

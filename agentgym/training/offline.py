@@ -312,7 +312,8 @@ def _plan_learner(
     cfg = ctx.cfg
     anew = cfg.algorithm.loop.begins_anew and trained is None
     begun = ctx.start if anew else trained or start
-    before = trained or (start if not _explores(cfg) and "stream_position" in start.state else None)
+    goes_on = cfg.algorithm.loop.keeps_optimizer and "stream_position" in start.state
+    before = trained or (start if goes_on else None)
     return LearnerPlan(
         architecture=checkpoint.architecture,
         weights=ctx.policy(begun),

@@ -124,7 +124,7 @@ def take(context, step, last, weights=None):
         done=step == last,
         state={"global_step": step},
         files={"config.json": b"{}"},
-        snapshot=lambda: Snapshot({"weights": Held(weights or b"%d" % step)}),
+        snapshot=lambda with_optimizer: Snapshot({"weights": Held(weights or b"%d" % step)}),
         points=[Point(step, 1000 + step, {"loss": 0.5})],
     )
 
@@ -210,7 +210,7 @@ def test_the_commit_that_did_best_in_validation_keeps_its_weights(opening):
             done=False,
             state={"global_step": step},
             files={},
-            snapshot=lambda: Snapshot({"weights": Held(b"%d" % step)}),
+            snapshot=lambda with_optimizer: Snapshot({"weights": Held(b"%d" % step)}),
             points=[Point(step, 1000 + step, {"validation/success": score} if score else {})],
         )
 
