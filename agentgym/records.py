@@ -19,6 +19,7 @@ import pydantic_core
 from agentgym.types import Item, Learned, Status, Trajectory, Turn, Usage, flat
 
 TRAJECTORIES = "trajectories.jsonl.gz"  # a record of a commit
+DEMOS = "demos.jsonl.gz"  # a blob of the step that plays demonstrations
 SCHEMA = 2
 _COMPRESSION = 3  # gzip's; more costs more time than it saves room
 

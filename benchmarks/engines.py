@@ -30,7 +30,7 @@ from agentgym.rollouts.policies.engines import open_policy
 RESULTS = ROOT / "docs/results/engines.json"
 ENGINES = ("torch", "vllm")
 STEPS = (
-    *("prepare", "initialize", "warm-start", "evaluate-warm-start"),
+    *("prepare", "demonstrate", "initialize", "warm-start", "evaluate-warm-start"),
     *("stage-1", "stage-2", "stage-3", "evaluate-stage-3"),
 )
 NUM_EPISODES, CONCURRENCY, ROUNDS = 256, 64, 3

@@ -360,7 +360,7 @@ def case_staged(size: Size) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*size.staged, f"store.path={folder}/store"]
         cfg = load_config(ROOT / "params.yaml", overrides)
-        names = ("prepare", "initialize", "warm-start", "evaluate-warm-start")
+        names = ("prepare", "demonstrate", "initialize", "warm-start", "evaluate-warm-start")
         took: dict[str, float] = {}
         for name in (*names, "stage-1", "stage-2", "stage-3", "evaluate-stage-3"):
             began = time.perf_counter()

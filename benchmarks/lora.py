@@ -108,14 +108,20 @@ def run(seed: int, state: Path) -> dict[str, Any]:
         "greedy": compared(cfg, store, trained, done["prepare"]),
         "bytes": {
             "weights": size_of(base, WEIGHTS),
-            "their_optimizer": size_of(base, OPTIMIZER),
+            "their_optimizer": size_of(resumable(store, base), OPTIMIZER),
             "adapter": size_of(trained, ADAPTER),
-            "its_optimizer": size_of(trained, OPTIMIZER),
+            "its_optimizer": size_of(resumable(store, trained), OPTIMIZER),
         },
         "train_s": round(
             sum(done[stage.name].timings["wall_s"] for stage in stages(cfg.horizon)), 1
         ),
     }
+
+
+def resumable(store: RunStore, manifest: Manifest) -> Manifest:
+    """The newest commit of a step that holds the optimizer's state: the last one need not."""
+    history = store.history(manifest.step, manifest.key)
+    return [each for each in history if files_of(each, OPTIMIZER)][-1]
 
 
 def size_of(manifest: Manifest, name: str) -> int:

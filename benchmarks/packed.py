@@ -38,7 +38,8 @@ from agentgym.deploy.environment import environment_servers
 from agentgym.models.model import load_weights, new_model, set_threads, weights_of
 from agentgym.models.networks import PolicyNet
 from agentgym.rollouts.players import ExpertPlayer
-from agentgym.training.sft import demonstrate, expert_items, first_checkpoint, tokenized
+from agentgym.training.demonstrations import demonstrate, expert_items, tokenized
+from agentgym.training.initial import first_checkpoint
 
 ENVIRONMENTS = ("sciworld", "webarena")
 EPISODES = 64

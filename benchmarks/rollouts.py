@@ -516,7 +516,7 @@ def case_staleness(quick: bool) -> dict[str, Any]:
                 f"rollout.max_staleness={staleness}",
             ]
             cfg = load_config(ROOT / "params.yaml", overrides)
-            for name in ("prepare", "initialize", "warm-start"):
+            for name in ("prepare", "demonstrate", "initialize", "warm-start"):
                 run_step(name, cfg)
             manifest = run_step(
                 "stage-1", cfg, environment=lambda _: nullcontext({"babyai": [endpoint]})

@@ -35,7 +35,7 @@ PAIRS, STEPS = 8, 24
 EVERY_S = 1.0
 NEWEST = "the newest episode"
 PAGES = ("/", "/episodes", NEWEST, "/training")
-START, STAGE = ("prepare", "initialize", "warm-start"), "stage-1"
+START, STAGE = ("prepare", "demonstrate", "initialize", "warm-start"), "stage-1"
 TRAINING_S = 1_800.0
 
 

@@ -23,14 +23,10 @@ from agentgym.rollouts.engine import LocalEngine, open_engine
 from agentgym.rollouts.horizon import max_turns
 from agentgym.rollouts.metrics import success_share
 from agentgym.rollouts.players import ExpertPlayer
+from agentgym.training.demonstrations import demonstrate, expert_items, tokenized
+from agentgym.training.initial import first_checkpoint
 from agentgym.training.rl import with_limit
-from agentgym.training.sft import (
-    demo_indices,
-    demonstrate,
-    expert_items,
-    first_checkpoint,
-    tokenized,
-)
+from agentgym.training.sft import demo_indices
 from agentgym.types import Item
 
 

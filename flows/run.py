@@ -81,7 +81,7 @@ def fleets_down(flow: Any, flow_run: Any, state: Any) -> None:
 
 def is_preparation(step: Step) -> bool:
     """Data, demonstrations, initial model, warm start."""
-    before = (Kind.PREPARE, Kind.INITIALIZE, Kind.TRAIN)
+    before = (Kind.PREPARE, Kind.DEMONSTRATE, Kind.INITIALIZE, Kind.TRAIN)
     return step.kind in before and not is_training(step)
 
 

@@ -262,7 +262,7 @@ def _part(step: Step, before: str) -> str:
         return "evaluation"
     if step.stage is not None:
         return "training"
-    return before if step.kind in (Kind.INITIALIZE, Kind.TRAIN) else "other"
+    return before if step.kind in (Kind.DEMONSTRATE, Kind.INITIALIZE, Kind.TRAIN) else "other"
 
 
 def left_out(evaluations: Mapping[str, Manifest]) -> list[str]:

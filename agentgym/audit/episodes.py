@@ -31,7 +31,7 @@ def check_episodes(cfg: RunConfig, record: StepRecord, splits: Splits, checks: C
     first = 0
     for commit in record.commits:
         episodes = record.episodes.get(commit.seq)
-        if episodes is None or record.step.kind is Kind.INITIALIZE:
+        if episodes is None or record.step.kind is Kind.DEMONSTRATE:
             continue
         where = record.at(commit)
         # version, item, sample, step, max_turns, temperature
@@ -140,8 +140,7 @@ def check_tokens(
     """Ids outside the policy's spans are what the renderer makes of the logged observations;
     inside, of the logged actions.
     """
-    maker = record.checkpoint or record.final  # the first model is its own
-    checkpoint = load(store, maker, weights=False)
+    checkpoint = load(store, record.checkpoint, weights=False)
     if checkpoint is None or not record.episodes:
         return
     renderer = checkpoint.renderer

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from agentgym.audit.report import Checks
-from agentgym.audit.steps import StepRecord
+from agentgym.audit.steps import StepRecord, load
 from agentgym.config import RunConfig
 from agentgym.data.check import load_data, load_recorded
 from agentgym.data.items import Splits, splits_from_json
-from agentgym.data.trajectories import RECORDED, decode
+from agentgym.data.trajectories import RECORDED, Recorded, decode
 from agentgym.evaluation.evaluate import (
     Array,
     evaluation_metrics,
@@ -28,7 +28,7 @@ from agentgym.evaluation.evaluate import (
 from agentgym.evaluation.passk import FAILED
 from agentgym.learner.optimizer import learning_rate
 from agentgym.pipeline.table import run_key, steps_of
-from agentgym.records import TRAJECTORIES, decode_trajectories
+from agentgym.records import TRAJECTORIES
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
 from agentgym.steps.context import FAMILIES, METRICS, OUTCOMES
 from agentgym.steps.step import Kind
@@ -38,6 +38,12 @@ from agentgym.tracking.alarms import LIMIT, PREFIX, RULES, measured
 from agentgym.tracking.points import Point
 from agentgym.tracking.progress import PREFIX as PROGRESS
 from agentgym.tracking.progress import progressed
+from agentgym.training.demonstrations import (
+    expert_items,
+    recorded_for,
+    replies_of,
+    tokenized_demonstrations,
+)
 from agentgym.training.learned import update_metrics
 from agentgym.training.offline import (
     dataset_of,
@@ -46,8 +52,7 @@ from agentgym.training.offline import (
     optimizer_of,
     rate_steps,
 )
-from agentgym.training.sft import DEMOS, recorded_for, replies_of
-from agentgym.types import Status
+from agentgym.types import Status, Trajectory
 
 PICTURE = re.compile(rb"data:image/png;base64,[A-Za-z0-9+/=]*")
 TIMES = re.compile(rb"<section><h2>Time</h2>.*?</section>", re.DOTALL)
@@ -104,20 +109,10 @@ def check_numbers(
     kind = record.step.kind
     if kind is Kind.TRAIN:
         check_alarms(record, steps, checks)
-    if kind is Kind.INITIALIZE:
-        episodes = record.episodes.get(0, [])
-        results, asked = record.commits[0].results, min(cfg.warm_start.num_demos, len(splits.train))
-        num_solved = sum(episode.success for episode in episodes)
-        checks.expect(record.at(record.commits[0]), "num_demos", num_solved, results["num_demos"])
-        if cfg.warm_start.source == "trajectories":
-            asked = len(episodes)
-            _check_recorded(cfg, store, record, checks)
-        solved = num_solved / asked if cfg.warm_start.enabled else 0.0
-        checks.expect(
-            record.at(record.commits[0]), "expert_success", solved, results["expert_success"]
-        )
+    if kind is Kind.DEMONSTRATE:
+        _check_demonstrations(cfg, store, record, splits, checks)
     elif kind is Kind.TRAIN and record.stage is None:
-        _check_warm_start(cfg, record, checks)
+        _check_warm_start(cfg, store, record, checks)
     elif kind is Kind.TRAIN and not cfg.algorithm.loop.samples_every_step:
         _check_offline_stage(cfg, store, record, checks)
     elif kind is Kind.TRAIN:
@@ -210,26 +205,38 @@ def _check_report(
         checks.expect(where, f"{name}, made again", True, made[name] == kept[name])
 
 
-def _check_recorded(cfg: RunConfig, store: RunStore, record: StepRecord, checks: Checks) -> None:
-    """Each episode is one of the trajectories that were imported, as far as the task went on;
-    none is missing but those told.
-    """
+def _check_demonstrations(
+    cfg: RunConfig, store: RunStore, record: StepRecord, splits: Splits, checks: Checks
+) -> None:
+    """The items an expert was to show, or the trajectories that were imported, and no others."""
     commit, episodes = record.commits[0], record.episodes.get(0, [])
-    recorded = recorded_for(cfg, decode(store.read(record.parents[record.step.data], RECORDED)))
-    samples = [episode.sample for episode in episodes]
-    checks.expect(record.at(commit), "order of the trajectories", sorted(set(samples)), samples)
-    checks.expect(record.at(commit), "num_played", len(recorded), commit.results["num_played"])
-    checks.expect(
-        record.at(commit),
-        "num_too_long",
-        len(recorded) - len(episodes),
-        commit.results["num_too_long"],
-    )
-    for episode in episodes:
-        each = recorded[episode.sample]
+    num_solved = sum(episode.success for episode in episodes)
+    if cfg.warm_start.source == "trajectories":
+        theirs = decode(store.read(record.parents[record.step.data], RECORDED))
+        recorded = recorded_for(cfg, theirs)
+        shown = [(each.item, sample) for sample, each in enumerate(recorded)]
+        _check_recorded(cfg, record, recorded, checks)
+    else:
+        shown = [(item, 0) for item in expert_items(cfg, splits)]
+    played = [(episode.item, episode.sample) for episode in episodes]
+    checks.expect(record.at(commit), "items and samples shown", shown, played)
+    expected = {
+        "num_played": len(shown),
+        "num_demos": num_solved,
+        "expert_success": num_solved / len(shown),
+    }
+    for name, value in expected.items():
+        checks.expect(record.at(commit), name, value, commit.results[name])
+
+
+def _check_recorded(
+    cfg: RunConfig, record: StepRecord, recorded: Sequence[Recorded], checks: Checks
+) -> None:
+    """Each episode is one of the trajectories that were imported, as far as the task went on."""
+    commit, episodes = record.commits[0], record.episodes.get(0, [])
+    for each, episode in zip(recorded, episodes, strict=False):
         actions = [said.action for said in replies_of(each, cfg.rollout.action_format)]
         where = f"{record.at(commit)} {episode.item.item_id} sample {episode.sample}"
-        checks.expect(where, "item as imported", each.item, episode.item)
         played = [turn.action for turn in episode.turns]
         checks.expect(
             where,
@@ -239,8 +246,10 @@ def _check_recorded(cfg: RunConfig, store: RunStore, record: StepRecord, checks:
         )
 
 
-def _check_warm_start(cfg: RunConfig, record: StepRecord, checks: Checks) -> None:
+def _check_warm_start(cfg: RunConfig, store: RunStore, record: StepRecord, checks: Checks) -> None:
     settings, step = cfg.warm_start, 0
+    shown = record.parents[record.step.demonstrations]
+    num_too_long = int(shown.results["num_played"]) - len(_tokenized(cfg, store, record))
     for commit in record.commits:
         for point in record.points.get(commit.seq, ()):
             step += 1
@@ -256,6 +265,24 @@ def _check_warm_start(cfg: RunConfig, record: StepRecord, checks: Checks) -> Non
             else None
         )
         checks.expect(record.at(commit), "loss", last, commit.results["loss"])
+        checks.expect(
+            record.at(commit), "num_too_long", num_too_long, commit.results["num_too_long"]
+        )
+
+
+def _tokenized(cfg: RunConfig, store: RunStore, record: StepRecord) -> list[Trajectory]:
+    """Demonstrations as a training step learned from them; empty where they, or the tokenizer
+    they were read with, cannot be read: the content check says so.
+    """
+    checkpoint = load(store, record.checkpoint, weights=False)
+    if checkpoint is None:
+        return []
+    try:
+        return tokenized_demonstrations(
+            cfg, store, record.parents[record.step.demonstrations], checkpoint.renderer
+        )
+    except (LookupError, ValueError):
+        return []
 
 
 def _check_training(cfg: RunConfig, record: StepRecord, commit: Manifest, checks: Checks) -> None:
@@ -283,8 +310,8 @@ def _check_offline_stage(
     stage = record.stage
     assert stage is not None
     compares = cfg.warm_start.source == "trajectories"
-    demos = record.parents.get(record.step.demonstrations) if compares else None
-    recorded = decode_trajectories(store.read(demos, DEMOS)) if demos else []
+    compares = compares and record.step.demonstrations in record.parents
+    recorded = _tokenized(cfg, store, record) if compares else []
     logs = [episode for commit in record.commits for episode in record.episodes.get(commit.seq, ())]
     explored = [episode for episode in logs if episode.item.split == "train"]
     step, rate = (

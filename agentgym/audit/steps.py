@@ -16,7 +16,7 @@ from agentgym.config import RunConfig, max_refills
 from agentgym.data.items import ItemStream, Splits, train_stream
 from agentgym.models.checkpoint import Checkpoint, load_checkpoint
 from agentgym.pipeline.table import key_of, semantic_of, steps_of
-from agentgym.records import TRAJECTORIES, decode_trajectories
+from agentgym.records import DEMOS, TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import Stage, advance, max_turns
 from agentgym.rollouts.metrics import success_share
 from agentgym.steps.context import METRICS
@@ -26,7 +26,6 @@ from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
 from agentgym.tracking.points import Point, decode_points
 from agentgym.training.offline import commits_at, explored_items
 from agentgym.training.rl import horizon_state
-from agentgym.training.sft import DEMOS
 from agentgym.types import Trajectory
 
 

@@ -92,9 +92,9 @@ class LearnerRank:
             result = result.to(torch.device("cpu"))  # where it goes there may be no other
         return result if self._rank == 0 else None
 
-    def snapshot(self) -> int:
+    def snapshot(self, with_optimizer: bool) -> int:
         """Entered by every rank: copy this rank's part. Result: bytes."""
-        self._snapshot = self._learner.snapshot()
+        self._snapshot = self._learner.snapshot(with_optimizer)
         return int(self._snapshot.size)
 
     def begin_writing(self, place: StorePlace, step: str, key: str) -> None:
@@ -258,8 +258,8 @@ class RayLearner:
         )
         return result
 
-    def snapshot(self) -> RanksSnapshot:
-        sizes = self._gather([actor.snapshot.remote() for actor in self._actors])
+    def snapshot(self, with_optimizer: bool = True) -> RanksSnapshot:
+        sizes = self._gather([actor.snapshot.remote(with_optimizer) for actor in self._actors])
         self._snapshot = RanksSnapshot(self._actors, sizes, self._timeout_s)
         return self._snapshot
 

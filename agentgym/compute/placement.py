@@ -59,8 +59,10 @@ class Learner(Protocol):
     def dpo_step(
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
     ) -> dict[str, float]: ...
-    def snapshot(self) -> Writable:
-        """A copy of all that a commit must hold for another learner to go on from here."""
+    def snapshot(self, with_optimizer: bool = True) -> Writable:
+        """A copy of the trained networks; with the optimizer's state, all that another learner
+        needs to go on from here.
+        """
         ...
 
 

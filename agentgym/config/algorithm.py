@@ -33,6 +33,8 @@ class Loop:
     imitates: bool = False  # the demonstrations are part of that set
     prefers: bool = False  # it is made of pairs
     begins_anew: bool = False  # each stage starts from the first weights, not from the last
+    # each stage goes on with the optimizer's state of the one before
+    keeps_optimizer: bool = False
 
 
 class AlgorithmConfig(Section):
@@ -43,7 +45,7 @@ class AlgorithmConfig(Section):
 class PolicyGradientConfig(AlgorithmConfig):
     """Of recipes that sample episodes for every optimizer step."""
 
-    loop = Loop("agentgym.training.rl", samples_every_step=True)
+    loop = Loop("agentgym.training.rl", samples_every_step=True, keeps_optimizer=True)
 
     truncated: Truncated | None = setting(
         None,
@@ -227,7 +229,7 @@ class TurnActorCriticConfig(ActorCriticConfig):
 class ImitationConfig(AlgorithmConfig):
     """Of supervised learning on the demonstrations: they and the optimizer say it all."""
 
-    loop = Loop("agentgym.training.offline", imitates=True)
+    loop = Loop("agentgym.training.offline", imitates=True, keeps_optimizer=True)
 
 
 class ExplorationConfig(AlgorithmConfig):

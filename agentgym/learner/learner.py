@@ -136,14 +136,18 @@ class LocalLearner:
             (name, whole(each)) for name, each in own.items() if adapter is None or is_matrix(name)
         )
 
-    def snapshot(self) -> Snapshot:
-        """A copy of all that a commit must hold for another learner to go on from here, or of
-        this rank's part.
+    def snapshot(self, with_optimizer: bool = True) -> Snapshot:
+        """A copy of the trained networks, or of this rank's part, and of all that another learner
+        needs to go on from here.
         """
         trained = WEIGHTS if self._adapter is None else ADAPTER
-        kinds = {trained: self._policy.parameters(), OPTIMIZER: self._policy.state()}
+        kinds = {trained: self._policy.parameters()}
         if self._values is not None:
-            kinds |= {CRITIC: self._values.parameters(), CRITIC_OPTIMIZER: self._values.state()}
+            kinds[CRITIC] = self._values.parameters()
+        if with_optimizer:
+            kinds[OPTIMIZER] = self._policy.state()
+        if with_optimizer and self._values is not None:
+            kinds[CRITIC_OPTIMIZER] = self._values.state()
         files: dict[str, TensorFile] = {}
         for name, tensors in kinds.items():
             files |= self.ranks.snapshot(tensors, name)

@@ -49,15 +49,20 @@ def commit_bytes(cfg: RunConfig) -> int | None:
     first one.
     """
     training = {step.name for step in steps_of(cfg).values() if step.kind is Kind.TRAIN}
-    tree = cfg.semantic()
+    tree, store = cfg.semantic(), open_store(cfg)
     known = [
         head
-        for head in open_store(cfg).heads()
+        for head in store.heads()
         if head.step in training
         and head.blobs
         and all(head.config.get(name, tree[name]) == tree[name] for name in ("model", "lora"))
     ]
-    return sum(blob.size for blob in known[-1].blobs.values()) if known else None
+    if not known:
+        return None
+    last = known[-1]
+    # the last commit of a step may lack the optimizer's state, which those before it have
+    commits = store.history(last.step, last.key, after=last.seq - cfg.store.commit_every - 1)
+    return max(sum(blob.size for blob in commit.blobs.values()) for commit in commits)
 
 
 def amount(num_bytes: int) -> str:

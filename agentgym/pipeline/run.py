@@ -51,7 +51,7 @@ from agentgym.types import Endpoints
 logger = logging.getLogger(__name__)
 
 # whatever the compute: they need no accelerator
-STAYS_HERE = (Kind.PREPARE, Kind.INITIALIZE, Kind.REGISTER, Kind.REPORT)
+STAYS_HERE = (Kind.PREPARE, Kind.DEMONSTRATE, Kind.INITIALIZE, Kind.REGISTER, Kind.REPORT)
 
 
 def run_step(

@@ -23,13 +23,22 @@ from agentgym.store.runstore import RunStore
 
 logger = logging.getLogger(__name__)
 
-SFT, PUBLISH = "agentgym.training.sft", ("agentgym.evaluation.publish",)
+PUBLISH = ("agentgym.evaluation.publish",)
+DEMONSTRATE = "demonstrate"
 # settings in a step's key, by dotted path
 MODEL = ("seed", "deterministic", "compute_device", "env", "mix", "model")
 CONVERSATION = ("rollout.instructions", "rollout.examples", "rollout.action_format")
 DATA = ("seed", "data", "env", "mix", "warm_start.source")
-DEMONSTRATIONS = (*MODEL, "warm_start", *CONVERSATION, "rollout.episode_timeout_s")
-WARM_START = (*DEMONSTRATIONS, "learner")
+DEMONSTRATIONS = (
+    "seed",
+    "env",
+    "mix",
+    "warm_start.source",
+    "warm_start.num_demos",
+    *CONVERSATION,
+    "rollout.episode_timeout_s",
+)
+WARM_START = (*MODEL, "warm_start", "learner")
 TRAINING = (
     *MODEL,
     "rollout",
@@ -63,7 +72,7 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
         dict.fromkeys(module for env in cfg.envs for module in environment_modules(env.name))
     )
     playing = (*servers, engine_module(cfg.rollout.engine))
-    steps = [*_preparation(servers)]
+    steps = _preparation(cfg, servers)
     start, title = steps[-1].name, "evaluate the initial model"
     if cfg.warm_start.enabled:
         untrained = _evaluation(start, "evaluate the untrained model", "", playing)
@@ -73,9 +82,9 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
             kind=Kind.TRAIN,
             run=_warm_start,
             sections=(*WARM_START, *(("lora",) if cfg.model.source == "hub" else ())),
-            modules=(SFT,),
+            modules=("agentgym.training.sft",),
             checkpoint=start,
-            demonstrations=start,
+            demonstrations=DEMONSTRATE,
         )
         start, title = warm_start.name, "evaluate the warm start"
         steps += [replace(untrained, headline=False), warm_start]
@@ -89,8 +98,8 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
     return {step.name: step for step in steps}
 
 
-def _preparation(servers: tuple[str, ...]) -> tuple[Step, Step]:
-    """The items; demonstrations and the first model."""
+def _preparation(cfg: RunConfig, servers: tuple[str, ...]) -> list[Step]:
+    """The items, demonstrations where they are learned from, and the first model."""
     prepare = Step(
         name="prepare",
         title="prepare data",
@@ -99,16 +108,27 @@ def _preparation(servers: tuple[str, ...]) -> tuple[Step, Step]:
         sections=DATA,
         modules=("agentgym.data.items", "agentgym.data.trajectories", *servers),
     )
-    initialize = Step(
-        name="initialize",
-        title="demonstrations and initial model",
-        kind=Kind.INITIALIZE,
-        run=_initialize,
+    demonstrate = Step(
+        name=DEMONSTRATE,
+        title="play demonstrations",
+        kind=Kind.DEMONSTRATE,
+        run=_demonstrate,
         sections=DEMONSTRATIONS,
-        modules=(SFT, *servers),
+        modules=("agentgym.training.demonstrations", *servers),
         data=prepare.name,
     )
-    return prepare, initialize
+    has_demonstrations, is_drawn = cfg.warm_start.enabled, cfg.model.source == "tiny"
+    initialize = Step(
+        name="initialize",
+        title="initial model",
+        kind=Kind.INITIALIZE,
+        run=_initialize,
+        sections=("seed", "model") if is_drawn else ("model",),
+        modules=("agentgym.training.initial",),
+        # a tiny model's tokenizer is trained on them
+        demonstrations=DEMONSTRATE if is_drawn and has_demonstrations else "",
+    )
+    return [prepare, *([demonstrate] if has_demonstrations else []), initialize]
 
 
 def _conclusion(cfg: RunConfig, steps: Sequence[Step]) -> tuple[Step, Step]:
@@ -201,8 +221,9 @@ def _training(
         data="prepare",
         checkpoint=before,
         start=start if penalized or loop.begins_anew else "",
-        demonstrations="initialize" if loop.imitates or compares else "",
+        demonstrations=DEMONSTRATE if loop.imitates or compares else "",
         stage=stage,
+        is_continued=loop.keeps_optimizer and stage.index < num_stages,
         headline=True,
     )
 
@@ -231,7 +252,7 @@ def open_store(cfg: RunConfig) -> RunStore:
 def key_of(step: Step, cfg: RunConfig, parents: dict[str, Manifest]) -> str:
     """The step's identity, given the final manifests of its parents."""
     inputs = {name: parents[name].digest for name in step.parents}
-    if not step.parents:
+    if step.kind is Kind.PREPARE:
         inputs["data"] = input_digest(cfg)
     return step_key(
         step.name, config=semantic_of(step, cfg), inputs=inputs, source=source_digest(step.modules)
@@ -301,8 +322,14 @@ def _prepare(ctx: StepContext) -> Manifest:
     )
 
 
+def _demonstrate(ctx: StepContext) -> Manifest:
+    from agentgym.training.demonstrations import record_demonstrations
+
+    return record_demonstrations(ctx)
+
+
 def _initialize(ctx: StepContext) -> Manifest:
-    from agentgym.training.sft import initialize
+    from agentgym.training.initial import initialize
 
     return initialize(ctx)
 

@@ -186,7 +186,7 @@ class StepContext:
         done: bool,
         state: dict[str, Any],
         files: Mapping[str, bytes],
-        snapshot: Callable[[], Writable],
+        snapshot: Callable[[bool], Writable],
         results: dict[str, Any] | None = None,
         points: Sequence[Point] = (),
         trajectories: Sequence[Trajectory] = (),
@@ -196,7 +196,8 @@ class StepContext:
 
         Writing goes on beside what follows, one commit at a time; a failure of it is raised by the
         next call, or by `close`.
-        files: what is small; snapshot: takes a copy of what is large, as it is now.
+        files: what is small; snapshot: takes a copy of what is large, as it is now, with the
+        optimizer's state or without: a step that is done keeps it for one that goes on with it.
         Result: the manifest of the last step, which is waited for.
         Errors: AlarmStop, once the step is durable.
         """
@@ -212,7 +213,7 @@ class StepContext:
             self._held.append(passed)
             return None
         self._finish_writing()
-        taken, held = snapshot(), tuple(self._held)
+        taken, held = snapshot(not done or self.step.is_continued), tuple(self._held)
         self._held.clear()
         self._durable_step, self._committed_at = step, time.monotonic()
         self._commit_bytes = sum(map(len, files.values())) + taken.size

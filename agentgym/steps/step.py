@@ -18,7 +18,8 @@ class Kind(StrEnum):
     """What a step does. Its name is for people and for the store."""
 
     PREPARE = "prepare"  # the items
-    INITIALIZE = "initialize"  # demonstrations, and the model before any training
+    DEMONSTRATE = "demonstrate"  # the episodes that training imitates
+    INITIALIZE = "initialize"  # the model before any training
     TRAIN = "train"  # a stage of the curriculum, or the warm start before it
     EVALUATE = "evaluate"
     REGISTER = "register"
@@ -44,6 +45,7 @@ class Step:
     told: tuple[str, ...] = ()  # what a report tells of, in its order
     registration: str = ""
     stage: Stage | None = None  # of the curriculum
+    is_continued: bool = False  # a later step goes on with its optimizer's state
     headline: bool = False  # its metrics also show on the parent run in MLflow
 
     @property

@@ -2,7 +2,8 @@
 
 root/steps/<step>-<key[:16]>/leases/<epoch>.json      who may write; never deleted, the heartbeat is
 its modification time
-                             blobs/<sha256>           content
+                             blobs/<sha256>           content; large content that several keys of a
+step have is one file with a name in each of their folders
                              manifests/<seq>.json     one per commit, created exclusively; the
 number is that of its first manifest
                              collected                where it is, all of those are gone, or going
@@ -14,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +39,7 @@ from agentgym.store.runstore import Content, RunStore, digest_of
 T = TypeVar("T")
 U = TypeVar("U")
 COLLECTED = "collected"  # while this file is there, a step has no commits
+SHARED_BYTES = 1 << 20  # content from here on is stored once for all keys of a step
 MANIFEST = re.compile(r"(?P<seq>\d{6,})\.json")
 
 
@@ -99,8 +102,7 @@ class PosixFolder:
         return (self._path / name).stat().st_size
 
     def digest(self, name: str) -> str:
-        with (self._path / name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return _sha256(self._path / name)
 
     def blobs(self) -> set[str]:
         return {
@@ -108,15 +110,9 @@ class PosixFolder:
         }
 
     def put(self, blob: Blob, data: bytes) -> None:
-        """What lies there already counts only if it is whole."""
-        path = self._path / "blobs" / blob.digest
-        if (
-            path.is_file()
-            and path.stat().st_size == blob.size
-            and self.digest(f"blobs/{blob.digest}") == blob.digest
-        ):
-            return
-        write_temp(path.parent, data).rename(path)
+        if not self._has(blob):
+            path = self._path / "blobs" / blob.digest
+            write_temp(path.parent, data).rename(path)
 
     def stream(self, content: Content) -> Blob:
         """Hashed beside the writing."""
@@ -125,10 +121,29 @@ class PosixFolder:
             temp = write_pieces(self._path / "blobs", content.pieces(), content.size)
         try:
             blob = Blob(digest=hashing.result(), size=content.size)
-            temp.rename(temp.with_name(blob.digest))
+            if not self._has(blob):
+                temp.rename(temp.with_name(blob.digest))
         finally:
             discard(temp)
         return blob
+
+    def _has(self, blob: Blob) -> bool:
+        """Return True where the content lies here whole, or, if it is large, in the folder of
+        another key of this step: then it gets a second name here (a hard link).
+        """
+        path = self._path / "blobs" / blob.digest
+        step, _, _ = self._path.name.rpartition("-")
+        others = self._path.parent.glob(f"{step}-*/blobs/{blob.digest}")
+        for found in (path, *(others if blob.size >= SHARED_BYTES else ())):
+            try:
+                is_whole = found.stat().st_size == blob.size and _sha256(found) == blob.digest
+                if is_whole and found != path:
+                    _link(found, path)
+            except OSError:  # pruned meanwhile, unreadable, or with too many names already
+                continue
+            if is_whole:
+                return True
+        return False
 
     def remove(self, digest: str) -> None:
         discard(self._path / "blobs" / digest)
@@ -137,7 +152,8 @@ class PosixFolder:
         return (self._path / COLLECTED).exists()
 
     def num_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self._path.rglob("*") if path.is_file())
+        found = [path.stat() for path in self._path.rglob("*") if path.is_file()]
+        return sum(each.st_size // each.st_nlink for each in found)
 
     def has_content(self) -> bool:
         return any(any((self._path / name).iterdir()) for name in ("manifests", "blobs"))
@@ -263,6 +279,21 @@ class PosixLease(Lease):
             create_exclusively(temp, _released(self._leases, self.holder.epoch))
         finally:
             discard(temp)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _link(content: Path, path: Path) -> None:
+    """Give `content` the name `path`, too, in place of what lies there."""
+    temp = path.with_name(f"{TEMP_PREFIX}{secrets.token_hex(8)}")
+    os.link(content, temp)
+    try:
+        temp.rename(path)
+    finally:
+        discard(temp)  # still there if `path` named this content already
 
 
 def _newest_epoch(leases: Path) -> int:

@@ -107,7 +107,7 @@ class Folder(Protocol):
         ...
 
     def num_bytes(self) -> int:
-        """Of all files."""
+        """Of all files; of one that several steps share, this one's share."""
         ...
 
     def has_content(self) -> bool:

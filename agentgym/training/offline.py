@@ -28,6 +28,7 @@ from agentgym.compute.placement import (
 from agentgym.config import ExplorationConfig, OptimizerConfig, PreferenceConfig, RunConfig
 from agentgym.data.items import Splits, splits_from_json, train_stream
 from agentgym.learner.plan import LearnerPlan
+from agentgym.models.chat import ChatRenderer
 from agentgym.models.checkpoint import (
     OPTIMIZER,
     Checkpoint,
@@ -41,7 +42,8 @@ from agentgym.rollouts.metrics import rollout_metrics, success_share, validation
 from agentgym.steps.context import StepContext, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
-from agentgym.training.sft import DEMOS, demo_indices, demonstrations
+from agentgym.training.demonstrations import demonstrations, tokenized_demonstrations
+from agentgym.training.sft import demo_indices
 from agentgym.training.speed import clock_of
 from agentgym.types import Item, Trajectory
 
@@ -72,11 +74,10 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
         open_compute(cfg, plan, checkpoint, endpoints, version=step) as (learner, engine),
     ):
         episodes = _explore(ctx, stage, engine, items, position - len(items))
-        dataset = dataset_of(cfg, stage, episodes, _recorded(ctx))
+        dataset = dataset_of(cfg, stage, episodes, _recorded(ctx, checkpoint.renderer))
         if episodes and not dataset:
             raise nothing_to_learn(cfg, stage, episodes)
-        update_fn = _preferring if cfg.algorithm.loop.prefers else _imitating
-        learn = update_fn(ctx, stage, learner, dataset)
+        learn = _learning(ctx, stage, learner, dataset, checkpoint.renderer)
         ctx.progress.start(
             f"stage {stage.index} · {cfg.algorithm.recipe}", stage.last_step - stage.first_step + 1
         )
@@ -239,11 +240,11 @@ def exploration_metrics(
     return rollout_metrics(episodes) | {"rollout/num_kept": float(len(dataset))}
 
 
-def _recorded(ctx: StepContext) -> list[Trajectory]:
+def _recorded(ctx: StepContext, renderer: ChatRenderer) -> list[Trajectory]:
     """What others did, for dpo; agent_evol and sft imitate it as demonstrations."""
     if not ctx.cfg.algorithm.loop.prefers or ctx.cfg.warm_start.source != "trajectories":
         return []
-    return decode_trajectories(ctx.read(ctx.demonstrations, DEMOS))
+    return tokenized_demonstrations(ctx.cfg, ctx.store, ctx.demonstrations, renderer)
 
 
 def _explore(
@@ -311,7 +312,8 @@ def _plan_learner(
     cfg = ctx.cfg
     anew = cfg.algorithm.loop.begins_anew and trained is None
     begun = ctx.start if anew else trained or start
-    before = trained or (start if not _explores(cfg) and "stream_position" in start.state else None)
+    goes_on = cfg.algorithm.loop.keeps_optimizer and "stream_position" in start.state
+    before = trained or (start if goes_on else None)
     return LearnerPlan(
         architecture=checkpoint.architecture,
         weights=ctx.policy(begun),
@@ -343,6 +345,14 @@ def nothing_to_learn(cfg: RunConfig, stage: Stage, episodes: Sequence[Trajectory
 Update = Callable[[int], tuple[dict[str, float], int]]
 
 
+def _learning(
+    ctx: StepContext, stage: Stage, learner: Learner, dataset: Dataset, renderer: ChatRenderer
+) -> Update:
+    if ctx.cfg.algorithm.loop.prefers:
+        return _preferring(ctx, stage, learner, dataset)
+    return _imitating(ctx, stage, learner, dataset, renderer)
+
+
 def _preferring(ctx: StepContext, stage: Stage, learner: Learner, dataset: Dataset) -> Update:
     """Direct preference optimization of the pairs."""
     cfg, own, before = ctx.cfg, ctx.cfg.algorithm, first_rate_step(ctx.cfg, stage)
@@ -367,12 +377,14 @@ def _preferring(ctx: StepContext, stage: Stage, learner: Learner, dataset: Datas
     return prefer
 
 
-def _imitating(ctx: StepContext, stage: Stage, learner: Learner, dataset: Dataset) -> Update:
+def _imitating(
+    ctx: StepContext, stage: Stage, learner: Learner, dataset: Dataset, renderer: ChatRenderer
+) -> Update:
     """Supervised learning on the demonstrations, and on successes beside them."""
     cfg, before = ctx.cfg, first_rate_step(ctx.cfg, stage)
     # likelihood is that of the policy itself, as in the warm start, whatever temperature its
     # episodes were sampled at
-    shown = [*demonstrations(ctx), *(played for group in dataset for played in group)]
+    shown = [*demonstrations(ctx, renderer), *(played for group in dataset for played in group)]
     pool = to_batch([replace(trajectory, temperature=1.0) for trajectory in shown])
     # as many episodes as a step of reinforcement learning
     size = cfg.rollout.items_per_step * cfg.rollout.group_size

@@ -142,7 +142,7 @@ def started(once, tiny_params, tiny_endpoint):
 
     def build(folder):
         cfg = load_config(tiny_params(folder, tiny_endpoint))
-        for name in ("prepare", "initialize", "warm-start"):
+        for name in ("prepare", "demonstrate", "initialize", "warm-start"):
             run_step(name, cfg)
 
     return once("started", build)

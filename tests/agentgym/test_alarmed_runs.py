@@ -102,7 +102,7 @@ def test_rollouts_that_fall_behind_an_update_raise_the_mismatch_alarm(begin):
         "algorithm.max_mismatch_kl=1000",
         deterministic=False,
     )
-    for name in ("prepare", "initialize", "warm-start", STAGE):
+    for name in ("prepare", "demonstrate", "initialize", "warm-start", STAGE):
         run_step(name, cfg)
     assert "mismatch" in {alarm.name for alarm in begun(points_of(cfg))}
 
@@ -128,7 +128,7 @@ def test_steps_that_get_slower_raise_the_throughput_alarm_and_gradients_above_th
         "store.commit_every=1000",
         "alarms.max_gradient_factor=0.001",  # less than any
     )
-    for name in ("prepare", "initialize", "warm-start"):
+    for name in ("prepare", "demonstrate", "initialize", "warm-start"):
         run_step(name, cfg)
     assert {alarm.name for alarm in begun(points_of(cfg, "warm-start"))} == {
         "gradient",

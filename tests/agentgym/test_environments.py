@@ -27,7 +27,7 @@ from agentgym.types import Item, Status
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
-BEFORE = ("prepare", "initialize", "warm-start")
+BEFORE = ("prepare", "demonstrate", "initialize", "warm-start")
 SMALL = {
     "model": {
         "context_tokens": 1024,
@@ -142,7 +142,7 @@ def test_three_updates_on_each_environment_pass_the_audit(
         metrics, done = train(cfg)
     assert len(metrics) == 3
     # one short document does not always hold the answer
-    assert done["initialize"].results["expert_success"] > 0.7
+    assert done["demonstrate"].results["expert_success"] > 0.7
     assert all(row["rollout/env_error_frac"] == 0 for row in metrics)
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)  # the weights moved
 
@@ -220,7 +220,7 @@ def test_three_updates_in_a_browser_pass_the_audit(params, serving, tmp_path):
         metrics, done = train(cfg)
     assert len(metrics) == 3
     # some need to scroll, and run out of turns
-    assert done["initialize"].results["expert_success"] > 0.7
+    assert done["demonstrate"].results["expert_success"] > 0.7
     assert all(row["rollout/env_error_frac"] == 0 for row in metrics)
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)
 
@@ -309,7 +309,7 @@ def test_science_and_a_grid_world_are_learned_in_one_run(params, serving):
         )
         metrics, done = train(cfg)
     assert len(metrics) == 3
-    assert done["initialize"].results["expert_success"] > 0.7  # nine turns do not always do
+    assert done["demonstrate"].results["expert_success"] > 0.7  # nine turns do not always do
     for row in metrics:
         assert row["rollout/babyai/num_episodes"] == row["rollout/sciworld/num_episodes"] == 2 * 4
         assert row["rollout/env_error_frac"] == 0
@@ -372,5 +372,5 @@ def test_an_installed_environment_is_served_solved_and_trained(plugged_in, param
         params(HIGHER_LOWER, rollout={**ROLLOUT, "max_new_tokens": 6, "observation_tokens": 16})
     )
     assert len(metrics) == 3
-    assert done["initialize"].results["expert_success"] == 1.0
+    assert done["demonstrate"].results["expert_success"] == 1.0
     assert all(row["rollout/env_error_frac"] == 0 for row in metrics)

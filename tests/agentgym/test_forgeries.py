@@ -218,7 +218,7 @@ def test_each_audit_draws_anew_and_its_seed_repeats_it(forger, capsys):
         len(forger.episodes(step, c.seq)) for step in STEPS for c in forger.commits(step)
     )
     num_demos = len(
-        decode_trajectories(forger.blob("initialize", 0, "demos.jsonl.gz").read_bytes())
+        decode_trajectories(forger.blob("demonstrate", 0, "demos.jsonl.gz").read_bytes())
     )
     told = (
         f"{everything + num_demos} of {everything + num_demos} episodes, 0 env_error replayed to"

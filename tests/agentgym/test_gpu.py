@@ -20,7 +20,14 @@ def test_engine_and_learner_of_one_process_share_the_device(tiny_params, tmp_pat
     overrides = ["compute_device=cuda", f"algorithm.recipe={recipe}"]
     cfg = load_config(tiny_params(tmp_path / "run"), overrides)
     torch.cuda.reset_peak_memory_stats()
-    for name in ("prepare", "initialize", "warm-start", "stage-1", "evaluate-stage-1"):
+    for name in (
+        "prepare",
+        "demonstrate",
+        "initialize",
+        "warm-start",
+        "stage-1",
+        "evaluate-stage-1",
+    ):
         run_step(name, cfg)
     assert torch.cuda.max_memory_allocated() > 0
     store = open_store(cfg)

@@ -230,7 +230,7 @@ def killed(tmp_path_factory, tiny_params, forks):
         )
         driver.assert_nothing_is_left()
         if moment == "manifest":
-            assert_audited(cfg, steps=6)
+            assert_audited(cfg, steps=7)
     code, said["end"] = driver.run()
     assert code == 0, (driver.params.parent / "driver.log").read_text()
     driver.assert_nothing_is_left()
@@ -253,7 +253,14 @@ def test_a_killed_run_ends_bit_identical_to_one_that_nobody_touched(untouched, k
                 ]
                 assert logs[0] == logs[1]
     last = ours["stage-2"][-1]
-    assert {WEIGHTS, OPTIMIZER} <= last.blobs.keys()
+    # kept while a run goes on with it: from commit to commit, and from stage to stage
+    assert [
+        [OPTIMIZER in each.blobs for each in ours[name]] for name in ("stage-1", "stage-2")
+    ] == [
+        [True, True],
+        [True, False],
+    ]
+    assert OPTIMIZER not in ours["warm-start"][-1].blobs
     assert last.blobs[WEIGHTS] != ours["warm-start"][-1].blobs[WEIGHTS], (
         "nothing was learned, so nothing was shown"
     )

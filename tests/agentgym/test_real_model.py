@@ -88,7 +88,7 @@ def test_the_folder_is_evaluated_trained_and_passes_its_audit(folder, params, en
     options = [word for setting in set_ for word in ("--set", setting)]
     assert main([*evaluate, "--params", str(params), *options]) == 0
     cfg = load_config(params, [f"rollout.engine={engine}"])
-    for name in ("prepare", "initialize", "warm-start", "stage-1"):
+    for name in ("prepare", "demonstrate", "initialize", "warm-start", "stage-1"):
         assert str(run_step(name, cfg)) == "ran"
     assert "changes no stored bit" not in caplog.text
     report = audit(cfg, num_episodes=4)

@@ -46,7 +46,7 @@ def test_the_published_comparison_holds_every_recipe_and_seed(unchanged):
     found = json.loads((RESULTS / "unchanged.json").read_text())
     cases = [(run["recipe"], run["seed"]) for run in found["runs"]]
     assert cases == [(r, s) for r in unchanged.RECIPES for s in unchanged.SEEDS]
-    assert all(run["num_equal"] >= 14 and run["differ"] == [] for run in found["runs"])
+    assert all(run["num_equal"] >= 12 and run["differ"] == [] for run in found["runs"])
 
 
 def test_one_sample_runs_fewer_statements_than_before_the_rooms():

@@ -104,6 +104,7 @@ def test_cells_share_what_is_equal_and_run_no_step_their_table_does_not_need(com
     }
     assert count == {
         "prepare": 1,
+        "demonstrate": 1,
         "initialize": 1,
         "warm-start": 1,
         "evaluate-warm-start": 1,

@@ -78,8 +78,8 @@ def warm_started(project, *overrides):
     """The steps before stage 1, done, in one process."""
     assert project.run("dvc", "pull").returncode == 0
     steps = (
-        "any(main(['step', name, *sys.argv[1:]]) for name in ('prepare', 'initialize',"
-        " 'warm-start'))"
+        "any(main(['step', name, *sys.argv[1:]]) for name in ('prepare', 'demonstrate',"
+        " 'initialize', 'warm-start'))"
     )
     ended = project.run(
         "python", "-c", f"import sys; from agentgym.cli import main; sys.exit({steps})", *overrides

@@ -80,7 +80,7 @@ def test_a_flow_whose_start_is_missing_names_the_flow_that_makes_it():
         match=r"step stage-1 needs prepare, warm-start first; run `python -m flows.prepare`",
     ):
         check_parents(cfg, is_training, {})
-    prepared = dict.fromkeys(("prepare", "initialize", "warm-start"))
+    prepared = dict.fromkeys(("prepare", "demonstrate", "initialize", "warm-start"))
     check_parents(cfg, is_training, prepared)
     with pytest.raises(
         ConfigError, match=r"step evaluate-stage-1 needs stage-1 first; run `python -m flows.train`"

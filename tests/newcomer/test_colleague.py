@@ -13,7 +13,7 @@ from tests.projects import SHORT_RUN
 
 pytestmark = pytest.mark.timeout(900)  # the finished project may have to be made first
 
-STEPS = 13
+STEPS = 14
 GIT = {
     f"GIT_{who}_{what}": "test@localhost"
     for who in ("AUTHOR", "COMMITTER")

@@ -35,7 +35,7 @@ def test_history_lineage_promotion_and_rollback_of_one_run(params, capsys):
     done = finished(cfg, store)
     assert found["steps"][0]["step"] == "stage-2"
     assert {each["step"] for each in found["steps"]} == {
-        *("stage-2", "stage-1", "warm-start", "initialize", "prepare")
+        *("stage-2", "stage-1", "warm-start", "initialize", "demonstrate", "prepare")
     }
     assert [each["step"] for each in found["evaluations"]] == ["evaluate-stage-2"]
     assert found["data"] == done["prepare"].results["digest"]

@@ -58,6 +58,7 @@ def test_a_cell_runs_no_step_that_its_table_does_not_need(described):
     cell = cells_of(described())[-1]
     assert cell.steps == (
         "prepare",
+        "demonstrate",
         "initialize",
         "warm-start",
         "evaluate-warm-start",
@@ -240,13 +241,13 @@ def test_a_step_with_its_parents_waits_for_the_process_that_runs_a_shared_one(
     key = "0" * 64
     from agentgym.pipeline.table import key_of, steps_of
 
-    key = key_of(steps_of(cfg)["initialize"], cfg, finished(cfg, store))
-    with store.open("initialize", key), pytest.raises(LeaseHeld):
+    key = key_of(steps_of(cfg)["demonstrate"], cfg, finished(cfg, store))
+    with store.open("demonstrate", key), pytest.raises(LeaseHeld):
         run_with_parents("warm-start", cfg)
     held, released = threading.Event(), threading.Event()
 
     def hold():
-        with store.open("initialize", key):
+        with store.open("demonstrate", key):
             held.set()
             released.wait(30)
 
@@ -260,6 +261,7 @@ def test_a_step_with_its_parents_waits_for_the_process_that_runs_a_shared_one(
     assert time.monotonic() - began >= 1.0
     assert [(outcome.step.name, str(outcome)) for outcome in outcomes] == [
         ("prepare", "done"),
+        ("demonstrate", "ran"),
         ("initialize", "ran"),
         ("warm-start", "ran"),
     ]
@@ -269,6 +271,7 @@ def test_steps_of_a_run_are_those_asked_for_and_what_they_need(tmp_path, tiny_pa
     cfg = load_config(tiny_params(tmp_path))
     assert with_parents(cfg, "stage-1", "evaluate-warm-start") == (
         "prepare",
+        "demonstrate",
         "initialize",
         "warm-start",
         "evaluate-warm-start",

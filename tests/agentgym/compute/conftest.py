@@ -17,7 +17,14 @@ from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 
-BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
+BEFORE = (
+    "prepare",
+    "demonstrate",
+    "initialize",
+    "evaluate-initialize",
+    "warm-start",
+    "evaluate-warm-start",
+)
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,12 @@ def test_a_stage_goes_on_when_a_worker_with_vllm_dies(
     ours = ["rollout.engine=vllm", f"lora.rank={rank}"]
     local = load_config(warm, ours)
     cfg = load_config(warm, [*ours, "compute=ray", "ray.transport=broadcast"])
-    for name in ("prepare", "initialize", "warm-start"):  # another engine makes it another run
+    for name in (
+        "prepare",
+        "demonstrate",
+        "initialize",
+        "warm-start",
+    ):  # another engine makes it another run
         run_step(name, local)
     others = of_vllm()
     killed = kill_worker_at(step=2, count=3)

@@ -133,7 +133,7 @@ def prepared(tmp_path_factory, tiny_params, ray_cluster):
         folder, deterministic=True, compute="ray-job", ray=ray, warm_start=warm_start
     )
     cfg = load_config(params)
-    for name in ("prepare", "initialize"):
+    for name in ("prepare", "demonstrate", "initialize"):
         assert str(run_step(name, cfg)) == "ran"
     return params
 

@@ -150,7 +150,7 @@ def test_what_decides_which_episodes_count_is_in_the_keys(tmp_path, tiny_params,
         for name, step in steps_of(plain).items()
         if semantic_of(step, plain) != semantic_of(step, other)
     }
-    demonstrations = {"initialize", "warm-start"} if "episode_timeout_s" in key else set()
+    demonstrations = {"demonstrate"} if "episode_timeout_s" in key else set()
     assert (
         differ
         == {name for name in steps_of(plain) if name.startswith(("stage-", "evaluate-"))}

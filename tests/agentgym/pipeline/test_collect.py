@@ -56,7 +56,7 @@ def test_a_registered_version_keeps_what_it_is_made_of(copied, tmp_path):
     client.delete_model_version("agentgym-babyai", "1")
     gone = {each.step for each in garbage(survey(cfg, tmp_path / NONE))}
     assert gone >= {"stage-1", "stage-2", "evaluate-stage-2", "register"}
-    assert not gone & {"prepare", "initialize", "warm-start"}
+    assert not gone & {"prepare", "demonstrate", "initialize", "warm-start"}
 
 
 def test_a_pointer_of_dvc_keeps_what_it_names(copied, tmp_path):

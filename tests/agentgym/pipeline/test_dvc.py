@@ -51,10 +51,9 @@ def test_every_step_is_a_dvc_stage_with_its_parents_and_parameters(overrides):
     for name, step in steps.items():
         stage = tree["stages"][name]
         assert stage["cmd"] == f"python -m agentgym step {name} --out outputs/{name}.json"
-        inputs = [f"outputs/{parent}.json" for parent in step.parents] or [
-            "${data.path}",
-            "data/trajectories",
-        ]
+        inputs = [f"outputs/{parent}.json" for parent in step.parents]
+        if step.kind is Kind.PREPARE:
+            inputs = ["${data.path}", "data/trajectories"]
         assert stage["deps"] == [*inputs, "agentgym", "envs"]
         assert stage["params"] == list(step.sections)
         assert stage["outs"] == [{f"outputs/{name}.json": {"cache": False}}]

@@ -15,7 +15,7 @@ from agentgym.evaluation.history import History
 from agentgym.pipeline.dvc import pointer
 from agentgym.pipeline.promotion import standing
 from agentgym.pipeline.run import _with_servers, run_step, run_with_parents
-from agentgym.pipeline.table import finished, open_store, semantic_of, steps_of
+from agentgym.pipeline.table import finished, key_of, open_store, semantic_of, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.steps.context import METRICS
 from agentgym.steps.step import Kind
@@ -46,8 +46,40 @@ def test_demonstrations_in_another_conversation_are_another_step(
 ):
     plain = load_config(tiny_params(tmp_path), settings)
     other = load_config(tiny_params(tmp_path), [*settings, *changed])
-    step = steps_of(plain)["initialize"]
+    step = steps_of(plain)["demonstrate"]
     assert semantic_of(step, plain) != semantic_of(step, other)
+
+
+@pytest.mark.parametrize(
+    ("override", "first"),
+    [
+        ("warm_start.steps=7", "warm-start"),
+        ("warm_start.batch_size=8", "warm-start"),
+        ("warm_start.optimizer.lr=0.001", "warm-start"),
+        ("model.mlp_size=128", "initialize"),
+        ("warm_start.num_demos=59", "demonstrate"),
+    ],
+)
+def test_demonstrations_and_the_first_model_are_made_once_for_what_does_not_change_them(
+    run, tmp_path, override, first
+):
+    other = load_config(tmp_path / "params.yaml", [override])
+    before = list(steps_of(other))[: list(steps_of(other)).index(first)]
+    done = finished(other, open_store(other))
+    assert [name for name in done if not name.startswith("evaluate-")] == [
+        name for name in before if not name.startswith("evaluate-")
+    ]
+
+
+@pytest.mark.parametrize("override", ["seed=7", "warm_start.num_demos=59", "env.name=textcraft"])
+def test_a_published_model_is_the_same_first_model_for_every_seed_and_environment(
+    tmp_path, tiny_params, override
+):
+    hub = ["model.source=hub", "model.name=owner/model"]
+    plain = load_config(tiny_params(tmp_path), hub)
+    other = load_config(tiny_params(tmp_path), [*hub, override])
+    keys = {key_of(steps_of(cfg)["initialize"], cfg, {}) for cfg in (plain, other)}
+    assert len(keys) == 1
 
 
 @pytest.mark.parametrize("opened_before", [False, pytest.param(True, marks=pytest.mark.slow)])

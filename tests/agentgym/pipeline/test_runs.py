@@ -50,7 +50,8 @@ def test_a_run_with_overrides_is_audited_planned_and_exported_by_its_name_alone(
     assert "audit passed" in capsys.readouterr().out
     for step, number in (
         ("prepare", r"train \d+ · validation \d+"),
-        ("initialize", r"num_demos \d+ · .*vocab_size \d+"),
+        ("demonstrate", r"expert_success [\d.]+ · num_demos \d+ · num_played \d+"),
+        ("initialize", r"num_parameters \d+ · vocab_size \d+"),
         ("stage-1", r"rollout_success [\d.]+"),
         ("evaluate-stage-1", r"avg_at_\d [\d.]+ · greedy [\d.]+ · .*coverage [\d.]+"),
     ):
@@ -157,7 +158,7 @@ def test_a_run_whose_source_has_changed_since_is_planned_and_not_trained(bare, c
     assert main(["plan", run, *options]) == 0
     assert "source code changed" in capsys.readouterr().out
     assert main(["step", "stage-1", "--run", run, *options]) == 2
-    assert "the source of evaluate-initialize and" in capsys.readouterr().err
+    assert "the source of demonstrate and" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="is not the run of this configuration and source"):
         require_run(load_config(folder / "params.yaml"), run)
 

@@ -41,7 +41,7 @@ def test_a_clone_without_the_weights_is_told_what_is_missing_and_how_to_get_it(
     assert main(words) == 2
     said = capsys.readouterr().err
     assert f"{outputs} has pointers to results that the store {mine} lacks: prepare (" in said
-    assert "and 8 more. Git and `dvc pull` bring pointers and data, no weights." in said
+    assert "and 9 more. Git and `dvc pull` bring pointers and data, no weights." in said
     assert "set store.uri to a store that you share with whoever made them" in said
     assert f"copy that machine's {tmp_path}/run/store to {mine}" in said
     assert "`dvc repro --force` trains, like the first time" in said
@@ -58,7 +58,7 @@ def test_a_clone_with_the_same_store_has_everything_its_own_mlflow_too(
     mine = ["--set", f"tracking.uri=sqlite:///{tmp_path}/mine.db"]
     out = tmp_path / "stored.json"
     assert main(["stored", *options, *mine, "--out", str(out)]) == 0, capsys.readouterr().err
-    assert "has all that 11 pointers" in capsys.readouterr().out
+    assert "has all that 12 pointers" in capsys.readouterr().out
     cfg = load_config(options[1], mine[1:])
     done = finished(cfg, open_store(cfg))
     assert json.loads(out.read_text()) == {name: each.digest for name, each in done.items()}

@@ -24,7 +24,7 @@ STEP = Step(
     data="prepare",
     checkpoint="warm-start",
     start="warm-start",
-    demonstrations="initialize",
+    demonstrations="demonstrate",
 )
 KEY = "ab" * 32
 
@@ -34,7 +34,7 @@ def opening(tmp_path):
     """(overrides -> context of an open step, what was told of its commits)."""
     told, store = [], posix_store(tmp_path, lease_ttl_s=30.0)
     parents = {}
-    for name in ("prepare", "initialize", "warm-start"):
+    for name in ("prepare", "demonstrate", "initialize", "warm-start"):
         with store.open(name, KEY) as writer:
             parents[name] = writer.commit(
                 **{key: {} for key in ("state", "parents", "config", "results", "timings")},
@@ -75,7 +75,7 @@ def opened(opening):
 def test_parents_are_known_by_what_they_are_for(opened):
     context, _ = opened
     assert context.read(context.data, "content") == b"prepare"
-    assert context.read(context.demonstrations, "content") == b"initialize"
+    assert context.read(context.demonstrations, "content") == b"demonstrate"
     assert context.checkpoint is context.start is context.parents["warm-start"]
     assert context.head is None
 
@@ -124,7 +124,7 @@ def take(context, step, last, weights=None):
         done=step == last,
         state={"global_step": step},
         files={"config.json": b"{}"},
-        snapshot=lambda: Snapshot({"weights": Held(weights or b"%d" % step)}),
+        snapshot=lambda with_optimizer: Snapshot({"weights": Held(weights or b"%d" % step)}),
         points=[Point(step, 1000 + step, {"loss": 0.5})],
     )
 
@@ -210,7 +210,7 @@ def test_the_commit_that_did_best_in_validation_keeps_its_weights(opening):
             done=False,
             state={"global_step": step},
             files={},
-            snapshot=lambda: Snapshot({"weights": Held(b"%d" % step)}),
+            snapshot=lambda with_optimizer: Snapshot({"weights": Held(b"%d" % step)}),
             points=[Point(step, 1000 + step, {"validation/success": score} if score else {})],
         )
 

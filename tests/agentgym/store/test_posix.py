@@ -4,15 +4,18 @@ hand.
 
 import errno
 import os
+import shutil
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from agentgym.store.files import StoreFull, full_disk_told
 from agentgym.store.lease import Fenced
-from agentgym.store.posix import PosixFolder, posix_store
-from agentgym.store.runstore import RunStore, StepWriter
+from agentgym.store.manifest import Blob, Manifest
+from agentgym.store.posix import SHARED_BYTES, PosixFolder, posix_store
+from agentgym.store.runstore import DigestMismatch, RunStore, StepWriter
 
 KEY = "ab" * 32
 
@@ -110,3 +113,114 @@ def test_a_failure_on_a_full_disk_is_told_as_such_and_any_other_as_itself(
     ):
         raise RuntimeError("500 Internal Server Error")
     assert isinstance(told.value.__cause__, RuntimeError)
+
+
+OTHER = "cd" * 32
+LARGE = bytes(SHARED_BYTES)
+
+
+class Streamed:
+    """Content in two pieces."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+
+    @property
+    def size(self) -> int:
+        return len(self._data)
+
+    def pieces(self) -> Iterator[memoryview]:
+        yield self._data[:1000]
+        yield self._data[1000:]
+
+
+def of_key(folder: Path, key: str) -> Path:
+    return folder.with_name(f"stage-1-{key[:16]}") / "blobs" / Blob.of(LARGE).digest
+
+
+@pytest.fixture(params=["put", "stream"])
+def commit_large(request: pytest.FixtureRequest, store: RunStore) -> Callable[[str], Manifest]:
+    """Commit the same large content under a key, whole or in pieces."""
+
+    def made(key: str) -> Manifest:
+        with store.open("stage-1", key) as writer:
+            if request.param == "put":
+                return commit(writer, 1, LARGE)
+            return commit(writer, 1, store.add("stage-1", key, Streamed(LARGE)))
+
+    return made
+
+
+def test_large_content_that_two_keys_have_is_stored_once_and_outlives_either(
+    store: RunStore, folder: Path, commit_large: Callable[[str], Manifest]
+) -> None:
+    first, second = commit_large(KEY), commit_large(OTHER)
+    assert of_key(folder, KEY).samefile(of_key(folder, OTHER))
+    assert not list(folder.parent.rglob(".tmp-*"))
+    assert SHARED_BYTES // 2 <= store.num_bytes(first) < SHARED_BYTES
+    store.collect(first)
+    assert store.read(second, "model") == LARGE
+    assert store.num_bytes(second) > SHARED_BYTES
+    assert commit_large(KEY).blobs == first.blobs  # made again, it shares again
+    assert of_key(folder, KEY).samefile(of_key(folder, OTHER))
+
+
+def test_small_content_and_content_of_another_step_are_stored_beside(
+    store: RunStore, folder: Path
+) -> None:
+    for step, key, content in (
+        ("stage-1", KEY, LARGE[1:]),
+        ("stage-1", OTHER, LARGE[1:]),
+        ("stage-2", KEY, LARGE[1:]),
+        ("stage-2", KEY, LARGE),
+        ("stage-1", KEY, LARGE),
+    ):
+        with store.open(step, key) as writer:
+            commit(writer, 1, content)
+    found = list(folder.parent.glob("*/blobs/*"))
+    assert [path.stat().st_nlink for path in found] == [1] * 5
+
+
+def test_damaged_content_of_another_key_is_not_shared(
+    store: RunStore, folder: Path, commit_large: Callable[[str], Manifest]
+) -> None:
+    first = commit_large(KEY)
+    of_key(folder, KEY).write_bytes(LARGE[1:] + b"X")
+    second = commit_large(OTHER)
+    store.verify(second)
+    with pytest.raises(DigestMismatch):
+        store.verify(first)
+
+
+def test_damage_of_shared_content_is_found_in_both_and_either_is_made_whole_alone(
+    store: RunStore, folder: Path, commit_large: Callable[[str], Manifest]
+) -> None:
+    first, second = commit_large(KEY), commit_large(OTHER)
+    of_key(folder, KEY).write_bytes(LARGE[1:] + b"X")
+    for manifest in (first, second):
+        with pytest.raises(DigestMismatch):
+            store.verify(manifest)
+    shutil.rmtree(of_key(folder, OTHER).parents[1])  # as the message says
+    store.verify(commit_large(OTHER))
+    with pytest.raises(DigestMismatch):
+        store.verify(first)
+
+
+def test_content_that_cannot_have_another_name_is_stored_twice(
+    store: RunStore,
+    folder: Path,
+    commit_large: Callable[[str], Manifest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commit_large(KEY)
+    link = os.link
+
+    def refuses(source: Path, target: Path) -> None:
+        if "blobs" in Path(source).parts:
+            raise OSError(errno.EMLINK, os.strerror(errno.EMLINK))
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", refuses)
+    store.verify(commit_large(OTHER))
+    assert not of_key(folder, KEY).samefile(of_key(folder, OTHER))
+    assert not list(folder.parent.rglob(".tmp-*"))

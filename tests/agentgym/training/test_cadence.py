@@ -88,7 +88,7 @@ def test_a_damaged_newest_commit_costs_its_steps_and_is_told(
         return update(self, experience, config, step=step, seed=seed)
 
     for each in (cfg, twin):
-        for name in ("prepare", "initialize", "warm-start", "stage-1"):
+        for name in ("prepare", "demonstrate", "initialize", "warm-start", "stage-1"):
             run_step(name, each)
     monkeypatch.setattr(LocalLearner, "update", fatal)
     with pytest.raises(KeyboardInterrupt):

@@ -14,15 +14,16 @@ from agentgym.audit import audit
 from agentgym.config import load_config
 from agentgym.data.items import load_splits
 from agentgym.data.trajectories import RECORDED, decode
+from agentgym.models.checkpoint import load_checkpoint
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store, steps_of
-from agentgym.records import decode_trajectories, encode_trajectories
+from agentgym.records import DEMOS, decode_trajectories, encode_trajectories
 from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS
 from agentgym.store.manifest import Blob, Manifest, encode_commit
 from agentgym.tracking.points import decode_points
+from agentgym.training.demonstrations import tokenized_demonstrations
 from agentgym.training.offline import dataset_of
-from agentgym.training.sft import DEMOS, demonstrations
 from agentgym.types import Status
 from envs.env import ExpertFailed
 from envs.registry import load_spec
@@ -42,7 +43,7 @@ SMALL = {
     "dpo": ["algorithm.num_items=8", "algorithm.pairs_per_step=4"],
     "agent_evol": ["algorithm.num_items=8"],
 }
-BEFORE = ("prepare", "initialize", "warm-start")
+BEFORE = ("prepare", "demonstrate", "initialize", "warm-start")
 LOSING = {"babyai": ["turn left", "turn left"], "textcraft": ["inventory", "inventory"]}
 ITEMS = {"babyai": range(60), "textcraft": range(40)}
 INSTRUCTIONS = [
@@ -182,14 +183,16 @@ def test_gold_trajectories_are_demonstrations_and_losing_ones_are_kept_for_compa
         ).train
     }
     assert {each.item.item_id for each in recorded} == trained
-    demos = decode_trajectories(store.read(done["initialize"], DEMOS))
-    results = done["initialize"].results
-    assert results["num_played"] == 60
-    assert results["num_demos"] == sum(demo.success for demo in demos)
-    assert (
-        results["num_demos"] + sum(not demo.success for demo in demos) + results["num_too_long"]
-        == 60
-    )
+    played = decode_trajectories(store.read(done["demonstrate"], DEMOS))
+    results = done["demonstrate"].results
+    assert results["num_played"] == len(played) == 60
+    assert results["num_demos"] == sum(demo.success for demo in played)
+    assert not any(demo.input_ids for demo in played)
+    renderer = load_checkpoint(store, done["initialize"]).renderer
+    demos = tokenized_demonstrations(cfg, store, done["demonstrate"], renderer)
+    assert done["warm-start"].results["num_too_long"] == 60 - len(demos)
+    assert [demo.sample for demo in demos] == sorted({demo.sample for demo in demos})
+    assert max(len(demo.input_ids) for demo in demos) <= cfg.model.context_tokens
     for env in OPTIONS:
         assert {demo.success for demo in demos if demo.item.env == env} == {True, False}
         assert {demo.status for demo in demos if demo.item.env == env and not demo.success} == {
@@ -198,15 +201,28 @@ def test_gold_trajectories_are_demonstrations_and_losing_ones_are_kept_for_compa
     spans = [demo.input_ids[turn.start : turn.end] for demo in demos for turn in demo.turns]
     assert sum(sum(demo.action_mask) for demo in demos) == sum(map(len, spans))
 
-    class Context:
-        demonstrations = done["initialize"]
 
-        @staticmethod
-        def read(manifest, name):
-            return store.read(manifest, name)
+def test_trajectories_that_do_not_fit_the_context_are_left_out_and_named_where_none_is_left(begun):
+    cfg = load_config(begun / "params.yaml")
+    store = open_store(cfg)
+    done = finished(cfg, store)
+    renderer = load_checkpoint(store, done["initialize"]).renderer
+    lengths = sorted(
+        len(demo.input_ids)
+        for demo in tokenized_demonstrations(cfg, store, done["demonstrate"], renderer)
+    )
 
-    # what is imitated
-    assert [demo.success for demo in demonstrations(Context)] == [True] * results["num_demos"]
+    def fitting(most):
+        model = cfg.model.model_copy(update={"context_tokens": most})
+        short = cfg.model_copy(update={"model": model})
+        return tokenized_demonstrations(short, store, done["demonstrate"], renderer)
+
+    assert len(fitting(lengths[-1] - 1)) == sum(each < lengths[-1] for each in lengths)
+    with pytest.raises(
+        ValueError,
+        match=r"^of trajectories that fit model\.context_tokens, babyai's solve none of 0 tasks",
+    ):
+        fitting(lengths[0] - 1)
 
 
 @pytest.mark.parametrize(
@@ -214,11 +230,13 @@ def test_gold_trajectories_are_demonstrations_and_losing_ones_are_kept_for_compa
 )
 def test_a_run_trains_from_them_and_passes_its_audit(begun, recipe, tmp_path):
     cfg = of_recipe(begun, recipe, tmp_path)
-    assert "initialize" in steps_of(cfg)["stage-1"].parents
+    assert "demonstrate" in steps_of(cfg)["stage-1"].parents
     outcome = run_step("stage-1", cfg)
     store = open_store(cfg)
     if recipe == "dpo":
-        demos = decode_trajectories(store.read(finished(cfg, store)["initialize"], DEMOS))
+        done = finished(cfg, store)
+        renderer = load_checkpoint(store, done["initialize"]).renderer
+        demos = tokenized_demonstrations(cfg, store, done["demonstrate"], renderer)
         pairs = dataset_of(cfg, stages(cfg.horizon)[0], [], demos)
         assert {pair[0].item.env for pair in pairs} == set(OPTIONS)
         assert all(
@@ -250,22 +268,25 @@ def test_a_run_whose_trajectories_solve_nothing_of_an_environment_says_so(begun,
     run_step("prepare", cfg)
     with pytest.raises(
         ValueError,
-        match=r"^of trajectories that fit model\.context_tokens, babyai's solve none of \d tasks",
+        match=r"^the trajectories of babyai solve none of \d tasks",
     ):
-        run_step("initialize", cfg)
+        run_step("demonstrate", cfg)
 
 
 def test_the_audit_finds_an_action_that_was_not_imported(begun, tmp_path):
     cfg = of_recipe(begun, "sft", tmp_path)
     store = open_store(cfg)
-    final = finished(cfg, store)["initialize"]
+    final = finished(cfg, store)["demonstrate"]
     demos = decode_trajectories(store.read(final, DEMOS))
     index = next(
         index for index, demo in enumerate(demos) if not demo.success and demo.item.env == "babyai"
     )
     turns = (*demos[index].turns[:-1], replace(demos[index].turns[-1], action="turn right"))
     demos[index] = replace(demos[index], turns=turns)
-    data, folder = encode_trajectories(demos), next((cfg.store.path / "steps").glob("initialize-*"))
+    data, folder = (
+        encode_trajectories(demos),
+        next((cfg.store.path / "steps").glob("demonstrate-*")),
+    )
     (folder / "blobs" / Blob.of(data).digest).write_bytes(data)
     forged = Manifest.model_copy(final, update={"blobs": {**final.blobs, DEMOS: Blob.of(data)}})
     (folder / "manifests" / "000000.json").write_bytes(encode_commit([forged]))

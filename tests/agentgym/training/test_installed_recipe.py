@@ -60,7 +60,7 @@ def test_an_installed_recipe_trains_with_its_own_functions_and_settings(
     assert "median" in known_recipes()
     algorithm = {"recipe": "median", "scale": 2.0}
     cfg = load_config(tiny_params(tmp_path / "run", algorithm=algorithm))
-    for name in ("prepare", "initialize", "warm-start", "stage-1", "stage-2"):
+    for name in ("prepare", "demonstrate", "initialize", "warm-start", "stage-1", "stage-2"):
         run_step(name, cfg)
     store = open_store(cfg)
     done = finished(cfg, store)

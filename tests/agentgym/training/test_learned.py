@@ -49,7 +49,7 @@ def test_of_a_drawn_share_of_the_episodes_each_tokens_numbers_are_kept(
 ):
     shutil.copytree(started, tmp_path, dirs_exist_ok=True)
     cfg = load_config(tiny_params(tmp_path), ["rollout.token_numbers_frac=0.5"])
-    for name in ("prepare", "initialize", "warm-start", "stage-1"):
+    for name in ("prepare", "demonstrate", "initialize", "warm-start", "stage-1"):
         run_step(name, cfg)
     store = open_store(cfg)
     commits = store.history("stage-1", finished(cfg, store)["stage-1"].key)

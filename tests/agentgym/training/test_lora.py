@@ -164,7 +164,7 @@ def test_a_handed_over_model_is_adapted_from_the_warm_start_on(
     ]
     params = tiny_params(tmp_path / "run", endpoint=tiny_endpoint, algorithm={"recipe": recipe})
     cfg = load_config(params, changes)
-    for name in ("prepare", "initialize", "warm-start", "stage-1", "stage-2"):
+    for name in ("prepare", "demonstrate", "initialize", "warm-start", "stage-1", "stage-2"):
         run_step(name, cfg)
     store = open_store(cfg)
     done = finished(cfg, store)
@@ -195,7 +195,7 @@ def test_ranks_on_a_cluster_publish_and_store_an_adapter_that_one_process_goes_o
 ):
     folder = copy_run(tmp_path / "run", half=True)
     params = tiny_params(folder, lora=LORA, algorithm=ALGORITHM)
-    for name in ("prepare", "initialize", "warm-start"):
+    for name in ("prepare", "demonstrate", "initialize", "warm-start"):
         run_step(name, load_config(params))
     ranks = ["compute=ray", "ray.num_ranks=2", "ray.worker_cpus=0.1", "ray.rank_cpus=0.1"]
     cfg = load_config(params, ranks)

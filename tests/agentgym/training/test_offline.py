@@ -27,7 +27,14 @@ from agentgym.training import offline
 from agentgym.training.offline import dataset_of, preference_pairs, successes
 from agentgym.types import Item, Status, Trajectory
 
-BEFORE = ("prepare", "initialize", "evaluate-initialize", "warm-start", "evaluate-warm-start")
+BEFORE = (
+    "prepare",
+    "demonstrate",
+    "initialize",
+    "evaluate-initialize",
+    "warm-start",
+    "evaluate-warm-start",
+)
 DRIVER = """
 import os, signal, sys
 import agentgym.store.posix as posix
@@ -256,13 +263,13 @@ def test_a_stage_is_computed_by_its_own_loop_and_keyed_by_what_it_reads(tmp_path
         assert "agentgym.training.offline" in sources[recipe]
         assert "agentgym.training.rl" not in sources[recipe]
     assert steps["dpo"]["stage-2"].parents == ("prepare", "stage-1")
-    assert steps["sft"]["stage-2"].parents == ("prepare", "stage-1", "initialize")
-    assert steps["agent_evol"]["stage-1"].parents == ("prepare", "warm-start", "initialize")
+    assert steps["sft"]["stage-2"].parents == ("prepare", "stage-1", "demonstrate")
+    assert steps["agent_evol"]["stage-1"].parents == ("prepare", "warm-start", "demonstrate")
     assert steps["agent_evol"]["stage-2"].parents == (
         "prepare",
         "stage-1",
         "warm-start",
-        "initialize",
+        "demonstrate",
     )
 
 
@@ -315,7 +322,8 @@ def test_a_killed_preference_stage_ends_where_an_untouched_one_does(begin, forks
     assert str(run_step("stage-1", cfg)) == "resumed at commit 3"
     ours, theirs = history(untouched), history(cfg)
     assert [commit.digest for commit in ours] == [commit.digest for commit in theirs]
-    assert {WEIGHTS, OPTIMIZER} <= ours[-1].blobs.keys()
+    assert WEIGHTS in ours[-1].blobs
+    assert OPTIMIZER not in ours[-1].blobs  # no stage goes on with a finished one's
     assert ours[-1].blobs[WEIGHTS] == theirs[-1].blobs[WEIGHTS] != ours[-2].blobs[WEIGHTS]
     assert [len(commit.state["consumed"]) for commit in theirs] == [6, 2, 0, 0]
     logs = [

@@ -22,7 +22,7 @@ from agentgym.types import Status
 pytestmark = pytest.mark.integration
 
 ALGORITHM = {"critic_warmup_steps": 1}
-BEFORE = ("prepare", "initialize", "warm-start")
+BEFORE = ("prepare", "demonstrate", "initialize", "warm-start")
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_bootstrapped_episodes_cut_by_the_context_pass_the_audit(
         algorithm={"recipe": "ppo", "truncated": "bootstrap", **ALGORITHM},
     )
     cfg = load_config(params, [*small, *narrow])
-    for name in ("prepare", "initialize", "warm-start", "stage-1"):
+    for name in ("prepare", "demonstrate", "initialize", "warm-start", "stage-1"):
         run_step(name, cfg)
     store = open_store(cfg)
     final = finished(cfg, store)["stage-1"]

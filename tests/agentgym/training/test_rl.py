@@ -198,7 +198,7 @@ def far(tmp_path_factory, tiny_params, tiny_endpoint):
     """
     folder = tmp_path_factory.mktemp("far")
     cfg = load_config(tiny_params(folder, endpoint=tiny_endpoint, **FAR))
-    for name in ("prepare", "initialize", "warm-start"):
+    for name in ("prepare", "demonstrate", "initialize", "warm-start"):
         run_step(name, cfg)
     ready, changed = set(), threading.Condition()
     collect, update = LocalEngine.collect, LocalLearner.update

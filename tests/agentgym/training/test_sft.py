@@ -15,7 +15,9 @@ from agentgym.rollouts.episode import (
     run_episode,
 )
 from agentgym.rollouts.players import ScriptedPlayer
-from agentgym.training.sft import demo_indices, replies_of, texts_of, tokenized
+from agentgym.training.demonstrations import replies_of, tokenized
+from agentgym.training.initial import texts_of
+from agentgym.training.sft import demo_indices
 from agentgym.types import Item
 
 SETTINGS = EpisodeSettings(

@@ -120,7 +120,7 @@ def test_every_step_of_a_run_says_where_its_time_went(
         tiny_params(tmp_path, endpoint=tiny_endpoint),
         [f"rollout.max_staleness={max_staleness}", "compute_peak_tflops=0.5"],
     )
-    for name in ("prepare", "initialize", "warm-start", "stage-1"):
+    for name in ("prepare", "demonstrate", "initialize", "warm-start", "stage-1"):
         run_step(name, cfg)
     store = open_store(cfg)
     done = finished(cfg, store)

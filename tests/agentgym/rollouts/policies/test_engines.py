@@ -95,7 +95,7 @@ def test_an_installed_engine_trains_and_is_audited_by_its_own_tolerance(
 ):
     cfg = load_config(tiny_params(tmp_path / "run"), ["rollout.engine=slow"])
     assert tolerance_of(cfg, torch.float32).canary == 5e-4
-    for name in ("prepare", "initialize", "warm-start", "stage-1", "stage-2"):
+    for name in ("prepare", "demonstrate", "initialize", "warm-start", "stage-1", "stage-2"):
         run_step(name, cfg)
     store = open_store(cfg)
     done = finished(cfg, store)
@@ -117,7 +117,7 @@ def test_an_installed_engine_trains_and_is_audited_by_its_own_tolerance(
 def test_a_forgotten_publish_of_an_installed_engine_is_found(slow, tiny_params, tmp_path):
     slow.write_text(SLOW.replace("load_weights(self._model, await delivery.weights())", "pass"))
     cfg = load_config(tiny_params(tmp_path / "run"), ["rollout.engine=slow", "optimizer.lr=0.01"])
-    for name in ("prepare", "initialize", "warm-start"):
+    for name in ("prepare", "demonstrate", "initialize", "warm-start"):
         run_step(name, cfg)
     with pytest.raises(EngineMismatch, match=r"did not reach the engine.*limit 0.0005"):
         run_step("stage-1", cfg)

@@ -424,7 +424,7 @@ def test_a_killed_run_leaves_no_engine_and_goes_on_to_the_end(tiny_params, tmp_p
     script = tmp_path / "run.py"
     script.write_text(RUN)
     command = [sys.executable, str(script), str(path)]
-    for name in ("prepare", "initialize", "warm-start"):
+    for name in ("prepare", "demonstrate", "initialize", "warm-start"):
         run_step(name, cfg)
     process = subprocess.Popen([*command, "stage-1"], cwd=ROOT)
     try:

@@ -1,0 +1,225 @@
+"""The episodes that training imitates, an expert's or recorded ones, played on train items.
+
+They are kept as text: tokens follow from it and from the tokenizer of the model that reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from agentgym.config import RunConfig
+from agentgym.data.items import Splits, interleave, splits_from_json
+from agentgym.data.trajectories import RECORDED, Recorded, chosen, decode
+from agentgym.records import DEMOS, decode_trajectories, encode_trajectories
+from agentgym.rollouts.collect import collect
+from agentgym.rollouts.engine import episode_settings, open_pool, openings
+from agentgym.rollouts.episode import (
+    Episode,
+    EpisodeSettings,
+    Player,
+    Said,
+    extract_action,
+    reply_naming,
+)
+from agentgym.rollouts.players import ExpertPlayer, PlayerOf, ScriptedPlayer
+from agentgym.steps.context import StepContext
+from agentgym.store.manifest import Manifest
+from agentgym.store.runstore import RunStore
+from agentgym.types import Completion, Endpoints, Item, Trajectory
+
+if TYPE_CHECKING:
+    from agentgym.models.chat import ChatRenderer
+
+INSTRUCTIONS = "instructions.json"  # that episodes begin with, by environment
+
+
+def record_demonstrations(ctx: StepContext) -> Manifest:
+    """Play the demonstrations and commit them, failed ones too: a tokenizer learns from their
+    words, and dpo compares with them. Errors: RolloutError; ValueError where none succeeded.
+    """
+    cfg = ctx.cfg
+    splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
+    is_expert = cfg.warm_start.source == "expert"
+    played, settings = _played(ctx, splits)
+    _require_success(
+        cfg, played, "the expert of {} solved" if is_expert else "the trajectories of {} solve"
+    )
+    num_solved = sum(each.success for each in played)
+    return ctx.commit(
+        done=True,
+        state={},
+        blobs={
+            DEMOS: encode_trajectories(map(_without_clocks, played)),
+            INSTRUCTIONS: json.dumps(settings.instructions, sort_keys=True).encode(),
+        },
+        results={
+            "num_played": len(played),
+            "num_demos": num_solved,
+            "expert_success": num_solved / len(played),
+        },
+    )
+
+
+def tokenized_demonstrations(
+    cfg: RunConfig, store: RunStore, recorded: Manifest, renderer: ChatRenderer
+) -> list[Trajectory]:
+    """The demonstrations of a commit, failed ones too, as a policy with this renderer would have
+    produced them. Trajectories of others that do not fit model.context_tokens are left out.
+    Errors: ValueError where none that fit succeeded.
+    """
+    settings = demonstration_settings(cfg, json.loads(store.read(recorded, INSTRUCTIONS)))
+    played = decode_trajectories(store.read(recorded, DEMOS))
+    demos = [tokenized(each, renderer, settings) for each in played]
+    if cfg.warm_start.source == "trajectories":
+        demos = [demo for demo in demos if len(demo.input_ids) <= cfg.model.context_tokens]
+        _require_success(cfg, demos, "of trajectories that fit model.context_tokens, {}'s solve")
+    return demos
+
+
+def demonstrations(ctx: StepContext, renderer: ChatRenderer) -> list[Trajectory]:
+    """The successful ones, to imitate."""
+    demos = tokenized_demonstrations(ctx.cfg, ctx.store, ctx.demonstrations, renderer)
+    return [demo for demo in demos if demo.success]
+
+
+def _played(ctx: StepContext, splits: Splits) -> tuple[list[Trajectory], EpisodeSettings]:
+    """Demonstrations, and the settings their tokens are made under. An expert that gives up has no
+    success. Errors: RolloutError.
+    """
+    cfg, rollout = ctx.cfg, ctx.cfg.rollout
+    is_expert = cfg.warm_start.source == "expert"
+    script: dict[tuple[Item, int], list[Said]] = {}
+    if is_expert:
+        title, shown = "expert demonstrations", [(item, 0) for item in expert_items(cfg, splits)]
+    else:
+        title = "trajectories played again"
+        recorded = recorded_for(cfg, decode(ctx.read(ctx.data, RECORDED)))
+        for sample, each in enumerate(recorded):
+            script[each.item, sample] = replies_of(each, rollout.action_format)
+        shown = list(script)
+    ctx.progress.start(title, len(shown))
+
+    def player_of(item: Item, sample: int) -> Player:
+        return ExpertPlayer() if is_expert else ScriptedPlayer(script[item, sample])
+
+    with ctx.environment(is_expert) as endpoints:
+        return demonstrate(
+            cfg, endpoints, shown, player_of, allow_expert=is_expert, progress=ctx.progress.advance
+        )
+
+
+def demonstrate(
+    cfg: RunConfig,
+    endpoints: Endpoints,
+    shown: Sequence[tuple[Item, int]],
+    player_of: PlayerOf,
+    *,
+    allow_expert: bool,
+    progress: Callable[[int], None] = lambda _: None,
+) -> tuple[list[Trajectory], EpisodeSettings]:
+    """Each (item, sample) played by its player until it or the environment ends the episode, and
+    the settings that tokens of it are made under. Errors: RolloutError for a failed episode.
+    """
+    rollout = cfg.rollout
+    with open_pool(cfg, endpoints, allow_expert=allow_expert) as (pool, loop, guides):
+        settings = demonstration_settings(cfg, openings(cfg, guides))
+        played = loop.run(
+            collect(
+                shown,
+                pool=pool,
+                player_of=player_of,
+                settings=settings,
+                concurrency=rollout.concurrency,
+                episode_timeout_s=rollout.episode_timeout_s,
+                max_attempts=rollout.max_attempts,
+                max_env_error_frac=0.0,  # a demonstration left out would change what is learned
+                progress=progress,
+            )
+        )
+        return played, settings
+
+
+def demonstration_settings(cfg: RunConfig, instructions: Mapping[str, str]) -> EpisodeSettings:
+    """instructions: that episodes begin with, by environment."""
+    return episode_settings(
+        cfg,
+        instructions=instructions,
+        seed=cfg.seed,
+        step=0,
+        max_turns=sys.maxsize,
+        temperature=1.0,
+    )
+
+
+def _without_clocks(played: Trajectory) -> Trajectory:
+    """As every run plays it: no times, and no attempts that an environment failed."""
+    turns = tuple(replace(turn, generate_s=0.0, env_s=0.0) for turn in played.turns)
+    return replace(played, turns=turns, max_turns=max(1, len(turns)), timing={}, num_attempts=1)
+
+
+def _require_success(cfg: RunConfig, demos: Sequence[Trajectory], who: str) -> None:
+    """who: what did not succeed, to be formatted with the environment's name.
+    Errors: ValueError naming an environment of which no demonstration succeeded.
+    """
+    for env in cfg.envs:
+        own = [demo for demo in demos if demo.item.env == env.name]
+        if not any(demo.success for demo in own):
+            raise ValueError(
+                f"{who.format(env.name)} none of {len(own)} tasks; nothing to start from. Check its"
+                " options"
+            )
+
+
+def expert_items(cfg: RunConfig, splits: Splits) -> list[Item]:
+    """The train items an expert shows."""
+    order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(len(splits.train))
+    return interleave([splits.train[index] for index in order], cfg.env_weights)[
+        : cfg.warm_start.num_demos
+    ]
+
+
+def recorded_for(cfg: RunConfig, recorded: Sequence[Recorded]) -> list[Recorded]:
+    """Those of them a run plays again, in its order.
+    A trajectory's `sample` is its place among them.
+    """
+    order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(
+        len({each.item for each in recorded})
+    )
+    return chosen(recorded, cfg.env_weights, order.tolist(), cfg.warm_start.num_demos)
+
+
+def tokenized(played: Trajectory, renderer: ChatRenderer, settings: EpisodeSettings) -> Trajectory:
+    """With the ids a policy would have produced, had it played this; without the times."""
+    settings = replace(settings, max_turns=max(1, len(played.turns)))
+    episode = Episode(
+        played.item, played.sample, settings, played.first_observation, success=played.success
+    )
+    instructions = settings.instructions_of(played.item)
+    episode.read(renderer.start(played.first_observation, instructions))
+    for index, turn in enumerate(played.turns):
+        said = turn.reply or reply_naming(turn.action, settings.action_format)
+        ids = tuple(renderer.action_ids(said))
+        start = len(episode.input_ids)
+        episode.act(Completion(ids, (0.0,) * len(ids), "stop", 0))
+        episode.turns.append(
+            replace(turn, start=start, end=len(episode.input_ids), generate_s=0.0, env_s=0.0)
+        )
+        if index + 1 < len(played.turns):
+            episode.read(renderer.bridge(turn.observation, stopped=True))
+    return replace(episode.finish(played.status), timing={})
+
+
+def replies_of(recorded: Recorded, action_format: Literal["plain", "react"]) -> list[Said]:
+    """With react what was said as it is; else the action alone, of whatever format it came in."""
+    said = []
+    for reply in map(str.strip, recorded.replies):
+        action = extract_action(reply, "react") if "Action:" in reply else reply
+        whole = action_format == "react" and "Action:" in reply
+        said.append(Said(reply if whole else action, action))
+    return said

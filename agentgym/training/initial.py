@@ -1,0 +1,69 @@
+"""The model before any training, and its tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from agentgym.config import RunConfig
+from agentgym.models.checkpoint import Checkpoint, new_checkpoint
+from agentgym.models.model import load_hub, new_model, set_threads, train_tokenizer
+from agentgym.records import DEMOS, decode_trajectories
+from agentgym.steps.context import StepContext
+from agentgym.store.manifest import Manifest
+from agentgym.types import Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+def initialize(ctx: StepContext) -> Manifest:
+    """Commit the first checkpoint."""
+    set_threads(ctx.cfg.compute_threads)
+    shown = ctx.read(ctx.demonstrations, DEMOS) if ctx.step.demonstrations else None
+    checkpoint = first_checkpoint(ctx.cfg, decode_trajectories(shown) if shown else [])
+    notes = checkpoint.renderer.notes
+    for note in notes:
+        logger.warning("%s", note)
+    return ctx.commit(
+        done=True,
+        state={"global_step": 0},
+        blobs=checkpoint.files(),
+        snapshot=checkpoint.snapshot(),
+        results={
+            "vocab_size": len(checkpoint.tokenizer),
+            "num_parameters": sum(parameter.numel() for parameter in checkpoint.model.parameters()),
+            **({"conversation": list(notes)} if notes else {}),
+        },
+    )
+
+
+def first_checkpoint(cfg: RunConfig, played: Sequence[Trajectory]) -> Checkpoint:
+    """The model before any training, with its tokenizer; a tiny one's is trained on these
+    episodes. Errors: ValueError where there are none to do so.
+    """
+    if cfg.model.source == "hub":
+        return new_checkpoint(*load_hub(cfg.model), cfg.model.chat)
+    if not played:
+        raise ValueError(
+            "model.source tiny trains its tokenizer on demonstrations; set warm_start.enabled"
+            " or use model.source hub"
+        )
+    # each distinct text once per occurrence keeps frequent words whole
+    words = (text for episode in played for text in texts_of(episode))
+    tokenizer = train_tokenizer(words, cfg.model.vocab_size)
+    model = new_model(
+        cfg.model,
+        vocab_size=len(tokenizer),
+        eos_id=tokenizer.eos_token_id,
+        pad_id=tokenizer.pad_token_id,
+        seed=cfg.seed,
+    )
+    return new_checkpoint(model, tokenizer, cfg.model.chat)
+
+
+def texts_of(played: Trajectory) -> list[str]:
+    """All that was said in an episode."""
+    return [
+        played.first_observation,
+        *(text for turn in played.turns for text in (turn.reply or turn.action, turn.observation)),
+    ]
