@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from agentgym.config.section import Section
 from agentgym.config.sections import EvaluationConfig, HorizonConfig, ValidationConfig
 
 
@@ -133,21 +134,21 @@ def is_pretrained(tree: Mapping[str, Any]) -> bool:
 
 def _longest(tree: Mapping[str, Any]) -> int | None:
     """Turns of the longest episode; None if a horizon is invalid."""
-    kinds = {
+    kinds: dict[str, type[Section]] = {
         "horizon": HorizonConfig,
         "evaluation": EvaluationConfig,
         "validation": ValidationConfig,
     }
-    try:
-        parsed = [
-            kind.model_validate(
-                {key: value for key, value in _section(tree, name).items() if key in RELEVANT}
-            ).max_turns
-            for name, kind in kinds.items()
-        ]
-    except ValidationError:
-        return None
-    return max(max(each) if isinstance(each, tuple) else each for each in parsed)
+    turns: list[int] = []
+    for name, kind in kinds.items():
+        given = {key: value for key, value in _section(tree, name).items() if key in RELEVANT}
+        try:
+            parsed = kind.model_validate(given)
+        except ValidationError:
+            return None
+        most = getattr(parsed, "max_turns")  # noqa: B009  (every one of the three has it)
+        turns += most if isinstance(most, tuple) else [most]
+    return max(turns)
 
 
 RELEVANT = ("kind", "max_turns", "stage_steps")

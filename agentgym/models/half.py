@@ -57,7 +57,7 @@ class _WideForward:
             if self._kept is None:
                 self._kept = weight.float(), None if bias is None else bias.float()
             return linear(hidden.float(), *self._kept).to(hidden.dtype)
-        result: Tensor = _WideLinear.apply(hidden, weight, bias)
+        result: Tensor = _WideLinear.apply(hidden, weight, bias)  # type: ignore[no-untyped-call]
         return result
 
 

@@ -12,6 +12,7 @@ from agentgym.models.checkpoint import load_checkpoint, save_pretrained
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.records import TRAJECTORIES, decode_trajectories
+from tests.pretrained import AS_TINY
 
 pytestmark = pytest.mark.integration
 
@@ -47,6 +48,7 @@ def run(request, family_of, tmp_path, tiny_params, tiny_endpoint):
     tokenizer.save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == stop_ids[0]
     changes = [
+        *AS_TINY,
         "model.source=hub",
         f"model.name={folder}",
         "model.context_tokens=2048",

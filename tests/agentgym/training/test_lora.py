@@ -26,6 +26,7 @@ from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.steps.context import StepContext
 from agentgym.store.runstore import BlobMissing
+from tests.pretrained import AS_TINY
 
 pytestmark = pytest.mark.integration
 
@@ -153,6 +154,7 @@ def test_a_handed_over_model_is_adapted_from_the_warm_start_on(
     store = open_store(done)
     save_pretrained(tmp_path / "model", store, finished(done, store)["warm-start"])
     changes = [
+        *AS_TINY,
         "model.source=hub",
         f"model.name={tmp_path / 'model'}",
         "warm_start.steps=2",

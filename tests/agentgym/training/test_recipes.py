@@ -18,6 +18,7 @@ from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.steps.context import METRICS, StepContext
 from agentgym.tracking.points import decode_points
 from agentgym.types import Status
+from tests.pretrained import AS_TINY
 
 pytestmark = pytest.mark.integration
 
@@ -182,6 +183,7 @@ def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(
     # two forwards in bfloat16 differ by their shapes: the engine decodes token by token
     changes = [
         "deterministic=true",
+        *AS_TINY,
         "model.source=hub",
         f"model.name={tmp_path / 'model'}",
         "warm_start.enabled=false",
