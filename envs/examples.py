@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from envs.env import Expert, Simulator
+from envs.env import Expert, ExpertFailed, Simulator
 from envs.wire import Example, ExampleTurn
 
 _EXAMPLES = TypeAdapter(tuple[Example, ...])
@@ -33,6 +34,7 @@ def played(
 
     expert: makes one after the reset, else the simulator's own; reply: the text that takes an
     action.
+    Errors: ExpertFailed if the task cannot be solved under the simulator's options.
     """
     try:
         first, turns = simulator.reset(task_id), []
@@ -42,10 +44,20 @@ def played(
             result = simulator.step(action)
             turns.append(ExampleTurn(action=action, observation=result.observation))
             if result.terminated or result.truncated:
-                assert result.success, f"the example of task {task_id} is not solved"
+                if not result.success:
+                    raise ExpertFailed(f"the example of task {task_id} is not solved")
                 return Example(observation=first, turns=tuple(turns))
     finally:
         simulator.close()
+
+
+def solved(plays: Iterable[Callable[[], Example]]) -> tuple[Example, ...]:
+    """Return the examples that can be solved under a server's options, in their order."""
+    examples = []
+    for play in plays:
+        with suppress(ExpertFailed):
+            examples.append(play())
+    return tuple(examples)
 
 
 def recorded(path: Path) -> tuple[Example, ...]:

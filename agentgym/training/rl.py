@@ -47,6 +47,9 @@ from agentgym.types import EngineUsage, Item, Trajectory
 
 logger = logging.getLogger(__name__)
 
+# Episodes without a success after which a policy counts as hopeless: 95 % sure that it succeeds in
+# less than 2 % of them
+MIN_HOPELESS = 150
 MAX_SKIPPED = 10  # optimizer steps in a row without an episode to learn from
 
 
@@ -315,15 +318,19 @@ def require_success(ctx: StepContext, first: Mapping[str, float]) -> None:
         and head.done
         and head.parents.get(start.step) == start.digest
     ]
-    shares = [share["mean"] for head in judged for share in head.results["summary"].values()]
-    if not shares or any(shares):
+    if any(share["mean"] for head in judged for share in head.results["summary"].values()):
+        return
+    asked = [head.config["evaluation"] for head in judged]
+    played = max((each["num_items"] * (each["num_samples"] + 1) for each in asked), default=0)
+    tried = int(first["rollout/num_episodes"])
+    if not played or played + tried < MIN_HOPELESS:
         return
     line = (
-        f"stage {ctx.step.name} cannot learn: none of the {first['rollout/num_episodes']:.0f}"
-        f" episodes of its first optimizer step and none of the evaluation of {start.step}"
-        " succeeded, and all groups have equal rewards; raise warm_start.num_demos and"
-        " warm_start.steps, set rollout.instructions true, or choose easier items or a longer"
-        " horizon (alarms.no_success warn goes on)"
+        f"stage {ctx.step.name} cannot learn: none of the {tried} episodes of its first optimizer"
+        f" step and none of the {played} of the evaluation of {start.step} succeeded, and all"
+        " groups have equal rewards; raise warm_start.num_demos and warm_start.steps, set"
+        " rollout.instructions true, or choose easier items or a longer horizon"
+        " (alarms.no_success warn goes on)"
     )
     if action == "stop":
         raise AlarmStop(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from envs.examples import played
+from envs.examples import played, solved
 from envs.searchqa import retrievers
 from envs.searchqa.episode import Episode, Options
 from envs.searchqa.questions import Hop, Question
@@ -32,11 +32,16 @@ QUESTIONS = (
 
 @cache
 def worked_examples(options: Options) -> tuple[Example, ...]:
-    """With as many and as long documents as these options show, whatever index is asked."""
+    """With as many and as long documents as these options show, whatever index is asked.
+
+    A question that these documents do not answer is left out.
+    """
     options = replace(options, mode="strict")
     reply = _thoughtful if options.protocol == "agentgym" else str
-    return tuple(
-        played(Episode(QUESTIONS, retrievers.embedded(), options), task, reply=reply)
+    return solved(
+        lambda task=task: played(
+            Episode(QUESTIONS, retrievers.embedded(), options), task, reply=reply
+        )
         for task in range(len(QUESTIONS))
     )
 

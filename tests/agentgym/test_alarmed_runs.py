@@ -187,6 +187,7 @@ def test_a_stage_that_no_success_goes_before_stops_before_its_first_update(begin
         "horizon.max_turns=[1]",
         "horizon.stage_steps=[1]",
         "evaluation.max_turns=1",
+        "evaluation.num_samples=20",
         "validation.max_turns=1",
     ]
     _, cfg = begin(*hopeless)

@@ -59,9 +59,9 @@ ALIKE = ("dr_grpo", "rloo", "reinforce++-baseline")
 )
 def test_each_recipe_trains_two_stages_and_passes_the_audit(begin, recipe):
     cfg = begin(algorithm={"recipe": recipe, **(ALGORITHM if "ppo" in recipe else {})})
-    assert [str(run_step(name, cfg)) for name in (*BEFORE, "stage-1", "stage-2")] == [
-        "done"
-    ] * 3 + ["ran"] * 2
+    assert [str(run_step(name, cfg)) for name in (*BEFORE, "stage-1", "stage-2")] == ["done"] * len(
+        BEFORE
+    ) + ["ran"] * 2
     report = audit(cfg, num_episodes=4)
     assert report.ok, [check.failures for check in report.checks if not check.ok]
     metrics = [point.metrics for name in ("stage-1", "stage-2") for point in points(cfg, name)]
