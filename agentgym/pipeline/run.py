@@ -86,9 +86,7 @@ def run_step(
     key = key_of(step, cfg, done)
     if cfg.compute in ("ray-job", "kuberay") and step.kind not in STAYS_HERE:
         return _run_elsewhere(step, cfg, store, key, environment)
-    if cfg.model.source == "hub":
-        return_large_blocks()
-    _close_dead_once(cfg, store)
+    _prepare_process(cfg, store)
     opened = store.open(name, key, [each.digest for each in parents.values()])
     with _closed_where_it_fails(cfg, store), opened as writer:
         head = writer.head
@@ -121,8 +119,12 @@ def run_step(
 _looked: set[tuple[str, str]] = set()  # ledgers and stores this process looked through
 
 
-def _close_dead_once(cfg: RunConfig, store: RunStore) -> None:
-    """Close what earlier processes left RUNNING in MLflow; once per process."""
+def _prepare_process(cfg: RunConfig, store: RunStore) -> None:
+    """Bound the memory of a pretrained model; once per process, close what earlier ones left
+    RUNNING in MLflow.
+    """
+    if cfg.model.source == "hub":
+        return_large_blocks()
     if (cfg.tracking_uri, store.root) not in _looked:
         _looked.add((cfg.tracking_uri, store.root))
         close_dead(cfg, store)
