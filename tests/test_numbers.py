@@ -49,6 +49,8 @@ FACTS = (
     "as published: five environments",  # test_profiles.py
     "the exit code is 3",
     "two writers fence each other",
+    "learns TextCraft on two CPU cores: SmolLM2-135M-Instruct",
+    "the same for one GPU: SmolLM2 (135M, 360M) and Qwen2.5 (0.5B, 1.5B, 3B and 7B)",
     "probability (1 - f)^n",
     "that two equal runs share",
     "the exit code is 3",

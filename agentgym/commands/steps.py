@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from agentgym.commands.parser import Commands, add_pointers, add_waiting
-from agentgym.config import RunConfig
+from agentgym.config import ConfigError, RunConfig
 from agentgym.console.guard import say
 
 
@@ -138,7 +138,12 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         require_run(cfg, named)
     steps = plan(cfg)
     is_done = all(step.action == "skip" for step in steps)
-    taken = None if is_done else forecast(cfg, commit_bytes(cfg))
+    taken, unknown = None, ""
+    if not is_done:
+        try:
+            taken = forecast(cfg, commit_bytes(cfg))
+        except ConfigError as error:
+            unknown = str(error)
     chosen = usual_pretrained(cfg) if cfg.model.source == "hub" else []
     if arguments.json:
         tree = {
@@ -152,6 +157,8 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     say(f"run r{run_key(cfg)[:12]}")
     for step in steps:
         say(f"  {step.action:<7}{step.name:<22}{step.why}")
+    if unknown:
+        say(f"memory and time are not known: {unknown}")
     if taken is not None:
         for line in taken.lines(num_commits(cfg)):
             say(line)

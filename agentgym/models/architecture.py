@@ -23,9 +23,10 @@ _DTYPES = ("float32", "float16", "bfloat16")
 LAYERS = ("full_attention", "sliding_attention")
 
 
-def published_architecture(config: ModelConfig) -> Any:
+def published_architecture(config: ModelConfig, *, local_only: bool = False) -> Any:
     """transformers' configuration of a handed-over model; its weights are not read.
 
+    local_only: read folders and the hub's cache; ask no network.
     Errors: ConfigError where there is none, where a folder holds no safetensors or a file that is
     not whole, where the architecture is not supported or has fewer positions than
     `config.context_tokens`; as `read_architecture`.
@@ -37,7 +38,9 @@ def published_architecture(config: ModelConfig) -> Any:
         require_weights(folder, f"model.name {config.name}")
         require_whole(folder)
     try:
-        text, _ = PretrainedConfig.get_config_dict(config.name, revision=config.revision)
+        text, _ = PretrainedConfig.get_config_dict(
+            config.name, revision=config.revision, local_files_only=local_only
+        )
         if not text:
             raise OSError("it has no config.json")
     except (OSError, ValueError) as error:

@@ -101,7 +101,7 @@ class Forecast:
 
 def forecast(cfg: RunConfig, commit: int | None = None) -> Forecast:
     """commit: bytes of a commit where one is known.
-    Errors: ConfigError if the model's config.json cannot be read.
+    Errors: ConfigError if the model's config.json is not on this machine.
     """
     shape = shape_of(cfg)
     is_cpu = cfg.compute_device == "cpu"
@@ -149,7 +149,7 @@ def usual_pretrained(cfg: RunConfig) -> list[Chosen]:
 
 
 def shape_of(cfg: RunConfig) -> Shape:
-    """Errors: ConfigError if the model's config.json cannot be read."""
+    """Errors: ConfigError if the model's config.json is not on this machine."""
     import torch
 
     from agentgym.models.architecture import published_architecture
@@ -158,7 +158,7 @@ def shape_of(cfg: RunConfig) -> Shape:
 
     hub = cfg.model.source == "hub"
     if hub:
-        architecture = published_architecture(cfg.model)
+        architecture = published_architecture(cfg.model, local_only=True)
     else:
         architecture = tiny_architecture(cfg.model, vocab_size=cfg.model.vocab_size)
     model = empty_model(architecture.to_json_string())

@@ -10,6 +10,7 @@ from envs import examples as shared
 from envs.babyai import examples as babyai
 from envs.babyai.world import Options as BabyAI
 from envs.babyai.world import World as Grid
+from envs.env import ExpertFailed
 from envs.registry import load_spec
 from envs.searchqa import examples as searchqa
 from envs.searchqa import questions, retrievers
@@ -97,8 +98,17 @@ def test_an_unsolved_play_is_no_example():
         def next_action(self):
             return "inventory"
 
-    with pytest.raises(AssertionError, match="task 0 is not solved"):
-        shared.played(load_spec("textcraft", {"max_steps": 1}).make(), 0, expert=Lost)
+    def play():
+        return shared.played(load_spec("textcraft", {"max_steps": 1}).make(), 0, expert=Lost)
+
+    with pytest.raises(ExpertFailed, match="task 0 is not solved"):
+        play()
+    assert shared.solved([play]) == ()
+
+
+def test_a_question_that_the_options_documents_do_not_answer_is_left_out():
+    offered = load_spec("searchqa", {"topk": 1, "max_doc_chars": 240}).examples()
+    assert len(offered) < len(searchqa.QUESTIONS)
 
 
 def test_an_environment_of_ones_own_need_not_offer_any():

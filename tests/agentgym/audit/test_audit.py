@@ -31,7 +31,7 @@ def test_an_honest_run_that_is_only_half_done_passes_as_far_as_it_went(
     cfg = load_config(tiny_params(copy_run(tmp_path, half=True), deterministic=True))
     report = audit(cfg)
     assert report.ok, [c for c in report.checks if not c.ok]
-    assert list(report.steps) == list(steps_of(cfg))[:6]
+    assert list(report.steps) == list(steps_of(cfg))[:7]
 
 
 def test_another_run_is_refused_by_name_and_the_existing_ones_are_listed(

@@ -41,7 +41,7 @@ MODELS = {
 def published(monkeypatch):
     """The models' config.json without a hub."""
 
-    def config_of(config):
+    def config_of(config, local_only):
         name = config.name.rpartition("/")[2].removesuffix("-Instruct")
         family, widths, _ = MODELS["SmolLM2-135M" if "smollm2" in name else name]
         values = {**family, **dict(zip(WIDTHS, widths, strict=True)), "dtype": "bfloat16"}
@@ -127,3 +127,11 @@ def test_plan_says_what_a_pretrained_model_takes_and_which_settings_it_got(
     assert told["forecast"]["weight_bytes"] == 2 * 134_515_008
     assert told["forecast"]["most_commits"] == 1
     assert {each["path"] for each in told["pretrained"]} >= {"optimizer.lr", "evaluation.k"}
+
+
+def test_plan_asks_no_network_for_a_model_that_is_not_here(tmp_path, capsys):
+    profile = str(FOLDER / "qwen2.5-7b-textcraft.yaml")
+    assert main(["plan", "--params", profile, "--set", f"store.path={tmp_path / 'store'}"]) == 0
+    printed = capsys.readouterr()
+    assert "memory and time are not known: model.name 'Qwen/Qwen2.5-7B-Instruct'" in printed.out
+    assert "Retrying" not in printed.err

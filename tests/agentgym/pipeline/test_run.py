@@ -75,7 +75,7 @@ def test_demonstrations_and_the_first_model_are_made_once_for_what_does_not_chan
 def test_a_published_model_is_the_same_first_model_for_every_seed_and_environment(
     tmp_path, tiny_params, override
 ):
-    hub = ["model.source=hub", "model.name=owner/model"]
+    hub = ["model.source=hub", "model.name=owner/model", "model.context_tokens=4096"]
     plain = load_config(tiny_params(tmp_path), hub)
     other = load_config(tiny_params(tmp_path), [*hub, override])
     keys = {key_of(steps_of(cfg)["initialize"], cfg, {}) for cfg in (plain, other)}

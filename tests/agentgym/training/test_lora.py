@@ -61,9 +61,11 @@ def test_a_commit_holds_the_matrices_and_names_the_weights_they_change(adapted):
         assert record["base_weights"] == digest_of(base, WEIGHTS)
         assert (record["rank"], record["alpha"]) == (4, 8)
         matrices = StoredTensors.of(store, held, ADAPTER)
-        state = StoredTensors.of(store, held, OPTIMIZER)
         assert all(map(is_matrix, matrices.tensors))
-        assert {name.rpartition(":")[0] for name in state.tensors} == matrices.tensors.keys()
+        assert (OPTIMIZER in held.blobs) == (name == "stage-1")  # which another stage goes on from
+        if OPTIMIZER in held.blobs:
+            state = StoredTensors.of(store, held, OPTIMIZER)
+            assert {name.rpartition(":")[0] for name in state.tensors} == matrices.tensors.keys()
         # the weights of a model as tiny as this one are little more
         assert matrices.size < 0.6 * base.blobs[WEIGHTS].size
     assert policy_digest(done["stage-1"]) != policy_digest(done["stage-2"])
@@ -181,7 +183,10 @@ def test_a_handed_over_model_is_adapted_from_the_warm_start_on(
     assert len(digests) == 3
     # another rank is another warm start
     other = load_config(params, [*changes, "lora.rank=4"])
-    step, parents = steps_of(cfg)["warm-start"], {name: done[name] for name in ("initialize",)}
+    step, parents = (
+        steps_of(cfg)["warm-start"],
+        {name: done[name] for name in ("demonstrate", "initialize")},
+    )
     assert key_of(step, cfg, parents) == done["warm-start"].key != key_of(step, other, parents)
     words = ["--params", str(params), *(word for each in changes for word in ("--set", each))]
     assert main(["export", "stage-2", str(tmp_path / "adapter"), "--adapter", *words]) == 0
