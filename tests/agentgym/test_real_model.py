@@ -36,14 +36,14 @@ SETTINGS = {
     "rollout": {
         "items_per_step": 2,
         "group_size": 2,
-        "max_new_tokens": 12,
+        "max_new_tokens": 10,
         "concurrency": 4,
         "instructions": False,
     },
     "horizon": {"kind": "fixed", "max_turns": [2], "stage_steps": [3]},
     "optimizer": {"lr": 2e-5, "warmup_steps": 0},
     # two turns solve nothing: without it no step would change a weight
-    "algorithm": {"entropy_coef": 0.01},
+    "algorithm": {"entropy_coef": 0.01, "minibatches": 1},
     "validation": {"every": 0},
     "evaluation": {"num_items": 2, "num_samples": 1, "k": [1], "max_turns": 2},
     "gate": {"min_success": 0.0},
@@ -84,7 +84,7 @@ def test_its_architecture_is_judged_apart_from_its_rounding(folder):
 def test_the_folder_is_evaluated_trained_and_passes_its_audit(folder, params, engine, caplog):
     evaluate = ["evaluate", str(folder), "--env", "textcraft"]
     evaluate += ["--num-items", "4", "--concurrency", "4"]
-    set_ = ["rollout.max_new_tokens=12", "evaluation.max_turns=1", f"rollout.engine={engine}"]
+    set_ = ["rollout.max_new_tokens=10", "evaluation.max_turns=1", f"rollout.engine={engine}"]
     options = [word for setting in set_ for word in ("--set", setting)]
     assert main([*evaluate, "--params", str(params), *options]) == 0
     cfg = load_config(params, [f"rollout.engine={engine}"])
