@@ -127,7 +127,7 @@ def the_best_of_many_seeds(forger):
 
 def a_longer_horizon(forger):
     """Whoever had failed by the horizon plays on."""
-    anew = played_anew(forger, max_turns=13)
+    anew = played_anew(forger, max_turns=11)
     changed = {
         (seq, i): replace(e, max_turns=forger.cfg.evaluation.max_turns)
         for seq, episodes in anew.items()
