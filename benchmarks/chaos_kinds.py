@@ -297,7 +297,7 @@ def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
         rf"step stage-1 .* is held by process {scene.process.pid} on"
         rf" {re.escape(socket.gethostname())}, since \d{{4}}-.*\(epoch \d+\)"
     )
-    if scene.process.poll() is not None:
+    if scene.process.poll() is not None or "stage-1: done" in other.stdout:
         scene.trial.hit = False  # too late to meet it
         return
     scene.trial.notes += line

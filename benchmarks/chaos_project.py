@@ -39,7 +39,7 @@ TINY = {  # its every optimizer step finds something to learn
     "warm_start": {"num_demos": 60, "steps": 100, "batch_size": 16, "optimizer": {"lr": 0.005}},
     "rollout": {"items_per_step": 4, "group_size": 4, "temperature": 0.7},
     "optimizer": {"warmup_steps": 1},
-    "horizon": {"max_turns": [5, 8], "stage_steps": [3, 3]},
+    "horizon": {"max_turns": [5, 8], "stage_steps": [8, 3]},
     "validation": {"every": 2, "num_items": 4},
     "evaluation": {
         "num_items": 8,
