@@ -27,7 +27,7 @@ def nodes(real_nodes, kubectl):
             yield nodes
         finally:
             kubectl("delete", "pods", "--all", "--force", "-n", NAMESPACE)  # of the lost node
-            kubectl("delete", "namespace", NAMESPACE, "--timeout=180s")
+            kubectl("delete", "namespace", NAMESPACE, "--timeout=100s")
 
 
 @pytest.fixture
@@ -188,8 +188,8 @@ def test_a_pod_that_is_deleted_drains_and_then_is_gone(pod, kubectl):
     pod("drains", "python", "-c", script, when=ready, pod={"terminationGracePeriodSeconds": 30})
     wait_for(lambda: kubectl("logs", "drains", "-n", NAMESPACE) == "up\n")
     began = time.monotonic()
-    kubectl("delete", "pod", "drains", "-n", NAMESPACE, "--timeout=180s")
-    assert 1.0 <= time.monotonic() - began < 20.0
+    kubectl("delete", "pod", "drains", "-n", NAMESPACE, "--timeout=100s")
+    assert 1.0 <= time.monotonic() - began < 90.0
     assert not commands("signal.pause()")
 
 
@@ -221,7 +221,7 @@ def test_a_job_runs_its_init_container_and_reaches_the_api_server(nodes, kubectl
         "spec": {"backoffLimit": 0, "template": {"spec": template}},
     }
     kubectl("apply", "--filename=-", objects=[job])
-    kubectl("wait", "--for=condition=complete", "job/job", "-n", NAMESPACE, "--timeout=180s")
+    kubectl("wait", "--for=condition=complete", "job/job", "-n", NAMESPACE, "--timeout=100s")
     assert kubectl("logs", "job/job", "-n", NAMESPACE, "--container=c").split() == [
         "first",
         "linux/amd64",
