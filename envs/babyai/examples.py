@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from envs.babyai.world import Options, World
 from envs.examples import played, solved
@@ -17,6 +17,5 @@ TASKS = (("GoToObj", 1_000_000_003), ("PickupDist", 1_000_000_001))
 def worked_examples(options: Options) -> tuple[Example, ...]:
     """In the view and with the actions of these options."""
     return solved(
-        lambda level=level, seed=seed: played(World(replace(options, levels=(level,))), seed)
-        for level, seed in TASKS
+        partial(played, World(replace(options, levels=(level,))), seed) for level, seed in TASKS
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from envs.examples import played, solved
 from envs.searchqa import retrievers
@@ -39,9 +39,7 @@ def worked_examples(options: Options) -> tuple[Example, ...]:
     options = replace(options, mode="strict")
     reply = _thoughtful if options.protocol == "agentgym" else str
     return solved(
-        lambda task=task: played(
-            Episode(QUESTIONS, retrievers.embedded(), options), task, reply=reply
-        )
+        partial(played, Episode(QUESTIONS, retrievers.embedded(), options), task, reply=reply)
         for task in range(len(QUESTIONS))
     )
 
