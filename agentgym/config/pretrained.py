@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from agentgym.config.section import Section
 from agentgym.config.sections import EvaluationConfig, HorizonConfig, ValidationConfig
 
 
@@ -38,11 +37,7 @@ OTHER_LENGTHS = (64, 256)
 THOUGHT = 160  # tokens before the action of a reply in react's format
 INSTRUCTIONS = 512  # tokens, the longest first observation included
 STEP = 128  # context lengths are multiples of it
-
-
-def sizes() -> frozenset[str]:
-    """Dotted paths of the settings that have a default by the kind of model."""
-    return frozenset(defaults({}))
+RELEVANT = ("kind", "max_turns", "stage_steps")  # settings that bound the turns of an episode
 
 
 def defaults(tree: Mapping[str, Any]) -> dict[str, Default]:
@@ -115,7 +110,7 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_sizes(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A copy without the settings that were chosen for another kind of model."""
-    paths = sizes()
+    paths = defaults({})
 
     def copied(inner: Mapping[str, Any], at: str) -> dict[str, Any]:
         return {
@@ -134,24 +129,17 @@ def is_pretrained(tree: Mapping[str, Any]) -> bool:
 
 def _longest(tree: Mapping[str, Any]) -> int | None:
     """Turns of the longest episode; None if a horizon is invalid."""
-    kinds: dict[str, type[Section]] = {
-        "horizon": HorizonConfig,
-        "evaluation": EvaluationConfig,
-        "validation": ValidationConfig,
-    }
-    turns: list[int] = []
-    for name, kind in kinds.items():
-        given = {key: value for key, value in _section(tree, name).items() if key in RELEVANT}
-        try:
-            parsed = kind.model_validate(given)
-        except ValidationError:
-            return None
-        most = getattr(parsed, "max_turns")  # noqa: B009  (every one of the three has it)
-        turns += most if isinstance(most, tuple) else [most]
-    return max(turns)
 
+    def given(name: str) -> dict[str, Any]:
+        return {key: value for key, value in _section(tree, name).items() if key in RELEVANT}
 
-RELEVANT = ("kind", "max_turns", "stage_steps")
+    try:
+        horizon = HorizonConfig.model_validate(given("horizon"))
+        evaluation = EvaluationConfig.model_validate(given("evaluation"))
+        validation = ValidationConfig.model_validate(given("validation"))
+    except ValidationError:
+        return None
+    return max(*horizon.max_turns, evaluation.max_turns, validation.max_turns)
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -72,8 +72,10 @@ def told_by(guides: Mapping[str, Guide], protocol: EvaluationProtocol) -> dict[s
 
 
 def instructions_of(protocol: EvaluationProtocol, told: Mapping[str, str]) -> dict[str, str]:
-    """What episodes begin with, by environment: instructions and worked examples, and the form of a
-    reply where it is not the action alone. told: by the servers.
+    """Return the text that episodes begin with, by environment: instructions, worked examples and,
+    unless the action alone is the reply, the form of a reply.
+
+    told: the result of `told_by`.
     """
     return {
         each.env.name: "\n\n".join(

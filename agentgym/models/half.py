@@ -10,6 +10,11 @@ from torch.autograd import Function
 from torch.nn.functional import linear
 
 
+def has_fast_half() -> bool:
+    """Return True if this processor multiplies in half precision without emulation."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
 def widen_linear_layers(model: nn.Module) -> None:
     """Let linear layers compute in float32 where the processor has no fast half precision.
 
@@ -17,7 +22,7 @@ def widen_linear_layers(model: nn.Module) -> None:
     eight times as long. Weights and results keep their dtype. As in native kernels, products are
     summed in float32 and rounded once.
     """
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+    if has_fast_half():
         return
     linear_layers: list[nn.Module] = [each for each in model.modules() if type(each) is nn.Linear]
     for layer in linear_layers:

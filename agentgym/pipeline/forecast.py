@@ -64,7 +64,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a run takes. Bytes and seconds."""
+    """Memory in bytes and time in seconds that a run needs."""
 
     device: str  # cpu or cuda
     learner_bytes: int  # of one rank, on the device
@@ -103,9 +103,11 @@ def forecast(cfg: RunConfig, commit: int | None = None) -> Forecast:
     """commit: bytes of a commit where one is known.
     Errors: ConfigError if the model's config.json is not on this machine.
     """
+    from agentgym.models.half import has_fast_half
+
     shape = shape_of(cfg)
     is_cpu = cfg.compute_device == "cpu"
-    widens = is_cpu and shape.itemsize < 4 and not _has_half_precision()
+    widens = is_cpu and shape.itemsize < 4 and not has_fast_half()
     state = shape.num_trained * (ADAM + (MASTER if shape.itemsize < 4 else 0))
     weights = shape.num_parameters * shape.itemsize
     is_adapter = shape.num_trained < shape.num_parameters
@@ -150,9 +152,9 @@ def usual_pretrained(cfg: RunConfig) -> list[Chosen]:
 
 def shape_of(cfg: RunConfig) -> Shape:
     """Errors: ConfigError if the model's config.json is not on this machine."""
-    import torch
-
+    from agentgym.models.adapter import chosen_modules
     from agentgym.models.architecture import published_architecture
+    from agentgym.models.blocks import blocks
     from agentgym.models.empty import empty_model
     from agentgym.models.model import tiny_architecture
 
@@ -169,10 +171,12 @@ def shape_of(cfg: RunConfig) -> Shape:
     mlp = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     trained = count
     if cfg.lora.rank:
+        ends = chosen_modules(model, cfg.lora)
         trained = sum(
             cfg.lora.rank * (layer.in_features + layer.out_features)
-            for name, layer in model.named_modules()
-            if isinstance(layer, torch.nn.Linear) and _is_adapted(name, cfg)
+            for block in blocks(model)
+            for name, layer in block.named_modules()
+            if name.rpartition(".")[2] in ends
         )
     published = str(getattr(architecture, "dtype", None) or "float32")
     dtype = cfg.model.dtype if cfg.model.dtype != "auto" else published if hub else "float32"
@@ -236,11 +240,6 @@ def _plain(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _is_adapted(name: str, cfg: RunConfig) -> bool:
-    chosen = cfg.lora.target_modules
-    return ".layers." in name and (not chosen or name.rpartition(".")[2] in chosen)
-
-
 def _activations(cfg: RunConfig, shape: Shape) -> int:
     settings = cfg.learner
     tokens = min(settings.micro_batch_tokens, cfg.model.context_tokens * 64)
@@ -257,12 +256,6 @@ def _activations(cfg: RunConfig, shape: Shape) -> int:
 def _slots(cfg: RunConfig) -> int:
     """Episodes in flight."""
     return min(cfg.rollout.concurrency, cfg.rollout.items_per_step * cfg.rollout.group_size)
-
-
-def _has_half_precision() -> bool:
-    import torch
-
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _seconds(cfg: RunConfig, shape: Shape, work: Work) -> tuple[float | None, str]:

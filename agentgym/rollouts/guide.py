@@ -18,7 +18,7 @@ ENDING = "End of the examples."
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """Of one environment; empty where its servers tell nothing."""
+    """The instructions and worked examples of one environment; empty if its servers have none."""
 
     instructions: str = ""
     examples: tuple[Example, ...] = ()

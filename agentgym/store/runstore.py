@@ -107,7 +107,7 @@ class Folder(Protocol):
         ...
 
     def num_bytes(self) -> int:
-        """Of all files; of one that several steps share, this one's share."""
+        """Return the bytes of all files. A file that n steps share counts 1/n here."""
         ...
 
     def has_content(self) -> bool:

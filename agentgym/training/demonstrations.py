@@ -158,7 +158,7 @@ def demonstration_settings(cfg: RunConfig, instructions: Mapping[str, str]) -> E
 
 
 def _without_clocks(played: Trajectory) -> Trajectory:
-    """As every run plays it: no times, and no attempts that an environment failed."""
+    """Return the episode without times and failed attempts: equal runs store equal bytes."""
     turns = tuple(replace(turn, generate_s=0.0, env_s=0.0) for turn in played.turns)
     return replace(played, turns=turns, max_turns=max(1, len(turns)), timing={}, num_attempts=1)
 
@@ -185,8 +185,9 @@ def expert_items(cfg: RunConfig, splits: Splits) -> list[Item]:
 
 
 def recorded_for(cfg: RunConfig, recorded: Sequence[Recorded]) -> list[Recorded]:
-    """Those of them a run plays again, in its order.
-    A trajectory's `sample` is its place among them.
+    """Return the recorded trajectories that a run plays again, in its order.
+
+    A trajectory's `sample` is its index in the result.
     """
     order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(
         len({each.item for each in recorded})

@@ -23,11 +23,11 @@ from agentgym.rollouts.pools import EnvPool
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 from agentgym.types import Item, Status
+from tests.first_steps import BEFORE
 
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
-BEFORE = ("prepare", "demonstrate", "initialize", "warm-start")
 SMALL = {
     "model": {
         "context_tokens": 1024,

@@ -16,28 +16,20 @@ from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
-
-BEFORE = (
-    "prepare",
-    "demonstrate",
-    "initialize",
-    "evaluate-initialize",
-    "warm-start",
-    "evaluate-warm-start",
-)
+from tests.first_steps import BEFORE_AND_EVALUATED
 
 
 @pytest.fixture(scope="session")
 def steps_before():
     """Names of the steps before stage 1."""
-    return BEFORE
+    return BEFORE_AND_EVALUATED
 
 
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory, tiny_params):
     """The folder of a run whose next step is stage 1."""
     folder = tmp_path_factory.mktemp("warm")
-    for name in BEFORE:
+    for name in BEFORE_AND_EVALUATED:
         run_step(name, load_config(tiny_params(folder)))
     return folder
 

@@ -27,6 +27,7 @@ from agentgym.training.offline import dataset_of
 from agentgym.types import Status
 from envs.env import ExpertFailed
 from envs.registry import load_spec
+from tests.first_steps import BEFORE
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -43,7 +44,6 @@ SMALL = {
     "dpo": ["algorithm.num_items=8", "algorithm.pairs_per_step=4"],
     "agent_evol": ["algorithm.num_items=8"],
 }
-BEFORE = ("prepare", "demonstrate", "initialize", "warm-start")
 LOSING = {"babyai": ["turn left", "turn left"], "textcraft": ["inventory", "inventory"]}
 ITEMS = {"babyai": range(60), "textcraft": range(40)}
 INSTRUCTIONS = [

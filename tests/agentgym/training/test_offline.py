@@ -27,20 +27,13 @@ from agentgym.training import offline
 from agentgym.training.offline import dataset_of, preference_pairs, successes
 from agentgym.types import Item, Status, Trajectory
 
-BEFORE = (
-    "prepare",
-    "demonstrate",
-    "initialize",
-    "evaluate-initialize",
-    "warm-start",
-    "evaluate-warm-start",
-)
 DRIVER = """
 import os, signal, sys
 import agentgym.store.posix as posix
 from agentgym.config import load_config
 from agentgym.steps.context import StepContext
 from agentgym.pipeline.run import run_step
+from tests.first_steps import BEFORE_AND_EVALUATED
 
 params, fatal = sys.argv[1], int(sys.argv[2])
 create = posix.create_exclusively
@@ -297,7 +290,9 @@ def begin(copy_run, tmp_path, tiny_params, tiny_endpoint):
             algorithm={"recipe": recipe},
             validation=validation,
         )
-        assert {str(run_step(each, load_config(params))) for each in BEFORE} == {"done"}
+        assert {str(run_step(each, load_config(params))) for each in BEFORE_AND_EVALUATED} == {
+            "done"
+        }
         return params
 
     return make

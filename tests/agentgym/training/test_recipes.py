@@ -18,12 +18,12 @@ from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.steps.context import METRICS, StepContext
 from agentgym.tracking.points import decode_points
 from agentgym.types import Status
+from tests.first_steps import BEFORE
 from tests.pretrained import AS_TINY
 
 pytestmark = pytest.mark.integration
 
 ALGORITHM = {"critic_warmup_steps": 1}
-BEFORE = ("prepare", "demonstrate", "initialize", "warm-start")
 
 
 @pytest.fixture

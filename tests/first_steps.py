@@ -1,0 +1,9 @@
+"""The steps of a run that go before its first stage."""
+
+BEFORE = ("prepare", "demonstrate", "initialize", "warm-start")
+BEFORE_AND_EVALUATED = (
+    *BEFORE[:3],
+    "evaluate-initialize",
+    "warm-start",
+    "evaluate-warm-start",
+)
