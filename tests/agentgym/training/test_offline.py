@@ -26,6 +26,7 @@ from agentgym.store.manifest import Blob, Manifest, encode_commit
 from agentgym.training import offline
 from agentgym.training.offline import dataset_of, preference_pairs, successes
 from agentgym.types import Item, Status, Trajectory
+from tests.first_steps import BEFORE_AND_EVALUATED
 
 DRIVER = """
 import os, signal, sys
@@ -33,7 +34,6 @@ import agentgym.store.posix as posix
 from agentgym.config import load_config
 from agentgym.steps.context import StepContext
 from agentgym.pipeline.run import run_step
-from tests.first_steps import BEFORE_AND_EVALUATED
 
 params, fatal = sys.argv[1], int(sys.argv[2])
 create = posix.create_exclusively
