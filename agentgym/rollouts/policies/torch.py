@@ -211,12 +211,12 @@ class TorchPolicy:
 
     async def _idle(self) -> None:
         """Return when no action runs, nor a forward of actions that nobody waits for anymore."""
-        while self._active:
-            await asyncio.sleep(0)
+        while True:  # each pass lets the engine do one forward
             if self._forwarding is not None:
                 await asyncio.wait([self._forwarding])
-        if self._forwarding is not None:
-            await asyncio.wait([self._forwarding])
+            if not self._active:
+                return
+            await asyncio.sleep(0)
 
     def _fail(self, failure: RuntimeError, cause: BaseException | None = None) -> None:
         """Whoever waits must hear of it: a silent engine is a hang."""
