@@ -25,7 +25,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline real real-model real-test quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions gate pages versus columns engines drift staleness alarms unchanged check site up down ui lock sbom clean kubernetes lora evaluation baselines capacity view viewer-bench viewer-beside viewer-pages
+.PHONY: install pipeline real real-model real-test quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions gate pages versus columns engines drift staleness alarms unchanged check site up down ui lock sbom advisories clean kubernetes lora evaluation baselines capacity view viewer-bench viewer-beside viewer-pages
 
 install: $(INSTALLED)
 
@@ -195,7 +195,7 @@ ui: install  ## MLflow until Ctrl-C, on port 5000 where it is free; another: mak
 RELEASE := .venv-release
 $(RELEASE)/.installed: constraints.txt
 	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
-	$(RELEASE)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt uv cyclonedx-bom
+	$(RELEASE)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt uv cyclonedx-bom pip-audit
 	@touch $@
 
 lock: install $(RELEASE)/.installed  ## after a change of constraints.txt: what the images install, with digests
@@ -206,8 +206,12 @@ lock: install $(RELEASE)/.installed  ## after a change of constraints.txt: what 
 sbom: install $(RELEASE)/.installed  ## the components of .venv and of each image, as CycloneDX, into docs/sbom
 	@mkdir -p docs/sbom
 	@$(RELEASE)/bin/cyclonedx-py environment $(SBOM) --pyproject pyproject.toml --output-file docs/sbom/agentgym-flow.cdx.json $(BIN)/python
+	@$(BIN)/python tools/licences.py docs/sbom/agentgym-flow.cdx.json
 	@for env in $(ENVS); do $(RELEASE)/bin/cyclonedx-py requirements $(SBOM) --output-file docs/sbom/env-$$env.cdx.json envs/locks/$$env.txt \
 		|| exit 1; done
+
+advisories: $(RELEASE)/.installed  ## published advisories of the pinned versions that SECURITY.md does not answer; asks PyPI about each
+	@$(RELEASE)/bin/python tools/advisories.py constraints.txt
 
 clean:  ## forget all runs (the environment in .venv stays)
 	@if test -e .agentgym/services.json; then $(BIN)/python -m services down; fi

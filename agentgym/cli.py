@@ -41,7 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     run: Callable[[RunConfig, argparse.Namespace], int] = arguments.run
 
     def command() -> int:
-        own = arguments.params is None  # a comparison names its parameters itself
+        if getattr(arguments, "owner_pipe", False):
+            from agentgym.deploy.owned import end_with_owner
+
+            end_with_owner()
+        own = arguments.params is None  # a comparison of runs names its parameters itself
         cfg = RunConfig() if own else load_config(arguments.params, arguments.set)
         if name := arguments.run_of(arguments):
             from agentgym.pipeline.runs import config_of_run

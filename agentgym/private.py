@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import stat
 import struct
@@ -182,14 +183,18 @@ def _is_state(path: Path) -> bool:
     return all(name in _STATE_NAMES or name.startswith(("mlflow.db", ".tmp-")) for name in names)
 
 
-def token_of(endpoint: str) -> str:
+def token_of(endpoint: str, env: str = "") -> str:
     """What this server asks for: a server of ours its own, a configured one what this process's
-    environment says.
+    environment says, of that environment's servers (AGENTGYM_ENV_TOKEN_BABYAI) or of all.
 
     No file or log ever has either, and neither is sent to the other kind.
     """
-    return (
-        endpoint.token
-        if isinstance(endpoint, Endpoint)
-        else os.environ.get(TOKEN_VARIABLE, "").strip()
-    )
+    if isinstance(endpoint, Endpoint):
+        return endpoint.token
+    own = os.environ.get(token_variable(env), "").strip() if env else ""
+    return own or os.environ.get(TOKEN_VARIABLE, "").strip()
+
+
+def token_variable(env: str) -> str:
+    """Names the token of one environment's servers, for example AGENTGYM_ENV_TOKEN_HIGHER_LOWER."""
+    return f"{TOKEN_VARIABLE}_{re.sub('[^A-Z0-9]', '_', env.upper())}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
 from operator import attrgetter
@@ -19,9 +20,16 @@ import pydantic_core
 from agentgym.types import Item, Learned, Status, Trajectory, Turn, Usage, flat
 
 TRAJECTORIES = "trajectories.jsonl.gz"  # a record of a commit
+ATTEMPTS = "attempts.jsonl.gz"  # the same, of attempts at an evaluation's episode that failed
 DEMOS = "demos.jsonl.gz"  # a blob of the step that plays demonstrations
 SCHEMA = 2
 _COMPRESSION = 3  # gzip's; more costs more time than it saves room
+# bytes that a file of episodes may unfold to, and as many more for each of its own; gzip would
+# take a thousand, and episodes with tokens have four to ten
+MAX_UNFOLDED, MAX_RATIO = 64 * 2**20, 32
+_PIECE = 2**20  # bytes of a line that are unfolded at a time
+# what content raises that is damaged, or was made to look so
+DAMAGE = (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, RecursionError)
 
 
 class RecordError(ValueError):
@@ -59,14 +67,53 @@ def read_trajectories(file: BinaryIO) -> Iterator[Trajectory]:
     """
     number = 1
     try:
-        with gzip.open(file, "rb") as lines:
-            for line in lines:
-                yield from_json(json.loads(line))
-                number += 1
-    except (OSError, EOFError, json.JSONDecodeError, KeyError, TypeError) as error:
+        for line in lines_of(file):
+            yield from_json(json.loads(line))
+            number += 1
+    except RecordError:
+        raise
+    except DAMAGE as error:
         raise RecordError(
             f"line {number} of the episodes is no trajectory: {type(error).__name__} {error}"
         ) from error
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a gzip file. Errors: RecordError where it unfolds to more than episodes do;
+    those of `DAMAGE`.
+    """
+    packed, size = _Counted(file), 0
+    line: list[bytes] = []
+    with gzip.GzipFile(fileobj=packed) as lines:
+        while piece := lines.readline(_PIECE):
+            size += len(piece)
+            line.append(piece)
+            if size > MAX_UNFOLDED + MAX_RATIO * packed.num_bytes:
+                raise RecordError(
+                    f"a file of episodes unfolds to more than {MAX_UNFOLDED} bytes and"
+                    f" {MAX_RATIO} times its own; it was made to fill memory, restore it from a"
+                    " copy"
+                )
+            if piece.endswith(b"\n"):
+                yield b"".join(line)
+                line = []
+        if line:
+            yield b"".join(line)
+
+
+class _Counted(io.RawIOBase):
+    """A file to read, and how much of it was read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.num_bytes = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self.num_bytes += len(data)
+        return data
 
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:

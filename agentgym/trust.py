@@ -2,7 +2,8 @@
 programs: the machine says it too.
 
 A parameter file is semi-trusted: it may come from somebody else, like a model or a dataset.
-It chooses among what is there.
+It chooses among what is there. A store is trusted less: no option in it names an address, a path or
+a variable, unless the owner's configuration has the same.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 RAY_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")  # Ray's own; also of the Jobs API
@@ -85,3 +87,53 @@ def is_here(address: str) -> bool:
 def without_login(text: str) -> str:
     """Return the text of a message with the logins of its addresses left out."""
     return re.sub(r"://[^/@\s]+@", "://", text)
+
+
+# of each environment of this package, the options that name an address, a path or a variable, and
+# as a pattern the texts of these that name nothing outside it
+_OUTWARD: Mapping[str, Mapping[str, str]] = {
+    "babyai": {},
+    "sciworld": {},
+    "searchqa": {"questions": "embedded", "retriever": "bm25"},
+    "textcraft": {"recipes": r"|invented:[0-9]+"},
+    "webarena": {
+        "tasks": "embedded",
+        "sites": "embedded",
+        "names": "",
+        "storage_state": "|none",
+        "judge": "",
+    },
+}
+
+
+def outward(env: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with which an environment reads a file or a variable, or asks an address.
+
+    env: the environment's name. Nobody says which options of another package's are such: all are.
+    """
+    if env not in _OUTWARD:
+        return dict(options)
+    known = _OUTWARD[env]
+    return {
+        name: value
+        for name, value in options.items()
+        if name in known
+        and value not in (None, {}, [])
+        and not (isinstance(value, str) and re.fullmatch(known[name], value))
+    }
+
+
+def unowned(
+    env: str, options: Mapping[str, Any], owned: Iterable[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the outward options of a record, unless the owner has set all of them to the same.
+
+    A store may come from somebody else: its options choose among what an environment has, and
+    name no address to ask, no file to read and no variable to send.
+    owned: the options that the owner's configurations of this environment have.
+    """
+    asked = outward(env, options)
+    for each in owned:
+        if all(name in each and each[name] == value for name, value in asked.items()):
+            return {}
+    return asked

@@ -4,7 +4,6 @@ controllers, and two nodes that run the pods' real commands (tests/k8s/node).
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -25,7 +24,7 @@ from chaos_kinds import BROKEN, FLOW, KILLED, Kind, Scene, Setting, send, the_co
 from chaos_kinds import KINDS as OTHERS
 from chaos_project import POLL_S, ROOT, START_TIMEOUT_S, Project
 
-from agentgym.deploy.manifests import NAMESPACE, RUN_LABEL, find_kubectl, rendered
+from agentgym.deploy.manifests import FLEETS, RUN_LABEL, find_kubectl, rendered
 from agentgym.deploy.owned import owned_process
 
 CONTROL_PLANE = "AGENTGYM_TEST_CONTROL_PLANE"  # names the program that starts one
@@ -124,7 +123,7 @@ class Cluster:
 
     def left(self) -> list[str]:
         """Whatever bears a run's label."""
-        told = self.kubectl("get", LEFT, "-n", NAMESPACE, f"-l{RUN_LABEL}", "--output=name")
+        told = self.kubectl("get", LEFT, "-n", FLEETS, f"-l{RUN_LABEL}", "--output=name")
         return told.split()
 
     def check_nothing_left(self) -> None:
@@ -167,28 +166,25 @@ def known_to(project: Project, made: Cluster, **variables: str) -> Iterator[None
 
 @contextlib.contextmanager
 def cluster(project: Project) -> Iterator[tuple[str, ...]]:
-    """Two nodes, and the namespace that k8s/base prepares. In the end nothing of a run is left.
+    """Two nodes, and the namespaces that k8s/base prepares. In the end nothing of a run is left.
     Errors: RuntimeError where something is.
     """
     token = secrets.token_hex(16)
-    with control_plane() as made, known_to(project, made, AGENTGYM_ENV_TOKEN=token):
+    with control_plane() as made, known_to(project, made, AGENTGYM_FLEET_KEY=token):
         made.add_nodes("node-1", "node-2")
-        made.kubectl("apply", "--server-side", "--filename=-", objects=_base(token))
+        made.kubectl("apply", "--server-side", "--filename=-", objects=_base())
         yield OVERRIDES
         made.check_nothing_left()
 
 
-def _base(token: str) -> list[Any]:
-    secret = {"AGENTGYM_ENV_TOKEN": base64.b64encode(token.encode()).decode()}
-    meta = {"name": "agentgym-env-token", "namespace": NAMESPACE}
-    objects: list[Any] = [
+def _base() -> list[Any]:
+    return [
         each
         for each in rendered("test", manifests=ROOT / "k8s")
         if "agentgym.io/environment" not in each["metadata"].get("labels", {})
         # the flow is outside: no claim, no Prefect, no MLflow
         and each["kind"] not in ("PersistentVolumeClaim", "Deployment")
     ]
-    return [*objects, {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": secret}]
 
 
 def no_cluster() -> str:
@@ -236,7 +232,7 @@ def kill_pod(scene: Scene, victims: list[psutil.Process]) -> None:
         )
         send(signal.SIGKILL)(scene, [victim])
         made = scene.project.server
-        made.kubectl("delete", "pod", pod, "-n", NAMESPACE, "--force", "--ignore-not-found")
+        made.kubectl("delete", "pod", pod, "-n", FLEETS, "--force", "--ignore-not-found")
         scene.trial.notes.append(pod)
         return
     scene.trial.hit = False

@@ -38,7 +38,7 @@ AWS = {
 
 @dataclass
 class Deployed:
-    """A namespace with all of it."""
+    """An installation: its namespaces are `namespace`, and with -flows and -fleets after it."""
 
     kubectl: Callable[..., str]
     namespace: str
@@ -46,6 +46,14 @@ class Deployed:
     credentials: Mapping[str, str] = field(default_factory=dict)  # of flow runs, beside MLflow's
     password: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+
+    @property
+    def flows(self) -> str:
+        return f"{self.namespace}-flows"
+
+    @property
+    def fleets(self) -> str:
+        return f"{self.namespace}-fleets"
 
     @property
     def login(self) -> str:
@@ -60,16 +68,24 @@ class Deployed:
         """Of the overlay `test` all but environments, with volumes and Secrets."""
         own = [
             each
-            for each in rendered("test", namespace=self.namespace, manifests=ROOT / "k8s")
+            for each in rendered("test", installation=self.namespace, manifests=ROOT / "k8s")
             if ENVIRONMENT_LABEL not in each["metadata"].get("labels", {})
         ]
-        told = {"MLFLOW_TRACKING_URI": "http://mlflow:5000", **self.mlflow_login}
+        uri = f"http://mlflow.{self.namespace}.svc:5000"
+        told = {"MLFLOW_TRACKING_URI": uri, **self.mlflow_login, **self.credentials}
+        logins = {
+            "agentgym-prefect": {"PREFECT_API_AUTH_STRING": self.login},
+            "agentgym-credentials": told,
+        }
         return [
             *own,
             *(self._volume(claim, folder) for claim, folder in self.volumes.items()),
-            self._secret("agentgym-env-token", {"AGENTGYM_ENV_TOKEN": self.token}),
-            self._secret("agentgym-prefect", {"PREFECT_API_AUTH_STRING": self.login}),
-            self._secret("agentgym-credentials", told | dict(self.credentials)),
+            self._secret(self.flows, "agentgym-fleet-key", {"AGENTGYM_FLEET_KEY": self.token}),
+            *(
+                self._secret(namespace, name, values)
+                for namespace in (self.namespace, self.flows)
+                for name, values in logins.items()
+            ),
         ]
 
     def _volume(self, claim: str, folder: Path) -> Any:
@@ -83,13 +99,16 @@ class Deployed:
                 "accessModes": ["ReadWriteOnce"],
                 "persistentVolumeReclaimPolicy": "Retain",
                 "hostPath": {"path": str(folder)},
-                "claimRef": {"namespace": self.namespace, "name": claim},
+                "claimRef": {
+                    "namespace": self.flows if claim == STATE else self.namespace,
+                    "name": claim,
+                },
             },
         }
 
-    def _secret(self, name: str, values: Mapping[str, str]) -> Any:
+    def _secret(self, namespace: str, name: str, values: Mapping[str, str]) -> Any:
         data = {key: base64.b64encode(each.encode()).decode() for key, each in values.items()}
-        meta = {"name": name, "namespace": self.namespace}
+        meta = {"name": name, "namespace": namespace}
         return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data}
 
     def bring_up(self) -> None:
@@ -113,17 +132,17 @@ class Deployed:
         words = ("--all-containers", "--tail=30", "--prefix")
         return self.kubectl("logs", f"deployment/{deployment}", "-n", self.namespace, *words)
 
-    def get(self, kinds: str, *labels: str) -> list[Any]:
-        words = ("get", kinds, "-n", self.namespace, "--output=json")
+    def get(self, kinds: str, *labels: str, namespace: str = "") -> list[Any]:
+        words = ("get", kinds, "-n", namespace or self.namespace, "--output=json")
         told = self.kubectl(*words, *(f"--selector={','.join(labels)}" for _ in labels[:1]))
         found: list[Any] = json.loads(told)["items"]
         return found
 
-    def pods(self, role: str) -> dict[str, str]:
+    def pods(self, role: str, namespace: str = "") -> dict[str, str]:
         """Name -> address, of those that run and are to stay."""
         return {
             each["metadata"]["name"]: each["status"].get("podIP", "")
-            for each in self.get("pods", f"agentgym.io/role={role}")
+            for each in self.get("pods", f"agentgym.io/role={role}", namespace=namespace)
             if each["status"].get("phase") == "Running"
             and "deletionTimestamp" not in each["metadata"]
         }

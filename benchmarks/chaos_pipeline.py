@@ -50,7 +50,7 @@ from chaos_project import POLL_S, ROOT, START_TIMEOUT_S, Project
 from agentgym.deploy.kube import Kind as Resource
 from agentgym.deploy.kube import connect
 from agentgym.deploy.kuberay import RAY_CLUSTER
-from agentgym.deploy.manifests import NAMESPACE
+from agentgym.deploy.manifests import FLEETS, SERVICES
 from agentgym.deploy.owned import owned_process, tail
 
 # as `prefect deployment run pipeline/kubernetes --watch`, through the time that its server is away
@@ -81,7 +81,7 @@ TINY = {  # over the tiny run of the other kinds
     "warm_start": {"num_demos": 16, "steps": 20},
     "evaluation": {"num_items": 4},
     "kubernetes": {"overlay": "test", "lease_s": 30.0, "ready_timeout_s": 300.0},
-    "tracking": {"uri": "http://mlflow:5000"},
+    "tracking": {"uri": "http://mlflow.agentgym.svc:5000"},
 }
 AWAY_S = (5.0, 40.0)
 ON_KUBERAY = ("compute=kuberay", "kuberay.mode=HTTPMode", "deterministic=true")
@@ -116,14 +116,14 @@ def deployed(project: Project) -> Iterator[tuple[str, ...]]:
         made.add_nodes("node-1", app=project.folder)
         places = {each: made.folder / each for each in (PREFECT, MLFLOW)}
         volumes = {STATE: project.state, **places}
-        standing = Deployed(made.kubectl, NAMESPACE, volumes)
+        standing = Deployed(made.kubectl, SERVICES, volumes)
         standing.bring_up()
         (project.state / "mlflow.db").symlink_to(places[MLFLOW] / "mlflow.db")
         prefect, mlflow = (
             stack.enter_context(forwarded(standing, name)) for name in ("prefect", "mlflow")
         )
         variables = {
-            "AGENTGYM_ENV_TOKEN": standing.token,
+            "AGENTGYM_FLEET_KEY": standing.token,
             "PREFECT_API_URL": f"http://{prefect}/api",
             "PREFECT_API_AUTH_STRING": standing.login,
             **standing.mlflow_login,
@@ -149,7 +149,7 @@ def of_service(name: str) -> Any:
 
 def send_mlflow_away(scene: Scene, _: list[psutil.Process]) -> None:
     """For some seconds it has no pod."""
-    scale = ("scale", "deployment/mlflow", "--namespace", NAMESPACE)
+    scale = ("scale", "deployment/mlflow", "--namespace", SERVICES)
     scene.project.server.kubectl(*scale, "--replicas=0")
     away_s = scene.chance.uniform(*AWAY_S)
     time.sleep(away_s)
@@ -221,16 +221,16 @@ def kuberay(project: Project) -> Iterator[tuple[str, ...]]:
         s3_server(project) as store,
         control_plane() as made,
         local_ray(token) as dashboard,
-        contextlib.closing(connect(kubeconfig=made.kubeconfig, namespace=NAMESPACE)) as kube,
+        contextlib.closing(connect(kubeconfig=made.kubeconfig, namespace=FLEETS)) as kube,
         contextlib.ExitStack() as stack,
     ):
         server.start()
         stack.callback(server.kill)
         bucket = project.server
         own = {name: project.environment[name] for name in (*AWS, "AWS_ENDPOINT_URL")}
-        made.kubectl("create", "namespace", NAMESPACE)
+        made.kubectl("create", "namespace", FLEETS)
         secret: dict[str, Any] = {"apiVersion": "v1", "kind": "Secret"}
-        secret["metadata"] = {"name": "agentgym-credentials"}
+        secret["metadata"] = {"name": "agentgym-rollout"}
         secret["data"] = {k: base64.b64encode(v.encode()).decode() for k, v in own.items()}
         kube.create(secret)
         jobs = made.folder / "jobs"

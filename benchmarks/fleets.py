@@ -29,6 +29,7 @@ from pipeline import machine
 from agentgym.deploy.fleets.addresses import kind_of_addresses
 from agentgym.deploy.fleets.lease import acquire
 from agentgym.deploy.fleets.sending import kinds_of, most_pods, send, take_down, wait_ready
+from agentgym.deploy.fleets.tokens import KEY_VARIABLE
 from agentgym.deploy.kube import Kind, Kube, connect
 from agentgym.deploy.kube.kinds import POD
 from agentgym.deploy.manifests import RUN_LABEL, Fleet, rendered_fleet
@@ -37,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "docs/results/fleets.json"
 ENV = "textcraft"
 TIMEOUT_S = 600.0
-NAMESPACE, SECRET = Kind("v1", "Namespace"), Kind("v1", "Secret")
+NAMESPACE = Kind("v1", "Namespace")
 
 
 @contextlib.contextmanager
@@ -57,18 +58,14 @@ def cluster() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def namespace(kubeconfig: Path) -> Iterator[Kube]:
-    """A client in an empty namespace that has the servers' secret, and no quota."""
+    """A client in an empty namespace without a quota."""
     name = f"agentgym-fleets-{secrets.token_hex(4)}"
     with contextlib.closing(
         connect(kubeconfig=kubeconfig, namespace=name, creates_per_s=1000.0, deletes_per_s=1000.0)
     ) as kube:
         kube.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
         try:
-            data = {"AGENTGYM_ENV_TOKEN": secrets.token_hex(16)}
-            metadata = {"name": "agentgym-env-token"}
-            kube.create(
-                {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": data}
-            )
+            os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
             yield kube
         finally:
             kube.delete(NAMESPACE, name)

@@ -1,8 +1,11 @@
 """vLLM and the learner on one GPU, in one go: `python benchmarks/gpu.py [CASE ...]`.
 
-`--dry-run` runs every case's code on the CPU with a tiny model and writes nothing: its figures mean
-nothing. Writes docs/results/gpu.json; cases not asked for keep what the file says of them.
-Run it with the Python of an environment that has vLLM. Ratios are taken within one run, in turns.
+Cases run in the order of their value, and each result is written to docs/results/gpu.json as it
+comes, with its machine and versions; cases that did not run keep what the file says of them.
+`--budget SECONDS` begins no case that a lease of that length would cut off.
+`--dry` runs every case's code on the CPU with a tiny model and writes nothing: its figures mean
+nothing. Run it with the Python of an environment that has vLLM. Ratios are taken within one run, in
+turns. No case takes more than 80 GB.
 """
 
 from __future__ import annotations
@@ -12,12 +15,15 @@ import asyncio
 import gc
 import itertools
 import json
+import math
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +32,17 @@ from packed import batch_of, packed, padded, twin_of
 from pipeline import ROOT, in_a_process, machine  # of this folder
 from rollouts import TURNS, Latency, endless, episodes, renderer, serving
 
+from agentgym.algorithms.advantages import with_advantages
 from agentgym.algorithms.batch import Batch
-from agentgym.config import LearnerConfig, ModelConfig, OptimizerConfig, RunConfig, load_config
+from agentgym.config import (
+    LearnerConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyGradientConfig,
+    RunConfig,
+    algorithm_config,
+    load_config,
+)
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.process_group import SingleProcess
 from agentgym.models import attention
@@ -45,7 +60,7 @@ PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312}  # dense bfloat16, of the 
 
 @dataclass(frozen=True)
 class Size:
-    """Of model and load."""
+    """The sizes of the model and of the load that the cases use."""
 
     device: str
     dtype: torch.dtype
@@ -60,6 +75,8 @@ class Size:
     staged: tuple[str, ...]  # overrides of the staged run
     trained: tuple[int, ...]  # lengths of the sequences of an update
     mixed: tuple[int, ...]  # and of one whose lengths differ
+    prompt_tokens: int  # of a request
+    new_tokens: int
 
 
 # Qwen2.5-1.5B's dimensions, weights drawn at random
@@ -84,6 +101,17 @@ GPU = Size(
     staged=("compute_device=cuda", "rollout.engine=vllm"),
     trained=(2048,) * 8,
     mixed=(256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096),
+    prompt_tokens=596,
+    new_tokens=200,
+)
+# Qwen2.5-7B's
+GPU_7B = ModelConfig(
+    hidden_size=3584,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    mlp_size=18_944,
+    context_tokens=CONTEXT,
 )
 DRY = Size(
     "cpu",
@@ -115,30 +143,42 @@ DRY = Size(
     ),
     trained=(48,) * 4,
     mixed=(8, 12, 16, 48, 64),
+    prompt_tokens=12,
+    new_tokens=4,
 )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if unknown := set(chosen.cases) - CASES.keys():
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    if not chosen.dry_run and not torch.cuda.is_available():
-        parser.error("no CUDA device here; --dry-run runs the code on the CPU")
-    size, names = DRY if chosen.dry_run else GPU, chosen.cases or list(CASES)
+    if not chosen.dry and not torch.cuda.is_available():
+        parser.error("no CUDA device here; --dry runs the code on the CPU")
+    size, names = DRY if chosen.dry else GPU, chosen.cases or list(CASES)
     if chosen.child:
         chosen.child.write_text(json.dumps(CASES[names[0]](size)), encoding="utf-8")
         return 0
-    failed = False
+    failed, ends_at = False, time.monotonic() + chosen.budget
     for name in names:  # each in a process of its own: what it held of the GPU is free again
-        dry = ["--dry-run"] * chosen.dry_run
-        result = in_a_process([__file__, name, *dry, "--child"], timeout_s=1800)
+        left = ends_at - time.monotonic()
+        if left < EXPECTED_S[name]:
+            print(f"{name}: left out, {left:.0f} s are left of {EXPECTED_S[name]} expected")
+            continue
+        dry = ["--dry"] * chosen.dry
+        try:
+            limit = min(1800.0, left)
+            result = in_a_process([__file__, name, *dry, "--child"], timeout_s=limit)
+        except subprocess.TimeoutExpired:
+            print(f"{name}: did not end within {limit:.0f} s", file=sys.stderr)
+            result = None
         failed |= result is None
         print(f"{name}: {json.dumps(result, indent=1)}", flush=True)
-        if result is not None and not chosen.dry_run:
+        if result is not None and not chosen.dry:
             keep(name, result)
     return int(failed)
 
@@ -162,13 +202,15 @@ def keep(name: str, result: Any) -> None:
     written = (
         json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"cases": {}}
     )
-    here = {**machine(), "gpu": torch.cuda.get_device_name()}
+    here = machine()
+    here["gpu"] = torch.cuda.get_device_name()
+    here["packages"] |= {"vllm": version("vllm"), "cuda": torch.version.cuda}
     written["cases"][name] = {**result, "machine": here, "command": "python benchmarks/gpu.py"}
     RESULTS.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
 def case_ceilings(size: Size) -> dict[str, Any]:
-    """What the device can do at most, in the same run."""
+    """The highest rates of the device: a matrix product and a copy"""
     block = torch.empty(size.copied, dtype=torch.uint8, device=size.device)
     copy = seconds(size, block.clone)
     return {
@@ -199,7 +241,7 @@ def seconds(size: Size, work: Callable[[], Any]) -> float:
 
 
 def case_rollouts(size: Size) -> dict[str, Any]:
-    """Whole episodes over HTTP against the same requests put to vLLM by hand."""
+    """Whole episodes over HTTP against the same requests put to vLLM by hand"""
 
     async def measure(endpoint: str) -> list[tuple[float, float]]:
         policy = opened(size, size.concurrency)
@@ -265,7 +307,7 @@ async def by_hand(policy: Any, size: Size) -> float:
 
 
 def case_publish(size: Size) -> dict[str, Any]:
-    """How long new weights take to reach the engine, and how long nothing is sampled meanwhile."""
+    """Seconds until the engine samples with new weights, and the longest pause of sampling"""
 
     async def measure() -> tuple[list[float], list[float]]:
         checkpoint = made(size, seed=1)
@@ -311,8 +353,138 @@ async def stream(policy: Any, number: int, ended: list[float]) -> None:
         ended.append(time.perf_counter())
 
 
+def case_start(size: Size) -> dict[str, Any]:
+    """Seconds from the start of an engine to its first token, for the first and the second start"""
+
+    async def first_token(policy: Any) -> None:
+        try:
+            await policy.generate([5, 6, 7], sampling(0, 0, 1))
+        finally:
+            await policy.close()
+
+    took = []
+    for _ in range(2):
+        began = time.perf_counter()
+        policy = opened(size, 16)
+        asyncio.run(first_token(policy))
+        took.append(round(time.perf_counter() - began, 1))
+    return {"first_s": took[0], "again_s": took[1]}
+
+
+def case_logprobs(size: Size) -> dict[str, Any]:
+    """Tokens per second of vLLM plain, with log-probabilities, with a seed each, with both"""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "logprobs": {"logprobs": 0},
+        "seed": {"seed": 1},
+        "both": {"logprobs": 0, "seed": 1},
+    }
+    names = itertools.count()
+
+    async def rate(policy: Any, options: dict[str, Any]) -> float:
+        limit = size.new_tokens
+        asked = SamplingParams(
+            temperature=1.0, max_tokens=limit, ignore_eos=True, detokenize=False, **options
+        )
+
+        async def one() -> None:
+            name = str(next(names))
+            # no two begin alike: none is found in the cache
+            ids = [5 + int(digit) for digit in f"{next(names):08d}"] + [5] * size.prompt_tokens
+            prompt = TokensPrompt(prompt_token_ids=ids[: size.prompt_tokens])
+            async for _ in policy._engine.generate(prompt, asked, request_id=name):
+                pass
+
+        began = time.perf_counter()
+        await asyncio.gather(*(one() for _ in range(size.concurrency)))
+        return size.concurrency * limit / (time.perf_counter() - began)
+
+    async def measure() -> dict[str, list[float]]:
+        policy = opened(size, size.concurrency)
+        try:
+            await rate(policy, {})
+            rates_of: dict[str, list[float]] = {kind: [] for kind in kinds}
+            for _ in range(size.rounds):
+                for kind, options in kinds.items():
+                    rates_of[kind].append(await rate(policy, options))
+            return rates_of
+        finally:
+            await policy.close()
+
+    rates = {kind: statistics.median(rounds) for kind, rounds in asyncio.run(measure()).items()}
+    return {
+        "running": size.concurrency,
+        "prompt_tokens": size.prompt_tokens,
+        "new_tokens": size.new_tokens,
+        **{f"{kind}_tokens_per_s": round(rate) for kind, rate in rates.items()},
+        "ratio": round(rates["both"] / rates["plain"], 3),
+    }
+
+
+def case_step(size: Size) -> dict[str, Any]:
+    """A whole step of the learner, supervised and GRPO: rate, utilization, the scoring pass"""
+    batch = actions_of(size, size.trained)
+    grpo = algorithm_config("grpo", max_mismatch_kl=1e9)
+    assert isinstance(grpo, PolicyGradientConfig)
+    pairs = torch.arange(batch.num_sequences, device=size.device) // 2
+    won = (torch.arange(batch.num_sequences, device=size.device) % 2).float()
+    rewards = torch.zeros_like(batch.rewards)
+    rewards[batch.starts[1:] - 1] = won
+    batch = replace(batch, group_ids=pairs, rewards=rewards)
+    learner = LocalLearner(
+        made(size).model,
+        OptimizerConfig(lr=1e-6),
+        total_steps=1000,
+        ranks=SingleProcess(size.device),
+        settings=LearnerConfig(micro_batch_tokens=size.trained[0] * 2),
+    )
+    steps = itertools.count(1)
+
+    def learn() -> None:
+        step = next(steps)
+        experience = with_advantages(learner.prepare(batch, grpo, step=step), grpo)
+        learner.update(experience, grpo, step=step, seed=0)
+
+    def rate(took: float) -> dict[str, Any]:
+        done = model_flops(size, batch) / took / 1e12
+        peak = peak_tflops(size)
+        return {"tokens_per_s": round(batch.num_tokens / took), "mfu": peak and done / peak}
+
+    parts = {
+        "sft": seconds(size, lambda: learner.sft_step(batch, step=next(steps))),
+        "grpo": seconds(size, learn),
+    }
+    return {
+        "definition": "model FLOPs as in `training`; the scoring pass counts as time alone",
+        "tokens": batch.num_tokens,
+        **{f"{kind}_{name}": value for kind, t in parts.items() for name, value in rate(t).items()},
+        "scoring_s": round(seconds(size, lambda: learner.score(batch)), 4),
+    }
+
+
+def case_optimizer(size: Size) -> dict[str, Any]:
+    """AdamW's step alone, clipping and rounding included, on masters of float32"""
+    learner = LocalLearner(
+        made(size).model,
+        OptimizerConfig(lr=1e-6),
+        total_steps=1000,
+        ranks=SingleProcess(size.device),
+        settings=LearnerConfig(),
+    )
+    batch = actions_of(size, (16,))
+    learner.sft_step(batch, step=1)
+    network = learner._policy
+    for master in network._masters.values():
+        master.grad = torch.full_like(master, 1e-3)
+    took = seconds(size, lambda: network.optimizer_step(2, 0.0))
+    return {"parameters": sum(m.numel() for m in network._masters.values()), "step_s": took}
+
+
 def case_mismatch(size: Size) -> dict[str, Any]:
-    """Log-probabilities of sampled tokens: the engine's minus those of our own forward."""
+    """Log-probabilities of sampled tokens: the engine's minus those of our own forward"""
 
     async def sample() -> list[Completion]:
         policy = opened(size, size.sequences)
@@ -350,19 +522,30 @@ def case_mismatch(size: Size) -> dict[str, Any]:
 
 
 def case_staged(size: Size) -> dict[str, Any]:
-    """The default pipeline's steps to the end of its last stage, and its audit."""
+    """The default pipeline's steps to the end of its last stage, and its audit"""
+    return staged(ROOT / "params.yaml", size.staged)
+
+
+def case_real(size: Size) -> dict[str, Any]:
+    """SmolLM2-135M learns BabyAI (`make real-model` first), and its audit"""
+    if size.device == "cpu":
+        return staged(ROOT / "params.yaml", size.staged)
+    model = f"model.name={ROOT / 'build/smollm2-135m-instruct'}"
+    return staged(ROOT / "profiles/small/smollm2-135m-babyai.yaml", [*size.staged, model])
+
+
+def staged(params: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Run every step up to the evaluation of the last stage, audit the run, return its figures."""
     from agentgym.audit import audit
     from agentgym.pipeline.run import run_step
-    from agentgym.pipeline.table import finished, open_store
+    from agentgym.pipeline.table import finished, open_store, steps_of
     from agentgym.steps.context import METRICS
     from agentgym.tracking.points import decode_points
 
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [*size.staged, f"store.path={folder}/store"]
-        cfg = load_config(ROOT / "params.yaml", overrides)
-        names = ("prepare", "demonstrate", "initialize", "warm-start", "evaluate-warm-start")
+        cfg = load_config(params, [*overrides, f"store.path={folder}/store"])
         took: dict[str, float] = {}
-        for name in (*names, "stage-1", "stage-2", "stage-3", "evaluate-stage-3"):
+        for name in [each for each in steps_of(cfg) if each not in ("register", "report")]:
             began = time.perf_counter()
             run_step(name, cfg)
             took[name] = round(time.perf_counter() - began, 1)
@@ -370,11 +553,16 @@ def case_staged(size: Size) -> dict[str, Any]:
             raise RuntimeError(f"the audit fails: {report.to_json()}")
         store = open_store(cfg)
         steps = finished(cfg, store)
-        last = decode_points(store.read(steps["stage-3"], METRICS))[-1].metrics
-    success = steps["evaluate-stage-3"].results["summary"]
+        last_stage = [each for each in steps if each.startswith("stage-")][-1]
+        last = decode_points(store.read(steps[last_stage], METRICS))[-1].metrics
+        success = {
+            name.removeprefix("evaluate-"): manifest.results["summary"]
+            for name, manifest in steps.items()
+            if name.startswith("evaluate-")
+        }
     return {
         "minutes": round(sum(took.values()) / 60, 1),
-        "greedy_percent": round(100 * success["greedy"]["mean"], 1),
+        "greedy_percent": round(100 * success[last_stage]["greedy"]["mean"], 1),
         "seconds": took,
         "success": success,
         "last_step": {
@@ -385,13 +573,18 @@ def case_staged(size: Size) -> dict[str, Any]:
 
 def case_training(size: Size) -> dict[str, Any]:
     """Forward and backward of the learner: model FLOPs utilization and memory"""
+    return training(size, ("plain", "checkpointed", "compiled"))
+
+
+def case_training_7b(size: Size) -> dict[str, Any]:
+    """The same of 7 B, with checkpointing, which 80 GB hold"""
+    large = replace(size, model=GPU_7B) if size.device == "cuda" else size
+    return training(large, ("checkpointed",))
+
+
+def training(size: Size, kinds: Sequence[str]) -> dict[str, Any]:
     batch = actions_of(size, size.trained)
-    weights = weights_of(made(size).model)
-    block = sum(each.numel() for name, each in weights.items() if ".layers." in name)
-    head, layers = size.vocab_size * size.model.hidden_size, size.model.num_layers
-    causal = layers * size.model.hidden_size * size.trained[0]  # scores and values, half of each
-    flops = 6 * batch.num_tokens * (block + head + causal)
-    ceiling = matmul_tflops(size)
+    flops, ceiling = model_flops(size, batch), matmul_tflops(size)
     result: dict[str, Any] = {
         "definition": (
             "model FLOPs: 6 a token for each weight of blocks and head, and for attention 6 x"
@@ -400,12 +593,14 @@ def case_training(size: Size) -> dict[str, Any]:
         ),
         "matmul_tflops": round(ceiling, 1),
     }
-    for name, settings in {
+    settings_of: dict[str, dict[str, Any]] = {
         "plain": {},
         "checkpointed": {"activation_checkpointing": True},
         "compiled": {"compile": "inductor" if size.device == "cuda" else "aot_eager"},
-    }.items():
-        told = trained(size, batch, LearnerConfig(micro_batch_tokens=1 << 30, **settings))
+    }
+    for name in kinds:
+        settings = LearnerConfig(micro_batch_tokens=1 << 30, **settings_of[name])
+        told = trained(size, batch, settings)
         rate = flops / told["seconds"] / 1e12
         peak = peak_tflops(size)
         result |= {
@@ -415,6 +610,20 @@ def case_training(size: Size) -> dict[str, Any]:
             f"{name}_peak_gib": told["peak_gib"],
         }
     return result
+
+
+def model_flops(size: Size, batch: Batch) -> float:
+    """Return the model FLOPs of a forward and backward of the batch.
+
+    All sequences count as if they were as long as the first one of `size.trained`.
+    """
+    shape = size.model
+    width, layers = shape.hidden_size, shape.num_layers
+    grouped = width * shape.num_kv_heads // shape.num_heads
+    block = layers * (2 * width * (width + grouped) + 3 * width * shape.mlp_size)
+    head = size.vocab_size * width
+    causal = layers * width * size.trained[0]  # scores and values, half of each
+    return 6 * batch.num_tokens * (block + head + causal)
 
 
 def case_head(size: Size) -> dict[str, Any]:
@@ -435,6 +644,9 @@ def case_head(size: Size) -> dict[str, Any]:
 
 def case_varlen(size: Size) -> dict[str, Any]:
     """Sequences of different lengths: attention without padding, with it, and whole rows padded"""
+    # a fourth of the blocks and a tenth of the vocabulary: it compares what lies between the two
+    shape = size.model.model_copy(update={"num_layers": max(2, size.model.num_layers // 4)})
+    size = replace(size, model=shape, vocab_size=max(300, size.vocab_size // 10))
     batch = actions_of(size, size.mixed)
     model = made(size).model.to(size.device)
     twin = twin_of(model)
@@ -466,7 +678,8 @@ def trained(size: Size, batch: Batch, settings: LearnerConfig) -> dict[str, floa
     every = torch.arange(batch.num_sequences, device=size.device)
 
     def learn() -> None:
-        learner.forward_backward(batch, every, lambda part, _: (-learner._net(part)[0].mean(), {}))
+        dealt = learner.deal(batch, every)
+        learner.forward_backward(batch, dealt, lambda part, _: (-learner._net(part)[0].mean(), {}))
         learner._policy.zero_grad()
 
     if size.device == "cuda":
@@ -516,15 +729,38 @@ def sampling(sample: int, turn: int, tokens: int) -> Sampling:
     return Sampling(SampleKey(0, 1, "gpu_0", sample, turn), 1.0, tokens)
 
 
-CASES: dict[str, Callable[[Size], dict[str, Any]]] = {
+CASES: dict[str, Callable[[Size], dict[str, Any]]] = {  # in the order of their value
     "ceilings": case_ceilings,
-    "rollouts": case_rollouts,
     "publish": case_publish,
-    "mismatch": case_mismatch,
+    "rollouts": case_rollouts,
+    "logprobs": case_logprobs,
+    "step": case_step,
+    "optimizer": case_optimizer,
     "training": case_training,
     "head": case_head,
+    "start": case_start,
+    "real": case_real,
     "varlen": case_varlen,
+    "training_7b": case_training_7b,
+    "mismatch": case_mismatch,
     "staged": case_staged,
+}
+# seconds on an H200 with all that is imported, those of new cases estimated
+EXPECTED_S = {
+    "ceilings": 15,
+    "publish": 150,
+    "rollouts": 150,
+    "logprobs": 120,
+    "step": 60,
+    "optimizer": 30,
+    "training": 120,
+    "head": 30,
+    "start": 180,
+    "real": 280,
+    "varlen": 30,
+    "training_7b": 60,
+    "mismatch": 110,
+    "staged": 700,
 }
 
 

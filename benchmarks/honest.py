@@ -169,10 +169,12 @@ def s3_store(project: Project) -> Iterator[tuple[str, ...]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--runs",
+        "--only",
         type=int,
-        default=len(PLAN) + NUM_DEFAULT,
-        help="stop after so many (default: all)",
+        nargs="+",
+        default=range(len(PLAN) + NUM_DEFAULT),
+        metavar="NUMBER",
+        help="these runs alone, by their places in the plan, in this order (default: all)",
     )
     parser.add_argument(
         "--minutes", type=float, default=240.0, help="begin none after so many (default 240)"
@@ -197,7 +199,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="honest-") as folder:
         project = Project(Path(folder), {})
         try:
-            for number, (kind, kills, budget) in enumerate(plan[: arguments.runs]):
+            for number in arguments.only:
+                kind, kills, budget = plan[number]
                 if number in done:
                     continue
                 if time.monotonic() - began > 60 * arguments.minutes:

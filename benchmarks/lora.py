@@ -19,7 +19,6 @@ from typing import Any
 
 from pipeline import ROOT, machine
 
-from agentgym.compute.placement import open_engine
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import splits_from_json
 from agentgym.deploy.environment import environment_servers
@@ -36,6 +35,7 @@ from agentgym.models.model import set_threads
 from agentgym.models.tensorfiles import files_of
 from agentgym.pipeline.run import run_with_parents
 from agentgym.pipeline.table import finished, open_store
+from agentgym.rollouts.engine import open_engine
 from agentgym.rollouts.horizon import stages
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore

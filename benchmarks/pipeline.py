@@ -36,16 +36,23 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--params", type=Path, default=ROOT / "params.yaml")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/pipeline.json")
+    parser.add_argument("--curve", type=Path, help="PNG of the first seed's learning curve")
+    parser.add_argument("--keep", type=Path, help="folder that keeps the runs, one a seed")
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        runs = [run(chosen.params, seed, Path(folder) / str(seed)) for seed in chosen.seeds]
-    if chosen.out == parser.get_default("out"):
-        (ROOT / "docs/learning_curve.png").write_bytes(runs[0]["learning_curve"])
-    for each in runs:
-        del each["learning_curve"]
-    result = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "runs": runs}
+    is_default = chosen.out == parser.get_default("out")
+    curve = chosen.curve or (ROOT / "docs/learning_curve.png" if is_default else None)
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    kept = ["--keep", str(chosen.keep)]
+    command = " ".join(["python", *(word for word in sys.argv if word not in kept)])
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in chosen.seeds:
+            runs.append(run(chosen.params, seed, (chosen.keep or Path(folder)) / str(seed)))
+            drawn = runs[-1].pop("learning_curve")
+            if curve is not None and len(runs) == 1:
+                curve.write_bytes(drawn)
+            done = {"machine": machine(), "command": command, "runs": runs}
+            chosen.out.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
 
 
 def run(params: Path, seed: int, state: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ Writes docs/results/unchanged.json; exit code 1 where something differs.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
@@ -23,11 +24,14 @@ from typing import Any
 
 from pipeline import ROOT, machine
 
+from agentgym.tracking.pages import successes
+
 OUT = ROOT / "docs/results/unchanged.json"
 RECIPES, SEEDS = ("grpo", "ppo", "dapo", "dpo"), (0, 1)
 BUDGET = ("deterministic=true", "evaluation.num_items=128", "horizon.stage_steps=[10,10,15]")
 RENAMED = (("initialise", "initialize"), ("optimiser", "optimizer"))  # since the first of these
-COMPARED = ("outcomes.json", ".safetensors")  # how the names of what must be equal end
+OUTCOMES, RESULT = "outcomes.json", "result.json"  # of an evaluation: before, and since
+COMPARED = (OUTCOMES, ".safetensors")  # how the names of what must be equal end
 RUN_S = 3600
 
 Digests = dict[str, str]  # "step/blob" -> sha256
@@ -122,9 +126,23 @@ def committed(store: Path) -> Digests:
         for name, blob in manifest["blobs"].items():
             if name.endswith(COMPARED):
                 found[f"{manifest['step']}/{name}"] = blob["digest"]
+            elif name == RESULT and manifest["step"] != "evaluation":
+                outcomes = outcomes_of(json.loads((step / "blobs" / blob["digest"]).read_bytes()))
+                digest = hashlib.sha256(json.dumps(outcomes).encode()).hexdigest()
+                found[f"{manifest['step']}/{OUTCOMES}"] = digest
     for old, new in RENAMED:
         found = {name.replace(old, new): digest for name, digest in found.items()}
     return found
+
+
+def outcomes_of(result: dict[str, Any]) -> dict[str, Any]:
+    """Return what an evaluation's result says as earlier versions wrote it."""
+    rows = successes(result)
+    return {
+        "items": list(rows),
+        "greedy": [greedy for greedy, *_ in rows.values()],
+        "samples": [samples for _, *samples in rows.values()],
+    }
 
 
 def commit_of(name: str) -> str:

@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--drain-timeout",
         type=_positive_float,
-        default=30.0,
+        default=20.0,
         metavar="S",
         help="for open sessions after SIGTERM",
     )

@@ -1,19 +1,22 @@
-"""What one connection to an environment server may cost: bytes, header lines, time; and how
-many there may be.
+"""What one connection to a server of this project may cost: bytes, header lines, time; and how
+many there may be. Environment servers, the viewer, and the gates before Prefect and MLflow have
+these limits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from typing import Any
 
 import httptools
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.frames import Frame
+from websockets.frames import CloseCode, Frame
 
 from envs.compat import MAX_BODY_BYTES
 from envs.wire import ErrorKind, ErrorReply
@@ -29,6 +32,9 @@ ARRIVAL_S = 20.0  # for a whole request, and for the first one to begin
 # above the client's, so that the server is never the one to drop a connection in use
 KEEP_ALIVE_S = 75
 SPARE_CONNECTIONS = 256  # for probes, scrapers and those who ask in vain
+MAX_CONNECTIONS = 512  # of a server without sessions
+# that may be open, where the system lets us: connections and the pipes of simulators
+DESCRIPTORS = 65_536
 TELL_EVERY_S = 60.0
 PING_S = 20.0  # how often a WebSocket's client is asked whether it is there
 PONG_S = 60.0  # for its answer: it may be busy with a model
@@ -39,23 +45,45 @@ LINGER_S = 2.0  # for it to read why
 
 
 def server_config(app: FastAPI, max_sessions: int) -> uvicorn.Config:
-    """How our servers listen. max_sessions: each may have two connections."""
-    return uvicorn.Config(
+    """How environment servers listen. max_sessions: each may have two connections."""
+    return bounded(
         app,
+        SPARE_CONNECTIONS + 2 * max_sessions,
         loop="uvloop",
-        http=Connection,
         ws=Socket,
         ws_max_size=MAX_BODY_BYTES,
         ws_ping_interval=PING_S,
         ws_ping_timeout=PONG_S,
         ws_per_message_deflate=False,  # a small message could unfold to a large one
+        log_config=None,
+        timeout_graceful_shutdown=5,
+    )
+
+
+def bounded(
+    app: ASGIApp,
+    max_connections: int | None = None,
+    *,
+    any_body: bool = False,
+    **settings: Any,
+) -> uvicorn.Config:
+    """How every server of this project listens; it may open as many files as the system lets it.
+
+    max_connections: None for those of a server without sessions.
+    any_body: a body may be of any length and take any time, as long as it goes on.
+    settings: further ones of uvicorn.
+    """
+    present, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(present, min(most, DESCRIPTORS)), most))
+    return uvicorn.Config(
+        app,
+        http=Passing if any_body else Connection,
         access_log=False,
         proxy_headers=False,  # nothing here asks who the client is
-        log_config=None,
         log_level="error",  # its warnings are a line for whatever a stranger sends
-        limit_concurrency=SPARE_CONNECTIONS + 2 * max_sessions,
+        limit_concurrency=max_connections or MAX_CONNECTIONS,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=5,
+        **settings,
     )
 
 
@@ -65,6 +93,7 @@ class Connection(HttpToolsProtocol):
     """
 
     told_at = float("-inf")  # that there are too many
+    max_body_bytes = 2.0 * MAX_BODY_BYTES  # above MAX_BODY_BYTES the server has said so
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -100,12 +129,15 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         if self._refused or not self._arriving:
             return
-        most = MAX_HEAD_BYTES if self._in_head else MAX_FRAME_BYTES
-        # above one of these the server has said so
-        if self._num_bytes > most or self._num_body_bytes > 2 * MAX_BODY_BYTES:
+        most = MAX_HEAD_BYTES if self._in_head else self._most_frame_bytes
+        if self._num_bytes > most or self._num_body_bytes > self.max_body_bytes:
             self._too_large()
         elif self._timer is None:
             self._timer = self.loop.call_later(ARRIVAL_S, self._too_slow)
+
+    @property
+    def _most_frame_bytes(self) -> int:
+        return MAX_FRAME_BYTES
 
     def on_message_begin(self) -> None:
         self._arriving = True
@@ -185,6 +217,27 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
 
+class Passing(Connection):
+    """A connection to a server that takes files: its bodies have to go on, and need no end."""
+
+    max_body_bytes = float("inf")
+
+    def data_received(self, data: bytes) -> None:
+        if not self._in_head:
+            self._stop_timer()  # it begins anew
+        super().data_received(data)
+
+    @property
+    def _most_frame_bytes(self) -> int:
+        return MAX_FRAME_BYTES + self._num_body_bytes
+
+    def _too_slow(self) -> None:
+        if self.flow.read_paused:  # the server has not taken what came
+            self._timer = self.loop.call_later(ARRIVAL_S, self._too_slow)
+        else:
+            super()._too_slow()
+
+
 class Socket(WebSocketsSansIOProtocol):
     """uvicorn's, which would keep all fragments, all messages that came at once and all answers
     to pings that nobody reads.
@@ -223,10 +276,14 @@ class Socket(WebSocketsSansIOProtocol):
             self._abort()
 
     def send_receive_event_to_app(self) -> None:
-        if self.queue.qsize() < MAX_PIPELINED:
-            super().send_receive_event_to_app()
-        else:
+        if self.queue.qsize() >= MAX_PIPELINED:
             self._abort()
+        elif self.curr_msg_data_type == "text" and not _is_utf8(b"".join(self.frames)):
+            self.frames = []  # uvicorn would log a traceback
+            self.conn.fail(CloseCode.INVALID_DATA, "a text message must be UTF-8")
+            self.handle_parser_exception()
+        else:
+            super().send_receive_event_to_app()
 
     async def send(self, message: Any) -> None:
         await super().send(message)
@@ -244,3 +301,11 @@ class Socket(WebSocketsSansIOProtocol):
     def _abort(self) -> None:
         self.frames = []
         self.transport.abort()
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -7,7 +7,6 @@ import asyncio
 import ipaddress
 import logging
 import os
-import resource
 import signal
 import socket
 import threading
@@ -27,8 +26,6 @@ from envs.wire import TOKEN_VARIABLE
 logger = logging.getLogger("envs")
 
 ORPHAN_GRACE_S = 3.0  # for an orderly end once the owner is gone
-# that may be open, where the system lets us: connections and the pipes of simulators
-DESCRIPTORS = 65_536
 
 
 def serve(spec: EnvSpec, arguments: argparse.Namespace, refuse: Callable[..., int]) -> int:
@@ -52,8 +49,6 @@ def serve(spec: EnvSpec, arguments: argparse.Namespace, refuse: Callable[..., in
         token=token,
         hosts=tuple(arguments.allow_host),
     )
-    present, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(present, min(most, DESCRIPTORS)), most))
     app = make_app(spec, settings)
     try:
         listener = _listen(arguments.host, arguments.port)

@@ -53,6 +53,7 @@ RETRY_AFTER_S = 1.0
 REMEMBERED = 10_000  # closed sessions and their request keys that still get a 410
 POOL_THREADS = 16
 CALL_TIMEOUT_S = 120.0  # of one call to a blocking simulator
+CLOSE_S = 4.0  # of a server that ends, for the simulators that are left
 EXPERT_THREADS = 4
 
 STATUS = {
@@ -75,7 +76,7 @@ STATUS = {
 class ServerSettings:
     max_sessions: int = 256
     session_ttl_s: float = 300.0  # an idle session is closed after this
-    drain_timeout_s: float = 30.0  # open sessions get this long once the server was asked to stop
+    drain_timeout_s: float = 20.0  # open sessions get this long once the server was asked to stop
     offer_expert: bool = False
     expert_timeout_s: float = 5.0
     token: str = ""  # every request but probes and metrics must bear it; empty: none is asked for
@@ -220,8 +221,9 @@ class Sessions:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for session in list(self._by_id.values()):
-            await self._close(session)
+        left = [asyncio.create_task(self._close(each)) for each in list(self._by_id.values())]
+        if left:
+            await asyncio.wait(left, timeout=CLOSE_S)
         if self.spec.close is not None:
             try:
                 await self._in_pool(self.spec.close)

@@ -17,6 +17,7 @@ from agentgym.data.check import load_data
 from agentgym.data.items import Splits, train_stream
 from agentgym.deploy.environment import environment_servers
 from agentgym.learner.learner import LocalLearner
+from agentgym.learner.process_group import SingleProcess
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.model import load_weights, set_threads
 from agentgym.rollouts.engine import LocalEngine, open_engine
@@ -50,7 +51,7 @@ def main() -> int:
 def reinforce(cfg: RunConfig, splits: Splits, checkpoint: Checkpoint, engine: LocalEngine) -> None:
     """The loop of the paper: generate, prepare experience, train."""
     algorithm = with_limit(cfg, checkpoint)
-    learner = learner_of(checkpoint, cfg.optimizer, sum(cfg.horizon.stage_steps))
+    learner = learner_of(cfg, checkpoint, cfg.optimizer, sum(cfg.horizon.stage_steps))
     stream = train_stream(cfg, splits, {})
     for step in range(1, sum(cfg.horizon.stage_steps) + 1):
         # generate: groups of episodes, no longer than the horizon of this step
@@ -67,7 +68,7 @@ def reinforce(cfg: RunConfig, splits: Splits, checkpoint: Checkpoint, engine: Lo
         batch = to_batch(learnable(episodes, truncated=algorithm.truncated or "zero"))
         experience = with_advantages(learner.prepare(batch, algorithm, step=step), algorithm)
         # train
-        metrics = learner.update(experience, algorithm, step=step, seed=cfg.seed)
+        experience, metrics = learner.update(experience, algorithm, step=step, seed=cfg.seed)
         # the engine samples with what was learned, and proves it
         engine.publish(learner, step)
         print(
@@ -87,7 +88,7 @@ def imitate(cfg: RunConfig, splits: Splits) -> Checkpoint:
     checkpoint = first_checkpoint(cfg, played)
     demos = [tokenized(each, checkpoint.renderer, settings) for each in played if each.success]
     start = cfg.warm_start
-    learner = learner_of(checkpoint, start.optimizer, start.steps)
+    learner = learner_of(cfg, checkpoint, start.optimizer, start.steps)
     for step in range(1, start.steps + 1):
         chosen = demo_indices(cfg.seed, step, len(demos), start.batch_size)
         learner.sft_step(to_batch([demos[index] for index in chosen]), step=step)
@@ -96,10 +97,11 @@ def imitate(cfg: RunConfig, splits: Splits) -> Checkpoint:
 
 
 def learner_of(
-    checkpoint: Checkpoint, optimizer: OptimizerConfig, total_steps: int
+    cfg: RunConfig, checkpoint: Checkpoint, optimizer: OptimizerConfig, total_steps: int
 ) -> LocalLearner:
-    """With weights of its own; the checkpoint's are the engine's."""
-    return LocalLearner(copy.deepcopy(checkpoint.model), optimizer, total_steps=total_steps)
+    """Return a learner with weights of its own; the checkpoint's are the engine's."""
+    model, ranks = copy.deepcopy(checkpoint.model), SingleProcess(cfg.compute_device)
+    return LocalLearner(model, optimizer, total_steps=total_steps, ranks=ranks)
 
 
 def evaluate(cfg: RunConfig, engine: LocalEngine, items: Sequence[Item]) -> float:

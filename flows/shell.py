@@ -95,7 +95,7 @@ def _run(
             f"[bold]{flow.name}[/bold]: all {num_done} steps are done and verified", highlight=False
         )
     if any(table[name].kind is Kind.REPORT for name in names):
-        summarise(cfg, done, console, pace_s, how_to_find(params, overrides))
+        summarise(cfg, done, console, pace_s, how_to_find(params, overrides, cfg))
     else:
         list_results(cfg, {name: done[name] for name in names}, console)
     return 0

@@ -27,7 +27,7 @@ import yaml
 from agentgym.config import ConfigError
 from agentgym.console.guard import guarded
 from agentgym.deploy.kube import KubeError, connect
-from agentgym.deploy.manifests import NAMESPACE as USUAL_NAMESPACE
+from agentgym.deploy.manifests import FLOWS
 from services.cancelled import end_cancelled
 from services.overdue import bring_back
 from services.supervisor import (
@@ -45,6 +45,7 @@ API = "PREFECT_API_URL"
 IMAGE = "AGENTGYM_IMAGE"
 NAMESPACE = "AGENTGYM_NAMESPACE"  # of flow runs
 MLFLOW_USER, MLFLOW_PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
+ROLLOUT_USER, ROLLOUT_PASSWORD = "MLFLOW_ROLLOUT_USERNAME", "MLFLOW_ROLLOUT_PASSWORD"
 MIN_PASSWORD = 16  # characters
 DEPLOYMENTS = Path("prefect.yaml")
 SIGNING = "MLFLOW_FLASK_SERVER_SECRET_KEY"  # signs what MLflow's forms hand out
@@ -58,10 +59,12 @@ def prefect(host: str, port: int) -> int:
     import uvicorn
     from prefect.server.api.server import create_app
 
+    from envs.connection import bounded
     from services.prefect_server import lock_first
 
     lock_first()  # where its database is SQLite
-    uvicorn.run(create_app(), host=host, port=port, log_level="warning", server_header=False)
+    config = bounded(create_app(), any_body=True, host=host, port=port, server_header=False)
+    uvicorn.Server(config).run()
     return 0
 
 
@@ -69,12 +72,16 @@ def mlflow(host: str, port: int) -> NoReturn:
     """MLflow's server, by its own program; artifacts go through it. Errors: ConfigError."""
     folder = Path(tempfile.mkdtemp(prefix="mlflow-"))
     own = mlflow_environment(folder, os.environ)
+    rollout = rollout_login(os.environ)
+    os.environ.update(own)
+    if rollout:
+        _let_in(*rollout)
     command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth"]
     command += ["--host", host, "--port", str(port), "--workers", "1"]
     # it is named by its Service, and a forwarded port by loopback
     hosts = os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS", f"mlflow,mlflow.*,*:{port}")
     command += ["--allowed-hosts", hosts]
-    os.execve(sys.executable, command, {**os.environ, **own})  # noqa: S606 (it gets SIGTERM)
+    os.execv(sys.executable, command)  # noqa: S606 (it gets SIGTERM)
 
 
 def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
@@ -88,12 +95,11 @@ def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
             f"{MLFLOW_USER} and {MLFLOW_PASSWORD}, of at least {MIN_PASSWORD} characters, are not"
             " both set; without a login everybody could write into MLflow (k8s/README.md)"
         )
-    backend = environment.get("MLFLOW_BACKEND_STORE_URI", "")
     ini = configparser.ConfigParser(interpolation=None)
     ini["mlflow"] = {
         "default_permission": "EDIT",
         # beside the other tables, or in the same folder
-        "database_uri": environment.get("AGENTGYM_MLFLOW_LOGINS_URI", "") or _beside(backend),
+        "database_uri": _logins(environment),
         "admin_username": user,
         "admin_password": password,
         "authorization_function": "mlflow.server.auth:authenticate_request_basic_auth",
@@ -111,8 +117,39 @@ def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
     }
 
 
-def _beside(backend: str) -> str:
+def rollout_login(environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """(name, password) of the user that jobs of KubeRay are; None where there is none.
+    Errors: ConfigError.
+    """
+    user, password = environment.get(ROLLOUT_USER, ""), environment.get(ROLLOUT_PASSWORD, "")
+    if not user and not password:
+        return None
+    if not user or len(password) < MIN_PASSWORD or user == environment.get(MLFLOW_USER):
+        raise ConfigError(
+            f"{ROLLOUT_USER} and {ROLLOUT_PASSWORD} must be another user than {MLFLOW_USER}, with"
+            f" a password of at least {MIN_PASSWORD} characters; correct the Secret"
+            " agentgym-rollout (k8s/README.md)"
+        )
+    return user, password
+
+
+def _let_in(user: str, password: str) -> None:
+    """Make or renew a user who is no administrator: the default permission is all it has."""
+    from mlflow.server.auth.sqlalchemy_store import SqlAlchemyStore
+
+    store = SqlAlchemyStore()
+    store.init_db(_logins(os.environ))
+    if store.has_user(user):
+        store.update_user(user, password=password, is_admin=False)
+    else:
+        store.create_user(user, password)
+
+
+def _logins(environment: Mapping[str, str]) -> str:
     """Where MLflow keeps its logins: a SQLite file of its own, or the same Postgres."""
+    if named := environment.get("AGENTGYM_MLFLOW_LOGINS_URI", ""):
+        return named
+    backend = environment.get("MLFLOW_BACKEND_STORE_URI", "")
     if backend.startswith("sqlite:"):
         return f"{backend.rpartition('/')[0]}/logins.db"
     return backend
@@ -206,7 +243,7 @@ def _look_after(login: str) -> NoReturn:
         time.sleep(OVERDUE_CHECK_S)
         try:
             bring_back(os.environ[API], login)
-            namespace = os.environ.get(NAMESPACE, "") or USUAL_NAMESPACE
+            namespace = os.environ.get(NAMESPACE, "") or FLOWS
             with contextlib.closing(connect(namespace=namespace)) as kube:
                 end_cancelled(os.environ[API], login, kube)
         except (OSError, ValueError, KubeError) as error:

@@ -13,6 +13,7 @@ import json
 import re
 import socket
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, Response
@@ -20,6 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentgym.deploy.owned import end_with_owner
 from agentgym.viewer.guard import CHALLENGE, LOGIN, after_login, is_foreign
+
+if TYPE_CHECKING:
+    import uvicorn
 
 _LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
 _FRAMED = (b"x-frame-options", b"SAMEORIGIN")
@@ -137,7 +141,11 @@ def serve(app: ASGIApp, bound: socket.socket, *, owned: bool = True) -> None:
 
     if owned:
         end_with_owner()
-    config = uvicorn.Config(
-        app, log_level="warning", lifespan="on", proxy_headers=False, server_header=False
-    )
-    uvicorn.Server(config).run(sockets=[bound])
+    uvicorn.Server(listening(app)).run(sockets=[bound])
+
+
+def listening(app: ASGIApp) -> uvicorn.Config:
+    """How a gate listens: bounded, but for the files that MLflow takes."""
+    from envs.connection import bounded
+
+    return bounded(app, any_body=True, lifespan="on", server_header=False)

@@ -114,6 +114,8 @@ def pytest_collection_modifyitems(config, items):
     finished run, a single one is among the first: the others would wait beside it.
     """
     config.stash[COLLECTED] = list(items)
+    if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"a test's name differs between processes: {named[0]}")
     for item in items:
         if INTEGRATION & set(item.fixturenames) or file_of(item.nodeid).startswith(PROCESSES):
             item.add_marker("integration")
@@ -182,6 +184,11 @@ _RUNNING = [True]  # whether programs begin as copies in the test that runs
 @pytest.hookimpl(tryfirst=True)  # before what it needs is set up
 def pytest_runtest_setup(item):
     _RUNNING[0] = not file_of(item.nodeid).startswith(OF_PROCESSES)
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ DRAWING = (ROOT / "docs/architecture.md").read_text()
 # number is the most that each may have
 LONG = {
     "agentgym/audit/__init__.py audit": 82,
-    "agentgym/audit/episodes.py check_episodes": 71,
     "agentgym/audit/episodes.py check_tokens": 76,
     "agentgym/comparison/report.py results_png": 68,
     "agentgym/data/items.py _validate": 66,

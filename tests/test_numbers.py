@@ -241,6 +241,22 @@ def engines():
     return ["three", *map(str, ended), str(found["throughput"]["vllm_over_torch"])]
 
 
+def real_model():
+    run, *others = result("real-model")["runs"]
+    assert [each["seed"] for each in (run, *others)] == list(range(1 + len(others)))
+    evaluations = run["evaluations"]
+    ends = [evaluations[each]["summary"]["avg_at_1"]["mean"] for each in ("warm-start", "stage-1")]
+    gain = evaluations["stage-1"]["paired"]["avg_at_1"]
+    assert evaluations["initialize"]["summary"]["avg_at_1"]["high"] < ends[0]
+    assert run["audit"] == "passed"
+    return [
+        str(math.ceil(run["wall_s"] / 60)),
+        f"{run['peak_gib']:.1f}",
+        *map(percent, ends),
+        *(f"{100 * gain[key]:+.1f}" for key in ("mean", "low", "high")),
+    ]
+
+
 def runs(key):
     return [run[key] for run in result("pipeline")["runs"]]
 
@@ -297,6 +313,12 @@ BOUND = [
         r"(three) seeds of the default task end at ([\d.]+), ([\d.]+) and\s([\d.]+) % sampled"
         r" success, beside ([\d.]+), ([\d.]+) and ([\d.]+) % [^%]*?vLLM samples\s([\d.]+) times",
         engines(),
+    ),
+    (
+        r"\[one run\]\([^)]*\) took (\d+) minutes and ([\d.]+) GiB from (\d+) % sampled success"
+        r" after its demonstrations to (\d+) %: ([+-][\d.]+) points, from ([+-][\d.]+) to"
+        r" ([+-][\d.]+)\.",
+        real_model(),
     ),
     (r"of (\d+) faults\sof (\d+) kinds (\d+) left a run that passes every check\.", faults()),
 ]

@@ -18,11 +18,13 @@ class Experience:
     """
 
     batch: Batch
-    logprobs: Tensor  # [n] of the learner before the update, nats
     # [n] float32: the batch's rewards, plus what is paid per token
     rewards: Tensor
-    corrections: Tensor  # [n] what each token's loss is multiplied by: learner against engine
-    entropies: Tensor  # [n] of the learner's distributions before the update, nats
+    # These three are None until an update that computes them on its way (see `Learner.prepare`).
+    logprobs: Tensor | None = None  # [n] of the learner before the update, nats
+    # [n] what each token's loss is multiplied by: learner against engine
+    corrections: Tensor | None = None
+    entropies: Tensor | None = None  # [n] of the learner's distributions before the update, nats
     # [n] log-probabilities of the model training began with, where the loss holds the policy to it
     reference: Tensor | None = None
     values: Tensor | None = None  # [n] of the state each token is chosen in
@@ -56,3 +58,19 @@ class Experience:
             if isinstance(value := getattr(self, each.name), Tensor | Batch)
         }
         return replace(self, **moved)
+
+    @property
+    def carrying(self) -> Tensor:
+        """[C] int64, ascending: the sequences with an advantage other than 0."""
+        carrying: Tensor = torch.unique(self.sequence[self.advantages != 0])
+        return carrying
+
+    @property
+    def critic_metrics(self) -> dict[str, float]:
+        """How well the critic's values explain its targets; empty without a critic."""
+        if self.values is None or self.targets is None:
+            return {}
+        spread = float(self.targets.var()) if len(self.targets) > 1 else 0.0
+        explained = 1 - float((self.targets - self.values).var()) / spread if spread else 0.0
+        mean = float(self.values.mean())
+        return {"critic/value_mean": mean, "critic/explained_variance": explained}

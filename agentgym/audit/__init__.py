@@ -14,13 +14,16 @@ from pathlib import Path
 from agentgym.audit.decisions import check_decisions
 from agentgym.audit.episodes import check_episodes, check_replay, check_tokens
 from agentgym.audit.excluded import check_excluded
-from agentgym.audit.ledger import check_ledger, check_registry
-from agentgym.audit.numbers import Tables, check_numbers, read_splits
+from agentgym.audit.judged import check_judged
+from agentgym.audit.ledger import check_ledger
+from agentgym.audit.numbers import Results, check_numbers, read_splits
 from agentgym.audit.pages import check_pages
 from agentgym.audit.records import check_records
+from agentgym.audit.registered import check_registry
 from agentgym.audit.report import AuditReport, Check, Checks
 from agentgym.audit.sampling import check_sampling
 from agentgym.audit.steps import check_lineage, read_steps
+from agentgym.audit.updates import check_updates
 from agentgym.config import ConfigError, RunConfig
 from agentgym.models.model import set_threads
 from agentgym.pipeline.runs import existing, require_run
@@ -51,6 +54,7 @@ CHECKS = {
     "sampling": (
         "each token is the one that the random numbers of its sample draw from those weights"
     ),
+    "updates": "weights are what optimizer steps make of the logged episodes",
     "numbers": "reported numbers follow from the stored episodes",
     "ledger": "MLflow holds each committed point once and nothing else",
     "pages": "data, checkpoints and traces in MLflow are those of the steps",
@@ -62,7 +66,6 @@ IN_MLFLOW = {
     "ledger": check_ledger,
     "pages": check_pages,
     "registry": check_registry,
-    "decisions": check_decisions,
 }
 
 
@@ -72,6 +75,7 @@ def audit(
     run: str | None = None,
     num_episodes: int | None = 32,
     num_rescored: int | None = None,
+    num_updates: int = 0,
     seed: int | None = None,
     pointers: Path | None = None,
     progress: Progress | None = None,
@@ -82,6 +86,7 @@ def audit(
     run: prefix of a run key, to make sure that it is the run you mean.
     num_episodes: of each step, how many are played again (at least one of every commit); None: all.
     num_rescored: of each set of weights, how many episodes are scored again; None: all.
+    num_updates: optimizer steps of a stage that are taken again, at most.
     seed: of both draws; None: a new one, so that nobody can know beforehand what will be looked at.
     pointers: folder of the pointers that DVC keeps, if there is one.
     Errors: ConfigError where `run` is another run, or where nothing of this configuration was ever
@@ -103,7 +108,7 @@ def audit(
     splits = read_splits(cfg, store, steps, checks_of["numbers"])
     with checks_of["records"].guard("records"):
         check_records(key, steps, pointers, checks_of["records"])
-    tables: Tables = {}
+    results: Results = {}
     for record in steps:
         with checks_of["lineage"].guard(record.name):
             check_lineage(cfg, record, splits, checks_of["lineage"])
@@ -111,7 +116,7 @@ def audit(
             with checks_of["episodes"].guard(record.name):
                 check_episodes(cfg, record, splits, checks_of["episodes"])
             with checks_of["numbers"].guard(record.name):
-                check_numbers(cfg, store, record, steps, splits, tables, checks_of["numbers"])
+                check_numbers(cfg, store, record, steps, splits, results, checks_of["numbers"])
         show.advance(1, f"{record.name}: numbers")
     instructions: dict[str, str] = {}
     with checks_of["replay"].guard("environment"):
@@ -128,18 +133,20 @@ def audit(
                 cfg, store, record, num_rescored, seed, checks_of["rescore"], checks_of["sampling"]
             )
         show.advance(1, f"{record.name}: tokens")
-    for name in ("rescore", "sampling"):
-        if num_pruned := checks_of["rescore"].skipped:
-            checks_of[name].notes.append(
-                f"{num_pruned} episodes of pruned weights are not (store.keep_checkpoints)"
-            )
-    for name in ("ledger", "pages", "registry", "decisions"):
+    check_updates(cfg, store, steps, num_updates, checks_of["updates"])
+    for name, check in IN_MLFLOW.items():
         with checks_of[name].guard("MLflow"):
-            IN_MLFLOW[name](cfg, store, key, steps, checks_of[name])
+            check(cfg, store, key, steps, checks_of[name])
         show.advance(1, name)
+    with checks_of["decisions"].guard("MLflow"):
+        draws = num_episodes, num_rescored, seed
+        for place, entry in check_decisions(cfg, store, key, steps, checks_of["decisions"]):
+            check_judged(cfg, place, entry, draws, checks_of)
+    show.advance(1, "decisions")
     return AuditReport(
         key,
         tuple(record.name for record in steps),
         tuple(checks.check() for checks in checks_of.values()),
         seed,
+        {record.name: record.final.digest for record in steps if record.final is not None},
     )

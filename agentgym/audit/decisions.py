@@ -16,7 +16,6 @@ from agentgym.audit.ledger import existing_ledger
 from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord
 from agentgym.config import RunConfig
-from agentgym.evaluation.evidence import result_of_step
 from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import RECORD, Entry, History, HistoryElsewhere, Version
 from agentgym.evaluation.paired import align
@@ -29,28 +28,30 @@ from agentgym.evaluation.promotion import (
     summary,
 )
 from agentgym.evaluation.record import STEP as EVALUATION
-from agentgym.evaluation.result import RESULT, Result
+from agentgym.evaluation.result import Result
+from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.table import open_store
 from agentgym.steps.step import Kind
-from agentgym.store.manifest import Manifest, sha256
+from agentgym.store.manifest import sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import has_file, tracker_of
 from agentgym.tracking.mlflow import local_path, reaching
 from agentgym.tracking.registry import alias_version, all_models, version_run, version_tags
 
-MODULES = ("agentgym.evaluation.evaluate",)  # any: who played is no matter here
-
 
 def check_decisions(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
-) -> None:
+) -> list[tuple[RunStore, Entry]]:
     """The whole history of the run's alias, that of this store where another one decides, and what
     the run says of its own part in them.
+
+    Result: the decision on this run's model and the last one that moved the alias, each with the
+    store that has its evidence.
     """
     record = next((each for each in steps if each.step.kind is Kind.REGISTER), None)
     tracker = existing_ledger(cfg)
     if record is None or record.final is None or tracker is None:
-        return
+        return []
     told = record.final.results
     promotions = Promotions(store, tracker, str(told["model"]), str(told["alias"]))
     deciding = _deciding(promotions)
@@ -62,16 +63,27 @@ def check_decisions(
     decided = next((each for each in every if each.asked == record.key), None)
     if decided is not None:
         checks.expect("register", "decision on the alias", summary(decided), told["champion"])
+        if decided.kind == "judged":
+            rules = json.loads(json.dumps(cfg.gate.model_dump(mode="json")))
+            checks.expect("register", "rules of its gate", rules, decided.decision["settings"])
     elif told["champion"]["moved"] or told["champion"]["rules"]:
         checks.fail("register: its decision is not in the history of the alias")
+    last = next((each for each in reversed(every) if each.moved), None)
+    judged = [
+        (promotions.evidence_store(each.decision) or store, each)
+        for each in {id(e): e for e in (decided, last) if e is not None}.values()
+        if each.kind == "judged"
+    ]
     if deciding is None or not deciding.began or deciding.is_owed:
-        checks.skipped += 1  # it cannot be reached, or the last decision was under way
-        return
+        why = "its history cannot be reached, or its last decision is under way"
+        checks.skip(f"who holds {promotions.alias}", why)
+        return judged
     drift = promotions.standing(entries[deciding.began]).drift
     checks.counted += 1
     if drift:
         checks.fail(drift)
     _check_tags(promotions, every, checks)
+    return judged
 
 
 def misplaced_aliases(cfg: RunConfig) -> list[str]:
@@ -121,10 +133,11 @@ def _check_history(
     promotions: Promotions, history: History, entries: Sequence[Entry], checks: Checks
 ) -> None:
     """Each decision, and that each goes on from the one before."""
-    stores = (promotions.own.store, history.store)
     for entry in entries:
         with checks.guard(f"decision {entry.number}"):
-            _check_entry(stores, entry, checks)
+            named = promotions.evidence_store(entry.decision)
+            stores = [s for s in (promotions.own.store, history.store, named) if s is not None]
+            _check_entry(stores, named is not None, entry, checks)
             _check_shown(promotions, history, entry, checks)
     for before, after in pairwise(entries):
         same = after.before is None if before.after is None else before.after.is_same(after.before)
@@ -145,8 +158,13 @@ def _history(history: History, checks: Checks) -> list[Entry]:
     return entries
 
 
-def _check_entry(stores: Sequence[RunStore], entry: Entry, checks: Checks) -> None:
-    """Judged again it comes to the same, by outcomes that are those of the evaluations."""
+def _check_entry(
+    stores: Sequence[RunStore], must_be_there: bool, entry: Entry, checks: Checks
+) -> None:
+    """Judged again it comes to the same, by outcomes that are those of the evaluations.
+
+    must_be_there: the store that has them, as the decision says, is among these.
+    """
     where = f"decision {entry.number} on version {entry.candidate.number}"
     if entry.kind != "judged":
         return
@@ -157,16 +175,25 @@ def _check_entry(stores: Sequence[RunStore], entry: Entry, checks: Checks) -> No
     holder = entry.candidate if moves else entry.before
     checks.expect(where, "who holds the alias after it", holder, entry.after)
     evidence = Evidence.from_json(entry.decision["evidence"])
+    if moves:
+        checks.expect(where, "evidence that moved the alias", True, bool(evidence.pairs))
     for version, side, question in (
         (entry.candidate, "after", evidence.questions[0]),
         (entry.before, "before", evidence.questions[1]),
     ):
         if version is None or not evidence.pairs:
             continue
+        what = f"evaluation of version {version.number} in decision {entry.number}"
         results = (_result(store, version, question, entry.candidate) for store in stores)
         result = next((each for each in results if each is not None), None)
         if result is None:
-            checks.skipped += 1  # its episodes are in another store, or were collected
+            if any(_is_collected(store, version) for store in stores):
+                checks.skip(what, "it was collected by `agentgym gc`")
+            elif must_be_there:
+                checks.fail(f"{where}: {what} is in no store")
+            else:
+                why = "it is in a store that cannot be looked at from here"
+                checks.skip(what, why, weighs=True)
             continue
         pairs = align(result, result)
         for env, pair in evidence.pairs.items():
@@ -184,18 +211,16 @@ def _result(store: RunStore, version: Version, question: str, candidate: Version
     """
     anew = store.final(EVALUATION, question) if len(question) == 64 else None
     if anew is not None:
-        return Result.from_bytes(store.read(anew, RESULT))
-    final = _own_evaluation(store, version)
-    if final is None or _own_evaluation(store, candidate) is None:
+        return stored_result(store, anew)
+    final = version.evaluation_in(store)
+    if final is None or candidate.evaluation_in(store) is None:
         return None
-    return result_of_step(store, final, MODULES)
+    return stored_result(store, final)
 
 
-def _own_evaluation(store: RunStore, version: Version) -> Manifest | None:
-    """Return the evaluation of the run that made a version; None if this store lacks it."""
+def _is_collected(store: RunStore, version: Version) -> bool:
     told = version.evaluation
-    final = store.final(told["step"], told["key"]) if told else None
-    return final if final is not None and final.digest == told["digest"] else None
+    return bool(told) and store.is_collected(told["step"], told["key"])
 
 
 def _check_shown(promotions: Promotions, history: History, entry: Entry, checks: Checks) -> None:
@@ -203,13 +228,14 @@ def _check_shown(promotions: Promotions, history: History, entry: Entry, checks:
     number = promotions.number_of(entry.candidate)
     folder = _artifacts(promotions, number) if number else None
     if folder is None:
-        checks.skipped += 1  # its model is gone, or its artifacts are remote
+        why = "its model is gone, or its artifacts are remote"
+        checks.skip(f"decision {entry.number} in MLflow", why)
         return
     path, earlier = folder / artifact(history, entry), folder / FOLDER / f"{entry.number:04d}.json"
     if not path.is_file() and earlier.is_file() and not _is_anothers(earlier, [entry]):
         path = earlier
     if not path.is_file():
-        checks.skipped += 1  # of a registry that was made anew
+        checks.skip(f"decision {entry.number} in MLflow", "the registry was made anew")
         return
     checks.expect(
         f"decision {entry.number}", "as MLflow has it", entry.to_bytes(), path.read_bytes()
@@ -254,7 +280,8 @@ def _check_tags(promotions: Promotions, entries: Sequence[Entry], checks: Checks
                 else []
             )  # of an earlier release
             if tags[DECISION] in anothers:
-                checks.skipped += 1
+                why = "an earlier release wrote it for another store"
+                checks.skip(f"tag of version {number}", why)
                 continue
             where = f"{promotions.model} version {number}"
             checks.expect(where, "its decision is in the history", True, tags[DECISION] in known)

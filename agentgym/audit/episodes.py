@@ -7,6 +7,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 from agentgym.algorithms.batch import TRUNCATED
 from agentgym.audit.report import Checks
@@ -14,88 +15,99 @@ from agentgym.audit.steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
 from agentgym.data.items import Splits
 from agentgym.deploy.environment import environment_servers
+from agentgym.evaluation.evaluate import items_of_step
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.engine import open_pool, openings
 from agentgym.rollouts.episode import ending, extract_action
+from agentgym.rollouts.horizon import Stage
 from agentgym.rollouts.pools import EnvPools
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.training.rl import reads_last
 from agentgym.types import Item, Status, Trajectory
+from envs.wire import FAMILY, INVALID, PARTS
+
+# version of the weights, item, sample, step, max_turns, temperature
+Expected = tuple[int, Item, int, int, int, float]
 
 
 def check_episodes(cfg: RunConfig, record: StepRecord, splits: Splits, checks: Checks) -> None:
     """Who was played, for which step, under which horizon and by which version of the weights."""
-    stage = record.stage
-    first = 0
+    if record.step.kind is Kind.DEMONSTRATE:
+        return
+    if record.stage is None:
+        _check_evaluated(cfg, record, splits, checks)
+        return
     for commit in record.commits:
         episodes = record.episodes.get(commit.seq)
-        if episodes is None or record.step.kind is Kind.DEMONSTRATE:
+        if episodes is None:
             continue
-        where = record.at(commit)
-        # version, item, sample, step, max_turns, temperature
-        expected: list[tuple[int, Item, int, int, int, float]]
-        if stage is not None:
-            step, rollout = int(commit.state["global_step"]), cfg.rollout
-            by_id = {item.item_id: item for item in splits.train}
-            items = [by_id[item_id] for item_id in commit.state["consumed"] if item_id in by_id]
-            turns = int(commit.state["max_turns"])  # lineage checks it
-            # the step its train episodes are for
-            played = step if cfg.algorithm.loop.samples_every_step else stage.first_step
-            expected = [
-                (played - 1, item, sample, played, turns, rollout.temperature)
-                for item in items
-                for sample in range(rollout.group_size)
-            ]
-            if cfg.validation.every and step % cfg.validation.every == 0 and step >= played:
-                fixed = (0, step, cfg.validation.max_turns, cfg.validation.temperature)
-                expected += [
-                    (step, item, *fixed) for item in splits.validation[: cfg.validation.num_items]
-                ]
-        else:
-            chunk = getattr(splits, cfg.evaluation.split)[: cfg.evaluation.num_items][
-                first : int(commit.state["num_items"])
-            ]
-            first = int(commit.state["num_items"])
-            version = int(record.checkpoint.state["global_step"]) if record.checkpoint else -1
-            rest, samples = (0, cfg.evaluation.max_turns), range(1, 1 + cfg.evaluation.num_samples)
-            expected = [(version, item, 0, *rest, 0.0) for item in chunk]
-            expected += [
-                (version, item, sample, *rest, cfg.evaluation.temperature)
-                for item in chunk
-                for sample in samples
-            ]
-        checks.expect(where, "number of episodes", len(expected), len(episodes))
-        for (version, *wanted), episode in zip(expected, episodes, strict=False):
-            lag = cfg.rollout.max_staleness if episode.item.split == "train" else 0
-            versions = [turn.version for turn in episode.turns]
-            got = [
-                episode.item,
-                episode.sample,
-                episode.step,
-                episode.max_turns,
-                episode.temperature,
-            ]
-            checks.expect(
-                place(where, episode), "[item, sample, step, max_turns, temperature]", wanted, got
-            )
-            fit = versions == sorted(versions) and all(
-                version - lag <= each <= version for each in versions
-            )
-            checks.expect(
-                place(where, episode),
-                "versions of the weights",
-                [version] * len(versions),
-                versions if not fit else [version] * len(versions),
-            )
-            outcome = (
-                sum(turn.reward for turn in episode.turns) if episode.status.is_valid else None
-            )
-            checks.expect(
-                place(where, episode), "reward as the sum of its turns'", outcome, episode.reward
-            )
-            _check_end(cfg, place(where, episode), episode, checks)
+        expected = _expected_of_stage(cfg, record.stage, commit, splits)
+        checks.expect(record.at(commit), "number of episodes", len(expected), len(episodes))
+        for wanted, episode in zip(expected, episodes, strict=False):
+            _check_one(cfg, place(record.at(commit), episode), wanted, episode, checks)
+
+
+def _expected_of_stage(
+    cfg: RunConfig, stage: Stage, commit: Manifest, splits: Splits
+) -> list[Expected]:
+    step, rollout = int(commit.state["global_step"]), cfg.rollout
+    by_id = {item.item_id: item for item in splits.train}
+    items = [by_id[item_id] for item_id in commit.state["consumed"] if item_id in by_id]
+    turns = int(commit.state["max_turns"])  # lineage checks it
+    # the step its train episodes are for
+    played = step if cfg.algorithm.loop.samples_every_step else stage.first_step
+    expected = [
+        (played - 1, item, sample, played, turns, rollout.temperature)
+        for item in items
+        for sample in range(rollout.group_size)
+    ]
+    if cfg.validation.every and step % cfg.validation.every == 0 and step >= played:
+        fixed = (0, step, cfg.validation.max_turns, cfg.validation.temperature)
+        expected += [(step, item, *fixed) for item in splits.validation[: cfg.validation.num_items]]
+    return expected
+
+
+def _check_evaluated(cfg: RunConfig, record: StepRecord, splits: Splits, checks: Checks) -> None:
+    """Every slot once, but for episodes that failed and were played again."""
+    settings = cfg.evaluation
+    version = int(record.checkpoint.state["global_step"]) if record.checkpoint else -1
+    by_id = {item.item_id: item for its in items_of_step(cfg, splits).values() for item in its}
+    left = {(item, sample) for item in by_id for sample in range(settings.num_samples + 1)}
+    for commit in record.commits:
+        for episode in record.episodes.get(commit.seq, ()):
+            where = place(record.at(commit), episode)
+            slot = (episode.item.item_id, episode.sample)
+            if not checks.expect(where, "a slot that was asked for, once", True, slot in left):
+                continue
+            if episode.status.is_valid:
+                left.remove(slot)
+            temperature = settings.temperature if episode.sample else 0.0
+            wanted = (version, by_id[slot[0]], slot[1], 0, settings.max_turns, temperature)
+            _check_one(cfg, where, wanted, episode, checks)
+
+
+def _check_one(
+    cfg: RunConfig, where: str, wanted: Expected, episode: Trajectory, checks: Checks
+) -> None:
+    version, *rest = wanted
+    lag = cfg.rollout.max_staleness if episode.item.split == "train" else 0
+    versions = [turn.version for turn in episode.turns]
+    got = [episode.item, episode.sample, episode.step, episode.max_turns, episode.temperature]
+    checks.expect(where, "[item, sample, step, max_turns, temperature]", rest, got)
+    fit = versions == sorted(versions) and all(
+        version - lag <= each <= version for each in versions
+    )
+    checks.expect(
+        where,
+        "versions of the weights",
+        [version] * len(versions),
+        versions if not fit else [version] * len(versions),
+    )
+    outcome = sum(turn.reward for turn in episode.turns) if episode.status.is_valid else None
+    checks.expect(where, "reward as the sum of its turns'", outcome, episode.reward)
+    _check_end(cfg, where, episode, checks)
 
 
 def _check_end(cfg: RunConfig, where: str, episode: Trajectory, checks: Checks) -> None:
@@ -239,6 +251,8 @@ def check_replay(
         for status in ("env_error", "timeout")
     )
     checks.notes.append(f"{len(chosen) - left_out.total()} of {num_logged} episodes{said}")
+    if old := sum(not _has_info(episode) for _, episode in chosen):
+        checks.notes.append(f"not checked: families of {old} episodes whose records have no info")
     if not chosen:
         return {}
     with (
@@ -249,6 +263,16 @@ def check_replay(
         return openings(cfg, guides)
 
 
+def _has_info(episode: Trajectory) -> bool:
+    """Return False for a record of schema 1, which has neither an id nor info."""
+    return bool(episode.id) or any(turn.info for turn in episode.turns)
+
+
+def _counted(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a turn's info that families, intervals and the gate go by."""
+    return {name: info[name] for name in (FAMILY, INVALID, PARTS) if name in info}
+
+
 async def _replay(
     pool: EnvPools, chosen: Sequence[tuple[str, Trajectory]], concurrency: int, checks: Checks
 ) -> None:
@@ -256,7 +280,7 @@ async def _replay(
 
     async def one(index: int, where: str, episode: Trajectory) -> None:
         ended: Status | None = None
-        success = False
+        success, has_info = False, _has_info(episode)
         async with slots, pool.session(episode.item, f"{nonce}-{index}") as session:
             if not checks.expect(
                 where, "first observation", session.observation, episode.first_observation
@@ -272,14 +296,20 @@ async def _replay(
                 reply = await session.step(turn.action)
                 ended = ending(reply)
                 success = ended is not None and reply.success
-                answer = (reply.observation, reply.reward)
                 if not checks.expect(
                     f"{where} turn {number}",
                     "(observation, reward)",
-                    answer,
+                    (reply.observation, reply.reward),
                     (turn.observation, turn.reward),
                 ):
                     return
+                if has_info:
+                    checks.expect(
+                        f"{where} turn {number}",
+                        "info that results are made of",
+                        _counted(reply.info),
+                        _counted(turn.info),
+                    )
         if not episode.status.is_valid:
             checks.expect(
                 where,
@@ -297,7 +327,7 @@ async def _replay(
     )
     for (where, episode), result in zip(chosen, results, strict=True):
         if isinstance(result, EnvError) and not episode.status.is_valid:
-            checks.skipped += 1  # it fails again
+            checks.skip("episodes that were left out", "their environment fails again")
         elif isinstance(result, EnvError):
             checks.fail(f"{where}: {result}")
         elif isinstance(result, BaseException):

@@ -147,7 +147,11 @@ def _play_again(
         for each in outcomes.values()
         for success in each
     ]
-    checks.skipped += num_pruned
+    checks.skip(
+        f"real end of episodes of {record.name} that were left out",
+        "their weights were pruned (store.keep_checkpoints)",
+        num_pruned,
+    )
     checks.notes.append(
         f"{record.name}: of {len(left_out)} left out, played again {sum(results)} succeed,"
         f" {len(results) - sum(results)} do not, {again.failed_again} fail again, {num_pruned}"

@@ -4,27 +4,19 @@ its name.
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord
 from agentgym.config import RunConfig
-from agentgym.evaluation.publish import headline_tags
-from agentgym.models.adapter import MergedTensors
-from agentgym.models.checkpoint import policy_digest, policy_of
 from agentgym.steps.step import Kind
-from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import RECORDS, delivered_seq, delivery_mark, tracker_of
 from agentgym.tracking.mlflow import Tracker, local_path
 from agentgym.tracking.pages import MANIFEST
-from agentgym.tracking.registry import FILES, ModelChanged, fetch_version, version_tags
 
 
 def check_ledger(
@@ -42,10 +34,12 @@ def check_ledger(
     if parent is None:
         return
     tracked = [record for record in steps if record.points or record.final is not None]
-    children = list(runs_with(tracker, {"mlflow.parentRunId": parent.info.run_id, "kind": "step"}))
+    children = list(runs_with(tracker, {"mlflow.parentRunId": parent.info.run_id}))
     if not any(record.step.kind is Kind.REPORT for record in tracked):
         come = [record for record in tracked if _has_come_to(cfg, key, record, children)]
-        checks.skipped += len(tracked) - len(come)
+        for record in tracked:
+            if record not in come:
+                checks.skip(f"run of {record.name}", "it did not get to MLflow yet")
         tracked = come
     headline = [record for record in tracked if record.step.headline]
     _check_points(tracker, parent, "parent run", headline, checks)
@@ -99,7 +93,7 @@ def _check_artifacts(
         return
     folder = local_path(location)
     if folder is None:
-        checks.skipped += 1  # on a remote artifact store
+        checks.skip("the report in MLflow", "its artifact store is on another machine")
         return
     for name in (*report.blobs, *report.records):
         path = folder / name
@@ -118,7 +112,12 @@ def _check_points(
     Of an unfinished step, the commits after the last one that is known to be delivered may still
     wait for it, or were under way when the run was killed.
     """
-    got, tags = Counter(tracker.points(run.info.run_id, run.data.metrics)), run.data.tags
+    history = tracker.points(run.info.run_id, run.data.metrics)
+    got, tags = Counter(history), run.data.tags
+    latest = {name: (step, time_ms, value) for name, step, time_ms, value in history}  # sorted
+    shown = {m.key: (int(m.step), int(m.timestamp), m.value) for m in run.data._metric_objs}
+    for name in sorted({*latest, *shown}):
+        checks.expect(where, f"latest {name}", latest.get(name), shown.get(name))
     expected: Counter[tuple[str, int, int, float]] = Counter()
     for record in steps:
         last = delivered_seq(tags, record.name, record.key)
@@ -138,90 +137,6 @@ def _check_points(
     ):
         for name, step, time_ms, value in sorted(extra.elements()):
             checks.fail(f"{where}: {name} at step {step}: {value!r} (stamped {time_ms}) is {what}")
-
-
-def check_registry(
-    cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
-) -> None:
-    record = next((each for each in steps if each.step.kind is Kind.REGISTER), None)
-    if record is None or record.final is None or record.checkpoint is None:
-        return
-    tracker = existing_ledger(cfg)
-    if tracker is None:
-        checks.skipped += 1  # the ledger's check has said so
-        return
-    from mlflow.exceptions import MlflowException
-
-    registered, checkpoint = record.final.results, record.checkpoint
-    name, number = str(registered["model"]), str(registered["version"])
-    where = f"{name} version {number}"
-    try:
-        version = tracker.client.get_model_version(name, number)
-    except MlflowException as error:
-        checks.fail(f"{where}: {error.message}")
-        return
-    wanted = {"step_key": checkpoint.digest, "weights.sha256": policy_digest(checkpoint)}
-    if version.tags.get("run_key") == key:
-        evaluation = record.parents[record.step.evaluation]
-        wanted |= {"evaluation": evaluation.digest, **headline_tags(evaluation)}
-    else:
-        # another run reached the same checkpoint and speaks of its own evaluation
-        checks.skipped += 1
-    for tag, value in wanted.items():
-        checks.expect(where, f"tag {tag}", value, version.tags.get(tag))
-    _check_registered_weights(tracker, store, version, checkpoint, where, checks)
-    _check_files(tracker, name, number, where, checks)
-
-
-def _check_files(tracker: Tracker, name: str, number: str, where: str, checks: Checks) -> None:
-    """What people load is what was registered, file by file."""
-    if FILES not in version_tags(tracker, name, number):
-        checks.skipped += 1  # it was registered before versions had digests
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            fetch_version(tracker, name, number, Path(folder))
-        except (LookupError, ModelChanged) as error:
-            checks.fail(f"{where}: {error}")
-            return
-    checks.counted += 1
-
-
-def _check_registered_weights(
-    tracker: Tracker,
-    store: RunStore,
-    version: Any,
-    checkpoint: Manifest,
-    where: str,
-    checks: Checks,
-) -> None:
-    """The model people load, not what its tags say of it."""
-    from safetensors.torch import load_file
-
-    location = (
-        tracker.client.get_logged_model(version.model_id).artifact_location
-        if version.model_id
-        else version.source
-    )
-    folder = local_path(str(location))
-    if folder is None:
-        checks.skipped += 1  # on a remote artifact store
-        return
-    try:
-        stored = policy_of(store, checkpoint)
-        ours = stored.load()
-        theirs = load_file(folder / "model" / "model.safetensors")
-    except (LookupError, ValueError, OSError) as error:
-        checks.fail(f"{where}: weights cannot be compared: {error}")
-        return
-    # merged once more here, where sums may be of another order
-    rounding = 4 * torch.finfo(stored.dtype).eps if isinstance(stored, MergedTensors) else 0.0
-    for tensor in sorted(ours):
-        near = rounding * float(ours[tensor].abs().max())
-        same = tensor in theirs and bool(((ours[tensor] - theirs[tensor]).abs() <= near).all())
-        checks.expect(
-            where, f"{tensor} as in {checkpoint.step} commit {checkpoint.seq}", True, same
-        )
 
 
 def existing_ledger(cfg: RunConfig) -> Tracker | None:

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
-
-import numpy as np
 
 from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord, load
@@ -18,19 +17,23 @@ from agentgym.data.check import load_data, load_recorded
 from agentgym.data.items import Splits, splits_from_json
 from agentgym.data.trajectories import RECORDED, Recorded, decode
 from agentgym.evaluation.evaluate import (
-    Array,
-    evaluation_metrics,
-    families_of,
-    outcomes,
-    paired,
-    score,
+    about,
+    identity_of,
+    items_of_step,
+    protocol_of_step,
+    slots_of,
+    tasks_of_step,
 )
+from agentgym.evaluation.numbers import headline, metrics_of, paired
 from agentgym.evaluation.passk import FAILED
+from agentgym.evaluation.policies import checkpoint_contender
+from agentgym.evaluation.result import RESULT, Result
+from agentgym.evaluation.stored import plan_of, stored_result
 from agentgym.learner.optimizer import learning_rate
 from agentgym.pipeline.table import run_key, steps_of
 from agentgym.records import TRAJECTORIES
 from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
-from agentgym.steps.context import FAMILIES, METRICS, OUTCOMES
+from agentgym.steps.context import METRICS
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
@@ -54,10 +57,12 @@ from agentgym.training.offline import (
 )
 from agentgym.types import Status, Trajectory
 
-PICTURE = re.compile(rb"data:image/png;base64,[A-Za-z0-9+/=]*")
 TIMES = re.compile(rb"<section><h2>Time</h2>.*?</section>", re.DOTALL)
-DRAWN_BY = re.compile(rb"Matplotlib version[0-9A-Za-z.+]*")
-Tables = dict[str, tuple[Array, Array]]  # evaluation step -> outcomes, recomputed
+SECONDS = re.compile(
+    rb"(?<=<td)>(\d+\.\d s|\d+ min \d\d s|\d+ h \d\d min|\d+ %)(?=</td>)"
+    rb'|(?<=<rect) width="\d+\.\d%"'
+)
+Results = dict[str, Result]  # evaluation step -> computed from its episodes
 
 
 def read_splits(
@@ -100,10 +105,10 @@ def check_numbers(
     record: StepRecord,
     steps: Sequence[StepRecord],
     splits: Splits,
-    tables: Tables,
+    results: Results,
     checks: Checks,
 ) -> None:
-    """tables: of the evaluations so far; grows by this one's.
+    """results: of the evaluations so far; grows by this one's.
     The baseline of a later one is among them.
     """
     kind = record.step.kind
@@ -119,7 +124,7 @@ def check_numbers(
         for commit in record.commits:
             _check_training(cfg, record, commit, checks)
     elif kind is Kind.EVALUATE and record.final is not None:
-        _check_evaluation(cfg, store, record, splits, tables, checks)
+        _check_evaluation(cfg, store, record, splits, results, checks)
     elif kind is Kind.REPORT and record.final is not None:
         known = [
             other.final.results
@@ -169,8 +174,9 @@ def check_alarms(record: StepRecord, steps: Sequence[StepRecord], checks: Checks
 def _check_report(
     cfg: RunConfig, store: RunStore, record: StepRecord, final: Manifest, checks: Checks
 ) -> None:
-    """Page and pictures, made again."""
+    """Page and pictures, made again, whole."""
     from agentgym.evaluation.publish import PAGE, report_files
+    from agentgym.evaluation.report import drawn_by, picture_data
 
     where = record.at(final)
     try:
@@ -182,27 +188,34 @@ def _check_report(
             steps_of(cfg),
         )
         kept = {name: store.read(final, name) for name in made}
-        for files in (made, kept):  # seconds are pinned, not proven: a step may have been run again
-            files[PAGE] = TIMES.sub(b"", files[PAGE])
     except (LookupError, ValueError, StopIteration, TypeError) as error:
         checks.fail(f"{where}: it cannot be made again: {type(error).__name__}: {error}")
         return
-    checks.expect(
-        where,
-        f"{PAGE} without its pictures, made again",
-        PICTURE.sub(b"", made[PAGE]),
-        PICTURE.sub(b"", kept[PAGE]),
-    )
-    drawn_by = [
-        {name: DRAWN_BY.findall(files[name]) for name in files if name != PAGE}
-        for files in (made, kept)
-    ]
-    if drawn_by[0] != drawn_by[1]:
-        checks.skipped += 1
-        checks.notes.append("pictures not compared, another Matplotlib drew them")
-        return
-    for name in made:
-        checks.expect(where, f"{name}, made again", True, made[name] == kept[name])
+    page, shown = made.pop(PAGE), kept.pop(PAGE)
+    for name, picture in made.items():  # the page with the pictures of its own commit
+        page = page.replace(picture_data(picture).encode(), picture_data(kept[name]).encode())
+        (here, ours), (there, theirs) = drawn_by(picture), drawn_by(kept[name])
+        if ours != theirs and there not in ("", here):
+            checks.skip(f"{name} of the report", f"{there[:60]!r} drew it and {here!r} is here")
+        else:
+            checks.expect(where, f"{name}, made again", True, ours == theirs)
+    if page != shown and (again := _ran_again(record, final)):
+        page, shown = (TIMES.sub(_without_seconds, each) for each in (page, shown))
+        checks.skip("seconds in the report's section Time", f"{again} ran again after it")
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(page, shown, strict=False))
+    at = sum(1 for _ in equal)
+    part = slice(0 if page == shown else max(0, at - 40), at + 100)
+    checks.expect(where, f"{PAGE}, made again, from byte {part.start}", page[part], shown[part])
+
+
+def _ran_again(record: StepRecord, report: Manifest) -> str:
+    """Names of the steps whose last commit is younger than the report that tells of them."""
+    parents = record.parents.items()
+    return ", ".join(name for name, each in parents if each.created_at > report.created_at)
+
+
+def _without_seconds(section: re.Match[bytes]) -> bytes:
+    return SECONDS.sub(b">", section[0])
 
 
 def _check_demonstrations(
@@ -354,65 +367,59 @@ def _check_evaluation(
     store: RunStore,
     record: StepRecord,
     splits: Splits,
-    tables: Tables,
+    results: Results,
     checks: Checks,
 ) -> None:
-    final, settings = record.commits[-1], cfg.evaluation
-    where, items = record.at(final), getattr(splits, settings.split)[: settings.num_items]
-    episodes = [
-        episode for commit in record.commits for episode in record.episodes.get(commit.seq, ())
-    ]
-    foreign = {e.item.item_id for e in episodes} - {item.item_id for item in items}
-    if foreign or not episodes or max(e.sample for e in episodes) > settings.num_samples:
-        checks.fail(
-            f"{where}: its episodes are not those of the {settings.split} items (foreign:"
-            f" {sorted(foreign)[:3]}); nothing to recompute from"
-        )
-        return
-    greedy, samples = tables[record.name] = outcomes(episodes, items, settings.num_samples)
-    families, envs = families_of(episodes, items), [item.env for item in items]
+    """Check the question, result and numbers of a run's evaluation."""
+    final, step, settings = record.commits[-1], record.step, cfg.evaluation
+    where, items = record.at(final), items_of_step(cfg, splits)
+    protocol = protocol_of_step(cfg, items)
     try:
-        expected: dict[str, Any] = json.loads(
-            json.dumps(score(greedy, samples, settings, envs, families))
-        )
-    except ValueError as error:
+        tasks = tasks_of_step(store, record.parents[step.data], items)
+        plan = plan_of(store, record.commits)
+        checks.expect(where, "slots", slots_of(protocol, items, tasks), plan.slots)
+        result = results[record.name] = stored_result(store, final)
+        kept = Result.from_bytes(store.read(final, RESULT), where=where)
+        expected = headline(result, settings.k, settings.confidence)
+        metrics = metrics_of(expected, result)
+        if step.baseline in results:
+            gains = paired(results[step.baseline], result, settings.k, settings.confidence)
+            expected["paired"] = {"baseline": step.baseline, **gains}
+    except (LookupError, ValueError) as error:
         checks.fail(f"{where}: {error}")
         return
-    baseline = record.step.baseline
-    if baseline:
-        one, other = tables.get(baseline, (greedy[:0], samples[:0]))
-        base = {"greedy": one, "samples": other}
-        expected["paired"] = {
-            "baseline": baseline,
-            **json.loads(json.dumps(paired(base, greedy, samples, settings, families))),
-        }
-    for name in ("summary", FAILED, "paired"):
-        for key, value in expected.get(name, {}).items():
+    instructions = plan.about["instructions"]
+    if record.checkpoint is not None:
+        contender = checkpoint_contender(cfg, store, record.checkpoint)
+        told = {**dict.fromkeys(items, ""), **instructions}
+        asked = identity_of(protocol, items, tasks, contender.identity, told)
+        for name in sorted(asked.keys() | plan.identity.keys()):
             checks.expect(
-                where, f"results {name} {key}", value, final.results.get(name, {}).get(key)
+                where,
+                f"what is asked, {name}",
+                _without_packages(asked.get(name)),
+                _without_packages(plan.identity.get(name)),
             )
-    expected |= {
-        "checkpoint": record.step.checkpoint,
-        "num_items": len(items),
+        said = {**about(protocol, contender, instructions, ()), "valid": True}
+        checks.expect(where, "what it says of itself", json.loads(json.dumps(said)), kept.about)
+    expected = json.loads(json.dumps(expected)) | {
+        "checkpoint": step.checkpoint,
+        "num_items": sum(map(len, items.values())),
         "max_turns": settings.max_turns,
         "global_step": final.state["global_step"],
     }
-    for name in sorted((expected.keys() | final.results.keys()) - {"summary", FAILED, "paired"}):
+    for part in ("summary", FAILED, "paired"):
+        for name, value in expected.get(part, {}).items():
+            told_of = final.results.get(part, {}).get(name)
+            checks.expect(where, f"results {part} {name}", value, told_of)
+    for name in sorted(expected.keys() | final.results.keys()):
         checks.expect(where, f"results {name}", expected.get(name), final.results.get(name))
-    checks.expect(where, "names of results", sorted(expected), sorted(final.results))
-    stored = {name: _stored(store, final, name) for name in (OUTCOMES, FAMILIES)}
-    checks.expect(where, f"{FAMILIES} as the episodes'", families, stored[FAMILIES])
-    for name, table in (("greedy", greedy), ("samples", samples)):
-        told = np.array((stored[OUTCOMES] or {}).get(name), dtype=float)
-        same = np.array_equal(table, told, equal_nan=True)
-        checks.expect(where, f"{OUTCOMES} {name} as the episodes'", True, same)
-    metrics = [point.metrics for point in record.points.get(final.seq, ())]
-    checks.expect(where, "metrics", [evaluation_metrics(expected, episodes)], metrics)
+    points = [point.metrics for point in record.points.get(final.seq, ())]
+    checks.expect(where, "metrics", [metrics], points)
 
 
-def _stored(store: RunStore, final: Manifest, name: str) -> Any:
-    """What the commit holds under that name; None where it is not there, or not whole."""
-    try:
-        return json.loads(store.read(final, name))
-    except (LookupError, ValueError):
-        return None
+def _without_packages(part: Any) -> Any:
+    """A policy's identity also has the versions that it was played with, which may be others."""
+    if isinstance(part, Mapping):
+        return {name: value for name, value in part.items() if name != "packages"}
+    return part

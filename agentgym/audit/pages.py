@@ -4,19 +4,38 @@ committed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from agentgym.audit.ledger import existing_ledger, runs_with
 from agentgym.audit.report import Checks
+from agentgym.audit.shown import check_parent_run, check_step_run
 from agentgym.audit.steps import StepRecord
 from agentgym.config import RunConfig
+from agentgym.steps.step import Kind
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.inputs import inputs_of
-from agentgym.tracking.mlflow import Tracker
-from agentgym.tracking.pages import EVALUATED, MANIFEST, STORE_KEY, episodes_of
-from agentgym.tracking.traces import DIGEST, digest_of_spans, drawn, trace_id_of, trace_of
+from agentgym.tracking.inputs import DatasetInput, inputs_of
+from agentgym.tracking.mlflow import CONTEXT, SOURCE_RUN, TRACE_NAME, Tracker, profile_of
+from agentgym.tracking.pages import (
+    EVALUATED,
+    MANIFEST,
+    STORE_KEY,
+    checkpoint_params,
+    episodes_of,
+    is_evaluated,
+)
+from agentgym.tracking.traces import (
+    EpisodeTrace,
+    digest_of_spans,
+    drawn,
+    spans_of,
+    trace_id_of,
+    trace_of,
+)
+from envs.plain import plain
 
+OF_MLFLOW = ("mlflow.artifactLocation", "mlflow.trace.spansLocation")  # tags of a trace, its own
 PAGE = 500  # traces; a server answers no request for more
 
 
@@ -26,62 +45,91 @@ def check_pages(
     """Of each finished step that is in MLflow."""
     tracker = existing_ledger(cfg)
     if tracker is None:
+        checks.skip("pages", "there is no ledger, as that check says")
         return
     parents = list(runs_with(tracker, {"run_key": key, "kind": "pipeline"}))
     if len(parents) != 1:
-        return  # the ledger's check says so
+        checks.skip("pages of the run", "the ledger check does not find its run")
+        return
+    (parent,) = parents
     runs: dict[str, Any] = {}
-    for each in runs_with(tracker, {"mlflow.parentRunId": parents[0].info.run_id}):
+    for each in runs_with(tracker, {"mlflow.parentRunId": parent.info.run_id}):
         runs.setdefault(each.data.tags.get("step_key", ""), each)
+    with checks.guard("parent run"):
+        brought = [record for record in steps if record.key in runs]
+        check_parent_run(cfg, store, tracker, key, brought, parent, checks)
     for record in steps:
         if record.final is None:
             continue
         run = runs.get(record.key)
         if run is None or MANIFEST not in run.data.tags:
-            checks.skipped += 1  # it is not there yet
+            checks.skip(f"pages of {record.name}", "MLflow does not have the whole step yet")
             continue
         with checks.guard(record.name):
-            _check_inputs(cfg, store, record, run, checks)
-            _check_model(tracker, record, checks)
+            check_step_run(store, record, parent, run, checks)
+            data = inputs_of(cfg, store, record.final)
+            _check_inputs(f"run of {record.name}", run, data, checks)
+            if record.step.kind is Kind.PREPARE:
+                _check_inputs("parent run", parent, data, checks)
+            _check_model(store, tracker, record, run.info.run_id, checks)
             _check_traces(cfg, store, tracker, record, run.info.run_id, checks)
 
 
-def _check_inputs(
-    cfg: RunConfig, store: RunStore, record: StepRecord, run: Any, checks: Checks
-) -> None:
-    assert record.final is not None
-    wanted = sorted((i.name, i.digest, i.split) for i in inputs_of(cfg, store, record.final))
-    found = sorted(
-        (each.dataset.name, each.dataset.digest, next((t.value for t in each.tags), ""))
-        for each in run.inputs.dataset_inputs
+def _check_inputs(where: str, run: Any, data: Sequence[DatasetInput], checks: Checks) -> None:
+    there = [(each.dataset, each.tags) for each in run.inputs.dataset_inputs]
+    wanted = sorted(
+        (plain(d.name), d.digest, [(CONTEXT, d.split)], profile_of(d), "local", None) for d in data
     )
-    checks.expect(f"run of {record.name}", "data it read", wanted, found)
+    found = sorted(
+        (d.name, d.digest, [(t.key, t.value) for t in tags], d.profile, d.source_type, d.schema)
+        for d, tags in there
+    )
+    checks.expect(where, "data it read", wanted, found)
+    sources = {plain(each.source) for each in data}
+    for dataset, _ in there:
+        if dataset.source not in sources:
+            checks.skip("where data lies", "it is another folder than here")
 
 
-def _check_model(tracker: Tracker, record: StepRecord, checks: Checks) -> None:
-    """The numbers by which checkpoints are ranked are those of their evaluations."""
+def _check_model(
+    store: RunStore, tracker: Tracker, record: StepRecord, run_id: str, checks: Checks
+) -> None:
+    """The checkpoints that are ranked, and the numbers they are ranked by."""
     final = record.final
-    if final is None or "summary" not in final.results:
+    if final is None or not is_evaluated(final):
         return
     step = str(final.results["checkpoint"])
+    where = f"checkpoint {step}"
     query = f"name = '{step}' and tags.{STORE_KEY} = '{final.parents[step]}'"
     found = tracker.client.search_logged_models([tracker.experiment_id], filter_string=query)
-    checks.expect(f"checkpoint {step}", "logged models of it", 1, len(found))
+    if not checks.expect(where, "logged models of it", 1, len(found)):
+        return
+    (model,) = found
+    checks.expect(
+        where, "kind and state", ("checkpoint", "READY"), (model.model_type, model.status)
+    )
+    checks.expect(where, "parameters", checkpoint_params(final), dict(model.params))
+    tags = {STORE_KEY: final.parents[step], "step": step}
+    there = {name: text for name, text in model.tags.items() if name != "store"}
+    checks.expect(where, "tags", tags, there)
+    if model.tags.get("store") != plain(store.root):
+        checks.skip("tag store of a checkpoint", "the store is elsewhere now")
     # of one measured at another time another evaluation tells
-    wanted = {
-        (name, point.step, point.time_ms): value
+    wanted = Counter(
+        (name, point.step, point.time_ms, value)
         for point in record.points.get(final.seq, [])[-1:]
         for name, value in point.metrics.items()
         if name.startswith(EVALUATED)
-    }
-    told = {
-        place: metric.value
-        for model in found
-        for metric in model.metrics or ()
-        if (place := (metric.key, metric.step, metric.timestamp)) in wanted
-    }
-    wrong = sorted(place for place in wanted if told.get(place) != wanted[place])
-    checks.expect(f"checkpoint {step}", "numbers that are missing or others", [], wrong)
+    )
+    told = Counter(
+        (each.key, each.step, each.timestamp, each.value)
+        for each in model.metrics or ()
+        if each.run_id == run_id
+    )
+    wrong = sorted(((wanted - told) + (told - wanted)).elements())
+    checks.expect(where, "numbers that are missing or others", [], wrong)
+    others = {each.run_id for each in model.metrics or ()} - {run_id}
+    checks.skip(f"numbers of {where} of other runs", "these runs' audits compare them", len(others))
 
 
 def _traces(tracker: Tracker, run_id: str) -> list[Any]:
@@ -122,6 +170,25 @@ def _check_traces(
             checks.fail(f"{where}: {each.info.trace_id} is of no committed episode")
             continue
         own = trace_of(commit, episode)
-        spans = [span.to_dict() for span in each.data.spans]
-        checks.expect(where, f"{own.name}: what it shows", own.digest, digest_of_spans(spans))
-        checks.expect(where, f"{own.name}: tag", own.tags[DIGEST], each.info.tags.get(DIGEST))
+        _check_trace(f"{where}: {own.name}", own, each, run_id, checks)
+
+
+def _check_trace(where: str, own: EpisodeTrace, trace: Any, run_id: str, checks: Checks) -> None:
+    info = trace.info
+    spans = [span.to_dict() for span in trace.data.spans]
+    checks.expect(where, "what it shows", own.digest, digest_of_spans(spans))
+    checks.expect(where, "spans", spans_of(own.spans), spans_of(spans))
+    wanted = {**own.tags, TRACE_NAME: own.name}
+    for name in sorted({*wanted, *info.tags} - {*OF_MLFLOW}):
+        checks.expect(where, f"tag {name}", wanted.get(name), info.tags.get(name))
+    there = str(info.state), info.request_time, info.trace_metadata.get(SOURCE_RUN)
+    checks.expect(where, "state, start and run", ("OK", own.began_ms, run_id), there)
+    # MLflow rounds what it computes of spans
+    is_near = info.execution_duration in (own.took_ms, own.took_ms + 1)
+    took = own.took_ms if is_near else info.execution_duration
+    checks.expect(where, "milliseconds", own.took_ms, took)
+    judged = [(a.name, a.value, a.source.source_id, a.rationale) for a in info.assessments]
+    checks.expect(where, "assessments", [("success", own.success, "default", None)], judged)
+    checks.expect(where, "preview of its end", own.response, info.response_preview)
+    if info.request_preview != own.request:
+        checks.skip("previews of traces", "MLflow cuts them")

@@ -20,6 +20,7 @@ from agentgym.audit.steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
 from agentgym.models.attention import PackedSequences
 from agentgym.models.checkpoint import Checkpoint, has_weights
+from agentgym.models.fidelity import Float32Arithmetic
 from agentgym.models.networks import head_logits
 from agentgym.models.tolerance import Tolerance
 from agentgym.rollouts.policies.draw import Distribution, uniforms
@@ -50,9 +51,10 @@ def check_sampling(
     if record.checkpoint is None:
         return
     if not engine_class(cfg.rollout.engine).repeats_draws:
-        sampling.not_checked = (
+        sampling.skip(
+            "draws of a step",
             f"engine {cfg.rollout.engine} does not repeat its draws; log-probabilities alone speak"
-            " for its tokens"
+            " for its tokens",
         )
     sources = weights_of_versions(cfg, record, record.checkpoint)
     logged = [
@@ -65,23 +67,29 @@ def check_sampling(
     for where, episode in logged:
         versions = {turn.version for turn in episode.turns}
         if not versions <= sources.keys():
-            rescore.skipped += 1  # weights that were pruned
+            _skip_pruned(1, rescore, sampling)
         for version in sorted(versions & sources.keys()):
             groups.setdefault(version, []).append((where, episode))
     for version, episodes in groups.items():
         checkpoint = load(store, sources[version])
         if checkpoint is None:
-            rescore.skipped += len(episodes)
+            _skip_pruned(len(episodes), rescore, sampling)
             continue
         chosen = episodes if count is None else draw(episodes, count, seed, record.name, version)
         judge = _Judge(cfg, checkpoint, random_seed, logged)
         if judge.tolerance is None:
             reason = f"no tolerance is stated for weights of {checkpoint.dtype}"
-            rescore.not_checked, sampling.not_checked = reason, reason
+            for checks in (rescore, sampling):
+                checks.skip(f"tokens of {record.name}", reason)
             continue
         for where, episode, turns in judge.turns_of(chosen, version, rescore):
             judge.compare(where, episode, turns, rescore, sampling)
         judge.close(rescore, sampling)
+
+
+def _skip_pruned(num: int, *checks: Checks) -> None:
+    for each in checks:
+        each.skip("episodes of pruned weights", "store.keep_checkpoints keeps newer ones", num)
 
 
 def weights_of_versions(
@@ -136,10 +144,14 @@ class _Deviations:
             return ""
         self._num_beyond += int(off.sum())
         first = int(off.nonzero()[0])
-        if not (values <= self._most).all():
+        if self.is_beyond(values):
             return describe(int((~(values <= self._most)).nonzero()[0]))
         self._beyond.append(describe(first))
         return ""
+
+    def is_beyond(self, values: Tensor) -> bool:
+        """Return True if a value is beyond the hard bound, or no number."""
+        return not bool((values.abs() <= self._most).all())
 
     def close(self, checks: Checks) -> None:
         """Fail what is beyond the usual bound where that is more than honest rounding does."""
@@ -216,8 +228,35 @@ class _Judge:
         if chunk:
             yield from self._forward(chunk, version)
 
-    @torch.inference_mode()
     def _forward(
+        self, chunk: Sequence[tuple[str, Trajectory]], version: int
+    ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
+        """As `_computed`. An episode with a token beyond a hard bound is computed in float32
+        instead: the audit's own rounding in half precision is as large as the engine's.
+        """
+        assert self.tolerance is not None
+        for where, episode, turns in self._computed(chunk, version):
+            if self.tolerance.rare and self._is_far(episode, turns):
+                with Float32Arithmetic():
+                    again = list(self._computed([(where, episode)], version))
+                yield from again
+            else:
+                yield where, episode, turns
+
+    def _is_far(self, episode: Trajectory, turns: Sequence[_Turn]) -> bool:
+        """Return True if a token is beyond a hard bound."""
+        for turn in turns:
+            logged = torch.tensor(episode.logprobs[turn.start : turn.start + len(turn.drawn)])
+            off = [self._gaps.is_beyond(turn.logprobs - logged)]
+            if self._repeats_draws:
+                drawn = turn.outside if episode.temperature else turn.below
+                off.append((self._outside if episode.temperature else self._below).is_beyond(drawn))
+            if any(off):
+                return True
+        return False
+
+    @torch.inference_mode()
+    def _computed(
         self, chunk: Sequence[tuple[str, Trajectory]], version: int
     ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
         starts = np.cumsum([0, *(len(episode.input_ids) for _, episode in chunk)])

@@ -120,8 +120,9 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     num_recorded = len(load_recorded(cfg))
     for folder in cfg.data_folders.values():
         check_pin(folder)
-    repeated, unknown = compare_tasks(cfg.envs, splits)
-    _describe(cfg.env_names, replace(splits, warnings=(*splits.warnings, *repeated, *unknown)))
+    tasks = compare_tasks(cfg.envs, splits)
+    warnings = (*splits.warnings, *tasks.repeated, *tasks.unknown)
+    _describe(cfg.env_names, replace(splits, warnings=warnings))
     if num_recorded:
         say(
             f"{cfg.env_names}: {num_recorded} trajectories of train items in"
@@ -134,15 +135,12 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             other = load_splits(
                 cfg.data.path, name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
             )
-            found = [
-                warning
-                for part in compare_tasks((EnvConfig(name=name),), other)
-                for warning in part
-            ]
-            _describe(name, replace(other, warnings=(*other.warnings, *found)))
+            found = compare_tasks((EnvConfig(name=name),), other)
+            warnings = (*other.warnings, *found.repeated, *found.unknown)
+            _describe(name, replace(other, warnings=warnings))
         except ConfigError as error:
             say(f"warning: {error}")
-    return 1 if repeated else 0
+    return 1 if tasks.repeated else 0
 
 
 def _describe(env: str, splits: Splits) -> None:

@@ -165,13 +165,10 @@ def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.console.terminal import PlainConsole
     from agentgym.pipeline.evaluated import show
     from agentgym.pipeline.evaluation import evaluate_policy, regrade
+    from agentgym.pipeline.runs import how_to_find
     from agentgym.store.files import write_whole
     from agentgym.store.lease import when_free
 
-    if arguments.owner_pipe:
-        from agentgym.deploy.owned import end_with_owner
-
-        end_with_owner()
     given = [each for each in (arguments.policy, arguments.show, arguments.regrade) if each]
     if len(given) != 1:
         raise ConfigError("expected one of POLICY, --show RESULT and --regrade RESULT")
@@ -189,7 +186,7 @@ def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     if arguments.json:
         say(json.dumps(told(evaluated)))
     else:
-        _print(evaluated)
+        _print(evaluated, how_to_find(arguments.params, arguments.set, cfg))
     return code_of(evaluated)
 
 
@@ -223,7 +220,7 @@ def pointer(evaluated: Evaluated) -> dict[str, Any]:
     return {"manifest": [identity], "results": manifest.results}
 
 
-def _print(evaluated: Evaluated) -> None:
+def _print(evaluated: Evaluated, options: str) -> None:
     from agentgym.evaluation.page import failures, headline, notes, usage_facts
 
     result = evaluated.result
@@ -243,12 +240,15 @@ def _print(evaluated: Evaluated) -> None:
     if evaluated.stopped:
         say(f"stopped: {evaluated.stopped}; the same command goes on")
     say(f"{evaluated.how}: evaluation {result.digest[:12]} in {evaluated.folder}")
-    for line in next_steps(evaluated):
+    for line in next_steps(evaluated, options):
         say(line)
 
 
-def next_steps(evaluated: Evaluated) -> Iterator[str]:
-    """The report's file, and the command that compares with the newest result of one question."""
+def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
+    """Yield the report's file and the command that compares with the newest result of one question.
+
+    options: with which a command finds the store.
+    """
     from agentgym.evaluation.page import PAGE
     from agentgym.evaluation.result import RESULT, Result, ResultError, differences
 
@@ -266,7 +266,7 @@ def next_steps(evaluated: Evaluated) -> Iterator[str]:
         counts = other.is_complete and other.about.get("valid", True)
         if counts and not differences(result.identity, other.identity):
             both = (shlex.quote(str(each)) for each in (path.parent, folder))
-            yield f"compare  agentgym compare {' '.join(both)}"
+            yield f"compare  agentgym compare {' '.join(both)}{options}"
             return
     yield ("compare  evaluate another policy by the same protocol: this line then has the command")
 

@@ -70,6 +70,11 @@ def add_waiting(command: argparse.ArgumentParser, what: str) -> None:
         metavar="S",
         help=f"seconds to wait for {what} that another process runs (default: 0)",
     )
+    add_owner_pipe(command)
+
+
+def add_owner_pipe(command: argparse.ArgumentParser) -> None:
+    """Add the option by which a program that starts a command ends it, see `agentgym.cli`."""
     command.add_argument(
         "--owner-pipe",
         action="store_true",
@@ -81,6 +86,13 @@ def positive(text: str) -> int:
     """An argument's type. Errors: ArgumentTypeError."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """An argument's type: 63 bits, as the settings that are seeds. Errors: ArgumentTypeError."""
+    if not 0 <= int(text) < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is no seed; expected 0 to {2**63 - 1}")
     return int(text)
 
 

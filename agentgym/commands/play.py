@@ -5,20 +5,26 @@ from __future__ import annotations
 import argparse
 import sys
 
+from agentgym.commands.evaluate import run_meant
 from agentgym.commands.parser import Commands, positive
 from agentgym.config import RunConfig
 from agentgym.console.guard import say
 
 
 def add(commands: Commands) -> None:
-    play = commands.add("play", _play, "a game in the terminal: you, or a policy turn by turn")
+    play = commands.add(
+        "play",
+        _play,
+        "a game in the terminal: you, or a policy turn by turn",
+        run_of=lambda arguments: run_meant(arguments.model),
+    )
     play.add_argument("--env", help="environment (default: the configured one)")
     play.add_argument(
         "--model",
         default="",
         metavar="POLICY",
-        help="who plays, as for `agentgym evaluate`: models:/NAME@champion, :stage-3, expert, ..."
-        " (default: you)",
+        help="who plays, as for `agentgym evaluate`: models:/NAME@champion, RUN:STEP, :STEP,"
+        " expert, ... (default: you)",
     )
     play.add_argument(
         "--item",

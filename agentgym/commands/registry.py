@@ -78,24 +78,31 @@ def _rollback(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _history(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.pipeline.promotion import standing
+    from agentgym.pipeline.promotion import champion_files, standing
 
     entries, now = standing(cfg)
+    changed, files = champion_files(cfg, now)
     if arguments.json:
-        tree = {"entries": [_json(each) for each in entries], "standing": asdict(now)}
+        tree = {
+            "entries": [_json(each) for each in entries],
+            "standing": asdict(now),
+            "files": files,
+        }
         say(json.dumps(tree, indent=1))
     else:
         for entry in entries:
             for line in _lines(entry):
                 say(line)
         holder = now.champion.number if now.champion else None
+        if files:
+            say(files)
         say(
             f"{cfg.registered_model}: {cfg.registry.alias} is"
             + (f" version {holder}" if holder else " given to nobody")
         )
         if now.drift:
             say(now.drift)
-    return 1 if now.drift else 0
+    return 1 if now.drift or changed else 0
 
 
 def _lineage(cfg: RunConfig, arguments: argparse.Namespace) -> int:
@@ -107,7 +114,7 @@ def _lineage(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     else:
         for line in lines(found):
             say(line)
-    return 0
+    return 1 if found.get("changed") else 0
 
 
 def _say_entry(entry: Entry, cfg: RunConfig, *, as_json: bool) -> None:

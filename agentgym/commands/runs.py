@@ -6,12 +6,17 @@ import argparse
 import json
 from pathlib import Path
 
-from agentgym.commands.parser import Commands, add_pointers, some
-from agentgym.config import ConfigError, RunConfig
+from agentgym.commands.parser import Commands, add_owner_pipe, add_pointers, seed, some
+from agentgym.config import ConfigError, RunConfig, load_config
 from agentgym.console.guard import say
 
 
 def add(commands: Commands) -> None:
+    _add_audit(commands)
+    _add_compare(commands)
+
+
+def _add_audit(commands: Commands) -> None:
     audit = commands.add(
         "audit",
         _audit,
@@ -40,16 +45,30 @@ def add(commands: Commands) -> None:
         help=f"episodes to rescore per set of weights, {every}",
     )
     audit.add_argument(
-        "--seed",
+        "--updates",
         type=int,
+        default=0,
+        metavar="N",
+        help="take the optimizer steps of warm start and stages that have at most N of them again,"
+        " which proves their weights; exit code 3 where some are left out (default: %(default)s,"
+        " none)",
+    )
+    audit.add_argument(
+        "--seed",
+        type=seed,
         help="of the draws, to repeat an audit (default: a new one, which is printed)",
     )
     audit.add_argument(
-        "--keep", action="store_true", help="leave the verdict in the store, for the gate"
+        "--keep",
+        action="store_true",
+        help="leave the verdict in the store: a failure bars the gate",
     )
+    add_owner_pipe(audit)
     add_pointers(audit, "")
     audit.add_argument("--json", action="store_true")
 
+
+def _add_compare(commands: Commands) -> None:
     compare = commands.add(
         "compare",
         _compare,
@@ -60,20 +79,24 @@ def add(commands: Commands) -> None:
         "words",
         nargs="*",
         metavar="RESULT RESULT ... | FILE | key.path=value",
-        help="results of `agentgym evaluate` (their folders, or the beginnings of their digests),"
-        " the first one being the baseline; or a comparison's file (default:"
+        help="results (the beginnings of their digests, steps of a run such as :stage-3, or"
+        " folders), the first one being the baseline; or a comparison's file (default:"
         " comparisons/default.yaml) and overrides, as for flows.compare",
     )
     compare.add_argument("--confidence", type=float, help="of results (default: the protocol's)")
     compare.add_argument("--out", type=Path, metavar="FOLDER", help="page and figures of results")
     compare.add_argument("--json", action="store_true")
+    compare.add_argument("--params", help="whose store has the results (default: params.yaml)")
+
+
+NOT_PROVEN = 3  # exit code where nothing is wrong, and what a decision rests on was not to be had
 
 
 def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.audit import audit
     from agentgym.console.progress import Bars
     from agentgym.console.terminal import PlainConsole
-    from agentgym.evaluation.audited import keep_audit
+    from agentgym.pipeline.audited import keep_audit
     from agentgym.pipeline.table import open_store
 
     with Bars(PlainConsole(stderr=True)) as bars:
@@ -82,6 +105,7 @@ def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             run=arguments.run_name,
             num_episodes=arguments.episodes,
             num_rescored=arguments.rescore,
+            num_updates=arguments.updates,
             seed=arguments.seed,
             pointers=arguments.pointers,
             progress=bars,
@@ -91,25 +115,18 @@ def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     if arguments.json:
         say(json.dumps(report.to_json(), indent=1))
     else:
-        for check in report.checks:
-            found = (
-                f"not checked: {check.not_checked}"
-                if check.not_checked
-                else f"{check.counted:<8}{check.note}".rstrip()
-            )
-            say(
-                f"{'FAILED' if not check.ok else '-     ' if check.not_checked else 'ok    '} "
-                f" {check.name:<12} {found}"
-            )
-            for failure in check.failures:
-                say(f"        {failure}")
-        say(f"audit {'passed' if report.ok else 'FAILED'}; to repeat it: --seed {report.seed}")
-    return 0 if report.ok else 1
+        for line in report.lines():
+            say(line)
+        verdict = "FAILED" if not report.ok else "passed" if report.is_proven else "NOT PROVEN"
+        say(f"audit {verdict}; to repeat it: --seed {report.seed}")
+    return 1 if not report.ok else 0 if report.is_proven else NOT_PROVEN
 
 
 def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     named = [word for word in arguments.words if "=" not in word]
     if len(named) > 1 or (named and Path(named[0]).suffix not in (".yaml", ".yml")):
+        if arguments.params is None and Path("params.yaml").is_file():
+            cfg = load_config("params.yaml", arguments.set)
         return _compare_results(cfg, arguments)
     return _compare_runs(arguments)
 
@@ -123,8 +140,7 @@ def _compare_results(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     level = arguments.confidence
     if level is not None and not 0.5 < level < 1:
         raise ConfigError(f"--confidence {level:g} is no level such as 0.95")
-    kept = cfg.state_dir / "evaluations"
-    found = versus([find_result(word, kept) for word in arguments.words], confidence=level)
+    found = versus([find_result(word, cfg) for word in arguments.words], confidence=level)
     data = json.dumps(found, indent=1, allow_nan=False)
     if arguments.out is not None:
         written = {"comparison.json": f"{data}\n".encode(), **files(found)}

@@ -75,10 +75,6 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
     if arguments.out is not None:
         require_current(cfg, arguments.params)
-    if arguments.owner_pipe:
-        from agentgym.deploy.owned import end_with_owner
-
-        end_with_owner()
     store = open_store(cfg)
     fetch_data(cfg, store)
     if arguments.of_run:

@@ -89,6 +89,7 @@ def _serve(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.viewer.app import make_app
     from agentgym.viewer.guard import LOGIN, LOOPBACK, Guard
     from agentgym.viewer.viewer import FOLDER, Viewer
+    from envs.connection import bounded
 
     token = own_token(cfg.state_dir / FOLDER)
     with _listener(arguments.host, arguments.port) as bound:
@@ -99,9 +100,7 @@ def _serve(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             page = with_login(f"http://{shown}:{port}{LOGIN}", f"{USER}:{token}")
             # straight away, for whoever reads it through a pipe
             print(f"agentgym view: {page}  (Ctrl-C ends it)", flush=True)
-            config = uvicorn.Config(
-                app, log_level="warning", proxy_headers=False, server_header=False, ws="none"
-            )
+            config = bounded(app, server_header=False, ws="none")
             with contextlib.suppress(KeyboardInterrupt):
                 uvicorn.Server(config).run(sockets=[bound])
     return 0

@@ -18,10 +18,11 @@ from agentgym.evaluation import estimates
 from agentgym.evaluation.clustered import family_codes
 from agentgym.evaluation.numbers import Table, ks
 from agentgym.evaluation.passk import FloatArray, Interval
-from agentgym.evaluation.record import RESULT, attempts_of
-from agentgym.evaluation.result import CLOCK, Result
+from agentgym.evaluation.record import attempts_of
+from agentgym.evaluation.result import Result
 from agentgym.evaluation.scaling import obstacle, values_by_turns
 from agentgym.evaluation.seeds import Kind, crossed_intervals
+from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
@@ -67,7 +68,7 @@ def read_judged(cell: Cell, answers: dict[str, Manifest]) -> dict[str, Judged]:
     store = open_store(cell.cfg)
     found = {}
     for step, answer in answers.items():
-        result = Result.from_bytes(store.read(answer, RESULT), store.read(answer, CLOCK))
+        result = stored_result(store, answer)
         found[step] = Judged(result, tuple(_told(store, answer, result)))
     return found
 

@@ -3,10 +3,11 @@ curves and their cost.
 
 Reads the store and computes; nothing here runs a model. How sure a number is:
 
-| number | estimate | interval | |---|---|---| | success of a row | mean over seeds of the mean over
-items | of a share, over seeds and items: `seeds.crossed_interval` | | gain of a row | the same of
-`row - its own start`, item by item and seed by seed | the same, of a difference | | contrast of two
-rows | the same of `a - b`, over the seeds both have | the same, of a difference |
+| number | estimate | interval |
+|---|---|---|
+| success of a row | mean over seeds of the mean over items | `seeds.crossed_interval` of a share |
+| gain of a row | the same of `row - its start`, by item and seed | the same, of a difference |
+| contrast of two rows | the same of `a - b`, over seeds of both | the same, of a difference |
 
 It speaks about other seeds and other items alike, of fewer than `seeds.FEWEST_SEEDS` seeds about
 other items alone, and the value of every seed is reported beside it.
@@ -14,7 +15,6 @@ other items alone, and the value of every seed is reported beside it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,14 +29,14 @@ from agentgym.comparison.report import AXES, CEILING, Table
 from agentgym.comparison.shown import logged_tables, result_files
 from agentgym.evaluation.clustered import family_codes
 from agentgym.evaluation.estimates import per_item
+from agentgym.evaluation.numbers import Table as Outcomes
+from agentgym.evaluation.numbers import keys
 from agentgym.evaluation.passk import FloatArray, Interval
-from agentgym.evaluation.score import keys
 from agentgym.evaluation.seeds import Kind, crossed_interval
+from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.table import finished, open_store, steps_of
-from agentgym.steps.context import FAMILIES, OUTCOMES
 from agentgym.store.files import write_whole
 from agentgym.store.manifest import Manifest
-from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import CellPoints, committed_points, deliver_comparison
 from agentgym.tracking.points import Point
 
@@ -353,8 +353,8 @@ def _read_cell(cell: Cell, answers: dict[str, Manifest]) -> CellResult:
     if cell.protocol is not None:
         judged = read_judged(cell, answers)
         after, start = judged[cell.until], judged.get(cell.start)
-        began = start.per_item if start else None
-        return CellResult(cell, after.per_item, began, curve, cost, tuple(points), (), after)
+        starts = start.per_item if start else None
+        return CellResult(cell, after.per_item, starts, curve, cost, tuple(points), (), after)
     evaluation = done[cell.evaluation]
     baseline = evaluation.results.get("paired", {}).get("baseline")
     evaluated = [
@@ -363,30 +363,23 @@ def _read_cell(cell: Cell, answers: dict[str, Manifest]) -> CellResult:
         if name
         for point in committed_points(store, name, done[name].key)
     ]
+    found = Outcomes.of(stored_result(store, evaluation).slots)
+    began = Outcomes.of(stored_result(store, done[baseline]).slots) if baseline else None
     return CellResult(
         cell,
-        _outcomes(cell, store, evaluation),
-        _outcomes(cell, store, done[baseline]) if baseline else None,
+        _per_item(cell, found),
+        _per_item(cell, began) if began else None,
         curve,
         cost,
         tuple(points),
         tuple(evaluated),
-        families=_families(store, evaluation),
+        families=found.families,
     )
 
 
-def _families(store: RunStore, evaluation: Manifest) -> tuple[str | None, ...] | None:
-    """Of each item; an earlier version kept none."""
-    if FAMILIES not in evaluation.blobs:
-        return None
-    return tuple(json.loads(store.read(evaluation, FAMILIES)))
-
-
-def _outcomes(cell: Cell, store: RunStore, evaluation: Manifest) -> dict[str, FloatArray]:
-    stored = json.loads(store.read(evaluation, OUTCOMES))
-    greedy, samples = (np.array(stored[name], dtype=np.float64) for name in ("greedy", "samples"))
-    every = per_item(greedy, samples)
-    return {key: every[key] for key in keys(samples, cell.cfg.evaluation.k)}
+def _per_item(cell: Cell, table: Outcomes) -> dict[str, FloatArray]:
+    every = per_item(table.greedy, table.samples)
+    return {key: every[key] for key in keys(table.samples.shape[1], cell.cfg.evaluation.k)}
 
 
 def _round(value: float | None, digits: int = 4) -> float | None:

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agentgym.config import ConfigError
+from agentgym.config import ConfigError, RunConfig
 from agentgym.evaluation.episodes import FILE, read_episodes
 from agentgym.evaluation.paired import (
     Decision,
@@ -19,8 +19,15 @@ from agentgym.evaluation.paired import (
     compare,
     detectable_with,
 )
+from agentgym.evaluation.policies import PolicyName
+from agentgym.evaluation.record import find
 from agentgym.evaluation.result import RESULT, Result, ResultError, Slot
 from agentgym.evaluation.scaling import Curve, by_turns, obstacle, within
+from agentgym.evaluation.stored import NumbersChanged, stored_result
+from agentgym.pipeline.export import commit_of
+from agentgym.pipeline.table import open_store
+from agentgym.store.manifest import Manifest
+from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
 
 SCHEMA_VERSION = 1
 ITEMS = (100, 200, 500)  # for which the smallest difference is told
@@ -37,32 +44,46 @@ class Named:
 
 
 def is_result(word: str) -> bool:
-    """Whether a word of the command line names a result rather than a comparison's file."""
+    """Return True if a word of the command line names the file of a result."""
     path = Path(word)
     return path.name == RESULT or (path.is_dir() and (path / RESULT).is_file())
 
 
-def find_result(word: str, evaluations: Path) -> Named:
-    """A folder, its result.json, or the beginning of an evaluation's digest among those kept in
-    the folder `evaluations`. Errors: ConfigError.
+def find_result(word: str, cfg: RunConfig) -> Named:
+    """Return a result: by the beginning of an evaluation's digest, by a step of a run (`:stage-3`,
+    `RUN:stage-3`: the run's own evaluation of it), or by a folder or its result.json.
+
+    One that the store has is computed from its episodes; a file from elsewhere is taken as it is,
+    and its name says so. Errors: ConfigError.
     """
-    path = Path(word)
-    if not is_result(word):
-        kept = sorted(evaluations.glob(f"{word}*/{RESULT}")) if word.isalnum() else []
-        if len(kept) != 1:
-            there = ", ".join(each.parent.name for each in sorted(evaluations.glob(f"*/{RESULT}")))
-            raise ConfigError(
-                f"{word!r} is no folder of a result, no {RESULT}, and no beginning of one of the"
-                f" evaluations in {evaluations} ({there or 'there are none'});"
-                " `agentgym evaluate` makes one"
-            )
-        path = kept[0]
+    path, files = Path(word), cfg.state_dir / "evaluations"
     try:
-        result = Result.load(path)
-    except ResultError as error:
-        raise ConfigError(str(error)) from None
-    folder = path.parent if path.name == RESULT else path
-    return Named(f"{result.about.get('policy') or 'a policy'} ({folder.name})", result, folder)
+        if is_result(word):
+            folder = path.parent if path.name == RESULT else path
+            if folder.resolve().parent != files.resolve():
+                kept = Result.load(path)
+                return Named(f"{_name(kept, folder.name)}, not checked: a file", kept, folder)
+            word = folder.name
+        store = open_store(cfg)
+        head = _of_step(cfg, store, word) if ":" in word else find(store, word)
+        result, folder = stored_result(store, head), files / head.key[:12]
+        return Named(_name(result, folder.name), result, folder if folder.is_dir() else None)
+    except (ResultError, NumbersChanged, BlobMissing, DigestMismatch) as error:
+        raise ConfigError(f"{word}: {error}") from None
+
+
+def _name(result: Result, place: str) -> str:
+    return f"{result.about.get('policy') or 'a policy'} ({place})"
+
+
+def _of_step(cfg: RunConfig, store: RunStore, word: str) -> Manifest:
+    """The run's own evaluation of a step. Errors: ConfigError where there is none."""
+    name = PolicyName.parse(word)
+    weights = commit_of(cfg, store, name.name, run=name.of)
+    for head in reversed(store.heads(f"evaluate-{name.name}")):
+        if head.done and weights.digest in head.parents.values():
+            return head
+    raise ConfigError(f"{word} has no evaluation of its run; `agentgym evaluate {word}` makes one")
 
 
 def versus(named: Sequence[Named], *, confidence: float | None = None) -> dict[str, Any]:

@@ -88,9 +88,7 @@ class LearnerRank:
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """A method of the learner, entered by every rank; rank 0 has the result."""
         result = getattr(self._learner, method)(*arguments, **named)
-        if isinstance(result, Experience):
-            result = result.to(torch.device("cpu"))  # where it goes there may be no other
-        return result if self._rank == 0 else None
+        return _on_host(result) if self._rank == 0 else None
 
     def snapshot(self, with_optimizer: bool) -> int:
         """Entered by every rank: copy this rank's part. Result: bytes."""
@@ -124,6 +122,13 @@ class LearnerRank:
 
     def send(self, broadcast: Broadcast) -> None:
         self._outbox.send(broadcast)
+
+
+def _on_host(result: Any) -> Any:
+    """Return a result with its experience in host memory: where it goes may be no GPU."""
+    if isinstance(result, tuple):
+        return tuple(map(_on_host, result))
+    return result.to(torch.device("cpu")) if isinstance(result, Experience) else result
 
 
 class RanksSnapshot:
@@ -242,8 +247,9 @@ class RayLearner:
 
     def update(
         self, experience: Experience, config: PolicyGradientConfig, *, step: int, seed: int
-    ) -> dict[str, float]:
-        result: dict[str, float] = self._call("update", experience, config, step=step, seed=seed)
+    ) -> tuple[Experience, dict[str, float]]:
+        result: tuple[Experience, dict[str, float]]
+        result = self._call("update", experience, config, step=step, seed=seed)
         return result
 
     def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]:

@@ -51,8 +51,10 @@ class Learner(Protocol):
 
     def update(
         self, experience: Experience, config: PolicyGradientConfig, *, step: int, seed: int
-    ) -> dict[str, float]:
-        """One optimizer step on an experience with advantages; metrics by name."""
+    ) -> tuple[Experience, dict[str, float]]:
+        """Take one optimizer step on an experience with advantages. Result: the experience with
+        log-probabilities, and metrics by name.
+        """
         ...
 
     def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]: ...
@@ -78,7 +80,6 @@ class Engine(Protocol):
         max_turns: int,
         temperature: float,
         seed: int,
-        first_sample: int = 0,
         read_last: bool = False,
         progress: Callable[[int], None] = ...,
     ) -> list[Trajectory]: ...
@@ -105,7 +106,8 @@ def open_compute(
     cfg: RunConfig, plan: LearnerPlan, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
 ) -> Iterator[tuple[Learner, Engine]]:
     """A learner, and an engine that holds the checkpoint's weights as `version`.
-    Errors: see `open_engine`, `open_cluster`; ConfigError where the plan leaves `lora` out.
+    Errors: where a server is not what training may use; see `open_cluster`; ConfigError where the
+    plan leaves `lora` out.
     """
     if cfg.lora.rank and plan.adapter is None:
         raise ConfigError(
@@ -148,24 +150,6 @@ def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[Learner]:
             yield learner
     else:
         yield plan.build(SingleProcess(cfg.compute_device))
-
-
-@contextmanager
-def open_engine(
-    cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
-) -> Iterator[Engine]:
-    """An engine alone. Errors: where a server is not what training may use; see `open_cluster`."""
-    if cfg.compute == "ray":
-        from agentgym.compute.cluster import open_cluster
-
-        with (
-            open_cluster(cfg, num_ranks=0, num_workers=cfg.ray.num_workers) as cluster,
-            cluster.engine(checkpoint, endpoints, version=version) as engine,
-        ):
-            yield engine
-    else:
-        with inline.open_engine(cfg, checkpoint, endpoints, version=version) as own:
-            yield own
 
 
 def play_validation(

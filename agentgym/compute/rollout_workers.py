@@ -39,7 +39,7 @@ from agentgym.models.model import set_threads
 from agentgym.models.tensorfiles import StoredTensors
 from agentgym.models.transport import TransportBroken, use_interface_of
 from agentgym.rollouts.canary import Seen
-from agentgym.rollouts.collect import collect, in_order, require_valid, samples
+from agentgym.rollouts.collect import Attempts, Lockstep, in_order, require_valid, samples
 from agentgym.rollouts.engine import canary_of, episode_settings, openings, shares_device
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.loop import LoopThread
@@ -102,22 +102,23 @@ class RolloutWorker:
         guides = await self._pool.check(cfg.envs, allow_expert=False)
         return f"process {os.getpid()} on {socket.gethostname()}", (openings(cfg, guides))
 
-    async def play(self, item: Item, sample: int, settings: EpisodeSettings) -> Trajectory:
+    async def play(
+        self, item: Item, sample: int, settings: EpisodeSettings
+    ) -> tuple[Trajectory, list[Trajectory]]:
         """One episode, with as many attempts as a failing environment may have; each has a
-        session of its own.
+        session of its own. Result: (the attempt that counts, or the last one; those before it).
         """
         rollout = self._cfg.rollout
-        trajectories = await collect(
-            [(item, sample)],
-            pool=self._pool,
-            player_of=token_players(self._policy, self._renderer),
-            settings=settings,
-            concurrency=1,
-            episode_timeout_s=rollout.episode_timeout_s,
-            max_attempts=rollout.max_attempts,
-            max_env_error_frac=1.0,  # of the whole collection, which the driver sees
+        failed: list[Trajectory] = []
+        attempts = Attempts(
+            self._pool,
+            token_players(self._policy, self._renderer),
+            settings,
+            rollout.episode_timeout_s,
+            rollout.max_attempts,
         )
-        return trajectories[0]
+        last = await attempts.play(item, sample, failed=failed.append)
+        return last, failed
 
     async def publish(self, delivery: Delivery) -> None:
         """As `Policy.publish`."""
@@ -175,10 +176,10 @@ class RayEngine:
         """spawn: index -> a new worker's actor."""
         self._plan, self._cfg = plan, plan.cfg
         self.workers: list[Worker] = []
-        self._spawn, self._num_workers, self._loop = spawn, num_workers, loop
+        self._spawn, self._num_workers, self.loop = spawn, num_workers, loop
         self._canary = canary_of(self._cfg, checkpoint)
         self._weights = Published(None, plan.version)
-        self._instructions: dict[str, str] = {}
+        self.instructions: dict[str, str] = {}
         self._num_lost = 0
         self._usages: dict[Worker, EngineUsage] = {}  # as last heard; lost workers' too
         self._failure: Exception | None = None
@@ -206,7 +207,6 @@ class RayEngine:
         max_turns: int,
         temperature: float,
         seed: int,
-        first_sample: int = 0,
         read_last: bool = False,
         progress: Callable[[int], None] = lambda _: None,
     ) -> list[Trajectory]:
@@ -216,7 +216,7 @@ class RayEngine:
         rollout = self._cfg.rollout
         settings = episode_settings(
             self._cfg,
-            instructions=self._instructions,
+            instructions=self.instructions,
             seed=seed,
             step=step,
             max_turns=max_turns,
@@ -227,12 +227,12 @@ class RayEngine:
 
         async def one(item: Item, sample: int) -> Trajectory:
             async with slots:
-                trajectory = await self._play(item, sample, settings)
+                trajectory, _ = await self.play(item, sample, settings)
             progress(1)
             return trajectory
 
         async def all_of_them() -> list[Trajectory]:
-            admitted = samples(items, num_samples, first_sample)
+            admitted = samples(items, num_samples)
             await self._between_updates("wake")
             played = await in_order([one(item, sample) for item, sample in admitted])
             await self._between_updates("sleep")
@@ -246,6 +246,10 @@ class RayEngine:
         )
         self._canary.take(trajectories)
         return trajectories
+
+    def attempts(self, settings: EpisodeSettings) -> WorkersAttempts:
+        """Return what plays single episodes, in `loop`."""
+        return WorkersAttempts(self, settings)
 
     async def _between_updates(self, what: str) -> None:
         """Every worker wakes, or sleeps, where ranks may be on its GPU; one that comes up later is
@@ -315,38 +319,41 @@ class RayEngine:
         async def all_of_them() -> None:
             await asyncio.gather(*map(ask, self.workers))
 
-        self._loop.cancel()  # rollouts nobody waits for
-        self._loop.run(all_of_them())
+        self.loop.cancel()  # rollouts nobody waits for
+        self.loop.run(all_of_them())
         end([worker.actor for worker in self.workers])
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         import ray
 
         try:
-            return self._loop.run(coroutine)
+            return self.loop.run(coroutine)
         except (
             ray.exceptions.RayTaskError
         ) as error:  # raised inside a worker; its own kind says more than Ray's
             raise cause_of(error) from None
 
-    async def _play(self, item: Item, sample: int, settings: EpisodeSettings) -> Trajectory:
-        """The episode from whichever worker brings it to an end; what a lost worker had of it
-        is dropped.
+    async def play(
+        self, item: Item, sample: int, settings: EpisodeSettings
+    ) -> tuple[Trajectory, list[Trajectory]]:
+        """Play an episode in the least busy worker; if that one is lost, play it again in another.
+
+        Result: as of `RolloutWorker.play`.
         """
         while True:
             worker = await self._pick()
             worker.num_episodes += 1
             try:
                 played = worker.actor.play.remote(item, sample, settings)
-                trajectory: Trajectory | None = await self._survive(
-                    worker, self._while_it_lives(worker, played)
-                )
+                answer = await self._survive(worker, self._while_it_lives(worker, played))
             finally:
                 worker.num_episodes -= 1
-            if trajectory is not None:
-                return trajectory
+            if answer is not None:
+                return answer
 
-    async def _while_it_lives(self, worker: Worker, answer: Any) -> Trajectory:
+    async def _while_it_lives(
+        self, worker: Worker, answer: Any
+    ) -> tuple[Trajectory, list[Trajectory]]:
         """Wait for an episode as long as its worker answers: environments, engine and attempts have
         deadlines there.
         Errors: TimeoutError.
@@ -355,8 +362,8 @@ class RayEngine:
         try:
             while not (await asyncio.wait((episode,), timeout=self._patience_s))[0]:
                 await _within(worker.actor.usage.remote(), self._patience_s)
-            trajectory: Trajectory = await episode
-            return trajectory
+            played: tuple[Trajectory, list[Trajectory]] = await episode
+            return played
         finally:
             episode.cancel()  # of a lost worker, or of rollouts that nobody waits for
 
@@ -432,7 +439,7 @@ class RayEngine:
 
         worker = Worker(index, await asyncio.to_thread(self._spawn, index), self._plan.version)
         try:
-            worker.where, self._instructions = await _within(
+            worker.where, self.instructions = await _within(
                 worker.actor.start.remote(self._plan),
                 self._cfg.ray.placement_timeout_s
                 + max(env.start_timeout_s for env in self._cfg.envs)
@@ -514,6 +521,27 @@ class RayEngine:
                 f"rank 0 of the learner was lost while it sent weights: {first_line(error)}; run"
                 " the step again to go on from its last commit"
             ) from None
+
+
+@dataclass(frozen=True)
+class WorkersAttempts:
+    """Plays episodes in the engine's workers, each until an attempt counts."""
+
+    engine: RayEngine
+    settings: EpisodeSettings
+
+    async def play(
+        self,
+        item: Item,
+        sample: int,
+        barrier: Lockstep | None = None,  # never: `deterministic` is inline
+        failed: Callable[[Trajectory], None] = lambda _: None,
+    ) -> Trajectory:
+        """Play an episode; see `Attempts.play`."""
+        last, others = await self.engine.play(item, sample, self.settings)
+        for other in others:
+            failed(other)
+        return last
 
 
 async def _within(reference: Any, seconds: float) -> Any:

@@ -28,6 +28,7 @@ from agentgym.config.load import (
     settings,
 )
 from agentgym.config.lora import LoraConfig
+from agentgym.config.owned import asked_of, owned_env
 from agentgym.config.run import RunConfig
 from agentgym.config.section import ConfigError, Section
 from agentgym.config.sections import (
@@ -71,12 +72,14 @@ __all__ = [
     "Setting",
     "VllmConfig",
     "algorithm_config",
+    "asked_of",
     "config_digest",
     "family_of",
     "first_line",
     "is_elsewhere",
     "load_config",
     "max_refills",
+    "owned_env",
     "read_tree",
     "settings",
 ]

@@ -295,6 +295,8 @@ FAMILIES: dict[str, type[AlgorithmConfig]] = {
 
 def family_of(recipe: str) -> type[AlgorithmConfig]:
     """The settings that a recipe has. Errors: ValueError for an unknown recipe."""
+    if not isinstance(recipe, str):
+        raise ValueError(f"algorithm.recipe: expected a name such as grpo, got {recipe!r:.80}")
     return cast(type[AlgorithmConfig], named(FAMILIES, recipe_of(recipe).settings))
 
 

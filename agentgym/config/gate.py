@@ -47,4 +47,6 @@ class GateConfig(Section):
     max_looks: PositiveInt = setting(
         20, "candidates that one set of items may judge; after that it is used up"
     )
-    require_audit: bool = setting(False, "hold what `agentgym audit --keep` has not passed")
+    require_audit: bool = setting(
+        False, "audit the run first, and reject a model whose audit fails"
+    )

@@ -17,7 +17,13 @@ class LearnerConfig(Section):
     micro_batch_tokens: PositiveInt = setting(
         16_384,
         "tokens of one forward and backward, but where one sequence is longer; on a CPU, where"
-        " attention pads, each sequence counts as the longest beside it",
+        " attention pads, each sequence counts as the longest beside it; tokens that a sequence"
+        " shares with the one before it count once",
+    )
+    share_prefixes: bool = operational(
+        True,
+        "compute what neighboring sequences begin with once: the prompt of a group, instructions;"
+        " sums are rounded in another order, so not with deterministic",
     )
     head_chunk_tokens: PositiveInt = setting(4_096, "action tokens whose logits exist at one time")
     compile: Literal["none", "inductor", "aot_eager"] = setting(

@@ -23,8 +23,36 @@ from agentgym.config.section import ConfigError, Section, is_operational, unknow
 from agentgym.trust import untrusted_address
 
 MAX_VALUES = 100_000  # of one parameter file
+MAX_DEPTH = 100  # levels of one parameter file
 # libyaml's where PyYAML was built with it: every command reads its parameters, eight times as fast
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_NO_JSON = tuple(
+    f"tag:yaml.org,2002:{kind}" for kind in ("timestamp", "binary", "set", "omap", "pairs")
+)
+
+
+class _Loader(_SafeLoader):  # type: ignore[misc]
+    """YAML as far as JSON has the same: a date is text, and a key stands once in a mapping."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (as PyYAML has it)
+        first: [each for each in resolvers if each[0] not in _NO_JSON]
+        for first, resolvers in _SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors = {  # noqa: RUF012
+        tag: make for tag, make in _SafeLoader.yaml_constructors.items() if tag not in _NO_JSON
+    }
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """Errors: ConstructorError where a key stands twice, of which the last would count."""
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            name = (key.tag, str(key.value))
+            if name in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands here twice", key.start_mark
+                )
+            seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
 def load_config(
@@ -136,7 +164,7 @@ def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
         )
     try:
         tree = _read_yaml(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     _check_size(tree, path)
     if not isinstance(tree, dict):
@@ -150,25 +178,27 @@ def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _read_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_SafeLoader)  # noqa: S506  (either of its names is safe)
+    return yaml.load(text, Loader=_Loader)  # noqa: S506  (made of a safe one)
 
 
 def _check_size(tree: Any, path: Path | str) -> None:
     """Errors: ConfigError where aliases (`*name`) unfold to more than a person writes, or to a
-    loop: nobody would finish reading it.
+    loop: nobody would finish reading it; and where lists are nested without end.
     """
-    waiting, num_values = [tree], 0
+    waiting, num_values = [(tree, 0)], 0
     while waiting:
-        value = waiting.pop()
+        value, depth = waiting.pop()
         num_values += 1
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{path} is nested more than {MAX_DEPTH} levels deep; write it flat")
         if num_values > MAX_VALUES:
             raise ConfigError(
                 f"{path} unfolds to more than {MAX_VALUES} values; write fewer, or without aliases"
             )
         if isinstance(value, dict):
-            waiting.extend(value.values())
+            waiting.extend((child, depth + 1) for child in value.values())
         elif isinstance(value, list):
-            waiting.extend(value)
+            waiting.extend((child, depth + 1) for child in value)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +221,7 @@ def _parse(text: str) -> Any:
     """YAML, plus the `1e-3` that YAML 1.1 reads as text."""
     try:
         value = _read_yaml(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
     if isinstance(value, str) and value == text:  # quoted text stays text
         try:

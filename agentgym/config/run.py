@@ -170,7 +170,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_context(self) -> Self:
-        longest = max(*self.horizon.max_turns, self.evaluation.max_turns, self.validation.max_turns)
+        played = [*self.horizon.max_turns, self.evaluation.max_turns]
+        if self.validation.every:
+            played.append(self.validation.max_turns)
+        longest = max(played)
         needed = longest * (self.rollout.max_new_tokens + self.rollout.observation_tokens)
         if needed > self.model.context_tokens:
             raise ValueError(
@@ -271,6 +274,12 @@ class RunConfig(Section):
     def adapts_warm_start(self) -> bool:
         """Whether the warm start trains an adapter: on random weights there is none to learn."""
         return self.model.source == "hub" and self.lora.rank > 0
+
+    @property
+    def learner_settings(self) -> LearnerConfig:
+        """The learner's settings; a deterministic run computes every sequence whole."""
+        share = self.learner.share_prefixes and not self.deterministic
+        return self.learner.model_copy(update={"share_prefixes": share})
 
     @property
     def data_folders(self) -> dict[str, Path]:

@@ -432,8 +432,8 @@ class KubernetesConfig(Section):
 
     context: str = operational("", "of the kubeconfig; empty: its current one")
     namespace: str = operational(
-        "agentgym",
-        "where fleets live; k8s/base prepares it",
+        "agentgym-fleets",
+        "where fleets and RayJobs live; k8s/base prepares it",
         pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
     )
     overlay: str = operational(

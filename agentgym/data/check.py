@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from agentgym.config import ConfigError, EnvConfig, ExplorationConfig, RunConfig, max_refills
 from agentgym.data.items import (
@@ -14,6 +16,8 @@ from agentgym.data.items import (
     train_stream,
 )
 from agentgym.data.trajectories import Recorded, load_trajectories
+
+TASKS = "tasks.json"  # among the blobs of the data, see `tasks_json`
 
 
 def load_data(cfg: RunConfig) -> Splits:
@@ -66,28 +70,40 @@ def load_recorded(cfg: RunConfig) -> list[Recorded]:
     return load_trajectories(cfg.data.trajectories, splits_by_env(cfg))
 
 
-def compare_tasks(
-    envs: Sequence[EnvConfig], splits: Splits
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(warnings about tasks that stand there under several ids, warnings about environments that
-    cannot say), one line each.
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks behind the items of a run."""
 
-    Errors: ConfigError where an item names no task, or the environment cannot be had here as it is
-    set.
+    digests: Mapping[str, str | None]  # of each item's task; None: its environment cannot say
+    repeated: tuple[str, ...]  # warnings about tasks that stand there under several ids
+    unknown: tuple[str, ...]  # warnings about environments that cannot say
+
+
+def tasks_json(tasks: Tasks, splits: Splits) -> bytes:
+    """Digests of the tasks that evaluations may play, by item id."""
+    ids = [item.item_id for item in (*splits.validation, *splits.test)]
+    return json.dumps({name: tasks.digests[name] for name in ids}, indent=0).encode()
+
+
+def compare_tasks(envs: Sequence[EnvConfig], splits: Splits) -> Tasks:
+    """Errors: ConfigError where an item names no task, or the environment cannot be had here as it
+    is set.
     """
     from agentgym.deploy.local import IdentitiesUnknown, task_identities
 
+    digests: dict[str, str | None] = {}
     repeated: list[str] = []
     unknown: list[str] = []
     for env in envs:
         items = [item for name in SPLITS for item in getattr(splits, name) if item.env == env.name]
+        found: Sequence[str | None] = [None] * len(items)
         try:
-            repeated += repeated_tasks(
-                items, task_identities(env, [item.task_id for item in items])
-            )
+            found = task_identities(env, [item.task_id for item in items])
+            repeated += repeated_tasks(items, found)
         except IdentitiesUnknown as reason:
             unknown.append(f"{env.name}: items were compared by their ids alone: {reason}")
-    return tuple(repeated), tuple(unknown)
+        digests |= zip((item.item_id for item in items), found, strict=True)
+    return Tasks(digests, tuple(repeated), tuple(unknown))
 
 
 def _check_draws(cfg: RunConfig, splits: Splits) -> None:

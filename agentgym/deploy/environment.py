@@ -44,7 +44,7 @@ def _local(
     log_path = cfg.state_dir / "logs" / f"{env.name}{'-expert' if expert else ''}.log"
     if env.endpoints and not expert:
         # for workers elsewhere
-        return [Endpoint(url, token_of(url)) for url in env.endpoints]
+        return [Endpoint(url, token_of(url, env.name)) for url in env.endpoints]
     if not expert and (kept := keep(cfg, env) if env.keep else kept_for(cfg, env)) is not None:
         return [kept.endpoint]
     return stack.enter_context(local_env(env, expert=expert, log_path=log_path))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from agentgym.deploy.fleets.sending import (
     take_down,
     wait_ready,
 )
+from agentgym.deploy.fleets.tokens import no_key, token_of_fleet
 from agentgym.deploy.fleets.upkeep import Upkeep, first_addresses, reach
 from agentgym.deploy.kube import Kube, KubeError, connect
 from agentgym.deploy.kube.kinds import DEPLOYMENT, LEASE, Object
@@ -44,7 +44,6 @@ from agentgym.deploy.kube.pace import Retries
 from agentgym.deploy.manifests import MANIFESTS, RUN_LABEL, Fleet, rendered_fleet
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.types import Endpoint
-from envs.wire import TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -145,15 +144,7 @@ def check_fleets(cfg: RunConfig) -> None:
 def missing(kube: Kube, cfg: RunConfig) -> list[str]:
     """What is in the way of this run's fleets. Errors: ConfigError, KubeError."""
     plan = Plan.of(cfg, of_fleets(cfg), "preflight", expert=False)
-    lines = (
-        []
-        if os.environ.get(TOKEN_VARIABLE, "").strip()
-        else [
-            f"{TOKEN_VARIABLE} is not set; servers ask for the token of the secret"
-            " agentgym-env-token (k8s/README.md)"
-        ]
-    )
-    return lines + lacks(kube, plan.objects, kind_of_addresses(kube))
+    return no_key() + lacks(kube, plan.objects, kind_of_addresses(kube))
 
 
 @contextlib.contextmanager
@@ -229,12 +220,11 @@ def _served(kube: Kube, cfg: RunConfig, group: Group, plan: Plan) -> Iterator[By
             addresses = first_addresses(kube, service, num=1, timeout_s=60.0)
             listings[service].say(addresses)
             reach(addresses)
-        token = os.environ.get(TOKEN_VARIABLE, "").strip()
         yield {
             env: [
                 Endpoint(
                     f"http://{service}.{where.namespace}.svc:{PORT}",
-                    token,
+                    token_of_fleet(service),
                     str(listings[service].path),
                 )
             ]

@@ -5,6 +5,7 @@ servers of one environment for one run.
 from __future__ import annotations
 
 import functools
+import json
 import re
 import shutil
 import subprocess
@@ -21,11 +22,16 @@ from agentgym.config import ConfigError
 
 Object = dict[str, Any]
 
-NAMESPACE = "agentgym"
+SERVICES = "agentgym"  # namespace of Prefect and MLflow
+FLOWS, FLEETS = f"{SERVICES}-flows", f"{SERVICES}-fleets"  # of flows' pods, and of their servers
 MANIFESTS = Path("k8s")  # of the project in whose root the command was typed
 ENVIRONMENT_LABEL = "agentgym.io/environment"
 RUN_LABEL = "agentgym.io/run"
 INSTANCE_LABEL = "app.kubernetes.io/instance"  # keeps fleets of one environment apart
+NAMESPACES = re.compile(  # in JSON: as a whole value, or in the name of a service
+    r'(?<="namespace": ")agentgym(?=")|(?<="kubernetes.io/metadata.name": ")agentgym(?=")'
+    r'|(?<=")agentgym(?=-(?:flows|fleets)")|\bagentgym(?=(?:-flows|-fleets)?\.svc\b)'
+)
 FOLDERS = ("overlays", "components")
 IMAGES = Path("/run/agentgym/images")  # in a flow run's pod: the images that overlay gpu was given
 IMAGES_FILE = Path("overlays/gpu/images.env")
@@ -49,15 +55,25 @@ def rendered(
     overlay: str,
     *,
     components: Sequence[str] = (),
-    namespace: str = NAMESPACE,
+    installation: str = SERVICES,
     manifests: Path = MANIFESTS,
 ) -> list[Object]:
     """All objects of an overlay. components: optional ones beside it, as `network/https`.
+    installation: what its three namespaces are called: NAME, NAME-flows and NAME-fleets.
 
     Errors: ConfigError without a kubectl, where there is no such overlay or component, and
     where the overlay lacks what it must be given.
     """
-    return _render(_kustomization(overlay, components, namespace), manifests)
+    objects = _render(_kustomization(overlay, components), manifests)
+    return [_renamed(each, installation) for each in objects]
+
+
+def _renamed(each: Object, installation: str) -> Object:
+    """The object with other names of our namespaces, wherever it has them."""
+    result: Object = json.loads(NAMESPACES.sub(installation, json.dumps(each)))
+    if each["kind"] == "Namespace" and each["metadata"]["name"] == SERVICES:
+        result["metadata"]["name"] = installation
+    return result
 
 
 def rendered_fleet(
@@ -65,7 +81,7 @@ def rendered_fleet(
     fleet: Fleet,
     *,
     components: Sequence[str] = (),
-    namespace: str = NAMESPACE,
+    namespace: str = FLEETS,
     manifests: Path = MANIFESTS,
 ) -> list[Object]:
     """The objects of one fleet alone: Deployment, Service, PodDisruptionBudget and, with the
@@ -80,13 +96,13 @@ def rendered_fleet(
             f"fleet {fleet.run!r}: expected at most 40 of a-z, 0-9 and -, neither first nor last -"
         )
     labels = {RUN_LABEL: fleet.run, INSTANCE_LABEL: f"env-{fleet.env}-{fleet.run}"}
-    kustomization = _kustomization(overlay, components, namespace) | {
+    kustomization = _kustomization(overlay, components) | {
         "nameSuffix": f"-{fleet.run}",
         "labels": [{"pairs": labels, "includeSelectors": True}],
         "patches": _patches(fleet, autoscaled=AUTOSCALE in components),
     }
     objects = [
-        each
+        each | {"metadata": each["metadata"] | {"namespace": namespace}}
         for each in _render(kustomization, manifests)
         if each["metadata"].get("labels", {}).get(ENVIRONMENT_LABEL) == fleet.env
     ]
@@ -98,12 +114,11 @@ def rendered_fleet(
     return objects
 
 
-def _kustomization(overlay: str, components: Sequence[str], namespace: str) -> dict[str, Any]:
+def _kustomization(overlay: str, components: Sequence[str]) -> dict[str, Any]:
     """What is built on an overlay; paths are relative to the folder of the manifests."""
     return {
         "resources": [f"overlays/{overlay}"],
         "components": [f"components/{each}" for each in components],
-        "namespace": namespace,
     }
 
 
@@ -118,6 +133,8 @@ def _patches(fleet: Fleet, *, autoscaled: bool) -> list[dict[str, Any]]:
         ]
     else:
         patches = [patch("Deployment", "/spec/replicas", fleet.replicas)]
+    token = "/spec/template/spec/containers/0/env/0/valueFrom/secretKeyRef/name"  # noqa: S105
+    patches.append(patch("Deployment", token, f"env-{fleet.env}-{fleet.run}"))
     return patches + [
         # Kubernetes reads $(NAME) as a variable and $$ as $
         patch("Deployment", "/spec/template/spec/containers/0/args/-", each.replace("$", "$$"))

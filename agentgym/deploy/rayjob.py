@@ -8,6 +8,7 @@ authOptions, either shutdownAfterJobFinishes or deletion rules, names of at most
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from agentgym.config import ConfigError, KubeRayConfig, RunConfig
 from agentgym.deploy.attempts import STOP_GRACE_S, Job
 from agentgym.deploy.manifests import RUN_LABEL
 from agentgym.deploy.sent import PARAMS_VARIABLE, arguments, params_text, sent_config
+from agentgym.private import token_variable
+from envs.wire import TOKEN_VARIABLE
 
 Object = dict[str, Any]
 
@@ -23,7 +26,7 @@ ROLE_LABEL = "agentgym.io/role"
 RUN_KEY_ANNOTATION = "agentgym.io/run-key"  # whole digests: labels and names hold their beginning
 STEP_KEY_ANNOTATION = "agentgym.io/step-key"
 IMAGE_VARIABLE = "AGENTGYM_IMAGE"
-SECRETS = ("agentgym-credentials", "agentgym-env-token")  # whose keys are variables of the pods
+SECRETS = ("agentgym-rollout", "agentgym-env-token")  # whose keys are variables of the pods
 HEAD_CPUS = 1
 SUBMITTER_MEMORY_MIB = 512
 END_S = 60  # a pod's, to end in order
@@ -41,6 +44,7 @@ def rayjob(job: Job, name: str, image: str) -> Object:
     }
     variables = [
         *_literals(cfg),
+        *_tokens(cfg),
         # Kubernetes reads $(NAME) as a variable and $$ as $
         {"name": PARAMS_VARIABLE, "value": params_text(inner).replace("$", "$$")},
     ]
@@ -195,6 +199,29 @@ def _literals(cfg: RunConfig) -> list[Object]:
         "MLFLOW_TRACKING_URI": cfg.tracking.uri,  # the machine says it too: agentgym/trust.py
     }
     return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def _tokens(cfg: RunConfig) -> list[Object]:
+    """Return references to the tokens of the fleets that this run uses.
+
+    A fleet's Secret has the name of its Service. The tokens of other servers are in SECRETS.
+    """
+    service = re.compile(rf"http://(env-[a-z0-9-]+)\.{cfg.kubernetes.namespace}\.svc:\d+")
+    found = {
+        token_variable(env.name): name[1]
+        for env in cfg.envs
+        for url in env.endpoints
+        if (name := service.fullmatch(url))
+    }
+    return [
+        {
+            "name": variable,
+            "valueFrom": {
+                "secretKeyRef": {"name": name, "key": TOKEN_VARIABLE, "optional": True},
+            },
+        }
+        for variable, name in found.items()
+    ]
 
 
 def image_of(environment: Mapping[str, str]) -> str:

@@ -1,244 +1,342 @@
-"""One checkpoint on held-out items: greedy, avg@n, pass@k, each with an interval that knows the
-items and their families, paired against the baseline.
+"""One evaluation: slots that are owed are played, recorded and concluded. A step of a run does so
+with its checkpoint under the run's protocol, `agentgym evaluate` with any policy under any.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
-from agentgym.compute.placement import open_engine
-from agentgym.config import EvaluationConfig
-from agentgym.data.items import splits_from_json
-from agentgym.evaluation import score as scoring
-from agentgym.evaluation.passk import FAILED, num_failed
-from agentgym.evaluation.result import family_of
-from agentgym.evaluation.score import Asked, both_conventions, to_json
-from agentgym.models.checkpoint import load_checkpoint
+from agentgym.config import RunConfig
+from agentgym.data.check import TASKS
+from agentgym.data.items import Splits, splits_from_json
+from agentgym.evaluation import asking
+from agentgym.evaluation.numbers import headline, metrics_of, numbers_of, paired
+from agentgym.evaluation.play import EvaluationStopped, Playing, Table, play
+from agentgym.evaluation.policies import (
+    Contender,
+    checkpoint_contender,
+    env_version,
+    prompts_digest,
+    seated,
+)
+from agentgym.evaluation.protocol import EvaluationProtocol, protocol_of_run
+from agentgym.evaluation.record import Ledger
+from agentgym.evaluation.result import Result, Slot, coverage_of, expected_slots
+from agentgym.evaluation.stored import stored_result
 from agentgym.models.model import set_threads
-from agentgym.records import TRAJECTORIES, decode_trajectories
-from agentgym.rollouts.collect import RolloutError
-from agentgym.rollouts.metrics import rollout_metrics
-from agentgym.steps.context import FAMILIES, OUTCOMES, StepContext, now_ms
-from agentgym.store.manifest import Manifest
+from agentgym.rollouts.collect import Attempts, RolloutError
+from agentgym.rollouts.engine import open_pool
+from agentgym.rollouts.episode import Player
+from agentgym.rollouts.loop import LoopThread
+from agentgym.rollouts.policies.prices import Tariff
+from agentgym.rollouts.pools import EnvPools
+from agentgym.steps.context import Progress, StepContext, now_ms
+from agentgym.store.keys import source_digest
+from agentgym.store.manifest import Manifest, sha256
+from agentgym.store.runstore import RunStore
 from agentgym.tracking.points import Point
-from agentgym.types import Item, Trajectory
+from agentgym.types import Endpoints, Item, Usage
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
+SCHEMA = 1  # of what an evaluation's digest is made of
+HARNESS = ("agentgym.evaluation.play", "agentgym.rollouts.collect", "agentgym.rollouts.episode")
+Items = Mapping[str, Sequence[Item]]  # by environment
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A policy and its environments, ready to play."""
+
+    loop: LoopThread
+    told: Mapping[str, str]  # instructions of the servers, by environment
+    # usage before this process -> who plays
+    seat: Callable[[Usage], AbstractAsyncContextManager[Playing]]
+    pool: EnvPools | None = None  # None: connections are the workers' own
 
 
 def evaluate(ctx: StepContext) -> Manifest:
-    """Play every item of the split once greedily and `num_samples` times sampled; commit a chunk
-    of items at a time.
+    """Evaluate a checkpoint of a run under the run's protocol, and compare it with the step's
+    baseline, item by item.
 
-    The step's baseline is compared with it, item by item; it used the same items, horizon and
-    random numbers.
-    Errors: RolloutError as soon as more episodes failed than `evaluation.min_coverage` allows; what
-    is committed stays.
+    A resumed step plays what is owed: episodes that were not played, or that failed.
+    Errors: RolloutError as soon as more episodes failed than `evaluation.min_coverage` allows;
+    what is committed stays.
     """
-    set_threads(ctx.cfg.compute_threads)
-    cfg, settings, step = ctx.cfg, ctx.cfg.evaluation, ctx.step
-    splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
+    cfg, settings, step, store = ctx.cfg, ctx.cfg.evaluation, ctx.step, ctx.store
+    set_threads(cfg.compute_threads)
+    version = int(ctx.checkpoint.state["global_step"])
+    items = items_of_step(cfg, splits_from_json(ctx.read(ctx.data, "splits.json")))
+    protocol = protocol_of_step(cfg, items)
+    contender = checkpoint_contender(cfg, store, ctx.checkpoint)
+    tasks = tasks_of_step(store, ctx.data, items)
+    points: list[Point] = []
+
+    def commit(*, done: bool, state: dict[str, Any], wall_s: float, **parts: Any) -> Manifest:
+        state = {"global_step": version, **state}
+        return ctx.commit(done=done, state=state, points=points if done else (), **parts)
+
+    with ctx.environment(False) as endpoints, _open(cfg, contender, endpoints, protocol) as opened:
+        ledger = Ledger.open(
+            store,
+            store.history(step.name, ctx.writer.key),
+            commit,
+            identity_of(protocol, items, tasks, contender.identity, opened.told),
+            slots_of(protocol, items, tasks),
+            about(protocol, contender, instructions := asked_of(protocol, opened.told), ()),
+            **pace(protocol),
+        )
+        show_progress(ctx.progress, f"evaluate {step.checkpoint}", ledger)
+        stopped = play_owed(opened, protocol, instructions, items, ledger, ctx.progress)
+    require_coverage(ledger, settings.min_coverage)
+    result = conclude(protocol, ledger, stopped)
+    results = headline(result, settings.k, settings.confidence)
+    points.append(Point(version, now_ms(), metrics_of(results, result)))
+    if step.baseline:
+        base = stored_result(store, ctx.parents[step.baseline])
+        gains = paired(base, result, settings.k, settings.confidence)
+        results["paired"] = {"baseline": step.baseline, **gains}
+    results |= {
+        "checkpoint": step.checkpoint,
+        "num_items": sum(map(len, items.values())),
+        "max_turns": settings.max_turns,
+        "global_step": version,
+    }
+    return ledger.conclude(result, results, done=True)
+
+
+def items_of_step(cfg: RunConfig, splits: Splits) -> dict[str, tuple[Item, ...]]:
+    """Return the items that a run's evaluations play, by environment: the first
+    `evaluation.num_items` of the split. Errors: ValueError where there are fewer.
+    """
+    settings = cfg.evaluation
     items = getattr(splits, settings.split)[: settings.num_items]
     if len(items) < settings.num_items:
         raise ValueError(
             f"evaluation.num_items {settings.num_items} is more than the {len(items)}"
             f" {settings.split} items of {cfg.env_names}; lower it"
         )
-    version = int(ctx.checkpoint.state["global_step"])
-    last = _play(ctx, items, version)
-    earlier = [
-        decode_trajectories(ctx.read(commit, TRAJECTORIES))
-        for commit in ctx.store.history(step.name, ctx.writer.key)
-    ]
-    everything = [trajectory for part in earlier for trajectory in part] + last
-    greedy, samples = outcomes(everything, items, settings.num_samples)
-    families = families_of(everything, items)
-    results = score(greedy, samples, settings, [item.env for item in items], families)
-    if step.baseline:
-        base = json.loads(ctx.read(ctx.parents[step.baseline], OUTCOMES))
-        gains = paired(base, greedy, samples, settings, families)
-        results["paired"] = {"baseline": step.baseline, **gains}
-    results |= {
-        "checkpoint": step.checkpoint,
-        "num_items": len(items),
-        "max_turns": settings.max_turns,
-        "global_step": version,
-    }
-    return ctx.commit(
-        done=True,
-        state={"global_step": version, "num_items": len(items)},
-        blobs={
-            OUTCOMES: (
-                json.dumps(
-                    {
-                        "items": [item.item_id for item in items],
-                        "greedy": _plain(greedy),
-                        "samples": _plain(samples),
-                    }
-                ).encode()
-            ),
-            FAMILIES: json.dumps(families).encode(),
-        },
-        results=results,
-        points=[Point(version, now_ms(), evaluation_metrics(results, everything))],
-        trajectories=last,
+    found = {env.name: tuple(item for item in items if item.env == env.name) for env in cfg.envs}
+    return {env: its for env, its in found.items() if its}
+
+
+def tasks_of_step(store: RunStore, data: Manifest, items: Items) -> dict[str, list[str | None]]:
+    """Return the digest of each item's task, where its environment could say, by environment."""
+    digests = json.loads(store.read(data, TASKS))
+    return {env: [digests[item.item_id] for item in its] for env, its in items.items()}
+
+
+def protocol_of_step(cfg: RunConfig, items: Items) -> EvaluationProtocol:
+    """Return the protocol of a run's evaluations, for the items they play."""
+    settings = cfg.evaluation
+    protocol = protocol_of_run(cfg, list(items))
+    num_episodes = sum(map(len, items.values())) * (1 + settings.num_samples)
+    envs = tuple(
+        each.model_copy(
+            update={"items": each.items.model_copy(update={"num": len(items[each.env.name])})}
+        )
+        for each in protocol.envs
     )
-
-
-def _play(ctx: StepContext, items: Sequence[Item], version: int) -> list[Trajectory]:
-    """The episodes of the last chunk; those before it are committed here."""
-    cfg, settings = ctx.cfg, ctx.cfg.evaluation
-    num_episodes = len(items) * (1 + settings.num_samples)
-    num_done, num_out = (
-        int(ctx.head.state[name]) if ctx.head else 0 for name in ("num_items", "num_failed")
-    )
-    ctx.progress.start(f"evaluate {ctx.step.checkpoint}", num_episodes)
-    ctx.progress.advance(num_done * (1 + settings.num_samples))
-    checkpoint = load_checkpoint(ctx.store, ctx.checkpoint)
-    with (
-        ctx.environment(False) as endpoints,
-        open_engine(cfg, checkpoint, endpoints, version=version) as engine,
-    ):
-        for first in range(num_done, len(items), settings.chunk_items):
-            chunk = items[first : first + settings.chunk_items]
-            trajectories: list[Trajectory] = []
-            for temperature, num_samples, first_sample in (
-                (0.0, 1, 0),
-                (settings.temperature, settings.num_samples, 1),
-            ):
-                trajectories += engine.collect(
-                    chunk,
-                    num_samples=num_samples,
-                    step=0,
-                    max_turns=settings.max_turns,
-                    temperature=temperature,
-                    seed=settings.seed,
-                    first_sample=first_sample,
-                    progress=ctx.progress.advance,
-                )
-            num_out += sum(not trajectory.status.is_valid for trajectory in trajectories)
-            require_coverage(num_out, num_episodes, settings.min_coverage)
-            played = first + len(chunk)
-            if played < len(items):
-                ctx.commit(
-                    done=False,
-                    state={"global_step": version, "num_items": played, "num_failed": num_out},
-                    blobs={},
-                    trajectories=trajectories,
-                )
-    return trajectories
-
-
-def outcomes(
-    trajectories: Sequence[Trajectory], items: Sequence[Item], num_samples: int
-) -> tuple[Array, Array]:
-    """(greedy [I], samples [I, n]) success as 0 or 1, in the items' order; NaN where the
-    environment failed.
-    """
-    row = {item.item_id: index for index, item in enumerate(items)}
-    table = np.full((len(items), 1 + num_samples), np.nan)
-    for trajectory in trajectories:
-        if trajectory.status.is_valid:
-            table[row[trajectory.item.item_id], trajectory.sample] = float(trajectory.success)
-    return table[:, 0], table[:, 1:]
-
-
-def families_of(trajectories: Sequence[Trajectory], items: Sequence[Item]) -> list[str | None]:
-    """What kind of task each item is, as its environment told; None where it told nothing. Of
-    several environments each has its own; an item without one is alone.
-    """
-    told: dict[str, str | None] = dict.fromkeys(item.item_id for item in items)
-    for trajectory in trajectories:
-        item_id = trajectory.item.item_id
-        told[item_id] = told[item_id] or family_of(trajectory)
-    if len({item.env for item in items}) == 1 or not any(told.values()):
-        return list(told.values())
-    return [
-        f"{item.env} {family}" if (family := told[item.item_id]) else item.item_id for item in items
-    ]
-
-
-def score(
-    greedy: Array,
-    samples: Array,
-    settings: EvaluationConfig,
-    envs: Sequence[str],
-    families: Sequence[str | None],
-) -> dict[str, Any]:
-    """The reported numbers of one evaluation, as JSON types. envs: [I] of each item; where they
-    differ, each one's numbers, too. families: [I].
-
-    `summary` leaves failed episodes out, `failed_as_failures` takes them for failures of the
-    policy; `coverage` is the share of episodes that did not fail.
-    """
-    asked = Asked(settings.k, settings.confidence)
-
-    def numbers(rows: Array) -> dict[str, Any]:
-        own = [family for family, here in zip(families, rows, strict=True) if here]
-        return both_conventions((greedy[rows], samples[rows]), own, asked)
-
-    every = np.ones(len(envs), dtype=bool)
-    result = {**numbers(every), "num_env_errors": num_failed(greedy, samples)}
-    if len(set(envs)) > 1:
-        table = np.array(envs)
-        result["by_env"] = {
-            env: {"num_items": envs.count(env), **numbers(table == env)}
-            for env in sorted(set(envs))
+    return protocol.model_copy(
+        update={
+            "envs": envs,
+            "fail_on_error": int((1 - settings.min_coverage) * num_episodes + 1e-9),
+            "chunk_episodes": settings.chunk_items * (1 + settings.num_samples),
         }
-    return result
+    )
 
 
-def require_coverage(num_out: int, num_episodes: int, least: float) -> None:
+def require_coverage(ledger: Ledger, least: float) -> None:
     """Errors: RolloutError where so many episodes failed that the rest cannot stand for all."""
-    if num_out > (1 - least) * num_episodes + 1e-9:
+    failed = [slot for slot in ledger.slots.values() if slot.failed and not slot.counts]
+    num_out, num = len(failed), len(ledger.slots)
+    if num_out > (1 - least) * num + 1e-9:
         raise RolloutError(
-            f"{num_out} of {num_episodes} episodes of this evaluation failed or ran out of time: at"
-            f" most {1 - num_out / num_episodes:.1%} count, and evaluation.min_coverage is"
-            f" {least:.1%}; see to the environment servers, raise rollout.episode_timeout_s, or"
-            " lower the floor"
+            f"{num_out} of {num} episodes of this evaluation failed or ran out of time: at most"
+            f" {1 - num_out / num:.1%} count, and evaluation.min_coverage is {least:.1%}; see to"
+            " the environment servers, raise rollout.episode_timeout_s, or lower the floor. Last:"
+            f" {failed[-1].item_id} sample {failed[-1].sample}: {failed[-1].failed[-1].error}"
         )
 
 
-def paired(
-    base: dict[str, Any],
-    greedy: Array,
-    samples: Array,
-    settings: EvaluationConfig,
-    families: Sequence[str | None],
-) -> dict[str, Any]:
-    """Item by item differences to a baseline's stored outcomes, as JSON types."""
-    before = np.array(base["greedy"], dtype=float), np.array(base["samples"], dtype=float)
-    asked = Asked(settings.k, settings.confidence)
-    return to_json(scoring.paired(before, (greedy, samples), families, asked))
+@contextmanager
+def _open(
+    cfg: RunConfig, contender: Contender, endpoints: Endpoints, protocol: EvaluationProtocol
+) -> Iterator[Opened]:
+    """A run's checkpoint, in this process or in Ray's rollout workers."""
+    if cfg.compute != "ray":
+        with open_local(cfg, contender, endpoints, protocol) as opened:
+            yield opened
+        return
+    from agentgym.compute.cluster import open_cluster
 
-
-def evaluation_metrics(
-    results: dict[str, Any], trajectories: Sequence[Trajectory]
-) -> dict[str, float]:
-    """The same numbers under metric names."""
-    metrics: dict[str, float] = {}
-    for prefix, own in (
-        ("eval", results),
-        *((f"eval/{env}", own) for env, own in results.get("by_env", {}).items()),
+    assert contender.checkpoint is not None
+    with (
+        open_cluster(cfg, num_ranks=0, num_workers=cfg.ray.num_workers) as cluster,
+        cluster.engine(contender.checkpoint, endpoints, version=contender.version) as engine,
     ):
-        metrics |= {
-            f"{prefix}/{name}": float(interval["mean"]) for name, interval in own["summary"].items()
-        }
-        metrics |= {
-            f"{prefix}/{FAILED}/{name}": float(interval["mean"])
-            for name, interval in own[FAILED].items()
-        }
-        metrics[f"{prefix}/coverage"] = float(own["coverage"])
-    rollout = rollout_metrics(trajectories)
-    shares = ("turns_mean", "max_turns_frac", "env_limit_frac", "env_error_frac")
-    return metrics | {f"eval/{name}": rollout[f"rollout/{name}"] for name in shares}
+
+        @asynccontextmanager
+        async def seat(spent: Usage) -> AsyncIterator[Playing]:
+            yield Playing(lambda settings, asked: engine.attempts(settings))
+
+        yield Opened(engine.loop, {**dict.fromkeys(endpoints, ""), **engine.instructions}, seat)
 
 
-def _plain(values: Array) -> Any:
-    plain = values.astype(object)
-    plain[np.isnan(values)] = None
-    return plain.tolist()
+@contextmanager
+def open_local(
+    cfg: RunConfig,
+    contender: Contender,
+    endpoints: Endpoints,
+    protocol: EvaluationProtocol,
+    watched: Callable[[Player], Player] = lambda player: player,
+) -> Iterator[Opened]:
+    """A policy that plays in this process. watched: what stands between a player and its episode.
+    Errors: where a server is not what may be used.
+    """
+    with open_pool(cfg, endpoints, allow_expert=contender.needs_expert) as (pool, loop, guides):
+
+        @asynccontextmanager
+        async def seat(spent: Usage) -> AsyncIterator[Playing]:
+            async with seated(contender, cfg, spent) as taken:
+                yield Playing(
+                    lambda settings, asked: Attempts(
+                        pool,
+                        lambda item, sample: watched(taken.player_of(item, sample)),
+                        settings,
+                        asked.episode_timeout_s,
+                        asked.max_attempts,
+                    ),
+                    taken.stopped,
+                )
+
+        yield Opened(loop, asking.told_by(guides, protocol), seat, pool)
+
+
+def pace(protocol: EvaluationProtocol) -> dict[str, Any]:
+    """Return when a ledger commits; clocks have no say in a run that is to be repeatable."""
+    every_s = math.inf if protocol.deterministic else protocol.commit_every_s
+    return {"commit_every_s": every_s, "chunk_episodes": protocol.chunk_episodes}
+
+
+def asked_of(protocol: EvaluationProtocol, told: Mapping[str, str]) -> dict[str, str]:
+    """Return what episodes begin with, by environment, of a policy that knows the rules."""
+    return {each.env.name: told[each.env.name] for each in protocol.envs if each.instructions}
+
+
+def slots_of(
+    protocol: EvaluationProtocol, items: Items, tasks: Mapping[str, Sequence[str | None]]
+) -> tuple[Slot, ...]:
+    """Return every slot that is asked for. tasks: digest of each item's task, where known."""
+    samples = {each.env.name: each.sample_numbers for each in protocol.envs}
+    return expected_slots(items, samples, tasks)
+
+
+def about(
+    protocol: EvaluationProtocol,
+    contender: Contender,
+    instructions: Mapping[str, str],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """Return what people are told of an evaluation."""
+    departs = [f"Not as {protocol.follows}: {line}" for line in protocol.departs]
+    return {
+        "policy": contender.about,
+        "protocol": protocol.name,
+        "follows": protocol.follows,
+        "min_coverage": protocol.min_coverage,
+        "settings": protocol.semantic(),  # where servers were is nobody's business
+        "instructions": dict(instructions),
+        "notes": [*departs, *notes],
+    }
+
+
+def show_progress(progress: Progress, title: str, ledger: Ledger) -> None:
+    """Begin a bar that stands where the ledger does."""
+    progress.start(title, len(ledger.slots))
+    progress.advance(len(ledger.slots) - len(ledger.owed))
+
+
+def play_owed(
+    opened: Opened,
+    protocol: EvaluationProtocol,
+    instructions: Mapping[str, str],
+    items: Items,
+    ledger: Ledger,
+    progress: Progress,
+) -> str:
+    """Play what the ledger owes. Result: why it stopped before its last episode; empty: it did
+    not.
+    """
+
+    async def playing() -> str:
+        spent = sum((slot.total_usage for slot in ledger.slots.values()), Usage())
+        async with opened.seat(spent) as seat:
+            table = Table(
+                protocol,
+                seat,
+                instructions,
+                {item.item_id: item for its in items.values() for item in its},
+                progress.advance,
+            )
+            try:
+                await play(table, ledger)
+            except EvaluationStopped as stop:
+                return str(stop)
+        return ""
+
+    try:
+        return opened.loop.run(playing())
+    finally:  # interrupted: what is finished is committed before the lease is given back
+        opened.loop.cancel()
+
+
+def conclude(
+    protocol: EvaluationProtocol, ledger: Ledger, stopped: str, tariff: Tariff | None = None
+) -> Result:
+    """Return the result as far as it is."""
+    slots = tuple(ledger.slots.values())
+    said = {**ledger.about, "valid": protocol.is_covered(coverage_of(slots))}
+    if tariff is not None:
+        usage = sum((slot.total_usage for slot in slots), Usage())
+        said["cost"] = asdict(tariff.cost(usage))
+    if stopped:
+        said["notes"] = [*said["notes"], f"It stopped before its last episode: {stopped}"]
+    wall_s = ledger.elapsed_s
+    played = sum(slot.outcome is not None for slot in slots)
+    clock = {"took_s": round(wall_s, 3), "episodes_per_s": round(played / max(wall_s, 1e-9), 3)}
+    return Result(ledger.identity, slots, numbers_of(slots, protocol), said, clock)
+
+
+def identity_of(
+    protocol: EvaluationProtocol,
+    items: Items,
+    tasks: Mapping[str, Sequence[str | None]],
+    policy: Mapping[str, Any],
+    instructions: Mapping[str, str],
+) -> dict[str, Any]:
+    """All that decides what a result means, and nothing else. instructions: of the servers."""
+    listed = {
+        env: "\n".join(f"{item.item_id} {task}" for item, task in zip(its, tasks[env], strict=True))
+        for env, its in items.items()
+    }
+    return {
+        "schema": SCHEMA,
+        "policy": dict(policy),
+        "protocol": protocol.semantic(),
+        "items": {
+            env: {"num": len(items[env]), "digest": sha256(text.encode())}
+            for env, text in listed.items()
+        },
+        "prompts": {
+            each.env.name: prompts_digest(instructions[each.env.name]) if each.instructions else ""
+            for each in protocol.envs
+        },
+        "environments": {
+            each.env.name: env_version(each.env.name, each.env.options) for each in protocol.envs
+        },
+        "harness": source_digest(HARNESS),
+    }

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,15 @@ from agentgym.store.manifest import canonical_json, sha256
 FloatArray = NDArray[np.float64]
 Verdict = Literal["PROMOTE", "HOLD", "REJECT"]
 AuditState = Literal["none", "passed", "failed"]
+
+
+class Audited(TypedDict):
+    """Fields of `Evidence`."""
+
+    audit: AuditState
+    audit_note: str
+
+
 SPEAK_FOR = ("first", "gain")  # rules; the others only forbid
 _LETTERS = {0.0: "0", 1.0: "1"}
 
@@ -132,7 +141,7 @@ def _of_the_candidate(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]
     if evidence.audit == "failed":
         yield Ruling("audit", "REJECT", f"its audit failed: {evidence.audit_note}")
     elif evidence.audit == "none" and rules.require_audit:
-        yield Ruling("audit", "HOLD", "no audit of its run is kept; `agentgym audit --keep`")
+        yield Ruling("audit", "HOLD", "its run is not known, so it cannot be audited")
     else:
         yield Ruling("audit", "PROMOTE", f"audit: {evidence.audit}")
     told = zip(("candidate", "champion"), evidence.coverage, strict=True)

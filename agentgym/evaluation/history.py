@@ -14,9 +14,10 @@ which store it is (`Home`), and every store that can reach that one adds to it.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
 import logging
+import os
+import pwd
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -47,6 +48,12 @@ class Version:
     evaluation: Mapping[str, str] = field(default_factory=dict)  # step, key, digest in the store
     files: str = ""  # digest of its files' digests
     run_key: str = ""
+
+    def evaluation_in(self, store: RunStore) -> Manifest | None:
+        """Return the evaluation of the run that made it; None if this store lacks it."""
+        told = self.evaluation
+        final = store.final(told["step"], told["key"]) if told else None
+        return final if final is not None and final.digest == told["digest"] else None
 
     def is_same(self, other: Version | None) -> bool:
         """Numbers are given anew where the registry is replaced; what it is stays."""
@@ -100,11 +107,11 @@ class Entry:
 
 
 def me() -> str:
-    """Who decides, for people."""
+    """Return who decides, for people: the operating system's user, whatever LOGNAME says."""
     try:
-        user = getpass.getuser()
-    except (OSError, KeyError):
-        user = "unknown"
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container's user may have no name
+        user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"
 
 
@@ -206,19 +213,29 @@ class Home:
 
     def _history(self, own: History, base: Path | None) -> History | None:
         """None where the store cannot be looked at from here."""
+        store = self.opened(own.store, base)
+        if store is None:
+            return None
+        try:
+            found = History(store, own.model, own.alias)
+            found.commits()
+        except (ConfigError, OSError) as error:
+            logger.warning("the store %s cannot be read: %s", self.store, error)
+            return None
+        return found
+
+    def opened(self, own: RunStore, base: Path | None) -> RunStore | None:
+        """Return the store; None if it cannot be looked at from here."""
         root = self.store
         if not _is_s3(root):
             root = str(Path(base or "/", root))
             if not Path(root).is_dir() and self.host not in ("", socket.gethostname()):
                 return None
         try:
-            store = StorePlace(root, own.store.lease_ttl_s).open()
-            found = History(store, own.model, own.alias)
-            found.commits()
+            return StorePlace(root, own.lease_ttl_s).open()
         except (ConfigError, OSError) as error:
             logger.warning("the store %s cannot be opened: %s", self.store, error)
             return None
-        return found
 
 
 def _is_s3(root: str) -> bool:

@@ -1,6 +1,8 @@
 """What an evaluation says, from what became of its slots: by environment, as JSON types.
 
-It may be asked while the evaluation runs: it then speaks of what has been played.
+It may be asked while the evaluation runs: it then speaks of what has been played. Two conventions
+stand beside each other: slots that failed left out (`summary`), and taken for failures of the
+policy. Where they differ much, neither is the truth: coverage says how much.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from numpy.typing import NDArray
 from scipy.stats import fisher_exact
 
 from agentgym.evaluation import estimates
-from agentgym.evaluation.clustered import family_codes
+from agentgym.evaluation.clustered import clustered_interval, family_codes
 from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.protocol import EvaluationProtocol
-from agentgym.evaluation.result import Slot, coverage_of
+from agentgym.evaluation.result import Outcome, Result, Slot, coverage_of
 from envs.wire import PARTS
 
 Array = NDArray[np.float64]
@@ -30,6 +32,86 @@ def numbers_of(slots: Sequence[Slot], protocol: EvaluationProtocol) -> dict[str,
     for slot in slots:
         of_env[slot.env].append(slot)
     return {env: _env_numbers(own, protocol.confidence) for env, own in of_env.items()}
+
+
+def headline(result: Result, k: Sequence[int], confidence: float) -> dict[str, Any]:
+    """Return the main numbers over all environments and, where there are several, of each.
+
+    k: of pass@k. Errors: ValueError where too few episodes count for a number.
+    """
+
+    def numbers(slots: Sequence[Slot]) -> dict[str, Any]:
+        table = Table.of(slots)
+        found, names = _conventions(table, confidence), keys(table.samples.shape[1], k)
+        if missing := [name for name in names if name not in found["summary"]]:
+            raise ValueError(
+                f"{missing[0]}: no item has enough valid episodes; look at eval/env_error_frac and"
+                " the environment's log"
+            )
+        return {
+            **{part: {name: found[part][name] for name in names} for part in ("summary", FAILED)},
+            "coverage": coverage_of(slots),
+        }
+
+    num_out = sum(not slot.counts for slot in result.slots)
+    found = {**numbers(result.slots), "num_env_errors": num_out}
+    if len(result.envs) > 1:
+        found["by_env"] = {
+            env: {"num_items": len({slot.item_id for slot in own}), **numbers(own)}
+            for env in sorted(result.envs)
+            for own in (result.of(env),)
+        }
+    return found
+
+
+def keys(num_samples: int, k: Sequence[int]) -> list[str]:
+    """Names of the main numbers: `greedy`, `avg_at_<n>`, and `pass_at_<k>` for each k."""
+    return ["greedy", f"avg_at_{num_samples}", *(f"pass_at_{number}" for number in k)]
+
+
+def metrics_of(found: Mapping[str, Any], result: Result) -> dict[str, float]:
+    """Return main numbers under metric names. found: as `headline` returns it."""
+    metrics: dict[str, float] = {}
+    by_env = found.get("by_env", {})
+    for prefix, own in (("eval", found), *((f"eval/{env}", row) for env, row in by_env.items())):
+        for part, place in (("summary", prefix), (FAILED, f"{prefix}/{FAILED}")):
+            metrics |= {f"{place}/{name}": float(row["mean"]) for name, row in own[part].items()}
+        metrics[f"{prefix}/coverage"] = float(own["coverage"])
+    counted = [slot for slot in result.slots if slot.counts]
+    num_cut = sum(slot.outcome is Outcome.TRUNCATED for slot in counted)
+    return metrics | {
+        "eval/turns_mean": sum(slot.num_turns for slot in counted) / len(counted),
+        "eval/truncated_frac": num_cut / len(counted),
+        "eval/env_error_frac": 1 - len(counted) / len(result.slots),
+    }
+
+
+def paired(
+    before: Result, after: Result, k: Sequence[int], confidence: float
+) -> dict[str, dict[str, Any]]:
+    """Return the mean difference after - before of each main number, item by item.
+
+    It is narrower than two intervals show, because an item's difficulty cancels. An item that has
+    too few episodes in either is left out.
+    Errors: ValueError where none is left, or the two are of other items or samples.
+    """
+    ours, theirs = Table.of(after.slots), Table.of(before.slots)
+    if (ours.items, ours.samples.shape) != (theirs.items, theirs.samples.shape):
+        raise ValueError(
+            "paired evaluations need the same items and samples, got"
+            f" {theirs.samples.shape} and {ours.samples.shape}"
+        )
+    one = estimates.per_item(theirs.greedy, theirs.samples)
+    other = estimates.per_item(ours.greedy, ours.samples)
+    found = {}
+    for name in keys(ours.samples.shape[1], k):
+        gained = other[name] - one[name]
+        if np.isnan(gained).all():
+            raise ValueError(f"{name}: no item has enough valid episodes in both evaluations")
+        found[name] = clustered_interval(
+            gained, ours.families, kind="difference", confidence=confidence
+        ).to_json()
+    return found
 
 
 def _env_numbers(slots: Sequence[Slot], confidence: float) -> dict[str, Any]:
@@ -88,6 +170,13 @@ class Table:
             said = slot.usage.known["output"]
             tokens[place] = said if said else np.nan  # 0: a policy without tokens
             invalid[place] = np.nan if slot.num_invalid is None else slot.num_invalid
+        envs = {slot.env for slot in played}
+        if len(envs) > 1 and any(families.values()):  # an item without a family is alone
+            of_item = {slot.item_id: slot.env for slot in played}
+            families = {
+                item: f"{of_item[item]} {family}" if family else item
+                for item, family in families.items()
+            }
         return cls(
             *(tuple(rows), tuple(families.values()), success[:, 0], success[:, 1:]),
             *(failed, reward, turns, tokens, invalid),

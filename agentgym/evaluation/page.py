@@ -94,11 +94,15 @@ def failures(result: Result) -> list[tuple[str, int, str, str]]:
 
 
 def usage_facts(result: Result) -> dict[str, str]:
-    """Calls, tokens and cost; unknown is unknown."""
+    """Calls, tokens and cost; unknown is unknown. What an engine of ours finds in its cache depends
+    on what else it had to do, and is no fact of the policy.
+    """
     usage, told = result.usage, result.usage.known
+    if "engine" in result.identity.get("policy", {}):
+        del told["cached"]
     facts = {"calls": f"{usage.num_calls} ({usage.num_failed} failed)"}
-    sums = (usage.input_tokens, usage.cached_tokens, usage.output_tokens)
-    for (name, known), least in zip(told.items(), sums, strict=True):
+    for name, known in told.items():
+        least = getattr(usage, f"{name}_tokens")
         untold = "unknown" + (f", at least {least}" if least else "")
         facts[f"{name} tokens"] = untold if known is None else str(known)
     if cost := result.about.get("cost"):

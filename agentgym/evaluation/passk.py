@@ -1,5 +1,5 @@
 """Exact estimates of an evaluation's success: pass@k and pass^k of samples, Wilson's interval of a
-proportion, and both conventions for episodes that failed. How sure a mean over items is:
+proportion. How sure a mean over items is:
 `clustered.py`.
 """
 
@@ -83,18 +83,3 @@ def wilson_interval(successes: int, n: int, confidence: float) -> Interval:
     return Interval(
         p, float(min(max(centre - half, 0.0), p)), float(max(min(centre + half, 1.0), p)), n
     )
-
-
-def as_failures(outcomes: FloatArray) -> FloatArray:
-    """The other convention: an episode that failed is one that did not succeed."""
-    return np.nan_to_num(outcomes, nan=0.0)
-
-
-def coverage(greedy: FloatArray, samples: FloatArray) -> float:
-    """Share of the episodes that count."""
-    return 1.0 - num_failed(greedy, samples) / (greedy.size + samples.size)
-
-
-def num_failed(greedy: FloatArray, samples: FloatArray) -> int:
-    """Episodes left out because their environment failed."""
-    return int(np.isnan(greedy).sum() + np.isnan(samples).sum())

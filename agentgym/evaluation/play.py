@@ -9,13 +9,11 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentgym.evaluation.policies import Seat
 from agentgym.evaluation.protocol import EnvProtocol, EvaluationProtocol
 from agentgym.evaluation.record import Ledger
 from agentgym.evaluation.result import Slot
-from agentgym.rollouts.collect import Attempts, in_lockstep
+from agentgym.rollouts.collect import PlaysEpisodes, in_lockstep
 from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Item
 
 
@@ -23,18 +21,25 @@ class EvaluationStopped(RuntimeError):
     """It ended before its last episode. What was played is committed; the same command goes on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Playing:
+    """An open policy with its environments."""
+
+    attempts: Callable[[EpisodeSettings, EnvProtocol], PlaysEpisodes]
+    stopped: Callable[[], str] = lambda: ""  # why it plays no more; empty: it goes on
+
+
 @dataclass(frozen=True)
 class Table:
     """Everything that plays: policy, servers, and how each environment is played."""
 
     protocol: EvaluationProtocol
-    pool: EnvPools
-    seat: Seat
+    seat: Playing
     instructions: Mapping[str, str]
     items: Mapping[str, Item]  # by id
     progress: Callable[[int], None] = lambda _: None
 
-    def attempts(self, asked: EnvProtocol) -> dict[bool, Attempts]:
+    def attempts(self, asked: EnvProtocol) -> dict[bool, PlaysEpisodes]:
         """Of the greedy episodes and of the samples."""
         settings = EpisodeSettings(
             seed=self.protocol.seed,
@@ -47,12 +52,8 @@ class Table:
             action_format=asked.action_format,
         )
         return {
-            greedy: Attempts(
-                self.pool,
-                self.seat.player_of,
-                replace(settings, temperature=0.0) if greedy else settings,
-                asked.episode_timeout_s,
-                asked.max_attempts,
+            greedy: self.seat.attempts(
+                replace(settings, temperature=0.0) if greedy else settings, asked
             )
             for greedy in (True, False)
         }
@@ -79,7 +80,7 @@ async def _side_by_side(table: Table, ledger: Ledger) -> None:
     budget = asyncio.Semaphore(table.protocol.concurrency)
     committing = asyncio.Lock()
 
-    async def work(waiting: Iterator[Slot], attempts: Mapping[bool, Attempts]) -> None:
+    async def work(waiting: Iterator[Slot], attempts: Mapping[bool, PlaysEpisodes]) -> None:
         while True:
             async with budget:
                 _check(table, ledger)

@@ -34,7 +34,8 @@ from agentgym.rollouts.players import (
 from agentgym.rollouts.policies.engines import engine_module, open_policy
 from agentgym.rollouts.policies.hosted import Endpoint, HostedModel
 from agentgym.store.keys import environment_modules, source_digest
-from agentgym.store.manifest import canonical_json, sha256
+from agentgym.store.manifest import Manifest, canonical_json, sha256
+from agentgym.store.runstore import RunStore
 from agentgym.tracking.registry import parse_model_uri
 from agentgym.types import Sampling, Usage
 
@@ -112,6 +113,7 @@ class Contender:
     needs_hints: bool = False
     knows_rules: bool = True  # false: a model nobody trained here, see `agentgym.evaluation.asking`
     checkpoint: Checkpoint | None = None  # of one that samples with an engine
+    version: int = 0  # of its weights: optimizer steps, where they are a run's
     endpoint: Endpoint | None = None
     player_of: PlayerOf | None = None  # of all others
 
@@ -129,7 +131,10 @@ async def seated(contender: Contender, cfg: RunConfig, spent: Usage) -> AsyncIte
         yield Seat(contender.player_of)
     else:
         policy = open_policy(
-            cfg, contender.checkpoint, num_slots=cfg.rollout.concurrency, version=0
+            cfg,
+            contender.checkpoint,
+            num_slots=cfg.rollout.concurrency,
+            version=contender.version,
         )
         try:
             yield Seat(token_players(policy, contender.checkpoint.renderer))
@@ -192,6 +197,23 @@ def weights_contender(
         "packages": _versions(ENGINE_PACKAGES.get(engine, ())),
     }
     return Contender(identity, f"{about}, engine {engine}", checkpoint=checkpoint)
+
+
+def checkpoint_contender(cfg: RunConfig, store: RunStore, manifest: Manifest) -> Contender:
+    """Return a commit's weights as a policy.
+
+    cfg: settings of the engine. Errors: ValueError if the model cannot read as many tokens as
+    the settings ask for.
+    """
+    from agentgym.models.architecture import read_architecture, require_positions
+    from agentgym.models.checkpoint import load_checkpoint, policy_digest
+
+    about = f"{manifest.step} commit {manifest.seq}"
+    checkpoint = load_checkpoint(store, manifest)
+    architecture = read_architecture(checkpoint.architecture)
+    require_positions(architecture, cfg.model.context_tokens, about)
+    contender = weights_contender(checkpoint, policy_digest(manifest), cfg, about)
+    return replace(contender, version=int(manifest.state.get("global_step", 0)))
 
 
 def folder_contender(folder: Path, cfg: RunConfig, about: str) -> Contender:

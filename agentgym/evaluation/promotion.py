@@ -50,6 +50,7 @@ from agentgym.tracking.registry import (
 logger = logging.getLogger(__name__)
 
 FOLDER = "decisions"  # of a run's artifacts in MLflow, with a folder for each history
+MADE_IN = "made_in"  # of a decision: the store that has its evidence
 HOME = "mlflow.agentgym.history."  # tag of a registered model, with an alias: its history's Home
 ROUNDS = 5  # champions that may change while a candidate is judged
 VERDICT, WHY, DECISION = "gate.verdict", "gate.why", "gate.decision"  # tags of a version
@@ -147,6 +148,19 @@ class Promotions:
 
     def _is_newer(self, entry: Entry) -> bool:
         return created_ms(self.tracker, self.model) > entry.at * 1000
+
+    @property
+    def made_in(self) -> dict[str, str]:
+        """Return the location of this store, as decisions name it for their evidence."""
+        home = Home.of(self.own, self._base)
+        return {"store": home.store, "host": home.host}
+
+    def evidence_store(self, decision: Mapping[str, Any]) -> RunStore | None:
+        """Return the store with the evidence of a decision; None if none is named, or it cannot be
+        looked at from here.
+        """
+        place = decision.get(MADE_IN)
+        return Home(**place, began="").opened(self.own.store, self._base) if place else None
 
     # --- what moves it ------------------------------------------------------------------------
 
@@ -261,7 +275,7 @@ class Promotions:
             who,
             time.time(),
             found.why,
-            decision_json(rules, known, found),
+            {**decision_json(rules, known, found), MADE_IN: self.made_in},
         )
         return self._add(opened, entry)
 
@@ -343,8 +357,7 @@ class Promotions:
             data = entry.to_bytes()
             if run_id := version_run(self.tracker, self.model, number):
                 self.tracker.log_artifacts(run_id, {artifact(opened.history, entry): data})
-            told = {VERDICT: entry.verdict or entry.kind.upper(), WHY: entry.why[:5000]}
-            for key, value in {**told, DECISION: sha256(data)}.items():
+            for key, value in decision_tags(entry).items():
                 self.tracker.client.set_model_version_tag(self.model, number, key, value)
             note = note_of(entry, artifact(opened.history, entry))
             describe_version(self.tracker, self.model, number, note)
@@ -358,6 +371,12 @@ class Promotions:
 def artifact(history: History, entry: Entry) -> str:
     """Return the path of a decision among the artifacts of its MLflow run."""
     return f"{FOLDER}/{history.began[:12]}/{entry.number:04d}.json"
+
+
+def decision_tags(entry: Entry) -> dict[str, str]:
+    """Tags of the version that was decided on."""
+    verdict = entry.verdict or entry.kind.upper()
+    return {VERDICT: verdict, WHY: entry.why[:5000], DECISION: sha256(entry.to_bytes())}
 
 
 def note_of(entry: Entry, place: str) -> str:
@@ -419,7 +438,8 @@ def judged_again(decision: Mapping[str, Any]) -> dict[str, Any]:
     """What its evidence and its rules come to now. Errors: ValueError, KeyError, TypeError."""
     rules = GateConfig.model_validate(decision["settings"])
     evidence = Evidence.from_json(decision["evidence"])
-    return decision_json(rules, evidence, judge(rules, evidence))
+    place = {MADE_IN: decision[MADE_IN]} if MADE_IN in decision else {}
+    return {**decision_json(rules, evidence, judge(rules, evidence)), **place}
 
 
 def _same(candidate: Version, standing: Standing) -> Entry:

@@ -19,7 +19,15 @@ from pydantic import (
     model_validator,
 )
 
-from agentgym.config import ConfigError, EnvConfig, RunConfig, Section, first_line, read_tree
+from agentgym.config import (
+    ConfigError,
+    EnvConfig,
+    RunConfig,
+    Section,
+    first_line,
+    owned_env,
+    read_tree,
+)
 from agentgym.config.section import Seed, operational, setting
 from agentgym.data.items import DataError, load_ids, load_splits, parse_item_id
 from agentgym.types import Item
@@ -153,6 +161,10 @@ class EvaluationProtocol(Section):
     def env_configs(self) -> tuple[EnvConfig, ...]:
         return tuple(each.env for each in self.envs)
 
+    def is_covered(self, coverage: float) -> bool:
+        """Return True if enough episodes count for a valid result."""
+        return coverage >= self.min_coverage - 1e-9
+
     def errors_allowed(self, num_episodes: int) -> float:
         """`fail_on_error` as episodes that may fail for good."""
         limit = self.fail_on_error
@@ -204,6 +216,15 @@ def protocol_from(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> Eval
         return EvaluationProtocol.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(first_line(error, EvaluationProtocol)) from None
+
+
+def owned_protocol(settings: Mapping[str, Any], own: Sequence[EnvConfig]) -> EvaluationProtocol:
+    """The protocol of an evaluation on record, on the owner's servers. own: as for `owned_env`.
+    Errors: ConfigError.
+    """
+    kept = protocol_from(settings, {})
+    envs = [each.model_copy(update={"env": owned_env(each.env, own)}) for each in kept.envs]
+    return kept.model_copy(update={"envs": tuple(envs)})
 
 
 def _over(tree: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:

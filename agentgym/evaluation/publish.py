@@ -12,12 +12,9 @@ from pathlib import Path
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.data.items import splits_from_json
-from agentgym.evaluation.audited import kept_audit
 from agentgym.evaluation.evidence import (
-    NumbersChanged,
     PlayAnew,
     first_evidence,
-    floor_evidence,
     incomparable,
     own_results,
     paired_evidence,
@@ -30,6 +27,7 @@ from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.promotion import Promotions, sentence, summary
 from agentgym.evaluation.question import TAG as QUESTION
 from agentgym.evaluation.question import question_of_evaluation
+from agentgym.evaluation.record import examples_of
 from agentgym.evaluation.report import (
     Curve,
     EpisodeExample,
@@ -40,10 +38,10 @@ from agentgym.evaluation.report import (
     learning_curve_png,
     report_html,
 )
+from agentgym.evaluation.stored import NumbersChanged, stored_result
 from agentgym.models.checkpoint import policy_digest, save_pretrained
-from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import stages
-from agentgym.steps.context import FAMILIES, OUTCOMES, StepContext
+from agentgym.steps.context import StepContext
 from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
@@ -54,32 +52,29 @@ from agentgym.tracking.deliver import (
     tracker_of,
 )
 from agentgym.tracking.points import LedgerError
-from agentgym.tracking.registry import find_version, register_model
-from agentgym.types import Trajectory
+from agentgym.tracking.registry import RECORD, find_version, lasting_files, register_model
 
 logger = logging.getLogger(__name__)
 
 PAGE = "report.html"
 
 
-def register_policy(
-    ctx: StepContext, run_key: str, modules: Sequence[str], play_anew: PlayAnew
-) -> Manifest:
+def register_policy(ctx: StepContext, run_key: str, play_anew: PlayAnew) -> Manifest:
     """Put the checkpoint into the registry, and let the gate decide whether the alias moves to it.
 
     Once per checkpoint, whatever is killed in between.
-    modules: whose source plays the run's evaluations; play_anew: plays a registered version by the
-    gate's protocol.
+    play_anew: plays a registered version by the gate's protocol.
     """
     cfg, store = ctx.cfg, ctx.store
     ctx.progress.start("register the model", 1)
     evaluation = ctx.parents[ctx.step.evaluation]
     version = _register(cfg, store, ctx.checkpoint, evaluation, run_key)
+    files = lasting_files(tracker_of(cfg), cfg.registered_model, version)
     promotions = promotions_of(cfg, store)
     candidate = promotions.version(version)
 
     def evidence_for(champion: Version | None) -> Evidence:
-        found = _evidence(cfg, store, evaluation, candidate, champion, modules, play_anew)
+        found = _evidence(cfg, store, evaluation, candidate, champion, play_anew)
         seen = splits_from_json(ctx.read(ctx.data, "splits.json"))
         chosen_on = {item.item_id for item in (*seen.train, *seen.validation)}
         items = {item for pair in found.pairs.values() for item in pair.items}
@@ -87,7 +82,7 @@ def register_policy(
             found,
             num_seen=len(items & chosen_on),
             reference_kl=reference_kl(store, ctx.checkpoint),
-            **kept_audit(store, run_key),
+            **ctx.gate.audited(run_key),
         )
 
     try:
@@ -113,6 +108,8 @@ def register_policy(
             "checkpoint": ctx.step.checkpoint,
             "champion": summary(entry),
         },
+        # of a model that is registered anew they are others, so two equal runs may differ in them
+        records={RECORD: json.dumps(files, sort_keys=True).encode()} if files else {},
     )
 
 
@@ -127,16 +124,14 @@ def _evidence(
     evaluation: Manifest,
     candidate: Version,
     champion: Version | None,
-    modules: Sequence[str],
     play_anew: PlayAnew,
 ) -> Evidence:
     """By the runs' own evaluations where they asked the same; else both models play anew."""
     if not cfg.gate.protocol:
         if champion is None:
-            found, told = (json.loads(store.read(evaluation, n)) for n in (OUTCOMES, FAMILIES))
-            return floor_evidence(found, told, evaluation.digest)
+            return first_evidence(stored_result(store, evaluation))
         try:
-            return paired_evidence(*own_results(store, evaluation, champion, modules), ())
+            return paired_evidence(*own_results(store, evaluation, champion), ())
         except NumbersChanged as error:
             return replace(incomparable(str(error)), audit="failed", audit_note=str(error))
         except Incomparable as reason:
@@ -176,6 +171,13 @@ def confirm_registration(
     version = find_version(tracker_of(cfg), name, checkpoint.digest)
     if version is None:
         version = _register(cfg, store, checkpoint, evaluation, run_key)
+        committed = RECORD in registered.records and json.loads(store.read(registered, RECORD))
+        if committed and lasting_files(tracker_of(cfg), name, version) != committed:
+            raise LedgerError(
+                f"{name}: MLflow had lost this checkpoint, and the packages here make other files"
+                f" of it than {registered.step} commit {registered.seq} says; delete"
+                f" {store.root}/steps/register-{registered.key[:16]} to register it again"
+            )
     if version != registered.results["version"]:
         raise LedgerError(
             f"{name}: MLflow has this checkpoint as version {version}, the store as version"
@@ -190,8 +192,25 @@ def _register(
     cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation: Manifest, run_key: str
 ) -> str:
     """The version."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_pretrained(Path(folder), store, checkpoint)
+        return register_model(
+            tracker_of(cfg),
+            parent_run(cfg, run_key),
+            Path(folder),
+            name=cfg.registered_model,
+            alias=None,
+            tags=tags_of_version(cfg, store, checkpoint, evaluation, run_key),
+            step=int(checkpoint.state["global_step"]),
+        )
+
+
+def tags_of_version(
+    cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation: Manifest, run_key: str
+) -> dict[str, str]:
+    """Tags of a registered version, beside the digests of its files and the last decision."""
     question = question_of_evaluation(store, evaluation)
-    tags = {
+    return {
         "step_key": checkpoint.digest,
         "run_key": run_key,
         "weights.sha256": policy_digest(checkpoint),
@@ -202,17 +221,6 @@ def _register(
         **({QUESTION: question.to_json()} if question else {}),
         **headline_tags(evaluation),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        save_pretrained(Path(folder), store, checkpoint)
-        return register_model(
-            tracker_of(cfg),
-            parent_run(cfg, run_key),
-            Path(folder),
-            name=cfg.registered_model,
-            alias=None,
-            tags=tags,
-            step=int(checkpoint.state["global_step"]),
-        )
 
 
 def headline_tags(evaluation: Manifest) -> dict[str, str]:
@@ -375,13 +383,8 @@ def _curves(store: RunStore, trained: Sequence[Manifest]) -> list[Curve]:
 
 def _examples(store: RunStore, evaluation: Manifest, title: str) -> list[EpisodeExample]:
     """One success and one failure of an evaluation, where there are both."""
-    trajectories: list[Trajectory] = decode_trajectories(store.read(evaluation, TRAJECTORIES))
-    chosen = [
-        next((t for t in trajectories if t.status.is_valid and t.success is wanted), None)
-        for wanted in (True, False)
-    ]
+    commits = store.history(evaluation.step, evaluation.key)
     return [
         EpisodeExample.from_trajectory(title, trajectory)
-        for trajectory in chosen
-        if trajectory is not None
+        for trajectory in examples_of(store, commits)
     ]

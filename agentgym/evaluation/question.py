@@ -98,10 +98,8 @@ def question_of_version(
         tags = {}
     if TAG in tags:
         return Question.from_json(tags[TAG])
-    told = version.evaluation
-    for store in stores if told else ():
-        final = store.final(told["step"], told["key"])
-        if final is not None and final.digest == told["digest"]:
+    for store in stores:
+        if (final := version.evaluation_in(store)) is not None:
             return question_of_evaluation(store, final)
     names = version_run_tags(tracker, model, version.number).get("environment", "")
     return Question({name: {} for name in names.split(" + ")}) if names else None

@@ -12,18 +12,18 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from agentgym.config import ConfigError
-from agentgym.evaluation.result import Result, ResultError, Slot
-from agentgym.records import TRAJECTORIES, decode_trajectories, encode_line, joined
-from agentgym.store.manifest import Manifest
-from agentgym.store.runstore import RunStore, StepWriter
+from agentgym.evaluation.protocol import EvaluationProtocol
+from agentgym.evaluation.result import CLOCK, RESULT, Result, Slot
+from agentgym.records import ATTEMPTS, TRAJECTORIES, decode_trajectories, encode_line, joined
+from agentgym.store.manifest import Manifest, canonical_json
+from agentgym.store.runstore import RunStore
 from agentgym.types import Trajectory
 
-STEP = "evaluation"
-PLAN, ATTEMPTS = "plan.json", "attempts.jsonl.gz"
-RESULT = "result.json"
+STEP = "evaluation"  # of `agentgym evaluate`; those of a run are steps of the run
+PLAN = "plan.json"
 
 Key = tuple[str, str, int]  # environment, item, sample
 
@@ -36,11 +36,26 @@ def slot_of(trajectory: Trajectory) -> Key:
     return trajectory.item.env, trajectory.item.item_id, trajectory.sample
 
 
+class Commit(Protocol):
+    """Makes a chunk durable: as a step of a run, or as an evaluation of its own."""
+
+    def __call__(
+        self,
+        *,
+        done: bool,
+        state: dict[str, Any],
+        records: Mapping[str, bytes],
+        blobs: Mapping[str, bytes],
+        results: dict[str, Any],
+        wall_s: float,
+    ) -> Manifest: ...
+
+
 @dataclass
 class Ledger:
     """What became of every slot so far, and what of it is not durable yet."""
 
-    writer: StepWriter
+    make_commit: Commit
     identity: Mapping[str, Any]
     slots: dict[Key, Slot]
     about: dict[str, Any]
@@ -61,27 +76,31 @@ class Ledger:
     def open(
         cls,
         store: RunStore,
-        writer: StepWriter,
+        earlier: Sequence[Manifest],
+        make_commit: Commit,
         identity: Mapping[str, Any],
         slots: Sequence[Slot],
         about: Mapping[str, Any],
         **pace: Any,
     ) -> Ledger:
-        """What was committed before is read; the plan is committed where nothing was."""
-        before = store.history(STEP, writer.key)
+        """Read what earlier commits hold; commit the plan where there are none."""
         ledger = cls(
-            writer,
+            make_commit,
             identity,
             {key_of(slot): slot for slot in slots},
             dict(about),
             **pace,
-            wall_s=before[-1].timings.get("wall_s", 0.0) if before else 0.0,
+            wall_s=earlier[-1].timings.get("wall_s", 0.0) if earlier else 0.0,
         )
-        if before:
-            replay(store, before, ledger.slots)
+        if earlier:
+            plan = read_plan(store, earlier[0])
+            identity, ledger.about = plan.identity, dict(plan.about)
+            replay(store, earlier, ledger.slots)
             ledger.num_counted = sum(slot.counts for slot in ledger.slots.values())
         else:
-            ledger._commit(done=False, records={PLAN: plan_bytes(slots, ledger.about)})
+            planned = Plan(tuple(slots), ledger.about, identity)
+            ledger._commit(done=False, records={PLAN: planned.to_bytes()})
+        ledger.identity = json.loads(canonical_json(identity))  # in one order, also when resumed
         return ledger
 
     @property
@@ -134,15 +153,14 @@ class Ledger:
         if records:
             self._commit(done=False, records=records)
 
-    def conclude(self, result: Result, *, done: bool) -> Manifest:
+    def conclude(self, result: Result, results: dict[str, Any], *, done: bool) -> Manifest:
         """Commit the result; done: the same question is answered from now on."""
         self.commit()
-        headline = {name: own["summary"] for name, own in result.numbers.items()}
         return self._commit(
             done=done,
-            records={"clock.json": result.clock_bytes()},
+            records={CLOCK: result.clock_bytes()},
             blobs={RESULT: result.to_bytes()},
-            results={"coverage": result.coverage, "outcomes": result.outcomes, "envs": headline},
+            results=results,
         )
 
     @property
@@ -159,23 +177,43 @@ class Ledger:
         results: dict[str, Any] | None = None,
     ) -> Manifest:
         with self._one_at_a_time:  # one that was interrupted may still be writing
-            manifest = self.writer.commit(
+            manifest = self.make_commit(
                 done=done,
                 state={"num_slots": len(self.slots), "num_counted": self.num_counted},
-                parents={},
-                config=dict(self.identity),
-                blobs=blobs or {},
                 records=records,
+                blobs=blobs or {},
                 results=results or {},
-                timings={"wall_s": self.elapsed_s},
+                wall_s=self.elapsed_s,
             )
         self._committed_at = time.monotonic()
         return manifest
 
 
-def plan_bytes(slots: Sequence[Slot], about: Mapping[str, Any]) -> bytes:
-    rows = [[slot.env, slot.item_id, slot.sample, slot.task] for slot in slots]
-    return json.dumps({"about": about, "slots": rows}, separators=(",", ":")).encode()
+@dataclass(frozen=True)
+class Plan:
+    """The slots, settings and identity of an evaluation, written before its first episode."""
+
+    slots: tuple[Slot, ...]
+    about: Mapping[str, Any]
+    identity: Mapping[str, Any]
+
+    @property
+    def protocol(self) -> EvaluationProtocol:
+        return EvaluationProtocol.model_validate(self.about["settings"])
+
+    def to_bytes(self) -> bytes:
+        rows = [[slot.env, slot.item_id, slot.sample, slot.task] for slot in self.slots]
+        tree = {"about": self.about, "identity": self.identity, "slots": rows}
+        return json.dumps(tree, separators=(",", ":")).encode()
+
+
+def read_plan(store: RunStore, first: Manifest) -> Plan:
+    """first: commit of an evaluation. Errors: BlobMissing, DigestMismatch."""
+    tree = json.loads(store.read(first, PLAN))
+    slots = tuple(Slot(*row) for row in tree["slots"])
+    # a step of a run has the run's settings for its configuration
+    identity = first.config if first.step == STEP else tree["identity"]
+    return Plan(slots, tree["about"], identity)
 
 
 def replay(store: RunStore, commits: Sequence[Manifest], slots: dict[Key, Slot]) -> None:
@@ -193,29 +231,24 @@ def attempts_of(store: RunStore, commits: Sequence[Manifest]) -> Iterator[Trajec
                 yield from decode_trajectories(store.read(commit, name))
 
 
+def examples_of(store: RunStore, commits: Sequence[Manifest]) -> Iterator[Trajectory]:
+    """Yield the first success and the first failure of each environment."""
+    seen = set()
+    for trajectory in attempts_of(store, commits):
+        kind = (trajectory.item.env, trajectory.success)
+        if trajectory.status.is_valid and kind not in seen:
+            seen.add(kind)
+            yield trajectory
+
+
 def find(store: RunStore, digest: str) -> Manifest:
-    """The newest commit of the evaluation whose digest begins so. Errors: ConfigError."""
-    heads = [head for head in store.heads() if head.step == STEP]
+    """The newest commit of the evaluation, a run's or another, whose key begins so.
+    Errors: ConfigError.
+    """
+    heads = [head for head in store.heads() if head.step == STEP or RESULT in head.blobs]
     matching = [head for head in heads if head.key.startswith(digest)] if digest else heads
     if len(matching) != 1:
         there = ", ".join(head.key[:12] for head in matching or heads) or "none"
         what = "is the beginning of several" if matching else "is none"
         raise ConfigError(f"evaluation {digest or '(none named)'} {what}; there are: {there}")
     return matching[0]
-
-
-def stored_slots(store: RunStore, head: Manifest) -> tuple[tuple[Slot, ...], dict[str, Any]]:
-    """(every slot as far as it is, what is told of the evaluation). Errors: ResultError."""
-    planned, about = planned_slots(store, head)
-    slots = {key_of(slot): slot for slot in planned}
-    replay(store, store.history(STEP, head.key), slots)
-    return tuple(slots.values()), about
-
-
-def planned_slots(store: RunStore, head: Manifest) -> tuple[tuple[Slot, ...], dict[str, Any]]:
-    """As `stored_slots`, before any was played."""
-    commits = store.history(STEP, head.key)
-    if not commits or PLAN not in commits[0].records:
-        raise ResultError(f"evaluation {head.key[:12]} has no plan; it is none of this version")
-    plan = json.loads(store.read(commits[0], PLAN))
-    return tuple(Slot(*row) for row in plan["slots"]), plan["about"]

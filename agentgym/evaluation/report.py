@@ -333,9 +333,9 @@ def _cell(row: EvaluationRow, key: str) -> str:
 
 
 def figure_html(caption: str, png: bytes) -> str:
-    data = base64.b64encode(png).decode()
     return (
-        f'<section><h2>{escape(caption)}</h2><figure><img src="data:image/png;base64,{data}"'
+        f"<section><h2>{escape(caption)}</h2><figure><img"
+        f' src="data:image/png;base64,{picture_data(png)}"'
         f' alt="{escape(caption)}"></figure></section>'
     )
 
@@ -486,13 +486,27 @@ def _ticks(step: float) -> Any:
 
 
 def png_of(figure: Any) -> bytes:
-    """The figure as a file; equal figures give equal bytes."""
+    """The figure as a file, with the Matplotlib that drew it; equal figures give equal bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
     FigureCanvasAgg(figure)
-    figure.savefig(buffer, format="png", dpi=160, bbox_inches="tight", metadata={"Software": None})
+    figure.savefig(buffer, format="png", dpi=160, bbox_inches="tight")
     return buffer.getvalue()
+
+
+def drawn_by(png: bytes) -> tuple[str, bytes]:
+    """The program that a picture names, empty for none, and the picture without that name."""
+    at = png.find(b"tEXtSoftware\0")
+    if at < 4:
+        return "", png
+    end = at + 4 + int.from_bytes(png[at - 4 : at])
+    return png[at + 13 : end].decode("latin-1"), png[: at - 4] + png[end + 4 :]
+
+
+def picture_data(png: bytes) -> str:
+    """A picture as a page embeds it."""
+    return base64.b64encode(png).decode()
 
 
 _STYLE = """

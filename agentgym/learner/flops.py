@@ -75,7 +75,11 @@ class TrainingFlops:
             config.num_hidden_layers * heads * head_size,
         )
 
-    def tflop(self, lengths: Tensor) -> float:
-        """1e12 operations for sequences of so many tokens, [R] int64."""
-        tokens, pairs = int(lengths.sum()), int((lengths * lengths).sum())
+    def tflop(self, lengths: Tensor, shared: Tensor | None = None) -> float:
+        """Return 1e12 operations for sequences of so many tokens, [R] int64.
+
+        shared: [R] int64, tokens that each begins with and that were computed for another.
+        """
+        held = torch.zeros_like(lengths) if shared is None else shared
+        tokens, pairs = int((lengths - held).sum()), int((lengths**2 - held**2).sum())
         return 6e-12 * (self.weights * tokens + self.attention * pairs)

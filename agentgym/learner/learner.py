@@ -9,6 +9,7 @@ there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,7 @@ from agentgym.algorithms.losses import (
     Actions,
     PolicyLoss,
     aggregation_weights,
-    corrections,
     kl_penalty,
-    mismatch,
     preference_loss,
     value_loss,
 )
@@ -35,16 +34,17 @@ from agentgym.config import (
     OptimizerConfig,
     PolicyGradientConfig,
 )
+from agentgym.learner.agreement import corrections_of, scored
 from agentgym.learner.flops import TrainingFlops, device_peak_tflops
-from agentgym.learner.micro_batches import deal, micro_batches
+from agentgym.learner.micro_batches import Dealt
 from agentgym.learner.optimizer import OptimizedNetwork
 from agentgym.learner.process_group import ProcessGroup, SingleProcess
 from agentgym.models.adapter import Adapter, is_matrix, merged_weights, without_adapter
 from agentgym.models.blocks import checkpoint_blocks, compile_blocks
 from agentgym.models.checkpoint import ADAPTER, CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
+from agentgym.models.memory import return_memory
 from agentgym.models.networks import PolicyNet, ValueNet
 from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
-from agentgym.types import EngineMismatch
 
 # sequences of one micro-batch, and whether they count; ranks without work still join the forward
 Share = tuple[Tensor, bool]
@@ -75,15 +75,16 @@ class LocalLearner:
         """
         self.ranks, self._settings = ranks or SingleProcess(), settings or LearnerConfig()
         self.model = model.eval()  # no dropout: the engine samples without it
-        chunk = self._settings.head_chunk_tokens
-        self._net, self._adapter = PolicyNet(model, chunk), adapter
+        chunk, share = self._settings.head_chunk_tokens, self._settings.share_prefixes
+        self._net, self._adapter = PolicyNet(model, chunk, share_prefixes=share), adapter
         self._reference = self._net if reference is model else None
         self._critic = critic
         self._flops = TrainingFlops.of(model, model)
         self._critic_flops = [] if critic is None else [TrainingFlops.of(critic, critic.body)]
         networks: list[nn.Module | None] = [self._net, critic]
         if reference is not None and reference is not model:
-            self._reference = PolicyNet(reference.eval().requires_grad_(False), chunk)
+            frozen = reference.eval().requires_grad_(False)
+            self._reference = PolicyNet(frozen, chunk, share_prefixes=share)
             networks.append(self._reference)
         for network in networks:
             if network is not None:
@@ -181,9 +182,11 @@ class LocalLearner:
         self._reference = None
 
     def prepare(self, batch: Batch, config: PolicyGradientConfig, *, step: int) -> Experience:
-        """What is known before the update: log-probabilities of the learner and of the reference,
-        what the engine's distance costs, and a critic's values.
+        """Return what is known before the update: log-probabilities of the learner and of the
+        reference, what the engine's distance costs, and a critic's values.
 
+        Where one update follows, and advantages need no log-probabilities, the learner's come of
+        that update's forward instead of one of their own.
         step: from 1. Result: on the learner's device, without advantages.
         Errors: EngineMismatch where engine and learner disagree by more than `max_mismatch_kl`;
         ValueError for a batch without action tokens, or where the recipe needs a critic or a
@@ -195,18 +198,10 @@ class LocalLearner:
             raise ValueError(
                 "a batch without a single action token; there is nothing to learn from"
             )
-        old, entropies = self._scores(self._net, batch)[:, acted]
-        metrics = _agreement(old, batch.logprobs[acted], config, step)
-        weights = corrections(
-            old,
-            batch.logprobs[acted],
-            batch.sequence[acted],
-            correction=config.correction,
-            cap=config.importance_cap,
-            floor=config.importance_floor,
-        )
-        if config.correction.endswith("mask"):
-            metrics["mismatch/dropped_frac"] = float((weights == 0).double().mean())
+        in_reward = bool(config.kl_coef) and _kl_place(config) == "reward"
+        scores = None
+        if in_reward or not self._merges(config, step):
+            scores = self._scores(self._net, batch)[:, acted]
         rewards, reference = batch.rewards[acted], None
         if config.kl_coef:
             if self._reference is None:
@@ -215,11 +210,11 @@ class LocalLearner:
                     " to the learner"
                 )
             reference = self._reference_scores(batch)[acted]
-            metrics["actor/reference_kl"] = float(kl_penalty(old, reference, "k3").mean())
-            if (config.kl_place or recipe.kl_place) == "reward":
-                estimator = config.kl_estimator or recipe.kl_estimator
-                rewards = rewards - config.kl_coef * kl_penalty(old, reference, estimator)
-                reference = None  # the loss needs it no more
+        if in_reward:
+            assert scores is not None
+            assert reference is not None
+            estimator = config.kl_estimator or recipe.kl_estimator
+            rewards = rewards - config.kl_coef * kl_penalty(scores[0], reference, estimator)
         values = ends = None
         if isinstance(config, ActorCriticConfig):
             if self._critic is None:
@@ -229,33 +224,31 @@ class LocalLearner:
             values, ends = self._estimate(batch)
             goes_on = batch.truncated & ((config.truncated or recipe.truncated) == "bootstrap")
             ends = torch.where(goes_on, ends, 0.0)
-        return Experience(
-            batch=batch,
-            logprobs=old,
-            rewards=rewards,
-            corrections=weights,
-            entropies=entropies,
-            reference=reference,
-            values=values,
-            end_values=ends,
-            metrics=metrics,
-        )
+        experience = Experience(batch, rewards, reference=reference, values=values, end_values=ends)
+        if scores is not None:
+            experience = scored(experience, scores, config, step)
+        return replace(experience, reference=None) if in_reward else experience
+
+    def _merges(self, config: PolicyGradientConfig, step: int) -> bool:
+        """Return True if the forward of the only update gives the log-probabilities before it."""
+        is_only = config.epochs == config.minibatches == 1
+        return self._settings.share_prefixes and is_only and not _is_warming(config, step)
 
     def update(
         self, experience: Experience, config: PolicyGradientConfig, *, step: int, seed: int
-    ) -> dict[str, float]:
-        """One optimizer step of the recipe: `epochs` x `minibatches` updates of the weights.
+    ) -> tuple[Experience, dict[str, float]]:
+        """Take one optimizer step of the recipe: `epochs` x `minibatches` updates of the weights.
 
         experience: of `prepare`, with its advantages; step: from 1.
-        Result: metrics by name.
-        Errors: FloatingPointError where a loss or gradient is not finite (the weights are then
-        unchanged); ValueError for an experience without advantages.
+        Result: the experience with log-probabilities, and metrics by name, its own not among them.
+        Errors: FloatingPointError where a loss or gradient is not finite, EngineMismatch as
+        `prepare` (the weights are then unchanged); ValueError for an experience without advantages.
         """
         experience = experience.to(self.ranks.device)
         if experience.advantages is None:
             raise ValueError("an experience without advantages; see `with_advantages`")
         num_sequences, sequence = experience.batch.num_sequences, experience.sequence
-        carrying = torch.unique(sequence[experience.advantages != 0])
+        carrying = experience.carrying
         has_more = experience.targets is not None or experience.reference is not None
         # what they have but an advantage counts for all
         signal = _all(experience.batch) if has_more or config.entropy_coef else carrying
@@ -268,43 +261,79 @@ class LocalLearner:
             config.aggregation or recipe_of(config.recipe).aggregation,
             config.constant_length,
         )
-        policy_loss = self._policy_loss(experience, config, weights)
         critic_loss = self._critic_loss(experience, config, num_minibatches)
-        is_warming = isinstance(config, ActorCriticConfig) and step <= config.critic_warmup_steps
+        is_warming = _is_warming(config, step)
+        rest = self._rest(experience, signal)
+        found = torch.zeros_like(rest)
+        policy_loss = self._policy_loss(experience, config, weights, found)
         logs: dict[str, list[float]] = {}
+        tflop = 0.0
         networks = self._critic_flops if is_warming else [self._flops, *self._critic_flops]
-        order = np.random.Generator(np.random.Philox(key=[seed, step]))
-        for _ in range(config.epochs):
-            shuffled = signal[torch.from_numpy(order.permutation(len(signal))).to(signal.device)]
-            for chosen in shuffled.tensor_split(num_minibatches):
-                if not len(chosen):
-                    continue
-                chosen = chosen.sort().values
-                if not is_warming:
-                    done = self._step(
-                        self._net, self._policy, experience.batch, chosen, step, policy_loss
-                    )
-                    share = float(weights[torch.isin(sequence, chosen)].sum())
-                    _collect(logs, "actor", done, share)
-                if critic_loss is not None and self._critic is not None:
-                    assert self._values is not None
-                    done = self._step(
-                        self._critic, self._values, experience.batch, chosen, step, critic_loss
-                    )
-                    _collect(logs, "critic", done, 1.0)
-        return {
+        for chosen in _minibatches(signal, config.epochs, num_minibatches, key=(seed, step)):
+            dealt = self.deal(experience.batch, chosen)
+            tflop += dealt.tflop(networks)
+            if not is_warming:
+                self._policy.zero_grad()
+                done = self.forward_backward(experience.batch, dealt, policy_loss)
+                if experience.logprobs is None:
+                    experience = self._scored(experience, rest, found, dealt, config, step)
+                self._optimize(self._policy, step, done)
+                share = float(weights[torch.isin(sequence, chosen)].sum())
+                _collect(logs, "actor", done, share)
+            if critic_loss is not None and self._critic is not None:
+                assert self._values is not None
+                done = self._step(self._values, experience.batch, dealt, step, critic_loss)
+                _collect(logs, "critic", done, 1.0)
+        if experience.logprobs is None:  # nothing to learn from
+            experience = scored(experience, rest, config, step)
+        return experience, {
             "actor/lr": self._policy.rate(step),
             "actor/sequences_with_signal_frac": len(carrying) / num_sequences,
-            "perf/update_tflop": config.epochs
-            * sum(each.tflop(experience.batch.lengths[signal]) for each in networks),
+            "perf/update_tflop": tflop,
             **{name: float(np.mean(each)) for name, each in logs.items()},
-            **_critic_metrics(experience),
+            **experience.critic_metrics,
         }
 
+    def _rest(self, experience: Experience, signal: Tensor) -> Tensor:
+        """Return [2, n] log-probabilities and entropies of the sequences that an update leaves out,
+        if the experience has none; 0 elsewhere.
+        """
+        batch = experience.batch
+        if experience.logprobs is not None:
+            return torch.zeros(2, len(experience.rewards), device=batch.rewards.device)
+        every = _all(batch)
+        left = every[~torch.isin(every, signal)]
+        return self._scores(self._net, batch, left)[:, batch.action_mask]
+
+    def _scored(
+        self,
+        experience: Experience,
+        rest: Tensor,
+        found: Tensor,
+        dealt: Dealt,
+        config: PolicyGradientConfig,
+        step: int,
+    ) -> Experience:
+        """Return the experience with what an update's forward found on its way.
+
+        rest, found: [2, n] log-probabilities and entropies, of the sequences that the update leaves
+        out, and of those that this rank computed. Errors: EngineMismatch.
+        """
+        mine = [sequence for part in dealt.ranks[self.ranks.rank] for sequence in part]
+        is_mine = torch.isin(experience.sequence, torch.tensor(mine, device=found.device))
+        scores = rest + self.ranks.all_sum(torch.where(is_mine, found, 0.0))
+        return scored(experience, scores, config, step)
+
     def _policy_loss(
-        self, experience: Experience, config: PolicyGradientConfig, weights: Tensor
+        self,
+        experience: Experience,
+        config: PolicyGradientConfig,
+        weights: Tensor,
+        found: Tensor,
     ) -> LossFunction:
-        """weights: [n] what each token's loss counts."""
+        """weights: [n] what each token's loss counts; found: [2, n] receives the log-probabilities
+        and entropies that the experience lacks.
+        """
         recipe = recipe_of(config.recipe)
         loss_of: PolicyLoss = named(POLICY_LOSSES, recipe.policy_loss)
         advantages, reference = experience.advantages, experience.reference
@@ -313,10 +342,16 @@ class LocalLearner:
 
         def policy_loss(part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs, entropy = self._net(part, bool(config.entropy_coef))
-            before, share = experience.logprobs[at], weights[at]
+            share = weights[at]
+            if experience.logprobs is None or experience.corrections is None:
+                before = logprobs.detach()
+                found[:, at] = torch.stack([before, entropy.detach()])
+                correction = corrections_of(part, before, config)
+            else:
+                before, correction = experience.logprobs[at], experience.corrections[at]
             actions = Actions(logprobs, before, advantages[at], part.sequence[part.action_mask])
             losses, logged = loss_of(actions, config)
-            losses = losses * experience.corrections[at]
+            losses = losses * correction
             if config.entropy_coef:
                 losses = losses - config.entropy_coef * entropy
             if reference is not None:
@@ -361,13 +396,14 @@ class LocalLearner:
             logprobs, entropy = self._net(part)
             return -logprobs.sum() / num_tokens, {"entropy": entropy.detach() / num_tokens}
 
-        done = self._step(self._net, self._policy, batch, _all(batch), step, loss)
+        dealt = self.deal(batch, _all(batch))
+        done = self._step(self._policy, batch, dealt, step, loss)
         return {
             "sft/loss": done["loss"],
             "sft/lr": self._policy.rate(step),
             "sft/grad_norm": done["grad_norm"],
             "sft/entropy": done["entropy"],
-            "perf/update_tflop": self._flops.tflop(batch.lengths),
+            "perf/update_tflop": dealt.tflop([self._flops]),
         }
 
     def dpo_step(
@@ -408,39 +444,42 @@ class LocalLearner:
                 "entropy": entropy.detach() / num_tokens,
             }
 
-        done = self._step(self._net, self._policy, batch, _all(batch), step, loss, unit=2)
+        dealt = self.deal(batch, _all(batch), unit=2)
+        done = self._step(self._policy, batch, dealt, step, loss)
         return {f"dpo/{name}": value for name, value in done.items()} | {
             "dpo/lr": self._policy.rate(step),
-            "perf/update_tflop": self._flops.tflop(batch.lengths),
+            "perf/update_tflop": dealt.tflop([self._flops]),
         }
 
     def _step(
         self,
-        network: nn.Module,
         optimized: OptimizedNetwork,
         batch: Batch,
-        sequences: Tensor,
+        dealt: Dealt,
         step: int,
         loss_of: LossFunction,
-        unit: int = 1,
     ) -> dict[str, float]:
-        """One update of one network: the two halves of it, one after the other."""
+        """Take one update of one network; add the gradient's norm to what is logged."""
         optimized.zero_grad()
-        done = self.forward_backward(batch, sequences, loss_of, unit)
-        return {**done, "grad_norm": optimized.optimizer_step(step, done["loss"])}
+        done = self.forward_backward(batch, dealt, loss_of)
+        self._optimize(optimized, step, done)
+        return done
+
+    def _optimize(self, optimized: OptimizedNetwork, step: int, done: dict[str, float]) -> None:
+        done["grad_norm"] = optimized.optimizer_step(step, done["loss"])
+        return_memory()
 
     def forward_backward(
-        self, batch: Batch, sequences: Tensor, loss_of: LossFunction, unit: int = 1
+        self, batch: Batch, dealt: Dealt, loss_of: LossFunction
     ) -> dict[str, float]:
-        """Adds the gradient of a loss, in micro-batches; nothing is updated.
+        """Add the gradient of a loss, in micro-batches; nothing is updated.
 
-        sequences: [R] int64, those of the batch that take part. unit: so many neighbouring
-        sequences stay together.
+        dealt: of `deal`, the sequences of the batch that take part.
         Result: the loss, and what is logged of it, summed over all ranks.
         """
         sums: dict[str, Tensor] = {}
         sequence = batch.sequence[batch.action_mask]
-        for own, counts in self._shares(batch, sequences, unit):
+        for own, counts in self._shares(dealt):
             loss, logged = loss_of(batch.select(own), torch.isin(sequence, own))
             (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
             for name, value in {"loss": loss.detach(), **logged}.items():
@@ -449,10 +488,13 @@ class LocalLearner:
         return dict(zip(sums, totals.tolist(), strict=True))
 
     @torch.no_grad()
-    def _scores(self, network: PolicyNet, batch: Batch) -> Tensor:
-        """[2, N] log-probabilities and entropies, nats; 0 where no action token stands."""
+    def _scores(self, network: PolicyNet, batch: Batch, sequences: Tensor | None = None) -> Tensor:
+        """Return [2, N] log-probabilities and entropies, nats; 0 where no action token stands, and
+        of other sequences than these; None: all.
+        """
         result = batch.rewards.new_zeros(2, len(batch.input_ids))
-        for own, counts in self._shares(batch, _all(batch)):
+        dealt = self.deal(batch, _all(batch) if sequences is None else sequences)
+        for own, counts in self._shares(dealt):
             scores = torch.stack(network(batch.select(own)))
             if counts:
                 result[:, torch.isin(batch.sequence, own) & batch.action_mask] = scores
@@ -473,34 +515,36 @@ class LocalLearner:
         assert self._critic is not None
         values = batch.rewards.new_zeros(len(batch.input_ids))
         ends = batch.rewards.new_zeros(batch.num_sequences)
-        for own, counts in self._shares(batch, _all(batch)):
+        for own, counts in self._shares(self.deal(batch, _all(batch))):
             at_tokens, at_ends = self._critic(batch.select(own))
             if counts:
                 values[torch.isin(batch.sequence, own) & batch.action_mask] = at_tokens
                 ends[own] = at_ends
         return self.ranks.all_sum(values)[batch.action_mask], self.ranks.all_sum(ends)
 
-    def _shares(self, batch: Batch, sequences: Tensor, unit: int = 1) -> Iterator[Share]:
-        """This rank's micro-batches, [R] sequences each; as many on every rank, because a forward
-        of sharded weights needs all of them.
+    def deal(self, batch: Batch, sequences: Tensor, unit: int = 1) -> Dealt:
+        """Return sequences of a batch, [R] int64, as ranks and micro-batches compute them.
+        unit: so many neighboring sequences stay together.
         """
-        lengths = (batch.starts[1:] - batch.starts[:-1]).tolist()
-        per_rank = [
-            list(
-                micro_batches(
-                    lengths,
-                    dealt,
-                    tokens=self._settings.micro_batch_tokens,
-                    unit=unit,
-                    padded=self.ranks.device.type == "cpu",
-                )
-            )
-            for dealt in deal(lengths, sequences.tolist(), num_ranks=self.ranks.size, unit=unit)
-        ]
-        mine, idle = per_rank[self.ranks.rank], sequences[:unit].tolist()
-        for index in range(max(map(len, per_rank))):
+        return Dealt(
+            batch,
+            sequences.tolist(),
+            num_ranks=self.ranks.size,
+            tokens=self._settings.micro_batch_tokens,
+            unit=unit,
+            padded=self.ranks.device.type == "cpu",
+            share_prefixes=self._settings.share_prefixes,
+        )
+
+    def _shares(self, dealt: Dealt) -> Iterator[Share]:
+        """Yield this rank's micro-batches, [R] sequences each; as many on every rank, because a
+        forward of sharded weights needs all of them.
+        """
+        mine = dealt.ranks[self.ranks.rank]
+        for index in range(max(map(len, dealt.ranks))):
             counts = index < len(mine)
-            yield torch.tensor(mine[index] if counts else idle, device=sequences.device), counts
+            chosen = mine[index] if counts else dealt.idle
+            yield torch.tensor(chosen, device=self.ranks.device), counts
 
 
 def _all(batch: Batch) -> Tensor:
@@ -508,30 +552,26 @@ def _all(batch: Batch) -> Tensor:
     return torch.arange(batch.num_sequences, device=batch.starts.device)
 
 
-def _critic_metrics(experience: Experience) -> dict[str, float]:
-    values, targets = experience.values, experience.targets
-    if values is None or targets is None:
-        return {}
-    spread = float(targets.var()) if len(targets) > 1 else 0.0
-    explained = 1 - float((targets - values).var()) / spread if spread else 0.0
-    return {"critic/value_mean": float(values.mean()), "critic/explained_variance": explained}
+def _minibatches(
+    sequences: Tensor, epochs: int, count: int, *, key: tuple[int, int]
+) -> Iterator[Tensor]:
+    """Yield each epoch's sequences in `count` drawn parts, ascending; key: of the draw."""
+    order = np.random.Generator(np.random.Philox(key=list(key)))
+    for _ in range(epochs):
+        shuffled = torch.from_numpy(order.permutation(len(sequences))).to(sequences.device)
+        for chosen in sequences[shuffled].tensor_split(count):
+            if len(chosen):
+                yield chosen.sort().values
 
 
-def _agreement(
-    ours: Tensor, theirs: Tensor, config: PolicyGradientConfig, step: int
-) -> dict[str, float]:
-    """How far learner and engine are apart on the batch, [n] log-probabilities each.
-    Errors: EngineMismatch.
-    """
-    gap, limit = mismatch(ours, theirs, cap=config.importance_cap), config.max_mismatch_kl
-    if limit is not None and not gap["kl"] <= limit:
-        raise EngineMismatch(
-            f"step {step}: engine and learner differ by KL {gap['kl']:.3g} nats per token (limit"
-            f" {limit:g}, largest single difference {gap['max_abs']:.3g}); the engine holds other"
-            " weights, another precision or another temperature, or rollout.max_staleness lets it"
-            " fall too far behind"
-        )
-    return {f"mismatch/{name}": value for name, value in gap.items()}
+def _kl_place(config: PolicyGradientConfig) -> str:
+    """Return where the distance to the reference counts: in the reward or in the loss."""
+    return config.kl_place or recipe_of(config.recipe).kl_place
+
+
+def _is_warming(config: PolicyGradientConfig, step: int) -> bool:
+    """Return True if the critic alone learns in this step."""
+    return isinstance(config, ActorCriticConfig) and step <= config.critic_warmup_steps
 
 
 def _collect(

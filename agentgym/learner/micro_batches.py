@@ -2,7 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from agentgym.algorithms.batch import Batch
+from agentgym.learner.flops import TrainingFlops
+from agentgym.models.prefixes import Prefixes
+
+
+class Dealt:
+    """Sequences of a batch, dealt to ranks and there to micro-batches."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        sequences: Sequence[int],
+        *,
+        num_ranks: int,
+        tokens: int,
+        unit: int,
+        padded: bool,
+        share_prefixes: bool,
+    ) -> None:
+        """tokens, unit, padded: see `micro_batches`."""
+        self.idle = list(sequences[:unit])  # a rank without work computes these, too
+        self._lengths = batch.lengths.tolist()
+        self._prefixes = Prefixes(batch.input_ids, batch.starts) if share_prefixes else None
+        sharing = {} if self._prefixes is None else {"shared": self._prefixes.shared}
+        self.ranks = [
+            list(
+                micro_batches(
+                    self._lengths, own, tokens=tokens, unit=unit, padded=padded, **sharing
+                )
+            )
+            for own in deal(self._lengths, sequences, num_ranks=num_ranks, unit=unit)
+        ]
+
+    def tflop(self, networks: Sequence[TrainingFlops]) -> float:
+        """Return 1e12 operations that an update of the networks asks for, on all ranks."""
+        lengths, shared = [], []
+        for part in (part for rank in self.ranks for part in rank):
+            lengths += [self._lengths[sequence] for sequence in part]
+            shared += [0] * len(part) if self._prefixes is None else self._prefixes.of(part)
+        counts = torch.tensor(lengths), torch.tensor(shared)
+        return sum(network.tflop(*counts) for network in networks)
 
 
 def deal(
@@ -26,24 +71,56 @@ def deal(
 
 
 def micro_batches(
-    lengths: Sequence[int], sequences: Sequence[int], *, tokens: int, unit: int, padded: bool
+    lengths: Sequence[int],
+    sequences: Sequence[int],
+    *,
+    tokens: int,
+    unit: int,
+    padded: bool,
+    shared: Callable[[int, int], int] = lambda _before, _sequence: 0,
 ) -> Iterator[list[int]]:
-    """Consecutive sequences whose size stays within the budget of `tokens`; at least `unit` of
-    them, and a multiple of it.
+    """Yield consecutive sequences whose size stays within the budget of `tokens`; at least `unit`
+    of them, and a multiple of it.
 
-    padded: each sequence counts as the longest beside it.
+    padded: each sequence that shares no tokens counts as the longest beside it.
+    shared: tokens of a sequence that the one before it has, too, and that count once.
     """
+
+    def grown(size: _Size, before: int | None, block: Sequence[int]) -> _Size:
+        for sequence in block:
+            held = 0 if before is None else shared(before, sequence)
+            size, before = size.plus(lengths[sequence], held), sequence
+        return size
+
     chosen: list[int] = []
-    total = longest = 0
+    size = _Size()
     for first in range(0, len(sequences), unit):
-        block = sequences[first : first + unit]
-        more = sum(lengths[sequence] for sequence in block)
-        widest = max(longest, *(lengths[sequence] for sequence in block))
-        size = widest * (len(chosen) + unit) if padded else total + more
-        if chosen and size > tokens:
+        block = list(sequences[first : first + unit])
+        more = grown(size, chosen[-1] if chosen else None, block)
+        if chosen and (more.padded if padded else more.tokens) > tokens:
             yield chosen
-            chosen, total, widest = [], 0, max(lengths[sequence] for sequence in block)
-        chosen = [*chosen, *block]
-        total, longest = total + more, widest
+            chosen, more = [], grown(_Size(), None, block)
+        chosen, size = chosen + block, more
     if chosen:
         yield chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Tokens of a micro-batch that are computed."""
+
+    tokens: int = 0
+    sharing: int = 0  # those of sequences that share some
+    num_alone: int = 0  # sequences that share none
+    longest_alone: int = 0
+
+    @property
+    def padded(self) -> int:
+        return self.sharing + self.num_alone * self.longest_alone
+
+    def plus(self, length: int, shared: int) -> _Size:
+        tokens = self.tokens + length - shared
+        if shared:
+            return replace(self, tokens=tokens, sharing=self.sharing + length - shared)
+        longest = max(self.longest_alone, length)
+        return _Size(tokens, self.sharing, self.num_alone + 1, longest)

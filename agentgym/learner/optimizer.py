@@ -80,14 +80,18 @@ class OptimizedNetwork:
     def _optimizers(self) -> dict[tuple[str, ...], torch.optim.AdamW]:
         """By the names of the masters each steps: one for all, or one for each where states are
         offloaded.
+
+        On a CUDA device a step is one kernel, which adds in another order than that of a CPU.
         """
         config, names = self._config, tuple(self._masters)
+        is_cuda = self._ranks.device.type == "cuda"
         return {
             stepped: torch.optim.AdamW(
                 [self._masters[name] for name in stepped],
                 lr=config.lr,
                 betas=config.betas,
                 weight_decay=config.weight_decay,
+                fused=is_cuda or None,
             )
             for stepped in ([(name,) for name in names] if self._host else [names])
         }
@@ -190,7 +194,8 @@ class OptimizedNetwork:
             if key == MASTER:
                 held[entry] = master
                 continue
-            like = master.detach() if each.shape else torch.empty(())
+            # the count of steps lies where they are taken
+            like = master.detach() if each.shape else torch.empty((), device=self._ranks.device)
             held[entry] = torch.empty_like(like, dtype=each.dtype)
             if self._host:
                 self._host.put(held[entry])
@@ -228,9 +233,13 @@ class OptimizedNetwork:
 
     @torch.no_grad()
     def _round(self, names: Iterable[str]) -> None:
-        for name in names:
-            if self._parameters[name] is not self._masters[name]:
-                self._parameters[name].copy_(self._masters[name])
+        narrow = [name for name in names if self._parameters[name] is not self._masters[name]]
+        own = self._ranks.own
+        if narrow:
+            torch._foreach_copy_(
+                [own(self._parameters[name]) for name in narrow],
+                [own(self._masters[name]) for name in narrow],
+            )
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:

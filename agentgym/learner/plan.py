@@ -62,7 +62,7 @@ class LearnerPlan:
         if self.has_critic:
             like = empty_model(self.architecture, (self.critic or self.weights).dtype)
             names = {each: name for name, each in like.named_parameters()}
-            critic = ValueNet(like)
+            critic = ValueNet(like, share_prefixes=self.settings.share_prefixes)
             body = {
                 name: names[each]
                 for name, each in critic.named_parameters()

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from agentgym.models.architecture import unsupported
-from agentgym.models.attention import RAGGED, CachedRows, KeyValueCache, PackedSequences
+from agentgym.models.attention import RAGGED, PackedSequences
+from agentgym.models.cache import CachedRows, KeyValueCache
 from agentgym.models.networks import head_logits
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def require_faithful(model: PreTrainedModel) -> None:
     _FAITHFUL.add(_checked_as(model))
 
 
-class _Float32Arithmetic(TorchFunctionMode):
+class Float32Arithmetic(TorchFunctionMode):
     """Compute in float32 with weights of half precision, which are widened one call at a time.
 
     Memory beside the weights: the largest of them in float32.
@@ -152,7 +153,7 @@ def differences(model: PreTrainedModel) -> dict[str, float]:
     """
     sequences = _sequences(model)
     is_half = next(model.parameters()).dtype in HALF
-    arithmetic = _Float32Arithmetic() if is_half else nullcontext()  # it takes three times as long
+    arithmetic = Float32Arithmetic() if is_half else nullcontext()  # it takes three times as long
     with _evaluated(model), _short_windows(model), arithmetic:
         expected = _own(model, sequences, "eager")
         return {

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from agentgym.algorithms.batch import Batch
 from agentgym.models.attention import PackedSequences, require_ragged
+from agentgym.models.prefixes import Prefixes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,20 +21,27 @@ if TYPE_CHECKING:
 class PolicyNet(nn.Module):
     """Log-probabilities of the actions of a batch."""
 
-    def __init__(self, model: PreTrainedModel, head_chunk_tokens: int = 4_096) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head_chunk_tokens: int = 4_096,
+        *,
+        share_prefixes: bool = True,
+    ) -> None:
         """model: a causal language model built with RAGGED attention; head_chunk_tokens: action
-        tokens whose logits exist at one time, in the backward, too.
+        tokens whose logits exist at one time, in the backward, too; share_prefixes: compute what
+        neighboring sequences begin with once.
         """
         super().__init__()
         require_ragged(model)
         self.model = model
-        self._chunk = head_chunk_tokens
+        self._chunk, self._share = head_chunk_tokens, share_prefixes
 
     def forward(self, batch: Batch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(log-probabilities, entropies) of every action token, [n] each, at the temperature it
         was sampled at.
         """
-        hidden, positions = _states(self.model.get_decoder(), batch)
+        hidden, positions = _states(self.model.get_decoder(), batch, self._share)
 
         def head_logprobs(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             """[c, H] and [c] -> [c] log-probabilities, [c] entropies."""
@@ -73,10 +81,13 @@ def head_logits(model: PreTrainedModel, states: Tensor) -> Tensor:
 class ValueNet(nn.Module):
     """The critic: a body like the policy's and a linear head that begins at zero."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """model: a causal language model of its own, whose output head is not used."""
+    def __init__(self, model: PreTrainedModel, *, share_prefixes: bool = True) -> None:
+        """model: a causal language model of its own, whose output head is not used;
+        share_prefixes: as for `PolicyNet`.
+        """
         super().__init__()
         require_ragged(model)
+        self._share = share_prefixes
         self.config = model.config
         self.body = model.get_decoder()
         like = next(self.body.parameters())
@@ -94,24 +105,28 @@ class ValueNet(nn.Module):
         One that ends in an action, because its observation did not fit, is read where that action's
         last token was chosen: by Bellman's equation the expected value of what came after.
         """
-        hidden, positions = _states(self.body, batch)
+        hidden, positions = _states(self.body, batch, self._share)
         values = self.head(hidden).float()[:, 0]
         ends = batch.starts[1:] - 1
         return values[positions - 1], values[ends - batch.action_mask[ends].long()]
 
 
-def _states(decoder: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+def _states(decoder: Any, batch: Batch, share: bool) -> tuple[Tensor, Tensor]:
     """([N, H] hidden states of the packed tokens, [n] places of the action tokens).
     The batch is where the weights are.
     """
     assert not batch.action_mask[batch.starts[:-1]].any(), (
         "a sequence's first token has nothing before it that could have sampled it"
     )
-    layout = PackedSequences(batch.starts)
+    shared = None
+    if share:
+        shared = Prefixes(batch.input_ids, batch.starts).of(range(batch.num_sequences))
+    layout = PackedSequences(batch.starts, shared)
+    ids = batch.input_ids if layout.computed is None else batch.input_ids[layout.computed]
     hidden = decoder(
-        input_ids=batch.input_ids[None],
+        input_ids=ids[None],
         position_ids=layout.position[None],
         use_cache=False,
         layout=layout,
     )
-    return hidden.last_hidden_state[0], batch.action_mask.nonzero()[:, 0]
+    return layout.whole(hidden.last_hidden_state[0]), batch.action_mask.nonzero()[:, 0]

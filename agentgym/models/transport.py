@@ -1,5 +1,5 @@
-"""Weights on their way from a learner to the engines that sample with them: inside one process, by
-file, through Ray's object store, or by collective broadcast.
+"""Weights on their way from a learner to the engines that sample with them: inside one process, in
+memory that processes of one machine share, through Ray's object store, or by collective broadcast.
 
 The sender computes a digest, and the receiver computes it again of what arrived, before it samples
 with it.
@@ -12,18 +12,24 @@ import contextlib
 import datetime
 import fcntl
 import hashlib
+import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from torch.nn.functional import pad
+from torch.storage import TypedStorage
 
 from agentgym.models.tensorfiles import DTYPE_NAMES, DTYPES, TensorFile
 from agentgym.types import EngineMismatch
@@ -33,6 +39,11 @@ FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
 
 _SIOCGIFADDR, _IFREQ_BYTES, _ADDRESS = 0x8915, 40, slice(20, 24)  # netdevice(7)
 
+SUMS = "sums:"  # prefix of a digest made of sums
+WORDS = 1 << 16  # of 32 bits in a block
+BLOCKS_OF_GPU = 256  # blocks summed at once on a GPU: 64 MiB, and 256 MiB for the products
+KEY = 0x5EED  # seed of the factors
+
 Place = tuple[str, int] | Path  # where processes meet: host and port, or a file
 
 
@@ -40,21 +51,76 @@ class TransportBroken(RuntimeError):
     """Weights did not get to all of a group: one of them died, hangs, or was too slow."""
 
 
-def weights_digest(weights: Mapping[str, Tensor]) -> str:
-    """sha256 of the safetensors file that holds them."""
-    found = hashlib.sha256()
+def weights_digest(weights: Mapping[str, Tensor], like: str = "") -> str:
+    """Return what tells weights apart from others.
+
+    For tensors in host memory this is the sha256 of the safetensors file that holds them. For
+    tensors on a GPU it is made of sums that the GPU computes; a CPU computes the same ones.
+    like: the digest to compare with, which decides the kind.
+    """
+    if like.startswith(SUMS) or (not like and is_on_gpu(weights)):
+        sums = [_sums(weights[name]) for name in sorted(weights)]  # one wait for the device
+        layout = json.dumps([layout_of(weights), torch.stack(sums).tolist()], sort_keys=True)
+        return SUMS + hashlib.sha256(layout.encode()).hexdigest()[:32]
+    digest = hashlib.sha256()
     for piece in TensorFile.of(weights).pieces():
-        found.update(piece)
-    return found.hexdigest()
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def is_on_gpu(weights: Mapping[str, Tensor]) -> bool:
+    """Return True if all of the weights, at least one, lie in a GPU's memory."""
+    return bool(weights) and all(tensor.is_cuda for tensor in weights.values())
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """Return two sums modulo 2^64 over the words of a tensor's bytes, [2] int64 on its device.
+
+    Each word of 32 bits is multiplied by two odd random numbers of 64 bits: one for its position
+    in a block of words, one for the block. Words or blocks that change places thus change the sum.
+    Two changed words cancel each other in one sum with a probability of 2^-33.
+    """
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if content.numel() % 4 or content.storage_offset() % 4:
+        content = pad(content, (0, -content.numel() % 4))  # a copy, which begins a storage
+    words, device = content.view(torch.int32), content.device
+    num_blocks = len(words) // WORDS
+    inner = _factors(WORDS, (0, 1), device)
+    outer = _factors(1 << num_blocks.bit_length(), (2, 3), device)
+    total = torch.zeros(2, dtype=torch.int64, device=device)
+    at_once = BLOCKS_OF_GPU if tensor.is_cuda else 1  # a CPU's cache holds one
+    for first in range(0, num_blocks, at_once):
+        last = min(num_blocks, first + at_once)
+        wide = words[first * WORDS : last * WORDS].long().view(-1, WORDS)
+        for of_block, of_word, index in zip(outer, inner, (0, 1), strict=True):
+            total[index] += ((wide * of_word).sum(1) * of_block[first:last]).sum()
+    rest = words[num_blocks * WORDS :].long()
+    return total + (rest * inner[:, : len(rest)]).sum(1) * outer[:, num_blocks]
+
+
+@cache
+def _factors(count: int, streams: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return odd random numbers, [len(streams), count] int64. More of a stream begin with fewer."""
+    rows = [
+        np.random.Generator(np.random.Philox(key=[KEY, stream])).integers(
+            1 << 64, size=count, dtype=np.uint64
+        )
+        for stream in streams
+    ]
+    return torch.from_numpy((np.stack(rows) | np.uint64(1)).view(np.int64)).to(device)
 
 
 def require_arrived(arrived: str, sent: str, version: int, where: str) -> None:
-    """Of two digests. Errors: EngineMismatch."""
+    """Compare two digests. Errors: EngineMismatch."""
     if arrived != sent:
         raise EngineMismatch(
-            f"weights version {version} arrived at {where} with sha256 {arrived[:12]}, sent was"
-            f" {sent[:12]}"
+            f"weights version {version} arrived at {where} with digest {_short(arrived)}, sent was"
+            f" {_short(sent)}"
         )
+
+
+def _short(digest: str) -> str:
+    return digest.removeprefix(SUMS)[:12]
 
 
 def require_newer(version: int, held: int) -> None:
@@ -64,25 +130,60 @@ def require_newer(version: int, held: int) -> None:
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """As a safetensors file, whose sha256 is their digest."""
+    """Write a safetensors file, whose sha256 is the digest of weights in host memory."""
     with path.open("wb") as file:
         file.writelines(TensorFile.of(weights).pieces())
+
+
+@contextmanager
+def memory_file() -> Iterator[Path]:
+    """Yield a file in memory, which processes of this user can open. It is gone when this process
+    is, and those that read it have closed it.
+    """
+    descriptor = os.memfd_create("weights")
+    try:
+        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def shared_of(weights: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Return what another process opens tensors of a GPU with, as plain values. The tensors stay
+    the sender's, who leaves them as they are until they were copied.
+    """
+    shared = {}
+    for name, tensor in weights.items():
+        _, arguments = reduce_tensor(tensor.detach())  # type: ignore[no-untyped-call]
+        _, size, stride, offset, _, _, *handles = arguments
+        shared[name] = [DTYPE_NAMES[tensor.dtype], list(size), list(stride), offset, *handles]
+    return shared
+
+
+def opened(shared: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
+    """Return the tensors of `shared_of`. Errors: RuntimeError where the driver refuses them."""
+    return {
+        name: rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+            Tensor, size, stride, offset, TypedStorage, DTYPES[dtype], *handles
+        )
+        for name, (dtype, size, stride, offset, *handles) in shared.items()
+    }
 
 
 class InProcess:
     """A `Delivery` to an engine of the same process, which takes a copy."""
 
     def __init__(self, weights: Mapping[str, Tensor], version: int) -> None:
-        self._weights, self.version = weights, version
+        self.held, self.version = weights, version  # the learner's own
         self.digest = weights_digest(weights)
 
     async def weights(self) -> dict[str, Tensor]:
-        """In host memory."""
+        """Return a copy, in the memory that the learner's are in."""
         return await asyncio.to_thread(self._copied)
 
     def _copied(self) -> dict[str, Tensor]:
-        copied = {name: each.detach().to("cpu", copy=True) for name, each in self._weights.items()}
-        require_arrived(weights_digest(copied), self.digest, self.version, "the engine")
+        copied = {name: each.detach().clone() for name, each in self.held.items()}
+        arrived = weights_digest(copied, self.digest)
+        require_arrived(arrived, self.digest, self.version, "the engine")
         return copied
 
 
@@ -116,7 +217,7 @@ class Broadcast:
         """Errors: EngineMismatch, TransportBroken."""
         device = torch.device("cuda" if self.backend == "nccl" else "cpu")
         received = await asyncio.to_thread(self.receive, device)
-        found = await asyncio.to_thread(weights_digest, received)
+        found = await asyncio.to_thread(weights_digest, received, self.digest)
         require_arrived(found, self.digest, self.version, socket.gethostname())
         return received
 

@@ -67,7 +67,7 @@ def run_command(
     write_whole(params, yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False).encode())
     log_path = cfg.state_dir / "logs" / f"{place}.log"
     command = [sys.executable, "-m", "agentgym", *words, "--params", str(params)]
-    command += ["--wait", str(wait_s), "--owner-pipe"]
+    command += [*(["--wait", str(wait_s)] if wait_s else []), "--owner-pipe"]
     stop = stop or threading.Event()
     deadline = time.monotonic() + timeout_s
     with owned_process(command, log_path=log_path, env={}) as process:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentgym.config import RunConfig
-from agentgym.evaluation.audited import STEP as AUDITS
 from agentgym.evaluation.history import STEP as PROMOTIONS
 from agentgym.evaluation.record import STEP as EVALUATION
+from agentgym.pipeline.audited import STEP as AUDITS
 from agentgym.pipeline.runs import STEP as RUNS
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.store.lease import LeaseHeld

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ from agentgym.evaluation.policies import (
     Contender,
     PolicyName,
     Who,
+    checkpoint_contender,
     endpoint_contender,
     folder_contender,
     plain_contender,
-    weights_contender,
 )
 from agentgym.evaluation.protocol import EvaluationProtocol
 from agentgym.evaluation.request import EvaluationRequest
@@ -26,6 +27,8 @@ from agentgym.pipeline.table import open_store
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosted import Endpoint, only_model
 from agentgym.rollouts.policies.prices import load_tariff
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -152,34 +155,33 @@ def _endpoint(request: EvaluationRequest) -> Endpoint:
 
 
 def _of_run(run: RunConfig, cfg: RunConfig, name: PolicyName) -> Contender:
-    from agentgym.models.architecture import read_architecture, require_positions
-    from agentgym.models.checkpoint import load_checkpoint, policy_digest
     from agentgym.pipeline.export import commit_of
 
     store = open_store(cfg)
-    manifest = commit_of(run, store, name.name, run=name.of)
-    about = f"{name.name} commit {manifest.seq}"
-    checkpoint = load_checkpoint(store, manifest)
-    architecture = read_architecture(checkpoint.architecture)
-    require_positions(architecture, cfg.model.context_tokens, about)
-    return weights_contender(checkpoint, policy_digest(manifest), cfg, about)
+    return checkpoint_contender(cfg, store, commit_of(run, store, name.name, run=name.of))
 
 
 def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
     """The registered version's files, copied there, each as it was registered.
     Errors: ConfigError.
     """
+    from agentgym.evaluation.promotion import Promotions
+    from agentgym.evaluation.registered import fetch_registered
     from agentgym.tracking.deliver import tracker_of
     from agentgym.tracking.mlflow import reaching
-    from agentgym.tracking.registry import ModelChanged, fetch_version, version_meant
+    from agentgym.tracking.registry import ModelChanged, version_meant
 
     with reaching(cfg.tracking_uri):
         tracker = tracker_of(cfg)
         try:
             number = version_meant(tracker, name.name, name.of)
-            return fetch_version(tracker, name.name, number, folder)
+            promotions = Promotions(open_store(cfg), tracker, name.name, cfg.registry.alias)
+            path, left_out = fetch_registered(promotions, number, folder)
         except (LookupError, ModelChanged) as error:
             raise ConfigError(f"policy {name.text}: {error}") from None
+    if left_out:
+        logger.warning("not checked: %s", left_out)
+    return path
 
 
 def _model_folder(name: PolicyName) -> Path:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,12 +10,11 @@ from typing import Literal
 from agentgym.config import RunConfig
 from agentgym.evaluation.episodes import FILE as EPISODES
 from agentgym.evaluation.episodes import write_episodes
-from agentgym.evaluation.numbers import numbers_of
 from agentgym.evaluation.page import render
-from agentgym.evaluation.protocol import EvaluationProtocol
-from agentgym.evaluation.record import RESULT, STEP, attempts_of, find, stored_slots
+from agentgym.evaluation.record import attempts_of, examples_of, find
 from agentgym.evaluation.report import EpisodeExample
-from agentgym.evaluation.result import CLOCK, Result, coverage_of
+from agentgym.evaluation.result import RESULT, Result
+from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
@@ -53,14 +51,7 @@ def from_store(
     cfg: RunConfig, store: RunStore, head: Manifest, how: How, *, tell: bool = True
 ) -> Evaluated:
     """tell: MLflow, too."""
-    if RESULT in head.blobs:
-        result = Result.from_bytes(store.read(head, RESULT), store.read(head, CLOCK))
-    else:
-        slots, about = stored_slots(store, head)
-        protocol = EvaluationProtocol.model_validate(about["settings"])
-        numbers = numbers_of(slots, protocol)
-        valid = coverage_of(slots) >= protocol.min_coverage - 1e-9
-        result = Result(head.config, slots, numbers, {**about, "valid": valid})
+    result = stored_result(store, head)
     return kept(cfg, store, head, result, how, "", tell=tell)
 
 
@@ -78,9 +69,12 @@ def kept(
     folder = cfg.state_dir / "evaluations" / manifest.key[:12]
     folder.mkdir(parents=True, exist_ok=True)
     result.save(folder)
-    commits = store.history(STEP, manifest.key)
+    commits = store.history(manifest.step, manifest.key)
     write_episodes(folder / EPISODES, attempts_of(store, commits))
-    for name, content in render(result, list(_examples(store, commits, result))).items():
+    examples = [
+        EpisodeExample.from_trajectory(each.item.env, each) for each in examples_of(store, commits)
+    ]
+    for name, content in render(result, examples).items():
         (folder / name).write_bytes(content)
     if tell and RESULT in manifest.blobs:
         _deliver(cfg, manifest, result, folder)
@@ -104,18 +98,3 @@ def _deliver(cfg: RunConfig, manifest: Manifest, result: Result, folder: Path) -
         at_ms=int(manifest.created_at * 1000),
         folder=folder,
     )
-
-
-def _examples(
-    store: RunStore, commits: Sequence[Manifest], result: Result
-) -> Iterator[EpisodeExample]:
-    """Of each environment one success and one failure, where there are both."""
-    wanted = {(slot.env, slot.success) for slot in result.slots if slot.counts}
-    with contextlib.closing(attempts_of(store, commits)) as attempts:  # type: ignore[type-var]
-        for trajectory in attempts:
-            kind = (trajectory.item.env, trajectory.success)
-            if trajectory.status.is_valid and kind in wanted:
-                wanted.discard(kind)
-                yield EpisodeExample.from_trajectory(trajectory.item.env, trajectory)
-            if not wanted:
-                return

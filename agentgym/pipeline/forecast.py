@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,9 @@ class Work:
     passes: float  # tokens through the learner, each pass of 2 FLOP a parameter counted once
     turns: float
 
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
@@ -74,6 +78,11 @@ class Forecast:
     weight_bytes: int  # of one checkpoint
     seconds: float | None  # None: the device is not here
     speed: str  # what the seconds follow from
+    optimizer_bytes: int = 0  # of the learner's, its gradients included
+    activation_bytes: int = 0  # of the learner's, while it updates
+    cache_bytes: int = 0  # of the engine's, keys and values
+    step_seconds: float | None = None  # of an optimizer step with its rollouts
+    device_bytes: int | None = None  # memory of the GPU; None: it is not here
 
     @property
     def duration(self) -> str:
@@ -87,16 +96,47 @@ class Forecast:
 
     def lines(self, most_commits: int) -> list[str]:
         """The forecast for people."""
-        parts = f"learner {amount(self.learner_bytes)}, engine {amount(self.engine_bytes)}"
-        where = "" if self.device == "cpu" else f"{parts} on the GPU; "
-        inside = f" ({parts})" if self.device == "cpu" else ""
         written = amount(self.commit_bytes * most_commits)
+        step = "" if self.step_seconds is None else f", {self.step_seconds:.1f} s an optimizer step"
         return [
-            f"memory   {where}{amount(self.host_bytes)} on the host{inside}",
+            *(self._on_cpu() if self.device == "cpu" else self._on_gpu()),
             f"store    {amount(self.commit_bytes)} a commit, at most {most_commits} of them:"
             f" {written} written; {amount(self.weight_bytes)} of weights a checkpoint",
-            f"time     {self.duration} ({self.speed})",
+            f"time     {self.duration}{step} ({self.speed})",
         ]
+
+    def _on_cpu(self) -> Iterator[str]:
+        parts = f"learner {amount(self.learner_bytes)}, engine {amount(self.engine_bytes)}"
+        yield f"memory   {amount(self.host_bytes)} on the host ({parts})"
+
+    def _on_gpu(self) -> Iterator[str]:
+        """Yield what learner and engine take, and whether the GPU holds both at once."""
+        rest, kept = self.optimizer_bytes, self.activation_bytes
+        yield (
+            f"memory   learner {amount(self.learner_bytes)} on the GPU (weights"
+            f" {amount(self.learner_bytes - rest - kept)}, gradients and optimizer {amount(rest)},"
+            f" activations {amount(kept)})"
+        )
+        yield (
+            f"         engine {amount(self.engine_bytes)} on the GPU (weights"
+            f" {amount(self.engine_bytes - self.cache_bytes)}, cache {amount(self.cache_bytes)});"
+            f" {amount(self.host_bytes)} on the host"
+        )
+        if self.device_bytes is None:
+            return
+        both = self.learner_bytes + self.engine_bytes
+        in_turns = max(self.learner_bytes, both - kept)
+        there = f"         the GPU has {amount(self.device_bytes)}:"
+        if both <= self.device_bytes:
+            yield f"{there} both fit at once"
+        elif in_turns <= self.device_bytes:
+            yield f"{there} they fit in turns, the engine sleeps while the learner updates"
+        else:
+            yield (
+                f"{there} they need {amount(in_turns)} in turns; lower"
+                " learner.micro_batch_tokens or rollout.concurrency, or set"
+                " learner.offload_optimizer, learner.activation_checkpointing or lora.rank"
+            )
 
 
 def forecast(cfg: RunConfig, commit: int | None = None) -> Forecast:
@@ -111,17 +151,48 @@ def forecast(cfg: RunConfig, commit: int | None = None) -> Forecast:
     state = shape.num_trained * (ADAM + (MASTER if shape.itemsize < 4 else 0))
     weights = shape.num_parameters * shape.itemsize
     is_adapter = shape.num_trained < shape.num_parameters
-    learner = weights + shape.num_trained * GRADIENT + _activations(cfg, shape)
-    learner += weights if getattr(cfg.algorithm, "kl_coef", 0) else 0
+    active = _activations(cfg, shape)
     offloaded = state if cfg.learner.offload_optimizer else 0
-    learner += (state - offloaded) // cfg.ray.num_ranks
+    stepped = shape.num_trained * GRADIENT + (state - offloaded) // cfg.ray.num_ranks
+    learner = weights + stepped + active
+    learner += weights if getattr(cfg.algorithm, "kl_coef", 0) else 0
     slots = _slots(cfg)
-    cache = slots * cfg.model.context_tokens * shape.kv_values * shape.itemsize
-    engine = weights + (shape.num_parameters * 4 if widens else 0) + cache
+    cached = slots * cfg.model.context_tokens * shape.kv_values * shape.itemsize
+    cached += shape.num_parameters * 4 if widens else 0
+    engine = weights + cached
     commit = commit or state + (shape.num_trained * shape.itemsize if is_adapter else weights)
-    host = PROCESS + (learner + engine if is_cpu else offloaded + commit)
-    seconds, speed = _seconds(cfg, shape, work_of(cfg))
-    return Forecast(cfg.compute_device, learner, engine, host, commit, weights, seconds, speed)
+    host = PROCESS + offloaded + commit
+    if is_cpu:
+        waiting = 0 if cfg.rollout.max_staleness else active  # one sleeps while the other works
+        host = PROCESS + max(learner + engine - cached, learner - waiting + engine)
+    seconds_of, beside, speed = _clock(cfg, shape)
+    whole = step = None
+    if seconds_of is not None:
+        whole = seconds_of(work_of(cfg)) + beside
+        step = seconds_of(_training(cfg)) / sum(cfg.horizon.stage_steps)
+    return Forecast(
+        device=cfg.compute_device,
+        learner_bytes=learner,
+        engine_bytes=engine,
+        host_bytes=host,
+        commit_bytes=commit,
+        weight_bytes=weights,
+        seconds=whole,
+        speed=speed,
+        optimizer_bytes=stepped,
+        activation_bytes=active,
+        cache_bytes=cached,
+        step_seconds=step,
+        device_bytes=None if is_cpu else _memory_of_gpu(),
+    )
+
+
+def _memory_of_gpu() -> int | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,46 +265,61 @@ def shape_of(cfg: RunConfig) -> Shape:
 
 def work_of(cfg: RunConfig) -> Work:
     """The tokens of training, of the warm start and of every evaluation."""
-    rollout, warm = cfg.rollout, cfg.warm_start
-    action, observation = (
-        OF_TOKENS * each for each in (rollout.max_new_tokens, rollout.observation_tokens)
-    )
-    instructions = OF_TOKENS * INSTRUCTIONS if rollout.instructions else 0.0
-    algorithm = cfg.algorithm
-    # A forward and backward is three passes; the others are the old log-probabilities and a
-    # reference's. Groups of equal rewards carry no advantage and are left out.
-    carrying = OF_GROUPS if recipe_of(algorithm.recipe).needs_groups else 1.0
-    passes = 3 * carrying * getattr(algorithm, "epochs", 1) + 1
-    passes += bool(getattr(algorithm, "kl_coef", 0))
-
-    def length(turns: float) -> float:
-        return instructions + observation + turns * (action + observation)
-
-    sampled = read = through = turns = 0.0
-    spans = stages(cfg.horizon)
-    episodes = [
-        (
-            (each.last_step - each.first_step + 1) * rollout.items_per_step * rollout.group_size,
-            OF_TURNS * each.max_turns,
-        )
-        for each in spans
-    ]
-    through += sum(count * passes * length(played) for count, played in episodes)
-    asked, validation = cfg.evaluation, cfg.validation
-    num_models = len(spans) + 1 + warm.enabled
+    asked, validation, warm = cfg.evaluation, cfg.validation, cfg.warm_start
+    num_models = len(stages(cfg.horizon)) + 1 + warm.enabled
     most = OF_TURNS * asked.max_turns
-    episodes.append((num_models * asked.num_items * (asked.num_samples + 1), most))
+    episodes = [(num_models * asked.num_items * (asked.num_samples + 1), most)]
     if validation.every:
         count = sum(cfg.horizon.stage_steps) // validation.every * validation.num_items
         episodes.append((count, OF_TURNS * validation.max_turns))
-    for count, played in episodes:
-        sampled += count * played * action
-        read += count * (length(played) - played * action)
-        turns += count * played
-    if warm.enabled:
-        through += 3 * warm.steps * warm.batch_size * length(most)
-        turns += warm.num_demos * most
-    return Work(sampled, read, through, turns)
+    work = _training(cfg) + _played(cfg, episodes, asked.num_samples + 1)
+    if not warm.enabled:
+        return work
+    through = 3 * warm.steps * warm.batch_size * _length(cfg, most)
+    return work + Work(0, 0, through, warm.num_demos * most)
+
+
+def _training(cfg: RunConfig) -> Work:
+    """The tokens of all stages."""
+    rollout, algorithm = cfg.rollout, cfg.algorithm
+    # A forward and backward is three passes; the others are the old log-probabilities, which an
+    # only update has of its own, and a reference's. Groups of equal rewards carry no advantage and
+    # are left out.
+    carrying = OF_GROUPS if recipe_of(algorithm.recipe).needs_groups else 1.0
+    epochs = getattr(algorithm, "epochs", 1)
+    is_only = epochs == getattr(algorithm, "minibatches", 1) == 1
+    merged = is_only and cfg.learner_settings.share_prefixes
+    passes = 3 * carrying * epochs + (1 - carrying if merged else 1)
+    passes += bool(getattr(algorithm, "kl_coef", 0))
+    at_once = rollout.items_per_step * rollout.group_size
+    episodes = [
+        ((each.last_step - each.first_step + 1) * at_once, OF_TURNS * each.max_turns)
+        for each in stages(cfg.horizon)
+    ]
+    group = rollout.group_size
+    through = sum(count * passes * _length(cfg, played, group) for count, played in episodes)
+    return _played(cfg, episodes, group) + Work(0, 0, through, 0)
+
+
+def _played(cfg: RunConfig, episodes: Sequence[tuple[float, float]], group: int) -> Work:
+    """episodes: (how many, turns of each); group: how many of them play one item."""
+    action, work = OF_TOKENS * cfg.rollout.max_new_tokens, Work(0, 0, 0, 0)
+    for count, turns in episodes:
+        sampled = turns * action
+        read = _length(cfg, turns, group) - sampled
+        work += Work(count * sampled, count * read, 0, count * turns)
+    return work
+
+
+def _length(cfg: RunConfig, turns: float, group: int = 1) -> float:
+    """Tokens of an episode that are computed; a group's share what it begins with."""
+    rollout = cfg.rollout
+    observation = OF_TOKENS * rollout.observation_tokens
+    instructions = OF_TOKENS * INSTRUCTIONS if rollout.instructions else 0.0
+    opening = instructions + observation
+    if cfg.learner_settings.share_prefixes:
+        opening /= group
+    return opening + turns * (OF_TOKENS * rollout.max_new_tokens + observation)
 
 
 def _plain(value: Any) -> str:
@@ -258,21 +344,25 @@ def _slots(cfg: RunConfig) -> int:
     return min(cfg.rollout.concurrency, cfg.rollout.items_per_step * cfg.rollout.group_size)
 
 
-def _seconds(cfg: RunConfig, shape: Shape, work: Work) -> tuple[float | None, str]:
-    """(seconds or None, what they follow from)."""
-    flop = 2.0 * shape.num_parameters
-    slots = _slots(cfg)
+def _clock(cfg: RunConfig, shape: Shape) -> tuple[Callable[[Work], float] | None, float, str]:
+    """Return the seconds of a piece of work, None if the device is unknown; those of a run beside
+    its work; and what they follow from.
+    """
+    flop, slots = 2.0 * shape.num_parameters, _slots(cfg)
     num_steps = 2 * len(stages(cfg.horizon)) + 4
     if cfg.compute_device == "cpu":
         speed = matrix_speed(shape.hidden_size, shape.mlp_size)
         batched = slots / (slots + HALF_BATCH)
-        learned = flop * work.passes / (TRAIN_SHARE * speed)
-        played = flop * (work.sampled / batched + work.read) / (TRAIN_SHARE * speed)
-        loads = 2 * LOAD_FLOP * shape.num_parameters / speed if cfg.model.source == "hub" else 0
         threads = min(cfg.compute_threads, os.cpu_count() or 1)
-        computed = (learned + played + loads) / (1 + THREAD_GAIN * (threads - 1))
-        seconds = computed + TURN_S * work.turns + STEP_S * num_steps
-        return seconds, f"{speed / 1e9:.0f} GFLOP/s, measured in one thread"
+        gain = 1 + THREAD_GAIN * (threads - 1)
+        loads = 2 * LOAD_FLOP * shape.num_parameters / speed if cfg.model.source == "hub" else 0
+
+        def on_cpu(work: Work) -> float:
+            passed = work.passes + work.sampled / batched + work.read
+            return flop * passed / (TRAIN_SHARE * speed) / gain + TURN_S * work.turns
+
+        text = f"{speed / 1e9:.0f} GFLOP/s, measured in one thread"
+        return on_cpu, loads / gain + STEP_S * num_steps, text
     import torch
 
     from agentgym.learner.flops import peak_tflops
@@ -281,13 +371,17 @@ def _seconds(cfg: RunConfig, shape: Shape, work: Work) -> tuple[float | None, st
     if peak is None and torch.cuda.is_available():
         peak = peak_tflops(torch.cuda.get_device_name(0))
     if peak is None:
-        return None, "its GPU is not here: compute_peak_tflops names its speed"
+        return None, 0.0, "its GPU is not here: compute_peak_tflops names its speed"
     speed, weights = peak * 1e12, shape.num_parameters * shape.itemsize
     decode = slots / (GPU_DECODE_S + weights / GPU_BANDWIDTH) * GPU_SAMPLING_SHARE
-    learned = flop * work.passes / (GPU_TRAIN_SHARE * speed) / cfg.ray.num_ranks
-    played = work.sampled / decode + flop * work.read / (GPU_READ_SHARE * speed)
-    seconds = learned + played / cfg.ray.num_workers + GPU_STEP_S * num_steps
-    return seconds, f"{peak:.0f} TFLOP/s of the device, shares of it as measured on an H200"
+
+    def on_gpu(work: Work) -> float:
+        learned = flop * work.passes / (GPU_TRAIN_SHARE * speed) / cfg.ray.num_ranks
+        played = work.sampled / decode + flop * work.read / (GPU_READ_SHARE * speed)
+        return learned + played / cfg.ray.num_workers
+
+    text = f"{peak:.0f} TFLOP/s of the device, shares of it as measured on an H200"
+    return on_gpu, GPU_STEP_S * num_steps, text
 
 
 def matrix_speed(hidden_size: int, mlp_size: int, tokens: int = 256) -> float:

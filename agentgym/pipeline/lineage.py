@@ -11,12 +11,17 @@ from agentgym.evaluation.history import Version, champion_of
 from agentgym.evaluation.promotion import Promotions
 from agentgym.evaluation.publish import promotions_of
 from agentgym.evaluation.record import STEP as EVALUATION
+from agentgym.evaluation.registered import told_of_files
+from agentgym.evaluation.stored import is_evaluation
 from agentgym.pipeline.table import open_store
-from agentgym.steps.context import OUTCOMES
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.inputs import LISTS
 from agentgym.tracking.mlflow import reaching
-from agentgym.tracking.registry import all_versions, version_run_tags, version_tags
+from agentgym.tracking.registry import (
+    all_versions,
+    version_run_tags,
+    version_tags,
+)
 
 SHORT = 12
 # tags of a version, or of its run, that say which source made it
@@ -38,7 +43,9 @@ def lineage(cfg: RunConfig, of: str) -> dict[str, Any]:
                 raise ConfigError(
                     f"no version of {promotions.model} holds {promotions.alias}; name one"
                 )
-            return _of_version(promotions, heads, promotions.version(number))
+            found = _of_version(promotions, heads, promotions.version(number))
+            changed, files = told_of_files(promotions, number)
+            return {**found, "files": files, "changed": changed}
         return _back(promotions, heads, of)
 
 
@@ -99,7 +106,7 @@ def _evaluations(
         if head.step == EVALUATION:
             if weights and head.config["policy"].get("weights") == weights:
                 found.append(head)
-        elif OUTCOMES in head.blobs and version.checkpoint in head.parents.values():
+        elif is_evaluation(head) and version.checkpoint in head.parents.values():
             found.append(head)
     return found
 
@@ -152,6 +159,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"  {each['step']:<24}{each['digest'][:SHORT]}  commit {each['commit']:<4}{day}"
     yield f"data: {(found['data'] or 'unknown')[:SHORT]}"
     yield "source: " + (", ".join(f"{k} {v}" for k, v in found["source"].items()) or "not told")
+    yield f"files: {found['files']}"
     yield "decisions:"
     for each in found["decisions"]:
         yield f"  {each['entry']:>3}  {each['verdict']:<12}as {each['as']}: {each['why']}"

@@ -11,9 +11,8 @@ from agentgym.config import ConfigError, RunConfig
 from agentgym.data.items import has_lists, parse_item_id
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.local import check_local_env
-from agentgym.evaluation import asking
 from agentgym.evaluation.play import Table
-from agentgym.evaluation.policies import Contender, Seat, seated
+from agentgym.evaluation.policies import Contender
 from agentgym.evaluation.protocol import EvaluationProtocol, items_of, protocol_of_run
 from agentgym.evaluation.request import EvaluationRequest
 from agentgym.pipeline.contenders import Invited, invite, playing_config
@@ -45,28 +44,26 @@ def play_games(cfg: RunConfig, game: Game, tell: Tell, ask: Ask) -> list[Traject
     invited = _invited(cfg, protocol, game, tell, ask)
     contender, playing = invited.contender, invited.cfg
     check_local_env(playing.env)
-    from agentgym.rollouts.engine import open_pool
+    from agentgym.evaluation.evaluate import open_local
 
-    expert = contender.needs_expert
     with (
-        environment_servers(playing, expert) as endpoints,
-        open_pool(playing, endpoints, allow_expert=expert) as (pool, loop, guides),
+        environment_servers(playing, contender.needs_expert) as endpoints,
+        open_local(
+            playing, contender, endpoints, protocol, lambda player: Shown(player, tell)
+        ) as opened,
     ):
-        told = asking.told_by(guides, protocol)
-        for line in invited.lines(told) if game.policy else [told[game.env]]:
+        for line in invited.lines(opened.told) if game.policy else [opened.told[game.env]]:
             tell(line)
 
         async def play() -> list[Trajectory]:
-            async with seated(contender, playing, Usage()) as seat:
-                shown = Seat(lambda item, sample: Shown(seat.player_of(item, sample), tell))
+            async with opened.seat(Usage()) as seat:
                 by_id = {item.item_id: item for item in items}
-                given = invited.instructions(told)
-                table = Table(invited.protocol, pool, shown, given, by_id)
+                table = Table(invited.protocol, seat, invited.instructions(opened.told), by_id)
                 attempts = table.attempts(invited.protocol.envs[0])[game.temperature == 0]
                 sample = 0 if game.temperature == 0 else 1
                 return [_ended(await attempts.play(item, sample), tell) for item in items]
 
-        return loop.run(play())
+        return opened.loop.run(play())
 
 
 def _protocol(cfg: RunConfig, game: Game) -> EvaluationProtocol:
@@ -87,6 +84,10 @@ def _items(cfg: RunConfig, protocol: EvaluationProtocol, game: Game) -> Sequence
     env, task_id = parse_item_id(game.item if "_" in game.item else f"{game.env}_{game.item}")
     if env != game.env:
         raise ConfigError(f"--item {game.item} is of {env}, and --env is {game.env}")
+    if task_id < 0:
+        raise ConfigError(
+            f"--item {game.item} ends in no number of a task; expected {env}_17, or 17 alone"
+        )
     return [Item(env, task_id, "given")]
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.data.check import load_data
-from agentgym.evaluation.audited import kept_audit
 from agentgym.evaluation.evidence import PlayAnew, own_results, paired_evidence
 from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import Entry, Version
@@ -14,8 +13,10 @@ from agentgym.evaluation.paired import Incomparable
 from agentgym.evaluation.promotion import Standing
 from agentgym.evaluation.publish import evidence_anew, promotions_of
 from agentgym.evaluation.question import question_asked
+from agentgym.evaluation.registered import told_of_files
 from agentgym.evaluation.request import EvaluationRequest
 from agentgym.evaluation.result import Result
+from agentgym.pipeline.audited import audit_for_gate
 from agentgym.pipeline.table import open_store, semantic_of, steps_of
 from agentgym.steps.context import Progress
 from agentgym.steps.step import Kind, Step
@@ -49,7 +50,7 @@ def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> En
     with reaching(cfg.tracking_uri):
         promotions = promotions_of(cfg, store)
         candidate = promotions.version(number)
-        audit = kept_audit(store, candidate.run_key)
+        audit = audit_for_gate(cfg, candidate.run_key)
 
         def evidence_for(champion: Version | None) -> Evidence:
             found = _evidence(cfg, candidate, champion, progress)
@@ -80,11 +81,11 @@ def _evidence(
     cfg: RunConfig, candidate: Version, champion: Version | None, progress: Progress | None
 ) -> Evidence:
     """By the runs' own evaluations where the store has both and they asked the same."""
-    store, told = open_store(cfg), candidate.evaluation
-    final = store.final(told["step"], told["key"]) if told else None
+    store = open_store(cfg)
+    final = candidate.evaluation_in(store)
     if final is not None and champion is not None and not cfg.gate.protocol:
         try:
-            ours = own_results(store, final, champion, _evaluation(cfg).modules)
+            ours = own_results(store, final, champion)
             return paired_evidence(*ours, ())
         except (Incomparable, ValueError):
             pass  # both play anew, which nothing on record can sway
@@ -112,3 +113,12 @@ def standing(cfg: RunConfig) -> tuple[list[Entry], Standing]:
         promotions = promotions_of(cfg, open_store(cfg))
         entries = promotions.history.entries()
         return entries, promotions.standing(entries)
+
+
+def champion_files(cfg: RunConfig, now: Standing) -> tuple[bool, str]:
+    """Compare the files of the version that holds the alias. Result: as of `told_of_files`."""
+    with reaching(cfg.tracking_uri):
+        promotions = promotions_of(cfg, open_store(cfg))
+        number = promotions.number_of(now.champion) if now.champion else None
+        changed, line = told_of_files(promotions, number) if number else (False, "")
+    return changed, f"version {number}: {line}" if line and not changed else line

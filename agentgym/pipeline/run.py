@@ -7,16 +7,16 @@ Prefect tasks, `agentgym step` and tests differ in nothing but how they show it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig, is_elsewhere
 from agentgym.data.kept import keep_data
 from agentgym.deploy.environment import environment_servers
-from agentgym.models.memory import return_large_blocks
+from agentgym.models.memory import keep_blocks, return_memory
 from agentgym.pipeline.runs import keep_run
 from agentgym.pipeline.table import (
     finished,
@@ -28,7 +28,7 @@ from agentgym.pipeline.table import (
     steps_of,
     with_parents,
 )
-from agentgym.steps.context import METRICS, Environment, NoProgress, Progress, StepContext
+from agentgym.steps.context import METRICS, Environment, ForGate, NoProgress, Progress, StepContext
 from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.lease import LeaseHeld, when_free
 from agentgym.store.manifest import Manifest, sha256
@@ -105,7 +105,7 @@ def run_step(
             parents=parents,
             environment=environment or _own_servers(cfg),
             progress=progress or NoProgress(),
-            play_anew=partial(_play_anew, cfg, progress),
+            gate=_for_gate(cfg, progress),
             on_commit=Paced(lambda manifest: deliver(cfg, store, step, manifest)),
             trained=[each for stage, each in done.items() if step.stage and table[stage].stage],
         )
@@ -124,7 +124,9 @@ def _prepare_process(cfg: RunConfig, store: RunStore) -> None:
     RUNNING in MLflow.
     """
     if cfg.model.source == "hub":
-        return_large_blocks()
+        gc.collect()  # models of the step before that are in cycles
+        return_memory()
+        keep_blocks()
     if (cfg.tracking_uri, store.root) not in _looked:
         _looked.add((cfg.tracking_uri, store.root))
         close_dead(cfg, store)
@@ -206,11 +208,20 @@ def require_key(name: str, cfg: RunConfig, expected: str) -> None:
         )
 
 
-def _play_anew(cfg: RunConfig, progress: Progress | None, policy: str) -> Any:
-    """As `agentgym.pipeline.promotion.play_anew`, which takes seconds to import."""
-    from agentgym.pipeline.promotion import play_anew
+def _for_gate(cfg: RunConfig, progress: Progress | None) -> ForGate:
+    """What registration may ask for; it takes seconds to import."""
 
-    return play_anew(cfg, progress)(policy)
+    def play_anew(policy: str) -> Any:
+        from agentgym.pipeline.promotion import play_anew
+
+        return play_anew(cfg, progress)(policy)
+
+    def audited(key: str) -> Any:
+        from agentgym.pipeline.audited import audit_for_gate
+
+        return audit_for_gate(cfg, key)
+
+    return ForGate(play_anew, audited)
 
 
 def _run_watched(ctx: StepContext) -> Manifest:

@@ -13,7 +13,15 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentgym.config import ConfigError, EnvConfig, RunConfig, Section, config_digest, load_config
+from agentgym.config import (
+    ConfigError,
+    EnvConfig,
+    RunConfig,
+    Section,
+    config_digest,
+    load_config,
+    owned_env,
+)
 from agentgym.config.section import is_operational
 from agentgym.pipeline.plan import changed, plan
 from agentgym.pipeline.table import open_store, run_identity, run_key
@@ -22,6 +30,7 @@ from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import delivered_steps
+from agentgym.trust import outward
 
 STEP = "runs"  # the name these records have among the steps of a store
 PARAMS = "params.yaml"
@@ -80,25 +89,46 @@ def config_of_run(
     if head is None:
         return cfg
     try:
-        return load_config(params, overrides, layers=[_layer(head.config["config"], cfg)])
+        found = load_config(params, overrides, layers=[_layer(head.config["config"], cfg)])
+        for env in found.envs:
+            owned_env(env, cfg.envs)
+        return found
     except ConfigError as error:
         raise ConfigError(f"run {label(head.key)} cannot be had as it was: {error}") from None
 
 
 def _layer(semantic: Mapping[str, Any], cfg: RunConfig) -> dict[str, Any]:
-    """Return the run's settings as a layer; addresses of its environments are the owner's."""
+    """Return the run's settings as a layer; addresses of its environments are the owner's, and so
+    is every other operational setting, whatever the record says.
+    """
+    semantic = _without_own(semantic, RunConfig)
     own = {env.name: env for env in cfg.envs}
 
     def placed(env: Mapping[str, Any]) -> dict[str, Any]:
         there = own.get(env["name"], EnvConfig())
         tree = there.model_dump(mode="json")
-        return {**{name: tree[name] for name in tree if _is_own(EnvConfig, name)}, **env}
+        own_settings = {name: tree[name] for name in tree if _is_own(EnvConfig, name)}
+        return {**_without_own(env, EnvConfig), **own_settings}
 
     return {
         **semantic,
         "env": placed(semantic["env"]),
         "mix": [placed(each) for each in semantic["mix"]],
     }
+
+
+def _without_own(tree: Mapping[str, Any], model: type[Section]) -> dict[str, Any]:
+    """Return settings on record without those that are the owner's to say."""
+    kept = {}
+    for name, value in tree.items():
+        info = model.model_fields.get(name)
+        if info is not None and is_operational(info):
+            continue
+        inner = info.annotation if info is not None else None
+        if isinstance(inner, type) and issubclass(inner, Section) and isinstance(value, Mapping):
+            value = _without_own(value, inner)
+        kept[name] = value
+    return kept
 
 
 def require_run(cfg: RunConfig, name: str) -> None:
@@ -174,13 +204,18 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def how_to_find(params: str, overrides: Sequence[str]) -> str:
+def how_to_find(params: str, overrides: Sequence[str], cfg: RunConfig) -> str:
     """Return the options, after a space, with which a command finds a run made with these: the
-    parameter file, and overrides of settings that no run keeps.
+    parameter file, overrides of settings that no run keeps, and those of environments whose options
+    are taken from the owner alone.
+
+    cfg: what both come to.
     """
+    reaches_out = any(outward(env.name, env.options) for env in cfg.envs)
     words = [] if params == PARAMS else ["--params", params]
     for override in overrides:
-        if _says_where(override.partition("=")[0].split(".")):
+        path = override.partition("=")[0].split(".")
+        if _says_where(path) or (reaches_out and path[0] in ("env", "mix")):
             words += ["--set", without_login(override)]
     return "".join(f" {word}" for word in map(shlex.quote, words))
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from agentgym.algorithms.recipe import recipe_modules
 from agentgym.config import ConfigError, PolicyGradientConfig, RunConfig, config_digest
-from agentgym.data.check import compare_tasks, load_data, load_recorded
+from agentgym.data.check import TASKS, compare_tasks, load_data, load_recorded, tasks_json
 from agentgym.data.trajectories import RECORDED, encode, input_digest
 from agentgym.rollouts.horizon import Stage, stages
 from agentgym.rollouts.policies.engines import engine_module
@@ -137,8 +137,7 @@ def _conclusion(cfg: RunConfig, steps: Sequence[Step]) -> tuple[Step, Step]:
     def register(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import register_policy
 
-        modules = next(s.modules for s in steps if s.name == ctx.step.evaluation)
-        return register_policy(ctx, run_key(cfg), modules, ctx.play_anew)
+        return register_policy(ctx, run_key(cfg), ctx.gate.play_anew)
 
     def report(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import write_report
@@ -300,8 +299,8 @@ def with_parents(cfg: RunConfig, *names: str) -> tuple[str, ...]:
 
 def _prepare(ctx: StepContext) -> Manifest:
     splits = load_data(ctx.cfg)
-    repeated, unknown = compare_tasks(ctx.cfg.envs, splits)
-    splits = replace(splits, warnings=(*splits.warnings, *repeated, *unknown))
+    tasks = compare_tasks(ctx.cfg.envs, splits)
+    splits = replace(splits, warnings=(*splits.warnings, *tasks.repeated, *tasks.unknown))
     for warning in splits.warnings:
         logger.warning("%s", warning)
     sizes = {name: len(getattr(splits, name)) for name in ("train", "validation", "test")}
@@ -311,6 +310,7 @@ def _prepare(ctx: StepContext) -> Manifest:
         state={},
         blobs={
             "splits.json": splits.to_json(),
+            TASKS: tasks_json(tasks, splits),
             **({RECORDED: encode(recorded)} if recorded else {}),
         },
         results={

@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.episode import (
@@ -65,6 +65,20 @@ class Lockstep:
         for _, future in wave:
             if not future.done():  # cancelled
                 future.set_result(None)  # wakes the waiting in this order
+
+
+class PlaysEpisodes(Protocol):
+    """Plays episodes, here or elsewhere."""
+
+    async def play(
+        self,
+        item: Item,
+        sample: int,
+        barrier: Lockstep | None = None,
+        failed: Callable[[Trajectory], None] = ...,
+    ) -> Trajectory:
+        """As `Attempts.play`."""
+        ...
 
 
 @dataclass
@@ -193,7 +207,7 @@ async def collect(
 
 
 async def in_lockstep(
-    attempts: Attempts,
+    attempts: PlaysEpisodes,
     wave: Sequence[tuple[Item, int]],
     progress: Callable[[int], None] = lambda _: None,
     failed: Callable[[Trajectory], None] = lambda _: None,
@@ -214,9 +228,9 @@ async def in_lockstep(
     return await in_order([one(item, sample) for item, sample in wave])
 
 
-def samples(items: Sequence[Item], num_samples: int, first: int = 0) -> list[tuple[Item, int]]:
-    """Item by item, its samples from the first on."""
-    return [(item, first + sample) for item in items for sample in range(num_samples)]
+def samples(items: Sequence[Item], num_samples: int) -> list[tuple[Item, int]]:
+    """List (item, sample) item by item; samples are counted from 0."""
+    return [(item, sample) for item in items for sample in range(num_samples)]
 
 
 def require_valid(

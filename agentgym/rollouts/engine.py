@@ -62,7 +62,6 @@ class LocalEngine:
         max_turns: int,
         temperature: float,
         seed: int,
-        first_sample: int = 0,
         read_last: bool = False,
         progress: Callable[[int], None] = lambda _: None,
     ) -> list[Trajectory]:
@@ -81,7 +80,7 @@ class LocalEngine:
             self.loop.run(self.policy.wake())
         trajectories = self.loop.run(
             collect(
-                samples(items, num_samples, first_sample),
+                samples(items, num_samples),
                 pool=self.pool,
                 player_of=token_players(self.policy, self.checkpoint.renderer),
                 settings=settings,
@@ -118,14 +117,17 @@ class LocalEngine:
 
 
 def shares_device(cfg: RunConfig) -> bool:
-    """Whether an engine sleeps between rollouts, to leave its accelerator's memory to a learner:
-    one process is both, or Ray may place a rank and a worker on one GPU. With `max_staleness` it
-    samples beside the update.
+    """Return True if an engine sleeps between rollouts, to leave its memory to a learner.
+
+    One process is both, or Ray may schedule a rank and a worker on one GPU. With `max_staleness`
+    it samples while the learner updates.
     """
-    if cfg.compute_device == "cpu" or cfg.rollout.max_staleness:
+    if cfg.rollout.max_staleness:
         return False
     ray = cfg.ray
-    return cfg.compute != "ray" or bool(ray.worker_gpus % 1 and ray.rank_gpus % 1)
+    if cfg.compute != "ray":
+        return True
+    return cfg.compute_device != "cpu" and bool(ray.worker_gpus % 1 and ray.rank_gpus % 1)
 
 
 def canary_of(cfg: RunConfig, checkpoint: Checkpoint) -> Canary:
@@ -182,6 +184,7 @@ def open_engine(
         finally:
             loop.cancel()  # rollouts nobody waits for
             loop.run(policy.close())
+            gc.unfreeze()  # what ends with the step can be garbage: weights of gigabytes
 
 
 @contextmanager

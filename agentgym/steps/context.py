@@ -38,7 +38,6 @@ Blobs = Mapping[str, bytes | Blob]
 
 METRICS = "metrics.jsonl"
 VALIDATION = "validation/success"
-OUTCOMES, FAMILIES = "outcomes.json", "families.json"  # of an evaluation
 
 
 class Progress(Protocol):
@@ -64,39 +63,24 @@ def not_here(policy: str) -> Any:
     raise RuntimeError(f"{policy} cannot be evaluated here")
 
 
-@dataclass
-class StepContext:
-    """One open step. It alone may commit, under the lease its writer holds."""
+@dataclass(frozen=True)
+class ForGate:
+    """What the gate may ask for while a model is registered."""
+
+    # has a policy that `agentgym evaluate` takes play by the gate's protocol -> its Result
+    play_anew: Callable[[str], Any] = not_here
+    # key of a run -> what its audit says, as fields of the gate's evidence
+    audited: Callable[[str], Any] = not_here
+
+
+@dataclass(kw_only=True)
+class StepReader:
+    """What a step reads: its parameters and what its parents left."""
 
     cfg: RunConfig
     step: Step
-    config: dict[str, Any]  # the semantic fields in the step's key
     store: RunStore
-    writer: StepWriter
     parents: dict[str, Manifest]
-    environment: Environment
-    progress: Progress = field(default_factory=NoProgress)
-    on_commit: Callable[[Manifest], None] = lambda _: None
-    # has a policy that `agentgym evaluate` takes play by the gate's protocol -> its Result
-    play_anew: Callable[[str], Any] = not_here
-    trained: Sequence[Manifest] = ()  # the stages before this one, in order
-    _opened_at: float = field(default_factory=time.perf_counter)
-    _wall_s: float = field(init=False)  # of all attempts at this step
-    _held: list[Passed] = field(default_factory=list)  # steps taken since the last commit
-    _durable_step: int | None = None  # the last one that a commit holds, or is about to
-    _committed_at: float = -math.inf  # on the monotonic clock
-    _commit_bytes: int = 0  # of the last commit
-    _swept: bool = False
-    _writing: Future[Manifest] | None = None
-    _thread: ThreadPoolExecutor = field(init=False)
-    _system: SystemMetrics | None = None
-
-    def __post_init__(self) -> None:
-        head = self.writer.head
-        self._wall_s = head.timings.get("wall_s", 0.0) if head else 0.0
-        self._thread = ThreadPoolExecutor(1, "commit")
-        if self.step.kind is Kind.TRAIN:  # with whose points an evaluation's share the run's axis
-            self._system = SystemMetrics(self.cfg.state_dir)
 
     @property
     def data(self) -> Manifest:
@@ -116,11 +100,6 @@ class StepContext:
     @property
     def demonstrations(self) -> Manifest:
         return self.parents[self.step.demonstrations]
-
-    @property
-    def head(self) -> Manifest | None:
-        """The last commit of this step: what a resumed run goes on from."""
-        return self.writer.head
 
     def read(self, manifest: Manifest, name: str) -> bytes:
         """Verified content. Errors: DigestMismatch, BlobMissing."""
@@ -152,6 +131,41 @@ class StepContext:
 
         cfg = self.cfg
         return adapter_for(self.store, manifest, cfg.lora, cfg.seed) if cfg.lora.rank else None
+
+
+@dataclass(kw_only=True)
+class StepContext(StepReader):
+    """One open step. It alone may commit, under the lease its writer holds."""
+
+    config: dict[str, Any]  # the semantic fields in the step's key
+    writer: StepWriter
+    environment: Environment
+    progress: Progress = field(default_factory=NoProgress)
+    on_commit: Callable[[Manifest], None] = lambda _: None
+    gate: ForGate = ForGate()
+    trained: Sequence[Manifest] = ()  # the stages before this one, in order
+    _opened_at: float = field(default_factory=time.perf_counter)
+    _wall_s: float = field(init=False)  # of all attempts at this step
+    _held: list[Passed] = field(default_factory=list)  # steps taken since the last commit
+    _durable_step: int | None = None  # the last one that a commit holds, or is about to
+    _committed_at: float = -math.inf  # on the monotonic clock
+    _commit_bytes: int = 0  # of the last commit
+    _swept: bool = False
+    _writing: Future[Manifest] | None = None
+    _thread: ThreadPoolExecutor = field(init=False)
+    _system: SystemMetrics | None = None
+
+    def __post_init__(self) -> None:
+        head = self.writer.head
+        self._wall_s = head.timings.get("wall_s", 0.0) if head else 0.0
+        self._thread = ThreadPoolExecutor(1, "commit")
+        if self.step.kind is Kind.TRAIN:  # with whose points an evaluation's share the run's axis
+            self._system = SystemMetrics(self.cfg.state_dir)
+
+    @property
+    def head(self) -> Manifest | None:
+        """The last commit of this step: what a resumed run goes on from."""
+        return self.writer.head
 
     def commit(
         self,

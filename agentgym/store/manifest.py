@@ -13,6 +13,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 SCHEMA_VERSION = 1
+MAX_DEPTH = 100  # levels of a commit's file
 SEVERAL = 2  # schema version of a file that holds the manifests of several optimizer steps
 # They hold clock times, or say who wrote and in how many commits.
 NOT_IDENTITY = frozenset({"records", "timings", "epoch", "created_at", "seq", "follows"})
@@ -184,7 +185,8 @@ def decode_commit(data: bytes, *, where: str = "manifest") -> list[Manifest]:
     """The inverse of `encode_commit`. `where` names the source in errors. Errors: ManifestError."""
     try:
         tree = json.loads(data)
-    except ValueError as error:
+        _check_depth(tree)
+    except (ValueError, RecursionError) as error:
         raise ManifestDamaged(
             f"{where} is not JSON ({error}); a commit is never half written, so restore it from a"
             " copy"
@@ -195,6 +197,21 @@ def decode_commit(data: bytes, *, where: str = "manifest") -> list[Manifest]:
     if not (isinstance(trees, list) and trees):
         raise ManifestDamaged(f"{where} holds no commit; restore it from a copy")
     return [Manifest.from_tree(each, where=where) for each in trees]
+
+
+def _check_depth(tree: Any) -> None:
+    """Raise ValueError for a tree that is nested too deep to be compared or written again."""
+    level = [tree]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for each in level
+            for child in (each.values() if isinstance(each, dict) else each)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
 
 
 def _culprit(value: Any, place: str = "value") -> str:

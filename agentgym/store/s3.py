@@ -410,7 +410,7 @@ class Head:
             tree = json.loads(data)
             spans = tuple((int(first), int(epoch)) for first, epoch in tree.pop("spans"))
             return cls(Holder.from_tree(tree.pop("holder")), spans=spans, **tree)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ManifestError(
                 f"{where} is no head of a step ({error!r}); restore it from a copy"
             ) from None

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from agentgym.tracking.points import LedgerError
 logger = logging.getLogger(__name__)
 
 KINDS = ("step", "pipeline")
+RECORDS = ("evaluation", "comparison", "cell")  # written in one go, of work that is done
+CUT_OFF = "what it shows was not written to its end; the same command writes the rest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class Death:
 def close_dead(cfg: RunConfig, store: RunStore) -> dict[str, str]:
     """End every run of this store's steps that MLflow shows as RUNNING and nobody is at work on.
 
-    Runs of steps that this store has never seen are left alone: another store has them.
+    Runs of steps that this store has never seen are left alone: another store has them. A run
+    that only records what is done, and one without a step, is closed after a lease's length.
     Result: MLflow run id -> reason. A ledger that cannot be reached is left for the next time.
     """
     if not _may_have_running(cfg):
@@ -78,6 +81,10 @@ def _close(tracker: Tracker, store: RunStore) -> dict[str, str]:
         if end is not None and not _builds_on(tracker, store, run):
             tracker.close_run(run_id, end.status, end.reason)
             closed[run_id] = end.reason
+    for run in tracker.running(RECORDS):
+        if _is_old(store, [run]):
+            tracker.close_run(run.info.run_id, "KILLED", CUT_OFF)
+            closed[run.info.run_id] = CUT_OFF
     return closed
 
 
@@ -90,12 +97,17 @@ def _death(tenure: Tenure) -> Death | None:
 def _unattended(tracker: Tracker, store: RunStore, run: Any) -> Death | None:
     """Return the end of a pipeline without a RUNNING step; None while a next step may begin."""
     steps = _steps(tracker, run)
-    if not store.tenures({_folder(each.data.tags) for each in steps}):
+    if steps and not store.tenures({_folder(each.data.tags) for each in steps}):
         return None  # of another store
-    last = max(max(each.info.end_time or 0, each.info.start_time or 0) for each in steps)
-    if time.time() - last / 1000 < store.lease_ttl_s:
+    if not _is_old(store, [run, *steps]):
         return None
     return Death("KILLED", "no step of it runs; the same command goes on")
+
+
+def _is_old(store: RunStore, runs: Sequence[Any]) -> bool:
+    """Return True if the last beginning or end of these runs is a lease's length ago."""
+    last = max(max(run.info.end_time or 0, run.info.start_time or 0) for run in runs)
+    return time.time() - last / 1000 >= store.lease_ttl_s
 
 
 def _builds_on(tracker: Tracker, store: RunStore, run: Any) -> bool:

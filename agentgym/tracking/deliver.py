@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 DELIVERED = "mlflow.agentgym.delivered"  # tag, with a step's name: its last commit that MLflow has
 RECORDS = "mlflow.agentgym.records"  # tag of a step's run: the second digest of its last commit
+PACKAGES = "packages.txt"  # artifact of a pipeline's run: what is installed
 SHARE = 0.01  # of a run's time that deliveries may take
 MAX_WAIT_S = 60.0  # how old the newest points may be in MLflow
 CURVE = (  # what a person looks at first; everything else is in MLflow
@@ -117,7 +118,19 @@ def _seen(cfg: RunConfig, place: str, query: str, values: Sequence[str]) -> str:
 
 def parent_run(cfg: RunConfig, run_key: str) -> str:
     """The MLflow run of this configuration; found or created."""
-    tags = {
+    return tracker_of(cfg).parent_run(
+        run_key, params=cfg.semantic(), tags=run_tags(cfg, run_key), title=run_title(cfg)
+    )
+
+
+def run_title(cfg: RunConfig) -> str:
+    """Beginning of the name of a pipeline's run."""
+    return f"{cfg.algorithm.recipe} {'>'.join(map(str, cfg.horizon.max_turns))} seed {cfg.seed}"
+
+
+def run_tags(cfg: RunConfig, run_key: str) -> dict[str, str]:
+    """Tags of a pipeline's run, beside those that find it."""
+    return {
         "algorithm": cfg.algorithm.recipe,
         "environment": cfg.env_names,
         "horizon": ",".join(map(str, cfg.horizon.max_turns)),
@@ -125,8 +138,6 @@ def parent_run(cfg: RunConfig, run_key: str) -> str:
         "data.sha256": input_digest(cfg),
         "episodes": episodes_page(run_key),
     }
-    title = f"{cfg.algorithm.recipe} {'>'.join(map(str, cfg.horizon.max_turns))} seed {cfg.seed}"
-    return tracker_of(cfg).parent_run(run_key, params=cfg.semantic(), tags=tags, title=title)
 
 
 def episodes_page(run_key: str, step: str = "") -> str:
@@ -260,7 +271,15 @@ def _conclude(
     """The pipeline's run gets its report, what is installed, and what it came to."""
     tracker = tracker_of(cfg)
     files = {name: store.read(report, name) for name in (*report.blobs, *report.records)}
-    tracker.log_artifacts(parent_id, {**files, "packages.txt": packages()})
+    tracker.log_artifacts(parent_id, {**files, PACKAGES: packages()})
+    describe(tracker, parent_id, note_of_pipeline(cfg, tracker, report, run_key, parent_id))
+    tracker.end_run(parent_id)
+
+
+def note_of_pipeline(
+    cfg: RunConfig, tracker: Tracker, report: Manifest, run_key: str, parent_id: str
+) -> str:
+    """Description of a whole pipeline's run."""
     facts = {
         "recipe": cfg.algorithm.recipe,
         "on": cfg.env_names,
@@ -277,8 +296,7 @@ def _conclude(
             tracker, parent_id, run_key, str(registered["model"]), str(registered["version"])
         ),
     ]
-    describe(tracker, parent_id, "\n".join(lines))
-    tracker.end_run(parent_id)
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,11 +384,15 @@ def deliver_committed(
         if not pending:
             continue
         points = [point for manifest in pending for point in _points(store, manifest)]
-        last_mark = f"{_mark(pending[-1])[0]} {_mark(pending[-1])[1]}"
-        told = {f"alarm.{alarm.name}": str(alarm) for alarm, _ in raised(points)}
-        tracker.deliver(run_id, points, {**told, tag: last_mark})
+        tracker.deliver(run_id, points, delivery_tags(pending[-1], points))
         delivered = max(delivered, len(pending))
     return delivered
+
+
+def delivery_tags(last: Manifest, points: Sequence[Point]) -> dict[str, str]:
+    """Tags of a run that has these points of a step, the last ones of this commit."""
+    told = {f"alarm.{alarm.name}": str(alarm) for alarm, _ in raised(points)}
+    return {**told, _tag(last.step, last.key): " ".join(map(str, _mark(last)))}
 
 
 def delivery_mark(cfg: RunConfig, run_key: str, step: str, key: str) -> Path:

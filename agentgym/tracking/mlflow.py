@@ -38,6 +38,8 @@ MAX_PARAM_CHARS = 6000
 GATEWAY = (429, 502, 503, 504)  # statuses of a server that is busy, or of what stands before it
 REACH_TIMEOUT_S = 10.0  # for a server to say that it is there
 SUPERSEDED = "superseded"  # value of the tag `kind`
+CONTEXT = "mlflow.data.context"  # tag of a run's input: its split
+SOURCE_RUN, TRACE_NAME = "mlflow.sourceRun", "mlflow.traceName"
 ENDED = "ended"  # tag of a run that was not brought to its end: why
 
 
@@ -120,7 +122,7 @@ class Tracker:
         Nested params become dotted names.
         """
         identity = {"run_key": run_key, "kind": "pipeline"}
-        return self._find_or_create(f"{title} r{run_key[:12]}".strip(), identity, params, tags)
+        return self._find_or_create(pipeline_name(title, run_key), identity, params, tags)
 
     def child_run(
         self,
@@ -280,9 +282,9 @@ class Tracker:
                     digest=each.digest,
                     source_type="local",
                     source=plain(each.source),
-                    profile=json.dumps({"num_items": each.num_items}),
+                    profile=profile_of(each),
                 ),
-                [InputTag("mlflow.data.context", each.split)],
+                [InputTag(CONTEXT, each.split)],
             )
             for each in inputs
         ]
@@ -308,8 +310,8 @@ class Tracker:
                 trace.request,
                 trace.response,
                 execution_duration=trace.took_ms,
-                trace_metadata={"mlflow.sourceRun": run_id},
-                tags={**trace.tags, "mlflow.traceName": trace.name},
+                trace_metadata={SOURCE_RUN: run_id},
+                tags={**trace.tags, TRACE_NAME: trace.name},
                 assessments=[success],
             )
         )
@@ -389,7 +391,7 @@ class Tracker:
         changed = {key: value for key, value in wanted.items() if run.data.tags.get(key) != value}
         if changed:
             self.set_tags(run_id, changed)
-        self._log_missing_params(run_id, run.data.params, _flatten(params))
+        self._log_missing_params(run_id, run.data.params, flat_params(params))
         return run_id
 
     def _find_run(self, identity: dict[str, str]) -> Any:
@@ -407,6 +409,16 @@ class Tracker:
         missing = [Param(key, value) for key, value in wanted.items() if key not in present]
         for start in range(0, len(missing), MAX_PARAMS):
             self.client.log_batch(run_id, params=missing[start : start + MAX_PARAMS])
+
+
+def profile_of(data: DatasetInput) -> str:
+    """What MLflow shows of a dataset's size."""
+    return json.dumps({"num_items": data.num_items})
+
+
+def pipeline_name(title: str, run_key: str) -> str:
+    """Name of the run that gathers a whole pipeline."""
+    return f"{title} r{run_key[:12]}".strip()
 
 
 def local_path(location: str) -> Path | None:
@@ -498,11 +510,12 @@ def _unavailable(uri: str, error: Exception) -> str:
     )
 
 
-def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Parameters as MLflow has them: dotted names, texts."""
     flat: dict[str, str] = {}
     for key, value in params.items():
         flat.update(
-            _flatten(value, f"{prefix}{key}.")
+            flat_params(value, f"{prefix}{key}.")
             if isinstance(value, Mapping)
             else {f"{prefix}{key}": plain(str(value))[:MAX_PARAM_CHARS]}
         )

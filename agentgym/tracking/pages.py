@@ -23,7 +23,7 @@ from agentgym.tracking.views import NOTE, NOTE_OURS, VIEWS, link_to
 from agentgym.types import Trajectory
 from envs.plain import plain
 
-OUTCOMES, TABLE = "outcomes.json", "outcomes_table.json"
+RESULT, TABLE = "result.json", "outcomes_table.json"  # of an evaluation; as MLflow shows it
 EVALUATED = "eval/"  # metrics that a logged model gets
 MAX_NOTE = 7000  # characters; MLflow takes 8000
 MANIFEST = "mlflow.agentgym.manifest"  # tag of a step's run: digest of its last commit
@@ -45,12 +45,23 @@ def show_step(
     tracker.log_inputs(child_id, data)
     if "splits.json" in manifest.blobs:
         tracker.log_inputs(parent_id, data)
-    if OUTCOMES in manifest.blobs and "summary" in manifest.results:
+    if is_evaluated(manifest):
         _show_evaluation(store, tracker, manifest, points, runs, data[0])
     if cfg.tracking.traces:
         for trace in traces_of(store, manifest, cfg.tracking.traces):
             tracker.log_trace(trace, child_id)
     describe(tracker, child_id, note_of_step(manifest, title))
+
+
+def checkpoint_params(evaluation: Manifest) -> dict[str, str]:
+    """Parameters of the logged model of an evaluated checkpoint."""
+    results = evaluation.results
+    return {"step": str(results["checkpoint"]), "global_step": str(results["global_step"])}
+
+
+def note_tags(note: str) -> dict[str, str]:
+    """Tags of a run that we described, and nobody else since."""
+    return {NOTE: plain(note), NOTE_OURS: sha256(plain(note).encode())}
 
 
 def traces_of(store: RunStore, manifest: Manifest, count: int) -> list[EpisodeTrace]:
@@ -80,36 +91,59 @@ def _show_evaluation(
     step = str(manifest.results["checkpoint"])
     digest = manifest.parents[step]
     made_by = tracker.find_run({"mlflow.parentRunId": parent_id, MANIFEST: digest})
+    tags = {STORE_KEY: digest, "step": step, "store": store.root}
     model_id = tracker.checkpoint_model(
-        step,
-        made_by or child_id,
-        {STORE_KEY: digest, "step": step, "store": store.root},
-        {"step": step, "global_step": str(manifest.results["global_step"])},
+        step, made_by or child_id, tags, checkpoint_params(manifest)
     )
     bound = [
         Point(p.step, p.time_ms, {k: v for k, v in p.metrics.items() if k.startswith(EVALUATED)})
         for p in points[-1:]
     ]
     tracker.deliver(child_id, bound, model_id=model_id, dataset=(data.name, data.digest))
-    table = outcomes_table(json.loads(store.read(manifest, OUTCOMES)))
-    tracker.log_artifacts(child_id, {TABLE: json.dumps(table, separators=(",", ":")).encode()})
+    tracker.log_artifacts(child_id, {TABLE: table_of(store, manifest)})
     show_tables(tracker, child_id, [TABLE])
+
+
+def is_evaluated(manifest: Manifest) -> bool:
+    """Return True for a step whose page has a checkpoint's numbers and a table of outcomes."""
+    return RESULT in manifest.blobs and "summary" in manifest.results
+
+
+def table_of(store: RunStore, manifest: Manifest) -> bytes:
+    """The table of outcomes as it lies among the artifacts."""
+    table = outcomes_table(json.loads(store.read(manifest, RESULT)))
+    return json.dumps(table, separators=(",", ":")).encode()
 
 
 def show_tables(tracker: Tracker, run_id: str, paths: Iterable[str]) -> None:
     """Artifacts that MLflow's UI opens as tables."""
-    shown = json.dumps([{"path": path, "type": "table"} for path in paths])
-    tracker.set_tags(run_id, {"mlflow.loggedArtifacts": shown})
+    tracker.set_tags(run_id, table_tags(paths))
 
 
-def outcomes_table(outcomes: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for each item, as MLflow keeps tables."""
-    rows = zip(outcomes["items"], outcomes["greedy"], outcomes["samples"], strict=True)
+def table_tags(paths: Iterable[str]) -> dict[str, str]:
+    return {"mlflow.loggedArtifacts": json.dumps([{"path": p, "type": "table"} for p in paths])}
+
+
+def successes(result: Mapping[str, Any]) -> dict[str, list[float | None]]:
+    """Return the success of each item's slots, greedy first; None where one does not count.
+
+    result: content of a result's file.
+    """
+    rows: dict[str, list[float | None]] = {}
+    for row in result["slots"]:
+        slot = dict(zip(result["columns"], row, strict=True))
+        counts = slot["outcome"] in ("scored", "truncated")
+        rows.setdefault(slot["item_id"], []).append(float(slot["success"]) if counts else None)
+    return rows
+
+
+def outcomes_table(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A row for each item, as MLflow keeps tables. result: content of a result's file."""
     return {
         "columns": ["item", "greedy", "samples solved", "samples"],
         "data": [
             [item, greedy, sum(each or 0.0 for each in samples), len(samples)]
-            for item, greedy, samples in rows
+            for item, (greedy, *samples) in successes(result).items()
         ],
     }
 
@@ -119,7 +153,7 @@ def describe(tracker: Tracker, run_id: str, note: str) -> None:
     tags, note = tracker.client.get_run(run_id).data.tags, plain(note)
     present, ours = tags.get(NOTE, ""), tags.get(NOTE_OURS, "")
     if present != note and (not present or sha256(present.encode()) == ours):
-        tracker.set_tags(run_id, {NOTE: note, NOTE_OURS: sha256(note.encode())})
+        tracker.set_tags(run_id, note_tags(note))
 
 
 def note_of_step(manifest: Manifest, title: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,10 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from agentgym.store.manifest import sha256
+from agentgym.store.runstore import RunStore
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.views import NOTE_OURS
 from envs.plain import plain
@@ -22,7 +27,14 @@ ABOUT = (
     " of all, `agentgym promote` and `agentgym rollback` make one, `agentgym lineage` says what a"
     " version was made of."
 )
+REGISTER, RECORD = "register", "files.json"  # step, and the record with its version's digests
+CARD = ("algorithm", "step_key", "weights.sha256")  # tags that a model's card shows: what it is
+TASK = "llm/v1/chat"  # of MLflow's for transformers
+MLMODEL = "MLmodel"
+# fields of MLmodel that are another's where the same model is registered anew
+_IDENTITY = ("artifact_path", "model_id", "model_uuid", "run_id", "utc_time_created")
 _OF_MLFLOW = ("registered_model_meta",)  # what it adds to a copy
+logger = logging.getLogger(__name__)
 
 
 def register_model(
@@ -34,7 +46,7 @@ def register_model(
     alias: str | None,
     tags: Mapping[str, str],
     step: int,
-    task: str = "llm/v1/chat",
+    task: str = TASK,
 ) -> str:
     """Log a transformers model with its tokenizer and chat template, register it, move `alias`
     to it (None: leave it).
@@ -168,11 +180,64 @@ def file_digests(folder: Path) -> dict[str, str]:
     return found
 
 
+def lasting_digests(folder: Path) -> dict[str, str]:
+    """As `file_digests`, equal for the same model registered anew by the same packages."""
+    found = file_digests(folder)
+    path = folder / MLMODEL
+    return {**found, MLMODEL: _lasting(path.read_bytes())} if MLMODEL in found else found
+
+
+def lasting_files(tracker: Tracker, name: str, version: str) -> dict[str, str]:
+    """`lasting_digests` of a version that was registered just now. Errors: LookupError."""
+    from mlflow.artifacts import download_artifacts
+
+    tags = version_tags(tracker, name, version)
+    if FILES not in tags:
+        return {}  # an earlier release registered it
+    with tempfile.TemporaryDirectory() as folder, _found(f"the files of {name} version {version}"):
+        source = tracker.client.get_model_version_download_uri(name, version)
+        uri = f"{source.rstrip('/')}/{MLMODEL}"
+        path = download_artifacts(artifact_uri=uri, dst_path=folder, tracking_uri=tracker.uri)
+        return {**json.loads(tags[FILES]), MLMODEL: _lasting(Path(path).read_bytes())}
+
+
+def _lasting(mlmodel: bytes) -> str:
+    tree = yaml.safe_load(mlmodel)
+    kept = {key: value for key, value in tree.items() if key not in _IDENTITY}
+    return sha256(json.dumps(kept, sort_keys=True, default=str).encode())
+
+
+def registered_files(store: RunStore, name: str, version: str) -> dict[str, str] | None:
+    """`lasting_digests` of a version by the commit that registered it; None: not of this store."""
+    commits = [
+        each
+        for each in store.keys(REGISTER)
+        if RECORD in each.records
+        and (each.results["model"], str(each.results["version"])) == (name, version)
+    ]
+    if not commits:
+        return None
+    last = max(commits, key=lambda each: each.created_at)
+    return dict(json.loads(store.read(last, RECORD)))
+
+
+def unregistered(name: str, version: str) -> str:
+    """What is not checked of a version that no store here registered."""
+    return f"files of {name} version {version}, no store here has the commit that registered it"
+
+
 def fetch_version(
-    tracker: Tracker, name: str, version: str, folder: Path, *, has_digests: bool = False
+    tracker: Tracker,
+    name: str,
+    version: str,
+    folder: Path,
+    *,
+    has_digests: bool = False,
+    committed: Mapping[str, str] | None = None,
 ) -> Path:
     """A version's files, copied below `folder`, each with the digest that it was registered with.
     has_digests: one that was registered without is refused.
+    committed: `lasting_digests` by the store, which whoever writes to MLflow cannot change.
     Result: where. Errors: LookupError where there is none; ModelChanged.
     """
     from mlflow.artifacts import download_artifacts
@@ -185,8 +250,10 @@ def fetch_version(
         there = Path(
             download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=tracker.uri)
         )
-    if FILES in tags:
-        check_files(there, json.loads(tags[FILES]), f"{name} version {version}")
+    if committed is not None:
+        check_files(lasting_digests(there), committed, f"{name} version {version}")
+    elif FILES in tags:
+        check_files(file_digests(there), json.loads(tags[FILES]), f"{name} version {version}")
     return there
 
 
@@ -208,12 +275,13 @@ def version_meant(tracker: Tracker, name: str, of: str) -> str:
     return version
 
 
-def verified_model(model_uri: str, folder: str | None = None) -> str:
+def verified_model(model_uri: str, folder: str | None = None, store: RunStore | None = None) -> str:
     """A version's files, each as it was registered, for MLflow's loaders, which do not look:
     `mlflow.transformers.load_model(verified_model("models:/NAME@champion"))`.
 
     model_uri: `models:/NAME@ALIAS` or `models:/NAME/VERSION` of the registry that MLflow is set to;
-    folder: where to, a temporary one by default.
+    folder: where to, a temporary one by default; store: whose commit has the files' digests.
+    Without it the digests are MLflow's, and a warning says so.
     Errors: ValueError; LookupError where there is none; ModelChanged.
     """
     import mlflow
@@ -221,16 +289,20 @@ def verified_model(model_uri: str, folder: str | None = None) -> str:
     name, of = parse_model_uri(model_uri)
     tracker = Tracker(mlflow.get_tracking_uri(), "", Path())
     version, place = version_meant(tracker, name, of), Path(folder or tempfile.mkdtemp())
-    return str(fetch_version(tracker, name, version, place, has_digests=True))
+    wanted = registered_files(store, name, version) if store is not None else None
+    if wanted is None:
+        logger.warning("not checked: %s", unregistered(name, version))
+    return str(
+        fetch_version(tracker, name, version, place, has_digests=wanted is None, committed=wanted)
+    )
 
 
 class ModelChanged(ValueError):
     """A registered model's files are not those that were registered."""
 
 
-def check_files(folder: Path, wanted: Mapping[str, str], what: str) -> None:
+def check_files(found: Mapping[str, str], wanted: Mapping[str, str], what: str) -> None:
     """Errors: ModelChanged naming the first file that differs, is missing or is too much."""
-    found = file_digests(folder)
     for path in sorted({*wanted, *found}):
         if wanted.get(path) == found.get(path):
             continue
@@ -316,7 +388,7 @@ def _log_model(
             artifact_path=logged.artifact_location,
         )
         saved = Path(folder, "model")
-        _save_flavor(model_dir, saved, record, name=name, tags=tags, task=task)
+        save_flavor(model_dir, saved, record, name=name, tags=tags, task=task)
         held = json.dumps(file_digests(saved), separators=(",", ":"), sort_keys=True)
         tracker.client.set_logged_model_tags(logged.model_id, {FILES: held})
         tracker.client.log_model_artifacts(logged.model_id, str(saved))
@@ -335,18 +407,27 @@ def _create_registered(tracker: Tracker, name: str) -> None:
             raise
 
 
-def _save_flavor(
-    model_dir: Path, path: Path, record: Any, *, name: str, tags: Mapping[str, str], task: str
+def save_flavor(
+    model_dir: Path,
+    path: Path,
+    record: Any,
+    *,
+    name: str,
+    tags: Mapping[str, str],
+    task: str = TASK,
 ) -> None:
     """A folder that MLflow's transformers flavour loads, made without asking the hub for
     anything.
     """
     import mlflow.transformers
     from huggingface_hub import ModelCard
+    from mlflow.utils import requirements_utils
     from transformers import AutoModelForCausalLM
 
     from agentgym.models.model import no_progress_bar
 
+    # it would read what every installed package holds, to warn of versions that are those installed
+    requirements_utils._MODULES_TO_PACKAGES = requirements_utils._MODULES_TO_PACKAGES or {}
     with no_progress_bar():
         model = AutoModelForCausalLM.from_pretrained(
             model_dir,
@@ -364,7 +445,7 @@ def _save_flavor(
             "",
             f"# {name}",
             "",
-            *(f"- {key}: {value}" for key, value in sorted(tags.items())),
+            *(f"- {key}: {tags[key]}" for key in CARD if key in tags),
             "",
         ]
         mlflow.transformers.save_model(

@@ -11,12 +11,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 GIT_TIMEOUT_S = 5.0
+OURS = {"mlflow.source.name": "agentgym-flow", "mlflow.source.type": "PROJECT"}
+OF_MACHINE = ("mlflow.source.git.commit", "mlflow.user", "source")  # tags that no store has
 
 
 @functools.cache
 def source_tags() -> dict[str, str]:
     """Tags that MLflow shows as a run's source and author; without git, of the package alone."""
-    tags = {"mlflow.source.name": "agentgym-flow", "mlflow.source.type": "PROJECT"}
+    tags = dict(OURS)
     commit = _git("rev-parse", "HEAD")
     if commit:
         changed = bool(_git("status", "--porcelain", "--untracked-files=no"))

@@ -110,6 +110,32 @@ def digest_of_spans(spans: Sequence[Mapping[str, Any]]) -> str:
     return sha256(json.dumps(shown, sort_keys=True).encode())
 
 
+def spans_of(spans: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """Times, state and attributes of spans, beyond `digest_of_spans`, in order of time.
+
+    Attributes are JSON, which a server writes with other escapes than a database.
+    """
+    return [
+        [
+            span["name"],
+            span["start_time_unix_nano"],
+            span["end_time_unix_nano"],
+            span["status"]["code"],
+            span["events"],
+            sorted((name, _parsed(value)) for name, value in span["attributes"].items()),
+        ]
+        for span in sorted(spans, key=lambda s: (s["start_time_unix_nano"], s["name"]))
+    ]
+
+
+def _parsed(attribute: Any) -> str:
+    """An attribute in one form; one that is no JSON as it is."""
+    try:
+        return json.dumps(json.loads(attribute), sort_keys=True)
+    except (TypeError, ValueError):
+        return repr(attribute)
+
+
 def trace_id_of(manifest: Manifest, episode: Trajectory) -> str:
     """Of an episode in the record of this commit."""
     return f"tr-{sha256(_name(episode, manifest.key).encode())[:32]}"

@@ -80,13 +80,15 @@ def learned_of(experience: Experience, learner: Learner, sequences: Sequence[int
     if not sequences:
         return []
     assert experience.advantages is not None
+    assert experience.logprobs is not None
+    assert experience.entropies is not None
+    kept = (experience.logprobs, experience.entropies, experience.advantages)
     part = experience.batch.select(torch.tensor(sequences))
     now = learner.score(part)[part.action_mask.cpu()]
     of_token, of_part = experience.sequence.cpu(), part.sequence[part.action_mask].cpu()
     result = []
     for index, sequence in enumerate(sequences):
         own = of_token == sequence
-        kept = (experience.logprobs, experience.entropies, experience.advantages)
         before, entropy, gain = (each.cpu()[own] for each in kept)
         ratio = (now[of_part == index] - before).exp()
         result.append(

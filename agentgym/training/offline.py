@@ -319,7 +319,7 @@ def _plan_learner(
         weights=ctx.policy(begun),
         adapter=ctx.adapter(begun),
         optimizer=optimizer_of(cfg),
-        settings=cfg.learner,
+        settings=cfg.learner_settings,
         total_steps=rate_steps(cfg, stage),
         # the policy that sampled the pairs; in a resumed stage the learner has moved on
         reference=ctx.policy(start) if cfg.algorithm.loop.prefers else None,

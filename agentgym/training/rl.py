@@ -36,7 +36,7 @@ from agentgym.models.model import set_threads
 from agentgym.rollouts.horizon import HorizonState, Stage, advance, max_turns
 from agentgym.rollouts.metrics import rollout_metrics, success_share, validation_metrics
 from agentgym.rollouts.policies.engines import tolerance_of
-from agentgym.steps.context import StepContext, now_ms
+from agentgym.steps.context import StepContext, StepReader, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.alarms import AlarmStop
 from agentgym.tracking.points import Point
@@ -109,8 +109,10 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
 
             # train
             if experience is not None:
-                metrics |= experience.metrics
-                metrics |= learner.update(experience, algorithm, step=step, seed=cfg.seed)
+                experience, of_update = learner.update(
+                    experience, limited, step=step, seed=cfg.seed
+                )
+                metrics |= experience.metrics | of_update
             clock.lap("update")
             metrics["sync/canary_rms"] = engine.publish(learner, step)
             ahead.admit()
@@ -337,7 +339,7 @@ def require_success(ctx: StepContext, first: Mapping[str, float]) -> None:
     logger.warning("%s", line)
 
 
-def plan_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> LearnerPlan:
+def plan_learner(ctx: StepReader, start: Manifest, checkpoint: Checkpoint) -> LearnerPlan:
     """The learner as `start` left it, with the critic and the reference its recipe needs.
 
     Errors: ConfigError where `start` was trained without the critic the recipe needs.
@@ -363,7 +365,7 @@ def plan_learner(ctx: StepContext, start: Manifest, checkpoint: Checkpoint) -> L
         weights=ctx.policy(start),
         adapter=ctx.adapter(start),
         optimizer=cfg.optimizer,
-        settings=cfg.learner,
+        settings=cfg.learner_settings,
         total_steps=sum(cfg.horizon.stage_steps),
         has_critic=has_critic,
         critic=critic,

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 
-from agentgym.algorithms.batch import to_batch
+from agentgym.algorithms.batch import Batch, to_batch
 from agentgym.compute.placement import open_learner
+from agentgym.config import RunConfig
 from agentgym.learner.plan import LearnerPlan
-from agentgym.models.checkpoint import OPTIMIZER, load_checkpoint
+from agentgym.models.checkpoint import OPTIMIZER, Checkpoint, load_checkpoint
 from agentgym.models.model import set_threads
-from agentgym.steps.context import StepContext, now_ms
+from agentgym.steps.context import StepContext, StepReader, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
 from agentgym.training.demonstrations import tokenized_demonstrations
 from agentgym.training.speed import clock_of
+from agentgym.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -28,26 +31,16 @@ def warm_start(ctx: StepContext) -> Manifest:
     settings = ctx.cfg.warm_start
     start = ctx.head or ctx.checkpoint
     checkpoint = load_checkpoint(ctx.store, start)
-    fitting = tokenized_demonstrations(ctx.cfg, ctx.store, ctx.demonstrations, checkpoint.renderer)
-    num_too_long = int(ctx.demonstrations.results["num_played"]) - len(fitting)
+    demos, num_too_long = learnable(ctx, checkpoint)
     if num_too_long:
         logger.warning(
-            "%d of %d demonstrations are left out: they do not fit model.context_tokens %d",
+            "%d of %s demonstrations are left out: they do not fit model.context_tokens %d",
             num_too_long,
-            num_too_long + len(fitting),
+            ctx.demonstrations.results["num_played"],
             ctx.cfg.model.context_tokens,
         )
-    demos = [demo for demo in fitting if demo.success]
     step = int(start.state.get("sft_step", 0))
-    plan = LearnerPlan(
-        architecture=checkpoint.architecture,
-        weights=ctx.policy(start),
-        adapter=ctx.adapter(start) if ctx.cfg.adapts_warm_start else None,
-        optimizer=settings.optimizer,
-        settings=ctx.cfg.learner,
-        total_steps=settings.steps,
-        optimizer_states=ctx.tensors_of(start, OPTIMIZER),
-    )
+    plan = plan_warm_start(ctx, start, checkpoint)
     ctx.progress.start("warm start", settings.steps)
     ctx.progress.advance(step)
     points: list[Point] = []
@@ -56,8 +49,7 @@ def warm_start(ctx: StepContext) -> Manifest:
         while step < settings.steps:
             step += 1
             clock.lap("commit")  # of the step before
-            indices = demo_indices(ctx.cfg.seed, step, len(demos), settings.batch_size)
-            batch = to_batch([demos[index] for index in indices])
+            batch = batch_at(ctx.cfg, demos, step)
             metrics = learner.sft_step(batch, step=step)
             clock.lap("update")
             metrics |= clock.step(batch.num_tokens, metrics)
@@ -76,6 +68,36 @@ def warm_start(ctx: StepContext) -> Manifest:
                 points = []
     assert manifest is not None  # of the last step
     return manifest
+
+
+def learnable(reader: StepReader, checkpoint: Checkpoint) -> tuple[list[Trajectory], int]:
+    """Return the demonstrations to learn from, and how many are too long for that."""
+    demonstrations = reader.demonstrations
+    fitting = tokenized_demonstrations(
+        reader.cfg, reader.store, demonstrations, checkpoint.renderer
+    )
+    demos = [demo for demo in fitting if demo.success]
+    return demos, int(demonstrations.results["num_played"]) - len(fitting)
+
+
+def plan_warm_start(reader: StepReader, start: Manifest, checkpoint: Checkpoint) -> LearnerPlan:
+    """Return the learner as `start` left it."""
+    cfg = reader.cfg
+    return LearnerPlan(
+        architecture=checkpoint.architecture,
+        weights=reader.policy(start),
+        adapter=reader.adapter(start) if cfg.adapts_warm_start else None,
+        optimizer=cfg.warm_start.optimizer,
+        settings=cfg.learner_settings,
+        total_steps=cfg.warm_start.steps,
+        optimizer_states=reader.tensors_of(start, OPTIMIZER),
+    )
+
+
+def batch_at(cfg: RunConfig, demos: Sequence[Trajectory], step: int) -> Batch:
+    """Return what optimizer step 1, 2, ... learns from."""
+    indices = demo_indices(cfg.seed, step, len(demos), cfg.warm_start.batch_size)
+    return to_batch([demos[index] for index in indices])
 
 
 def demo_indices(seed: int, step: int, num_demos: int, batch_size: int) -> list[int]:

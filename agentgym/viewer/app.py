@@ -100,6 +100,7 @@ def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         (BlobMissing, 410, "This episode is not here", restore),
         (DigestMismatch, 500, "This episode is damaged", restore),
         (RecordError, 500, "This episode cannot be read", restore),
+        (RecursionError, 500, "This is nested too deep to be shown", restore),
         (ConfigError, 400, "That cannot be done", ""),
         (Missing, 503, "This environment is not here", ""),
         (EnvError, 503, "The environment failed", ""),
@@ -112,7 +113,8 @@ def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
     def http(_: Request, error: Exception) -> HTMLResponse:
         assert isinstance(error, HTTPException)
         said = str(error.detail) if error.status_code != 404 else "there is no page at this address"
-        page = pages.render("message.html", title="Not found", said=said, hint="")
+        title = "Not found" if error.status_code == 404 else "That cannot be done"
+        page = pages.render("message.html", title=title, said=said, hint="")
         return HTMLResponse(page, error.status_code)
 
     app.add_exception_handler(HTTPException, http)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
-
-from agentgym.evaluation.paired import Decision, Pair, compare
+from agentgym.evaluation.paired import Decision, align, compare
+from agentgym.evaluation.result import Outcome, Result, Slot
 from agentgym.viewer.bodies import Found, address_of
 from agentgym.viewer.servers import config_of
 
@@ -145,8 +145,15 @@ def results(steps: Mapping[int, sqlite3.Row]) -> list[sqlite3.Row]:
     return sorted(found, key=lambda step: -step["created"])
 
 
-def versus(reader: sqlite3.Connection, before: sqlite3.Row, after: sqlite3.Row) -> Versus:
-    """What a result shows against another one, slot by slot."""
+def versus(
+    reader: sqlite3.Connection,
+    before: sqlite3.Row,
+    after: sqlite3.Row,
+    identities: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
+) -> Versus:
+    """What a result shows against another one: the decision of `agentgym compare`, and the slots
+    that count in both. identities: what each of them asked.
+    """
     rows = reader.execute(
         f"SELECT a.env, a.item, a.sample, ifnull(nullif(a.family, ''), b.family) AS family,"
         f" a.success AS old, b.success AS new, a.seq AS a_seq, a.file AS a_file, a.line AS a_line,"
@@ -167,8 +174,12 @@ def versus(reader: sqlite3.Connection, before: sqlite3.Row, after: sqlite3.Row) 
         for row in rows
         if row["old"] != row["new"]
     ]
+    results = [
+        _result(reader, step, identity)
+        for step, identity in zip((before, after), identities, strict=True)
+    ]
     try:
-        decisions, why_not = compare(_pairs(rows), confidence=CONFIDENCE), ""
+        decisions, why_not = compare(align(*results), confidence=CONFIDENCE), ""
     except ValueError as error:
         decisions, why_not = {}, str(error)
     return Versus(
@@ -181,23 +192,24 @@ def versus(reader: sqlite3.Connection, before: sqlite3.Row, after: sqlite3.Row) 
     )
 
 
-def _pairs(rows: Sequence[sqlite3.Row]) -> dict[str, Pair]:
-    """By environment, as the test of part `agentgym compare` reads them; greedy episodes and
-    samples alike.
-    """
-    pairs = {}
-    for env in dict.fromkeys(row["env"] for row in rows):
-        own = [row for row in rows if row["env"] == env]
-        items = {item: place for place, item in enumerate(dict.fromkeys(r["item"] for r in own))}
-        samples = {n: place for place, n in enumerate(sorted({row["sample"] for row in own}))}
-        both = np.full((2, len(items), len(samples)), np.nan)
-        families: list[str | None] = [None] * len(items)
-        for row in own:
-            place = items[row["item"]]
-            both[:, place, samples[row["sample"]]] = row["old"], row["new"]
-            families[place] = row["family"] or None
-        pairs[env] = Pair(tuple(items), tuple(families), both[0], both[1], len(own))
-    return pairs
+def _result(reader: sqlite3.Connection, step: sqlite3.Row, identity: Mapping[str, Any]) -> Result:
+    """A step's slots, each by its last attempt."""
+    slots: dict[tuple[str, int], Slot] = {}
+    for row in reader.execute(
+        "SELECT env, item, sample, family, reward, success FROM episodes WHERE step_id = ?"
+        " ORDER BY env, task_id, sample, seq, file = 0, line",
+        (step["id"],),
+    ):
+        outcome = Outcome.ENV_ERROR if row["reward"] is None else Outcome.SCORED
+        slots[row["item"], row["sample"]] = Slot(
+            row["env"],
+            row["item"],
+            row["sample"],
+            outcome=outcome,
+            success=bool(row["success"]),
+            family=row["family"] or None,
+        )
+    return Result(identity, tuple(slots.values()))
 
 
 def _families(rows: Sequence[sqlite3.Row]) -> list[tuple[str, str, int, float, float]]:

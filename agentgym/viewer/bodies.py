@@ -8,14 +8,16 @@ import gzip
 import io
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from agentgym.records import RecordError, from_json
+from agentgym.evaluation.record import PLAN, STEP
+from agentgym.records import DAMAGE, RecordError, from_json
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.runstore import FOLDER, RunStore
 from agentgym.types import Trajectory
@@ -139,6 +141,16 @@ class Bodies:
             self._tokenizers[digest] = made
         return self._tokenizers[digest]
 
+    def identity(self, step: sqlite3.Row) -> Mapping[str, Any]:
+        """Return what an evaluation asked. Errors: BlobMissing, DigestMismatch."""
+        try:
+            plan = json.loads(self.file(step, 0, PLAN))
+        except KeyError:  # of an earlier version: its settings
+            plan = {}
+        config = json.loads(step["config"] or "{}")
+        identity: Mapping[str, Any] = plan.get("identity", config)
+        return config if step["name"] == STEP else identity
+
     def file(self, step: sqlite3.Row, seq: int, name: str) -> bytes:
         """Verified content of a commit's file, whose manifest need not be read again.
         Errors: BlobMissing, DigestMismatch.
@@ -170,7 +182,7 @@ class Bodies:
 def _episode(line: bytes, row: sqlite3.Row) -> Trajectory:
     try:
         episode = from_json(json.loads(line))
-    except (ValueError, KeyError, TypeError) as error:
+    except DAMAGE as error:
         raise RecordError(f"it is no episode: {type(error).__name__} {error}") from error
     if (episode.item.item_id, episode.sample) != (row["item"], row["sample"]):
         raise RecordError(

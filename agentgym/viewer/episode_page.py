@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 
+from agentgym.config import asked_of
 from agentgym.types import Turn
 from agentgym.viewer.bodies import Found, address_of
 from agentgym.viewer.drawing import NOTHING, accessibility, drawing_of
@@ -19,6 +20,7 @@ from agentgym.viewer.pages import MAX_SHOWN, Pages
 from agentgym.viewer.query import BadQuery, Query
 from agentgym.viewer.replay import Replay
 from agentgym.viewer.rows import Address
+from agentgym.viewer.servers import Missing, config_of, environment_of
 from agentgym.viewer.tokens import OVERLAYS, Shown, Token, available, spans, why_not_kept
 from agentgym.viewer.viewer import Viewer
 from envs.wire import INVALID
@@ -131,7 +133,10 @@ def episode_page(
     neighbours = _neighbours(viewer, found, query)
     own, pairs = f"/e/{found.address}", {"list": listed, "q": words}
     last = min(first + most - 1, len(episode.turns))
+    uses, refused = _would_use(viewer, found)
     return {
+        "uses": uses,
+        "refused": refused,
         "found": found,
         "address": found.address,
         "facts": facts_of(found),
@@ -227,6 +232,15 @@ def facts_of(found: Found) -> list[tuple[str, str]]:
 
 
 _TIMES = (("policy", "generate_s"), ("environment", "env_s"), ("in all", "wall_s"))
+
+
+def _would_use(viewer: Viewer, found: Found) -> tuple[str, str]:
+    """Return what a drawing would ask or read, as the owner configured it, and why none is made."""
+    try:
+        env = environment_of(config_of(found.step["config"]), found.episode.item.env)
+        return asked_of(viewer.servers.known(env)), ""
+    except Missing as missing:
+        return "", str(missing)
 
 
 def _drawings(replay: Replay | None, num_turns: int) -> list[Any]:

@@ -10,16 +10,17 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 
-from agentgym.config import ConfigError, EnvConfig
+from agentgym.config import ConfigError, EnvConfig, asked_of
 from agentgym.data.items import PUBLISHED_COUNTS
 from agentgym.viewer.bodies import Gone
 from agentgym.viewer.drawing import drawing_of
 from agentgym.viewer.pages import Pages
 from agentgym.viewer.play import YOU, Game, Room
-from agentgym.viewer.servers import config_of
+from agentgym.viewer.servers import Missing, config_of
 from agentgym.viewer.viewer import Viewer
 
 MAX_FORM = 64 * 1024  # bytes
+MAX_FIELDS = 20
 MAX_TASK = 2**53
 
 
@@ -28,8 +29,10 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
 
     @app.get("/play")
     def choose() -> HTMLResponse:
+        withheld: list[str] = []
+        envs = [(name, asked_of(env)) for name, env in environments(viewer, withheld).items()]
         page = pages.render(
-            "play.html", envs=list(environments(viewer)), game=None, you=YOU, section="play"
+            "play.html", envs=envs, withheld=withheld, game=None, you=YOU, section="play"
         )
         return HTMLResponse(page)
 
@@ -80,15 +83,24 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
         return Response(shot.data, media_type="image/png", headers=headers)
 
 
-def environments(viewer: Viewer) -> dict[str, EnvConfig]:
+def environments(viewer: Viewer, withheld: list[str] | None = None) -> dict[str, EnvConfig]:
     """What can be played, by what a person sees: the configured ones, those of runs, and this
     project's own with their defaults.
+
+    withheld: gets why one of a run is not offered.
     """
+    refused = [] if withheld is None else withheld
     found = {env.name: viewer.servers.known(env) for env in viewer.cfg.envs}
     for step in viewer.bodies.steps().values():
         config = config_of(step["config"])
         for told in (config.get("env"), *(config.get("mix") or ())):
-            env = _env(told)
+            try:
+                env = _env(told)
+                env = env and viewer.servers.known(env)
+            except Missing as missing:
+                env = None
+                if str(missing) not in refused:
+                    refused.append(str(missing))
             if env is not None and env not in found.values():
                 found.setdefault(f"{env.name} as in {step['name']} {(step['key'] or '')[:6]}", env)
     for name in PUBLISHED_COUNTS:
@@ -107,13 +119,17 @@ def _env(told: Any) -> EnvConfig | None:
 
 
 async def form_of(request: Request) -> dict[str, str]:
-    """What a form sent. Errors: HTTPException where it is too long."""
+    """What a form sent. Errors: HTTPException where it is too long or has too many fields."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > MAX_FORM:
             raise HTTPException(413, f"a form may have {MAX_FORM} bytes")
-    given = parse_qs(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=20)
+    text = body.decode("utf-8", "replace")
+    try:
+        given = parse_qs(text, keep_blank_values=True, max_num_fields=MAX_FIELDS)
+    except ValueError:
+        raise HTTPException(413, f"a form may have {MAX_FIELDS} fields") from None
     return {name: values[-1] for name, values in given.items()}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import logging
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from agentgym.pipeline.runs import STEP as RUNS
-from agentgym.records import RecordError, checked_row
+from agentgym.records import DAMAGE, RecordError, checked_row, lines_of
 from agentgym.steps.context import METRICS
 from agentgym.store.manifest import Manifest, ManifestError
 from agentgym.store.runstore import FOLDER, BlobMissing, DigestMismatch, RunStore
@@ -184,15 +183,14 @@ def _rows(data: bytes, place: tuple[int, int, int], committed: float) -> Iterato
     """Row and words of each episode of a file. Errors: RecordError."""
     start, number = 0, 0
     try:
-        with gzip.open(io.BytesIO(data), "rb") as lines:
-            for line in lines:
-                record = checked_row(json.loads(line))
-                where = (*place, number, start, len(line))
-                yield row_of(record, where, committed), words_of(record)
-                start, number = start + len(line), number + 1
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, RecordError):
-            raise
+        for line in lines_of(io.BytesIO(data)):
+            record = checked_row(json.loads(line))
+            where = (*place, number, start, len(line))
+            yield row_of(record, where, committed), words_of(record)
+            start, number = start + len(line), number + 1
+    except RecordError:
+        raise
+    except (*DAMAGE, AttributeError, OverflowError) as error:
         raise RecordError(
             f"line {number + 1} of {FILES[place[2]]} is no episode: {type(error).__name__} {error}"
         ) from error

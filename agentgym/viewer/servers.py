@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentgym.config import ConfigError, EnvConfig, RunConfig
+from agentgym.config import ConfigError, EnvConfig, RunConfig, owned_env
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.local import check_local_env
 from agentgym.store.manifest import canonical_json
@@ -45,6 +45,7 @@ class Servers:
     @contextlib.contextmanager
     def use(self, env: EnvConfig, *, expert: bool = False) -> Iterator[Sequence[str]]:
         """Endpoints of a server, which stays for a while afterwards. Errors: Missing."""
+        env = self.known(env)  # whoever asks: an option of a store opens nothing by itself
         key = (canonical_json([env.name, env.options, env.dialect, list(env.endpoints)]), expert)
         with self._lock:  # a start takes seconds, and whoever else asks wants the same
             if key not in self._open:
@@ -60,11 +61,14 @@ class Servers:
                 found.used = self._clock()
 
     def known(self, env: EnvConfig) -> EnvConfig:
-        """As the viewer's own settings have it, with its endpoints, where the two are one."""
-        for own in self._cfg.envs:
-            if (own.name, own.options, own.dialect) == (env.name, env.options, env.dialect):
-                return own.model_copy(update={"deploy": "local", "replicas": "auto"})
-        return env
+        """Return an environment with the owner's endpoints, where the owner has the same one.
+        Errors: Missing where its options name what the owner's do not.
+        """
+        try:
+            own = owned_env(env, self._cfg.envs)
+        except ConfigError as error:
+            raise Missing(str(error)) from None
+        return own.model_copy(update={"deploy": "local", "replicas": "auto"})
 
     def end_idle(self, than_s: float = IDLE_S) -> None:
         """End those that nobody has used for so long."""

@@ -99,10 +99,10 @@ def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
     told: dict[str, Any] = {"versus": None, "questions": []}
     if a and b:
         before, after = by_folder[a], by_folder[b]
-        ours, theirs = config_of(before["config"]), config_of(after["config"])
+        asked = (viewer.bodies.identity(before), viewer.bodies.identity(after))
         told = {
-            "versus": versus(viewer.index.reader, before, after),
-            "questions": differences(ours, theirs)[:12],
+            "versus": versus(viewer.index.reader, before, after, asked),
+            "questions": differences(*asked)[:12],
         }
     return {
         **told,

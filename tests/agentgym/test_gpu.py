@@ -1,4 +1,4 @@
-"""Training on a CUDA device, in this process."""
+"""Training on one device, in this process: a CUDA device, and the CPU as its twin."""
 
 import pytest
 import torch
@@ -9,27 +9,36 @@ from agentgym.pipeline.table import finished, open_store
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.integration
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+RECIPES = {
+    "grpo": ["algorithm.recipe=grpo"],
+    # a critic that warms up would leave the policy as it is
+    "ppo": ["algorithm.recipe=ppo", "algorithm.critic_warmup_steps=0"],
+}
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
-def test_engine_and_learner_of_one_process_share_the_device(tiny_params, tmp_path, recipe):
-    overrides = ["compute_device=cuda", f"algorithm.recipe={recipe}"]
-    cfg = load_config(tiny_params(tmp_path / "run"), overrides)
-    torch.cuda.reset_peak_memory_stats()
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_engine_and_learner_of_one_process_share_the_device(
+    tiny_params, tmp_path, tiny_endpoint, recipe, device
+):
+    overrides = [f"compute_device={device}", *RECIPES[recipe]]
+    cfg = load_config(tiny_params(tmp_path / "run", endpoint=tiny_endpoint), overrides)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     for name in (
         "prepare",
         "demonstrate",
         "initialize",
         "warm-start",
+        "evaluate-warm-start",
         "stage-1",
         "evaluate-stage-1",
     ):
         run_step(name, cfg)
-    assert torch.cuda.max_memory_allocated() > 0
+    if device == "cuda":
+        assert torch.cuda.max_memory_allocated() > 0
     store = open_store(cfg)
     commits = store.history("stage-1", finished(cfg, store)["stage-1"].key)
     points = [point for c in commits for point in decode_points(store.read(c, METRICS))]

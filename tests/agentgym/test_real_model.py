@@ -80,7 +80,9 @@ def test_its_architecture_is_judged_apart_from_its_rounding(folder):
     assert all(0 < kl < HALF_KL / 4 for kl in rounding.values()), rounding
 
 
-@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize(
+    "engine", ["torch", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])]
+)
 def test_the_folder_is_evaluated_trained_and_passes_its_audit(folder, params, engine, caplog):
     evaluate = ["evaluate", str(folder), "--env", "textcraft"]
     evaluate += ["--num-items", "4", "--concurrency", "4"]
@@ -188,11 +190,11 @@ def test_a_stale_delivery_is_found_by_the_transports_digest(pair, monkeypatch):
     publish = engine.policy.publish
 
     async def publish_stale(delivery):
-        delivery._weights = stale
+        delivery.held = stale
         await publish(delivery)
 
     monkeypatch.setattr(engine.policy, "publish", publish_stale)
-    with pytest.raises(EngineMismatch, match=r"arrived at the engine with sha256 .*, sent was"):
+    with pytest.raises(EngineMismatch, match=r"arrived at the engine with digest .*, sent was"):
         engine.publish(learner, 1)
 
 

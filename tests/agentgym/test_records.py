@@ -6,12 +6,14 @@ import json
 import math
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentgym import records
 from agentgym.records import (
     RecordError,
     decode_trajectories,
@@ -158,6 +160,31 @@ def test_what_is_no_record_is_refused_with_its_line(line, said):
     good = gzip.decompress(encode_trajectories([episode(1)])).decode()
     with pytest.raises(RecordError, match=said):
         decode_trajectories(gzip.compress((good + line + "\n").encode()))
+
+
+def test_a_small_file_that_unfolds_to_much_is_refused_before_it_fills_memory(monkeypatch):
+    monkeypatch.setattr(records, "MAX_UNFOLDED", 2**20)
+    good = gzip.decompress(encode_trajectories([episode(1)]))
+    for bomb in (
+        gzip.compress(b" " * 2**26),  # one line
+        gzip.compress(good * (2**24 // len(good)), 9),  # as many whole ones
+    ):
+        tracemalloc.start()
+        with pytest.raises(RecordError, match="it was made to fill memory"):
+            for _ in read_trajectories(io.BytesIO(bomb)):
+                pass
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 2**24
+
+
+def test_what_is_nested_too_deep_or_no_stream_of_gzip_is_damage():
+    deep = b"[" * 100_000 + b"]" * 100_000
+    broken = bytearray(encode_trajectories([episode(number) for number in range(50)]))
+    broken[200:300] = b"\xff" * 100
+    for data in (gzip.compress(deep), gzip.compress(b"\xff\xfe"), bytes(broken)):
+        with pytest.raises(RecordError, match="line 1"):
+            decode_trajectories(data)
 
 
 def test_a_record_that_was_cut_off_is_refused():

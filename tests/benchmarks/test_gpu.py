@@ -42,23 +42,29 @@ def test_a_case_that_ran_shows_its_figures_and_the_others_that_they_did_not(gpu)
 
 
 def test_an_unknown_case_is_named(gpu, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["benchmarks/gpu.py", "cellings", "--dry-run"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks/gpu.py", "cellings", "--dry"])
     with pytest.raises(SystemExit, match="2"):
         gpu.main()
-    assert "no case cellings; there are ceilings, rollouts" in capsys.readouterr().err
+    assert "no case cellings; there are ceilings, publish" in capsys.readouterr().err
 
 
-WITHOUT_VLLM = ("ceilings", "head", "varlen")
-LONG = (
-    "mismatch",
-    "rollouts",
-    "publish",
-    "staged",
-)  # starts of vLLM and more: make vllm-test SLOW=1
+WITHOUT_VLLM = ("ceilings", "step", "optimizer", "head", "varlen", "training_7b")
+# starts of vLLM, and more: make vllm-test SLOW=1
+LONG = ("publish", "rollouts", "logprobs", "start", "real", "mismatch", "staged")
 
 
 def test_every_case_is_run_dry_by_some_test(gpu):
     assert sorted([*WITHOUT_VLLM, "training", *LONG]) == sorted(gpu.CASES)
+    assert gpu.EXPECTED_S.keys() == gpu.CASES.keys()
+
+
+def test_a_lease_that_is_too_short_for_a_case_does_not_begin_it(gpu, monkeypatch, capsys):
+    begun = []
+    monkeypatch.setattr(gpu, "in_a_process", lambda words, timeout_s: begun.append(words[1]) or {})
+    monkeypatch.setattr(sys, "argv", ["benchmarks/gpu.py", "--dry", "--budget", "100"])
+    assert gpu.main() == 0
+    assert begun == [name for name in gpu.CASES if gpu.EXPECTED_S[name] < 100]
+    assert "staged: left out, 100 s are left of 700 expected" in capsys.readouterr().out
 
 
 @pytest.mark.integration

@@ -11,6 +11,10 @@ import urllib.request
 
 import pytest
 
+from envs.__main__ import _parser
+from envs.connection import server_config
+from envs.sessions import CLOSE_S, ServerSettings
+
 pytestmark = pytest.mark.integration
 
 SERVE = [sys.executable, "-m", "envs", "serve"]
@@ -110,6 +114,13 @@ def test_sigterm_lets_open_sessions_finish_and_then_ends_with_code_0(tmp_path):
             call(f"{url}/create", {"request_key": "late", "task_id": 0})
         call(f"{url}/close", {"session_id": session})
         assert process.wait(5) == 0
+
+
+def test_a_server_whose_sessions_nobody_closes_ends_within_the_usual_30_seconds():
+    asked = _parser().parse_args(["serve", "babyai"])
+    waits = server_config(None, 1).timeout_graceful_shutdown
+    assert asked.drain_timeout == ServerSettings().drain_timeout_s
+    assert asked.drain_timeout + waits + CLOSE_S < 30
 
 
 def test_ctrl_c_ends_at_once_with_code_130(tmp_path):

@@ -483,6 +483,26 @@ def frame(opcode, data=b"", *, fin=True):
     return Frame(opcode, data, fin=fin).serialize(mask=True)
 
 
+def test_a_message_that_is_no_utf_8_ends_its_connection_and_logs_no_traceback(serving, caplog):
+    async def main(url, sessions):
+        for broken in (
+            frame(Opcode.TEXT, b"\xff\xfe"),
+            frame(Opcode.TEXT, b'{"type"', fin=False) + frame(Opcode.CONT, b"\xc3"),
+        ):
+            async with socket_of(url) as socket:
+                await socket.send('{"type": "reset"}')
+                await socket.recv()
+                socket.transport.write(broken)
+                with pytest.raises(ConnectionClosed):
+                    await asyncio.wait_for(socket.recv(), 5)
+                assert socket.close_code == 1007
+        assert await asyncio.to_thread(await_none, sessions)
+
+    with caplog.at_level("WARNING"):
+        run(main, serving)
+    assert caplog.messages == []
+
+
 ENDLESS = {
     "pings": (b"", frame(Opcode.PING, b"x" * 125) * 500),
     "empty fragments": (frame(Opcode.TEXT, fin=False), frame(Opcode.CONT, fin=False) * 5000),

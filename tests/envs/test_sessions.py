@@ -309,6 +309,25 @@ def test_draining_ends_at_its_deadline_and_closes_what_is_left():
     assert simulator.closed == simulator.made
 
 
+def test_many_simulators_that_are_slow_to_close_hold_up_the_end_of_a_server_but_shortly():
+    class Slow(Counter):
+        made = closed = acted = 0
+
+        def close(self):
+            time.sleep(0.1)
+            super().close()
+
+    async def main():
+        async with serving(blocking=True, make=Slow, drain_timeout_s=0.05) as (client, *_):
+            for number in range(64):
+                await create(client, f"k{number}")
+            ending = time.monotonic()
+        return time.monotonic() - ending
+
+    assert asyncio.run(main()) < 3  # one after the other: 6.4
+    assert Slow.closed == Slow.made
+
+
 def test_a_server_is_ready_once_the_scripted_episode_has_passed():
     @run
     async def test(client, sessions, simulator):

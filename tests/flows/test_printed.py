@@ -6,6 +6,8 @@ import shlex
 import sqlite3
 from html import unescape
 
+import pytest
+
 COMMAND = r"(?:agentgym|make|python -m|dvc|prefect) [^`<>\n]+"
 TITLED = rf"^(?:see|check|compare) +({COMMAND})$"
 # they serve until they are ended (test_readme.py, test_view.py), or are named without arguments
@@ -30,6 +32,7 @@ def pages_of(project):
         yield path.read_text(encoding="utf-8")
 
 
+@pytest.mark.timeout(900)  # three audits among them
 def test_what_runs_with_and_without_overrides_print_works_as_it_stands(
     finished, copied, tmp_path_factory
 ):

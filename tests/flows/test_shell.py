@@ -109,10 +109,18 @@ def test_what_cannot_be_written_leaves_nothing_beside_it(pulled, typed):
     assert set(pulled.folder.iterdir()) - before <= {pulled.folder / ".agentgym"}
 
 
-def test_an_audit_of_no_episode_is_refused(fresh, typed):
-    ended = typed(fresh, agentgym, "audit", "--episodes", "0")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--episodes", "0"), "0 is not positive"),
+        (("--seed", "-1"), "-1 is no seed"),
+        (("--seed", str(2**64)), "is no seed; expected 0 to 9223372036854775807"),
+    ],
+)
+def test_an_audit_of_no_episode_or_with_no_seed_is_refused(fresh, typed, words, said):
+    ended = typed(fresh, agentgym, "audit", *words)
     assert ended.returncode == 2
-    assert "0 is not positive" in ended.stderr
+    assert said in ended.stderr
 
 
 @pytest.mark.slow
@@ -160,7 +168,7 @@ def test_the_summary_of_three_values_of_k_fits_80_columns(monkeypatch):
     monkeypatch.setattr(shell, "alarm_lines", lambda *_: [])
     monkeypatch.setattr(shell, "sentence", lambda _: "moves to version 1")
     said = io.StringIO()
-    options = how_to_find("params.yaml", ["seed=3", "store.path=other/store"])
+    options = how_to_find("params.yaml", ["seed=3", "store.path=other/store"], cfg)
     shell.summarise(cfg, done, Console(file=said, width=80), options=options)
     assert f"check    agentgym audit r{'0' * 12} --set store.path=other/store\n" in said.getvalue()
     table = said.getvalue().splitlines()[:6]

@@ -52,13 +52,14 @@ NEEDED += [
     for resource in ("/pods", "/endpoints", "/events", "discovery.k8s.io/endpointslices")
     for verb in ("get", "list", "watch")
 ]
-NEEDED += [("get", "/pods/log"), ("get", "/resourcequotas"), ("get", "/persistentvolumeclaims")]
+NEEDED += [("get", "/pods/log"), ("get", "/resourcequotas")]
+NEEDED += [("create", "/secrets"), ("delete", "/secrets")]
 NEEDED += [(verb, "ray.io/rayjobs") for verb in ("get", "list", "watch", "create", "delete")]
 NEEDED += [(verb, "ray.io/rayclusters") for verb in ("get", "list", "watch")]
 REFUSED = [
     ("create", "ray.io/rayclusters"),
     ("patch", "ray.io/rayjobs"),
-    *((verb, "/secrets") for verb in ("get", "list", "create", "patch", "delete")),
+    *((verb, "/secrets") for verb in ("get", "list", "watch", "update", "patch")),
     *(("create", each) for each in ("/pods", "/pods/exec", "/pods/eviction", "/configmaps")),
     *(("create", f"rbac.authorization.k8s.io/{each}") for each in ("roles", "rolebindings")),
     *((verb, "networking.k8s.io/networkpolicies") for verb in ("create", "patch", "delete")),

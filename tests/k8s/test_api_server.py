@@ -1,20 +1,28 @@
 """A real API server takes the manifests, as often as they are sent, and gives the flow its rights.
 
 Of Kubernetes 1.20 it gets the overlay `test`, of a newer one `kind`. Nothing is left behind: all is
-in a namespace of its own, and what has no namespace is not sent.
+in namespaces of its own, and what has no namespace is not sent.
 """
 
+import base64
+import copy
 import json
+import os
+import re
 import secrets
+import subprocess
 import time
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
-from agentgym.deploy.manifests import Fleet, rendered, rendered_fleet
+from agentgym.deploy.manifests import Fleet, find_kubectl, rendered, rendered_fleet
 
 pytestmark = pytest.mark.kubernetes
 
 ENVS = ("babyai", "textcraft")
+K8S = Path(__file__).parents[2] / "k8s"
 DEADLINE_S = 60.0
 
 
@@ -24,11 +32,12 @@ def overlay(kubectl):
 
 
 @pytest.fixture(scope="module")
-def namespace(kubectl, overlay, manifests):
+def installation(kubectl, overlay, manifests):
     name = f"agentgym-test-{secrets.token_hex(4)}"
+    namespaces = (name, f"{name}-flows", f"{name}-fleets")
     objects = [
         each
-        for each in rendered(overlay, namespace=name, manifests=manifests)
+        for each in rendered(overlay, installation=name, manifests=manifests)
         if not each["kind"].startswith("Cluster")
         and each["metadata"]["labels"].get("agentgym.io/environment", ENVS[0]) in ENVS
     ]
@@ -36,32 +45,36 @@ def namespace(kubectl, overlay, manifests):
         kubectl("apply", "--server-side", "--filename=-", objects=objects)
         yield name, objects
     finally:
-        for kind in ("deployments", "replicasets"):  # then nothing makes their pods anew
-            kubectl("delete", kind, "--all", "--cascade=orphan", f"--namespace={name}")
-        # a drain of three minutes is not waited for: nothing plays there
-        kubectl("delete", "pods", "--all", "--force", f"--namespace={name}")
-        kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=100s")
+        for each in namespaces:
+            for kind in ("deployments", "replicasets"):  # then nothing makes their pods anew
+                kubectl("delete", kind, "--all", "--cascade=orphan", f"--namespace={each}")
+            # a drain of three minutes is not waited for: nothing plays there
+            kubectl("delete", "pods", "--all", "--force", f"--namespace={each}")
+        kubectl("delete", "namespace", *namespaces, "--ignore-not-found", "--timeout=100s")
 
 
-def test_what_is_sent_again_changes_nothing(kubectl, namespace):
-    name, objects = namespace
+def test_what_is_sent_again_changes_nothing(kubectl, installation):
+    name, objects = installation
 
     def versions():
         kinds = "deployments,services,poddisruptionbudgets,networkpolicies,roles,rolebindings"
-        found = json.loads(kubectl("get", kinds, f"--namespace={name}", "--output=json"))
+        found = json.loads(kubectl("get", kinds, "--all-namespaces", "--output=json"))
         return {
-            (each["kind"], each["metadata"]["name"]): each["metadata"].get("generation")
+            (meta["namespace"], each["kind"], meta["name"]): meta.get("generation")
             for each in found["items"]
+            if (meta := each["metadata"])["namespace"].startswith(name)
         }
 
     before = versions()
-    assert {("Deployment", f"env-{env}") for env in ENVS} <= before.keys()
+    assert {(f"{name}-fleets", "Deployment", f"env-{env}") for env in ENVS} <= before.keys()
+    assert {(name, "Deployment", each) for each in ("mlflow", "prefect")} <= before.keys()
+    assert (f"{name}-fleets", "Role", "agentgym-flow") in before
     kubectl("apply", "--server-side", "--filename=-", objects=objects)
     assert versions() == before
 
 
-def test_every_pod_is_admitted(kubectl, namespace):
-    name, _ = namespace
+def test_every_pod_is_admitted(kubectl, installation):
+    name = f"{installation[0]}-fleets"
     deadline = time.monotonic() + DEADLINE_S
     while True:
         pods = json.loads(
@@ -75,9 +88,9 @@ def test_every_pod_is_admitted(kubectl, namespace):
 
 
 def test_a_fleet_of_a_run_lies_beside_the_others_and_goes_by_its_label(
-    kubectl, namespace, overlay, manifests
+    kubectl, installation, overlay, manifests
 ):
-    name, _ = namespace
+    name = f"{installation[0]}-fleets"
     fleet = Fleet(env="textcraft", run="r1", replicas=3, arguments=("--max-sessions=8",))
     objects = rendered_fleet(overlay, fleet, namespace=name, manifests=manifests)
     kubectl("apply", "--server-side", "--filename=-", objects=objects)
@@ -90,25 +103,161 @@ def test_a_fleet_of_a_run_lies_beside_the_others_and_goes_by_its_label(
     assert "env-textcraft" in kubectl("get", "deployments", f"--namespace={name}")
 
 
-def test_the_flow_may_do_what_it_needs_and_is_refused_the_rest(kubeconfig, namespace, rights):
-    from kubernetes import client, config
+def rights_of(kubectl, account, home, namespace):
+    """{(resource, verb)} as `kubectl auth can-i --list` tells an account of namespace home."""
+    words = ("--list", f"--as=system:serviceaccount:{home}:{account}", f"--namespace={namespace}")
+    groups = ("system:serviceaccounts", f"system:serviceaccounts:{home}", "system:authenticated")
+    told = kubectl("auth", "can-i", *words, *(f"--as-group={each}" for each in groups))
+    rows = (
+        re.fullmatch(r"(\S*) +\[(.*?)\] +\[(.*?)\] +\[(.*?)\]", row) for row in told.splitlines()
+    )
+    return {(found[1], verb) for found in rows if found and found[1] for verb in found[4].split()}
 
-    name, _ = namespace
-    config.load_kube_config(str(kubeconfig))
-    reviews = client.AuthorizationV1Api()
 
-    def may(verb, resource):
-        group, _, kind = resource.partition("/")
-        kind, _, subresource = kind.partition("/")
-        attributes = client.V1ResourceAttributes(
-            namespace=name, verb=verb, group=group, resource=kind, subresource=subresource
-        )
-        spec = client.V1SubjectAccessReviewSpec(
-            user=f"system:serviceaccount:{name}:agentgym-flow", resource_attributes=attributes
-        )
-        review = client.V1SubjectAccessReview(spec=spec)
-        return reviews.create_subject_access_review(review, _request_timeout=30).status.allowed
+def told_rights():
+    """{(account, home, namespace): {(resource, verb)}} as k8s/README.md tells."""
+    rows = re.findall(
+        r"^\| `(agentgym-\w+)` of `([\w-]+)` \| `([\w-]+)` \| (.+?) \| ([\w, ]+) \|$",
+        (K8S / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    told = defaultdict(set)
+    for account, home, namespace, resources, verbs in rows:
+        told[account, home, namespace] |= {
+            (resource, verb)
+            for resource in re.findall("`(.+?)`", resources)
+            for verb in verbs.split(", ")
+        }
+    return told
 
-    needed, refused = rights
-    assert [each for each in needed if not may(*each)] == []
-    assert [each for each in refused if may(*each)] == []
+
+def test_each_account_may_do_what_the_readmes_table_tells_and_nothing_else(kubectl, installation):
+    """By rights alone: this API server knows no admission policy of ours."""
+    name, _ = installation
+    told = told_rights()
+    assert len(told) == 2
+    homes = ("agentgym", "agentgym-flows", "agentgym-fleets")
+    accounts = {("agentgym-flow", "agentgym-flows"), ("agentgym-worker", "agentgym")}
+    accounts |= {("default", home) for home in homes}
+    here = {each: each.replace("agentgym", name, 1) for each in homes}
+    anybody = rights_of(kubectl, "nobody", "default", "default")
+    found = {
+        (account, home, namespace): rights_of(kubectl, account, here[home], here[namespace])
+        - anybody
+        for account, home in accounts
+        for namespace in homes
+    }
+    assert {each: rights for each, rights in found.items() if rights} == told
+
+
+def test_code_in_a_flows_pod_starts_no_pod_beside_logins_and_replaces_no_service(
+    kubectl, installation, tmp_path
+):
+    """The attack: a Deployment whose pod has the worker's account and Prefect's login."""
+    name, objects = installation
+    fleets, flows = f"{name}-fleets", f"{name}-flows"
+    flow = f"--as=system:serviceaccount:{flows}:agentgym-flow"
+    (server,) = [
+        each
+        for each in objects
+        if (each["kind"], each["metadata"]["name"]) == ("Deployment", "env-textcraft")
+    ]
+    evil = copy.deepcopy(server)
+    pod = evil["spec"]["template"]["spec"]
+    pod["serviceAccountName"] = "agentgym-worker"
+    pod["containers"][0]["envFrom"] = [{"secretRef": {"name": "agentgym-prefect"}}]
+
+    def create(namespace):
+        evil["metadata"] = {"name": "evil", "namespace": namespace}
+        path = tmp_path / "evil.json"
+        path.write_text(json.dumps(evil))
+        kubectl("create", f"--filename={path}", flow)
+
+    def refused(*words):
+        with pytest.raises(AssertionError, match="forbidden"):
+            kubectl(*words, flow)
+
+    for namespace in (name, flows):
+        with pytest.raises(AssertionError, match="forbidden"):
+            create(namespace)
+        refused("get", "secrets", f"--namespace={namespace}")
+    refused("delete", "deployment", "mlflow", f"--namespace={name}")
+    patch = json.dumps({"spec": {"template": {"spec": {"serviceAccountName": "agentgym-worker"}}}})
+    refused("patch", "deployment", "prefect-worker", f"--patch={patch}", f"--namespace={name}")
+    # where it may make Deployments there is neither that account nor that login
+    create(fleets)
+    try:
+        words = ("get", "deployment", "evil", f"--namespace={fleets}", "--output=json")
+        deadline = time.monotonic() + DEADLINE_S
+        while "agentgym-worker" not in (said := replica_failure(json.loads(kubectl(*words)))):
+            assert time.monotonic() < deadline, said
+            time.sleep(0.5)
+        assert "not found" in said
+    finally:
+        kubectl("delete", "deployment", "evil", f"--namespace={fleets}")
+    there = kubectl("get", "secrets", f"--namespace={fleets}", "--output=name").split()
+    assert {each.partition("-token-")[0] for each in there} <= {"secret/default"}
+
+
+def moved(block, name):
+    """Commands of the README, of the namespaces of an installation; k8s/base is there already."""
+    block = re.sub(
+        r"(--namespace |namespace: )agentgym(?=(-flows|-fleets)?\b)", rf"\g<1>{name}", block
+    )
+    return "set -e\n" + block.replace("kubectl apply --kustomize k8s/base\n", "")
+
+
+def test_the_commands_that_move_an_installation_leave_no_old_right(
+    kubectl, kubeconfig, installation
+):
+    name, _ = installation
+    here = {"namespace": name}
+
+    def old(kind, named, version="v1", **more):
+        return {"apiVersion": version, "kind": kind, "metadata": {"name": named, **here}, **more}
+
+    rbac, account = "rbac.authorization.k8s.io/v1", "agentgym-flow"
+    rule = {"apiGroups": ["apps"], "resources": ["deployments"], "verbs": ["create", "patch"]}
+    objects = [old("ServiceAccount", account)]
+    for each in (account, "agentgym-worker"):
+        role = {"apiGroup": rbac.partition("/")[0], "kind": "Role", "name": each}
+        subjects = [{"kind": "ServiceAccount", "name": each, **here}]
+        objects += [
+            old("Role", each, rbac, rules=[rule]),
+            old("RoleBinding", each, rbac, roleRef=role, subjects=subjects),
+        ]
+    for each in ("env", "players", "flow", "prefect-clients", "rollout"):
+        objects.append(old("NetworkPolicy", each, "networking.k8s.io/v1", spec={"podSelector": {}}))
+    for each in ("agentgym-prefect", "agentgym-credentials", "agentgym-env-token"):
+        objects.append(old("Secret", each, stringData={"KEY": each}))
+    kubectl("apply", "--filename=-", objects=objects)
+    anybody = rights_of(kubectl, "nobody", "default", "default")
+    assert ("deployments.apps", "create") in rights_of(kubectl, account, name, name) - anybody
+    said = (K8S / "README.md").read_text().partition("### An installation of before")[2]
+    block = re.search(r"```\n(.*?)```", said, re.DOTALL)[1]
+    paths = f"{Path(find_kubectl()).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", moved(block, name)],
+        env={**os.environ, "KUBECONFIG": str(kubeconfig), "PATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for each in (account, "agentgym-worker"):
+        assert rights_of(kubectl, each, name, name) == anybody
+    words = ("get", "secrets", f"--namespace={name}-flows", "--output=json")
+    found = {
+        each["metadata"]["name"]: base64.b64decode(each["data"].get("KEY", "")).decode()
+        for each in json.loads(kubectl(*words))["items"]
+    }
+    for each in ("agentgym-prefect", "agentgym-credentials"):
+        assert found[each] == each
+    assert "agentgym-fleet-key" in found
+
+
+def replica_failure(deployment):
+    """Why its pods are not made."""
+    conditions = deployment.get("status", {}).get("conditions", ())
+    return " ".join(each["message"] for each in conditions if each["type"] == "ReplicaFailure")

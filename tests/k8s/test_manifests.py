@@ -25,7 +25,15 @@ pytestmark = pytest.mark.integration  # kubectl renders
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
 VERSIONS = ("1.36", "1.37")
-OPTIONAL = ("autoscale", "network/https", "network/retriever", "network/sites")
+OPTIONAL = (
+    *("admission", "autoscale"),
+    *("network/https", "network/retriever", "network/sites"),
+)
+NAMESPACES = ("agentgym", "agentgym-flows", "agentgym-fleets")
+OF_NONE = (
+    *("Namespace", "ClusterRole", "ClusterRoleBinding"),
+    *("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"),
+)
 ENVS = sorted(path.parent.name for path in (ROOT / "envs").glob("*/README.md"))
 
 
@@ -60,10 +68,10 @@ def test_every_object_is_what_the_api_accepts(objects, version):
 
 
 @pytest.mark.parametrize("overlay", ["kind", "gpu"])
-def test_every_object_is_of_the_namespace_unless_it_can_be_of_none(objects, overlay):
+def test_every_object_is_of_one_of_our_namespaces_unless_it_can_be_of_none(objects, overlay):
     for each in objects(overlay, *OPTIONAL):
-        of_none = each["kind"] in ("Namespace", "ClusterRole", "ClusterRoleBinding")
-        assert each["metadata"].get("namespace") == (None if of_none else "agentgym")
+        possible = (None,) if each["kind"] in OF_NONE else NAMESPACES
+        assert each["metadata"].get("namespace") in possible
         assert each["metadata"]["labels"]["app.kubernetes.io/part-of"] == "agentgym"
 
 
@@ -264,6 +272,20 @@ def test_gpu_without_every_digest_is_refused_in_one_line_by_kubectl_itself(
     assert said in line
 
 
+@pytest.mark.parametrize("overlay", ["kind", "gpu"])
+def test_admission_lets_the_images_of_the_overlay_run(objects, overlay):
+    found = objects(overlay, "admission")
+    allowed = of_kind(found, "ConfigMap")["agentgym-images"]
+    used = {each for one in of_kind(found, "Deployment").values() for each in images(one)}
+    assert set(allowed["data"].values()) == used
+    binding = of_kind(found, "ValidatingAdmissionPolicyBinding")["agentgym-pods"]["spec"]
+    parameters = binding["paramRef"]
+    assert parameters.pop("parameterNotFoundAction") == "Deny"
+    assert parameters == {each: allowed["metadata"][each] for each in ("name", "namespace")}
+    assert binding["validationActions"] == ["Deny"]
+    assert binding["policyName"] in of_kind(found, "ValidatingAdmissionPolicy")
+
+
 def test_no_digest_is_invented():
     tracked = subprocess.run(
         ["git", "ls-files", "k8s"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
@@ -284,7 +306,9 @@ def may(rules, verb, resource):
 def test_the_flow_may_do_what_it_needs_and_nothing_else(objects, rights):
     needed, refused = rights
     found = objects("gpu")
-    rules = of_kind(found, "Role")["agentgym-flow"]["rules"]
+    role = of_kind(found, "Role")["agentgym-flow"]
+    rules = role["rules"]
+    assert role["metadata"]["namespace"] == "agentgym-fleets"
     assert [each for each in needed if not may(rules, *each)] == []
     assert [each for each in refused if may(rules, *each)] == []
     for role in (*of_kind(found, "Role").values(), *of_kind(found, "ClusterRole").values()):
@@ -296,13 +320,16 @@ def test_the_flow_may_do_what_it_needs_and_nothing_else(objects, rights):
             account = binding["subjects"][0]["name"]
             assert account == binding["roleRef"]["name"] or kind == "ClusterRoleBinding"
             assert account in ("agentgym-flow", "agentgym-worker")
+            home = {"agentgym-flow": "agentgym-flows", "agentgym-worker": "agentgym"}[account]
             assert binding["subjects"] == [
-                {"kind": "ServiceAccount", "name": account, "namespace": "agentgym"}
+                {"kind": "ServiceAccount", "name": account, "namespace": home}
             ]
+            assert binding["metadata"].get("namespace") != home  # none has rights where it lives
 
 
 def test_the_worker_may_make_and_watch_jobs_and_nothing_else(objects):
-    (role,) = [of_kind(objects("gpu"), "Role")["agentgym-worker"]]
+    role = of_kind(objects("gpu"), "Role")["agentgym-worker"]
+    assert role["metadata"]["namespace"] == "agentgym-flows"
     rights = {
         (verb, resource)
         for rule in role["rules"]
@@ -358,5 +385,5 @@ def test_what_the_manifests_name_the_readme_tells(objects):
         )
         for value in json.loads(f"[{values}]")
     }
-    assert roles == set(re.findall(r"^\| `(\w+)` \|", said, re.M))
+    assert roles == set(re.findall(r"^\| `(\w+)` \|", said, re.M)) - set(NAMESPACES)
     assert all(re.search(f"[`/]{each}`", said) for each in OPTIONAL)

@@ -10,33 +10,38 @@ import pytest
 pytestmark = pytest.mark.integration  # kubectl renders
 
 TEMPLATE = Path(__file__).parents[2] / "k8s/prefect/base-job-template.json"
-OURS = "agentgym"
+SERVICES, FLOWS, FLEETS = "agentgym", "agentgym-flows", "agentgym-fleets"
+OURS = (SERVICES, FLOWS, FLEETS)
 
 
 @dataclass(frozen=True)
 class Pod:
     labels: dict = field(hash=False)
-    namespace: str = OURS
+    namespace: str = SERVICES
     address: str = "10.244.0.7"
 
 
-def role(name, **others):
-    return Pod({"agentgym.io/role": name, **others})
+def role(name, namespace=SERVICES, **others):
+    return Pod({"agentgym.io/role": name, **others}, namespace)
 
 
 def env(name):
-    return role("env", **{"agentgym.io/environment": name})
+    return role("env", FLEETS, **{"agentgym.io/environment": name})
 
 
 def outside(address):
     return Pod({}, namespace="", address=address)
 
 
-FLOW, WORKER, MLFLOW, STORE, PREFECT = map(role, ("flow", "rollout", "mlflow", "store", "prefect"))
+FLOW, WORKER = role("flow", FLOWS), role("rollout", FLEETS)
+MLFLOW, STORE, PREFECT = map(role, ("mlflow", "store", "prefect"))
 STARTER, DATABASE = role("worker"), role("database")
 OPERATOR = Pod({"app.kubernetes.io/name": "kuberay-operator"}, namespace="kuberay")
 BABYAI, TEXTCRAFT, SEARCHQA, WEBARENA = map(env, ("babyai", "textcraft", "searchqa", "webarena"))
-SITES, RETRIEVER, STRANGER = role("sites"), role("retriever"), Pod({"app": "x"})
+SITES, RETRIEVER = role("sites", FLEETS), role("retriever", FLEETS)
+STRANGERS = [Pod({"app": "x"}, each) for each in OURS]
+# pods that code in a flow's pod may start, with labels of its choice
+PRETENDERS = [role(each, FLEETS) for each in ("flow", "worker", "mlflow", "prefect")]
 DNS = Pod({"k8s-app": "kube-dns"}, namespace="kube-system")
 PROMETHEUS = Pod({"app.kubernetes.io/name": "prometheus"}, namespace="monitoring")
 ELSEWHERE = Pod(FLOW.labels, namespace="default")
@@ -54,7 +59,8 @@ def selects(selector, labels):
     return selector.get("matchLabels", {}).items() <= labels.items()
 
 
-def is_peer(peer, pod):
+def is_peer(peer, pod, home):
+    """home: the policy's namespace."""
     if "ipBlock" in peer:  # of what is no pod: addresses of pods change on their way
         address = ipaddress.ip_address(pod.address)
         inside = [ipaddress.ip_network(each) for each in peer["ipBlock"].get("except", ())]
@@ -69,24 +75,25 @@ def is_peer(peer, pod):
     there = (
         selects(peer["namespaceSelector"], namespace)
         if "namespaceSelector" in peer
-        else pod.namespace == OURS
+        else pod.namespace == home
     )
     return there and selects(peer.get("podSelector", {}), pod.labels)
 
 
 def passes(policies, direction, pod, other, port, protocol):
     """Whether one end lets it through: no policy is about that pod, or one of those says so."""
-    if pod.namespace != OURS:
+    if pod.namespace not in OURS:
         return True
     about = [
         each["spec"]
         for each in policies
-        if direction.capitalize() in each["spec"]["policyTypes"]
+        if each["metadata"]["namespace"] == pod.namespace
+        and direction.capitalize() in each["spec"]["policyTypes"]
         and selects(each["spec"]["podSelector"], pod.labels)
     ]
     end = {"ingress": "from", "egress": "to"}[direction]
     return not about or any(
-        (end not in rule or any(is_peer(peer, other) for peer in rule[end]))
+        (end not in rule or any(is_peer(peer, other, pod.namespace) for peer in rule[end]))
         and (
             "ports" not in rule
             or any((p["port"], p.get("protocol", "TCP")) == (port, protocol) for p in rule["ports"])
@@ -150,15 +157,19 @@ NOT_NEEDED = [
     *((PREFECT, each, 443) for each in (INTERNET, API_SERVER)),
     *((STARTER, each, port) for each, port in ((INTERNET, 443), (MLFLOW, 5000), (STORE, 9000))),
     *((STARTER, each, port) for each, port in ((BABYAI, 8000), (WORKER, 8265), (DATABASE, 5432))),
-    *((each, DATABASE, 5432) for each in (FLOW, WORKER, STRANGER, BABYAI)),
+    *((each, DATABASE, 5432) for each in (FLOW, WORKER, BABYAI)),
     (DATABASE, INTERNET, 443),
     (OPERATOR, WORKER, 6379),
     (OPERATOR, FLOW, 4200),
-    (STRANGER, WORKER, 8265),
-    (STRANGER, PREFECT, 4200),
-    (STRANGER, BABYAI, 8000),
-    (STRANGER, STORE, 9000),
-    (STRANGER, INTERNET, 443),
+    *((each, DATABASE, 5432) for each in STRANGERS),
+    *((each, WORKER, 8265) for each in STRANGERS),
+    *((each, PREFECT, 4200) for each in (*STRANGERS, *PRETENDERS, WORKER)),
+    *((each, MLFLOW, 5000) for each in (*STRANGERS, *PRETENDERS)),
+    *((each, DATABASE, 5432) for each in PRETENDERS),
+    *((each, target, 443) for each in PRETENDERS for target in (API_SERVER, INTERNET)),
+    *((each, BABYAI, 8000) for each in (*STRANGERS, *PRETENDERS)),
+    *((each, STORE, 9000) for each in (*STRANGERS, *PRETENDERS)),
+    *((each, INTERNET, 443) for each in STRANGERS),
     (ELSEWHERE, BABYAI, 8000),
     (ELSEWHERE, MLFLOW, 5000),
     (PROMETHEUS, BABYAI, 8000),
@@ -194,11 +205,11 @@ def test_a_component_allows_its_own_arrows_and_no_other(policies, component):
     assert [arrow for arrow in others if reaches(more, *arrow)] == []
 
 
-@pytest.mark.parametrize("lost", range(12))
+@pytest.mark.parametrize("lost", range(16))
 def test_no_policy_could_be_left_out(policies, lost):
     """Each is what some needed arrow, or some refused one, stands on."""
     left = policies()
-    assert len(left) == 12
+    assert len(left) == 16
     left.pop(lost)
     needed = all(reaches(left, *arrow) for arrow in NEEDED)
     refused = not any(reaches(left, *arrow) for arrow in NOT_NEEDED)

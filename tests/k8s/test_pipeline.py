@@ -71,7 +71,8 @@ class Cluster:
         """`prefect deployment run`. Result: (the flow run, its overrides)."""
         overrides = [
             f"store.uri=s3://{BUCKET}/{prefix}",
-            f"kubernetes.namespace={self.deployed.namespace}",
+            f"kubernetes.namespace={self.deployed.fleets}",
+            f"tracking.uri=http://mlflow.{self.deployed.namespace}.svc:5000",
             *("kubernetes.overlay=test", "kubernetes.ready_timeout_s=600", "env.replicas=1"),
             "kubernetes.lease_s=20",  # a killed attempt's servers count as left after that
             *(f"{name}={value}" for name, value in more.items()),
@@ -89,7 +90,8 @@ class Cluster:
         return found
 
     def jobs(self, run):
-        return self.deployed.get("jobs", f"prefect.io/flow-run-id={run}")
+        label = f"prefect.io/flow-run-id={run}"
+        return self.deployed.get("jobs", label, namespace=self.deployed.flows)
 
     def commits(self, prefix, step):
         found = self.bucket.list_objects_v2(Bucket=BUCKET, Prefix=f"{prefix}/steps/{step}-")
@@ -97,7 +99,7 @@ class Cluster:
 
     def of_runs(self):
         """Whatever bears a run's label."""
-        words = ("get", LEFT, "-n", self.deployed.namespace, "-lagentgym.io/run", "--output=name")
+        words = ("get", LEFT, "-n", self.deployed.fleets, "-lagentgym.io/run", "--output=name")
         return self.deployed.kubectl(*words).split()
 
     def until(self, what, run="", seconds=DEADLINE_S):
@@ -111,7 +113,8 @@ class Cluster:
         return found
 
     def flow_pod(self, run):
-        return next(iter(self.deployed.pods(f"flow,prefect.io/flow-run-id={run}")), "")
+        label = f"flow,prefect.io/flow-run-id={run}"
+        return next(iter(self.deployed.pods(label, self.deployed.flows)), "")
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +136,13 @@ def cluster(real_nodes, kubectl, tmp_path_factory):
             yield made
             print(json.dumps({name: round(value, 1) for name, value in made.times.items()}))
         finally:
-            for kind in ("deployments", "jobs", "pods"):
-                kubectl("delete", kind, "--all", "-n", namespace, "--wait=false", "--force")
+            namespaces = (namespace, deployed.flows, deployed.fleets)
+            for each in namespaces:
+                for kind in ("deployments", "jobs", "pods"):
+                    kubectl("delete", kind, "--all", "-n", each, "--wait=false", "--force")
             deployed.remove()
             kubectl("delete", "clusterrole,clusterrolebinding", "agentgym-preflight")
-            kubectl("delete", "namespace", namespace, "--timeout=100s")
+            kubectl("delete", "namespace", *namespaces, "--timeout=100s")
             project.end()
 
 
@@ -160,7 +165,7 @@ def test_a_run_whose_pod_is_killed_is_brought_back_and_ends(cluster, kubeconfig)
         **cluster.deployed.credentials,
         **cluster.deployed.mlflow_login,
         "KUBECONFIG": str(kubeconfig),
-        "AGENTGYM_ENV_TOKEN": cluster.deployed.token,
+        "AGENTGYM_FLEET_KEY": cluster.deployed.token,
     }
     with forwarded(cluster.deployed, "mlflow") as mlflow:
         settings = (*overrides, f"tracking.uri=http://{mlflow}")

@@ -256,7 +256,10 @@ def test_what_serves_on_a_cluster_writes_to_its_claim_and_tmp_alone(pods):
             assert {each["mountPath"] for each in container["volumeMounts"]} <= {"/state", "/tmp"}
 
 
-def test_the_namespace_enforces_it(objects):
-    (namespace,) = [each for each in objects("gpu") if each["kind"] == "Namespace"]
-    labels = namespace["metadata"]["labels"]
-    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+def test_every_namespace_enforces_it(objects):
+    namespaces = [each["metadata"] for each in objects("gpu") if each["kind"] == "Namespace"]
+    assert {each["name"] for each in namespaces} == {
+        *("agentgym", "agentgym-flows", "agentgym-fleets")
+    }
+    for each in namespaces:
+        assert each["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"

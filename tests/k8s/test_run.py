@@ -5,7 +5,6 @@ node is drained under it.
 The flow has its own account's rights and no more.
 """
 
-import base64
 import contextlib
 import importlib
 import json
@@ -102,35 +101,39 @@ def nodes(real_nodes):
 
 
 @pytest.fixture(scope="module")
-def namespace(nodes, kubectl):
-    """One that k8s/base has prepared, with the servers' token."""
+def installation(nodes, kubectl):
+    """Namespaces that k8s/base has prepared."""
     name = f"agentgym-run-{secrets.token_hex(4)}"
+    fleets = f"{name}-fleets"
     objects = [
         each
-        for each in rendered("test", namespace=name)
+        for each in rendered("test", installation=name)
         if "agentgym.io/environment" not in each["metadata"].get("labels", {})
         and each["kind"] != "Deployment"  # of Prefect and MLflow: this flow needs none
         and not each["kind"].startswith("ClusterRole")
     ]
-    secret = {"AGENTGYM_ENV_TOKEN": base64.b64encode(TOKEN.encode()).decode()}
-    meta = {"name": "agentgym-env-token", "namespace": name}
-    objects.append({"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": secret})
     try:
         kubectl("apply", "--server-side", "--filename=-", objects=objects)
         yield name
     finally:
-        kubectl("delete", "leases", "--all", "-n", name)
+        kubectl("delete", "leases", "--all", "-n", fleets)
         for kind in ("deployments", "replicasets"):  # then nothing makes their pods anew
-            kubectl("delete", kind, "--all", "--cascade=orphan", "-n", name)
-        kubectl("delete", "pods", "--all", "--force", "-n", name)
-        kubectl("delete", "namespace", name, "--timeout=100s")
+            kubectl("delete", kind, "--all", "--cascade=orphan", "-n", fleets)
+        kubectl("delete", "pods", "--all", "--force", "-n", fleets)
+        kubectl("delete", "namespace", name, f"{name}-flows", fleets, "--timeout=100s")
 
 
 @pytest.fixture(scope="module")
-def account(namespace, kubectl, kubeconfig, tmp_path_factory):
+def namespace(installation):
+    """Of fleets."""
+    return f"{installation}-fleets"
+
+
+@pytest.fixture(scope="module")
+def account(installation, kubectl, kubeconfig, tmp_path_factory):
     """A kubeconfig with the rights of the flow's account."""
     config = yaml.safe_load(Path(kubeconfig).read_text())
-    token = kubectl("create", "token", "agentgym-flow", "-n", namespace).strip()
+    token = kubectl("create", "token", "agentgym-flow", "-n", f"{installation}-flows").strip()
     config["users"] = [{"name": config["users"][0]["name"], "user": {"token": token}}]
     path = tmp_path_factory.mktemp("account") / "kubeconfig"
     path.write_text(yaml.safe_dump(config))
@@ -240,7 +243,7 @@ def disturbed(namespace, account, kubectl, tmp_path_factory):
     project = Project(tmp_path_factory.mktemp("run"), some)
     params = project.folder / "params.yaml"
     params.write_text(yaml.safe_dump(yaml.safe_load(params.read_text()) | others))
-    project.environment |= {"KUBECONFIG": str(account), "AGENTGYM_ENV_TOKEN": TOKEN}
+    project.environment |= {"KUBECONFIG": str(account), "AGENTGYM_FLEET_KEY": TOKEN}
     fleet, log = Fleet(kubectl, namespace), project.scratch / "flow.log"
     running = project.start(("-m", "flows.pipeline"), log)
     did = {}

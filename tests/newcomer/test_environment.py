@@ -81,7 +81,10 @@ def test_a_run_of_an_installed_environment_has_a_champion_of_its_own(installed, 
         " of this name"
     ) in said
     check = ran.stdout.splitlines()[-1]
-    assert re.fullmatch(rf"check    agentgym audit r[0-9a-f]{{12}} --set data.path={lists}", check)
+    # the owner's word for what an environment of one's own would use, and where the lists are
+    own = "--set env.name=higher-lower --set 'env.options={limit: 100}'"
+    named = rf"check    agentgym audit r[0-9a-f]{{12}} {re.escape(own)} --set data.path={lists}"
+    assert re.fullmatch(named, check)
     audit = installed.run(*shlex.split(check)[1:], "--episodes", "2")
     assert audit.returncode == 0, audit.stdout + audit.stderr
     assert re.search(r"^ok +replay +[1-9]", audit.stdout, re.MULTILINE)
@@ -89,7 +92,7 @@ def test_a_run_of_an_installed_environment_has_a_champion_of_its_own(installed, 
 
     of_the_default = installed.run("agentgym", "history")
     assert of_the_default.returncode == 0, of_the_default.stderr
-    decision, _, champion = of_the_default.stdout.splitlines()
+    decision, *_, champion = of_the_default.stdout.splitlines()
     assert decision.split()[3:] == ["PROMOTE", "version", "1", "-", "->", "1"]
     assert champion == "agentgym-babyai: champion is version 1"
     doctor = installed.run("agentgym", "doctor")

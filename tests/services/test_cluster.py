@@ -19,7 +19,7 @@ import pytest
 from agentgym.config import ConfigError
 from agentgym.deploy.kube import Kind, connect
 from agentgym.deploy.owned import owned_process, tail
-from services.cluster import deployments, job_template, main, mlflow_environment
+from services.cluster import deployments, job_template, main, mlflow_environment, rollout_login
 
 ROOT = Path(__file__).parents[2]
 PASSWORD = secrets.token_hex(16)
@@ -63,12 +63,22 @@ def test_mlflows_logins_are_a_file_of_the_owners_alone(tmp_path):
         mlflow_environment(tmp_path, backend)
 
 
+def test_rollout_workers_are_another_user_than_mlflows_administrator():
+    own = {"MLFLOW_TRACKING_USERNAME": "flow", "MLFLOW_ROLLOUT_PASSWORD": PASSWORD}
+    assert rollout_login({}) is None
+    assert rollout_login({**own, "MLFLOW_ROLLOUT_USERNAME": "rollout"}) == ("rollout", PASSWORD)
+    short = {"MLFLOW_ROLLOUT_USERNAME": "rollout", "MLFLOW_ROLLOUT_PASSWORD": "short"}
+    for wrong in (own, {**own, "MLFLOW_ROLLOUT_USERNAME": "flow"}, {**own, **short}):
+        with pytest.raises(ConfigError, match="must be another user than MLFLOW_TRACKING_USERNAME"):
+            rollout_login(wrong)
+
+
 def test_set_up_deploys_what_prefect_yaml_has_for_a_cluster(monkeypatch):
     monkeypatch.chdir(ROOT)
     names = ["pipeline", "prepare", "train", "evaluate", "compare"]
     assert deployments() == [f"{name}/kubernetes" for name in names]
     assert job_template("other")["variables"]["properties"]["namespace"]["default"] == "other"
-    assert job_template("")["variables"]["properties"]["namespace"]["default"] == "agentgym"
+    assert job_template("")["variables"]["properties"]["namespace"]["default"] == "agentgym-flows"
 
 
 def free_port():
@@ -229,7 +239,10 @@ def test_mlflow_asks_for_its_login_and_passes_artifacts_on(s3_uri, tmp_path, mon
     port = free_port()
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "flow")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", PASSWORD)
+    rollout = secrets.token_hex(16)
     own = {
+        "MLFLOW_ROLLOUT_USERNAME": "rollout",
+        "MLFLOW_ROLLOUT_PASSWORD": rollout,
         "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{tmp_path}/mlflow.db",
         "MLFLOW_ARTIFACTS_DESTINATION": f"{s3_uri}/artifacts",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
@@ -254,6 +267,15 @@ def test_mlflow_asks_for_its_login_and_passes_artifacts_on(s3_uri, tmp_path, mon
         client.log_artifact(run.info.run_id, str(tmp_path / "a.txt"))
         assert [each.path for each in client.list_artifacts(run.info.run_id)] == ["a.txt"]
         assert not list(tmp_path.rglob("artifacts/**/a.txt"))
+        # a rollout worker writes into the flow's experiment, and decides about nobody
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "rollout")
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", rollout)
+        client.log_metric(client.create_run(run.info.experiment_id).info.run_id, "reward", 1.0)
+        login, api = f"rollout:{rollout}", f"{url}/api/2.0/mlflow"
+        user = {"username": "more", "password": PASSWORD}
+        experiment = {"experiment_id": run.info.experiment_id}
+        assert asked(f"{api}/users/create", login, user)[0] == 403
+        assert asked(f"{api}/experiments/delete", login, experiment)[0] == 403
 
 
 @pytest.mark.slow

@@ -3,11 +3,17 @@ tests/flows/test_deployments.py.
 """
 
 import asyncio
+import contextlib
+import socket
+import time
 from base64 import b64encode
+from threading import Thread
 
 import pytest
+import uvicorn
 
-from services.gate import Gate, listener
+from envs import connection
+from services.gate import Gate, listener, listening
 
 LOGIN = "agentgym:word"
 KNOWN = ("authorization", f"Basic {b64encode(LOGIN.encode()).decode()}")
@@ -147,3 +153,87 @@ def test_a_websocket_of_a_page_is_closed_before_the_server_sees_it(headers):
 def test_a_port_stays_taken_while_nobody_listens():
     with listener(0) as bound, pytest.raises(OSError, match="in use"):
         listener(bound.getsockname()[1])
+
+
+async def counts_the_body(scope, receive, send):
+    if scope["type"] == "lifespan":
+        while True:
+            kind = (await receive())["type"]
+            await send({"type": f"{kind}.complete"})
+            if kind.endswith("shutdown"):
+                return
+    size, goes_on = 0, True
+    while goes_on:
+        message = await receive()
+        size += len(message.get("body", b""))
+        goes_on = message.get("more_body", False)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"%d" % size})
+
+
+@pytest.fixture
+def connect(monkeypatch):
+    """connect() -> a socket to a gate in a thread, which gives a second to a request."""
+    monkeypatch.setattr(connection, "ARRIVAL_S", 1.0)
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 40)
+    app = Gate(counts_the_body, LOGIN, open_paths=("/health",), sockets=True)
+    with listener(0) as bound, contextlib.ExitStack() as stack:
+        server = uvicorn.Server(listening(app))
+        thread = Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+
+        def opened():
+            return stack.enter_context(socket.create_connection(bound.getsockname(), timeout=10))
+
+        yield opened
+        server.should_exit = True
+        thread.join()
+
+
+def answer(connected, *pieces, every_s=0.0):
+    """Everything that comes back, until the server closes."""
+    got = b""
+    with contextlib.suppress(ConnectionError):
+        for piece in pieces:
+            connected.sendall(piece)
+            time.sleep(every_s)
+    with contextlib.suppress(ConnectionError):
+        while piece := connected.recv(65536):
+            got += piece
+    return got
+
+
+HEAD = f"POST /page HTTP/1.1\r\nHost: 127.0.0.1:1\r\nAuthorization: {KNOWN[1]}\r\n".encode()
+
+
+def test_a_stranger_sends_no_head_without_an_end_and_no_half_request(connect):
+    connected, sent = connect(), 0
+    connected.sendall(b"GET /")
+    with contextlib.suppress(ConnectionError):
+        while sent < 8 << 20:
+            connected.sendall(b"a" * 65536)
+            sent += 65536
+    assert sent < 8 << 20, "it is read for ever"
+    assert answer(connect(), HEAD + b"X: " + b"y" * 20_000 + b"\r\n\r\n").startswith(
+        b"HTTP/1.1 431 "
+    )
+    began = time.monotonic()
+    assert answer(connect(), HEAD).startswith(b"HTTP/1.1 408 ")
+    assert answer(connect(), HEAD + b"Content-Length: 9\r\n\r\nhalf") == b""
+    assert answer(connect()) == b""  # asks for nothing
+    assert time.monotonic() - began < 8
+
+
+def test_the_owner_sends_files_of_any_length_as_long_as_they_go_on(connect):
+    pieces = [b"x" * 500_000] * 6
+    head = HEAD + b"Connection: close\r\nContent-Length: 3000000\r\n\r\n"
+    assert answer(connect(), head, *pieces, every_s=0.3).endswith(b"\r\n3000000\r\n0\r\n\r\n")
+    head = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = [b"400\r\n" + b"x" * 1024 + b"\r\n"] * 10_000
+    assert answer(connect(), head, *chunks, b"0\r\n\r\n").endswith(b"10240000\r\n0\r\n\r\n")
+
+
+def test_a_thousand_connections_leave_the_owner_one(connect):
+    idle = [connect() for _ in range(1_000)]
+    assert sum(answer(connected) == b"" for connected in idle) == 1_000
+    assert b"\r\n\r\n" in answer(connect(), HEAD + b"Connection: close\r\n\r\n")

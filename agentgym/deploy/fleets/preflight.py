@@ -8,13 +8,11 @@ from collections.abc import Iterable, Sequence
 
 from agentgym.deploy.fleets.quantities import asked, lacking
 from agentgym.deploy.kube import Forbidden, Kind, Kube, KubeError, NotFound
-from agentgym.deploy.kube.kinds import NODE, RESOURCE_QUOTA, STORAGE_CLASS, Object
+from agentgym.deploy.kube.kinds import NODE, RESOURCE_QUOTA, Object
 
 GPU = "nvidia.com/gpu"
 OWN = ("get", "list", "watch", "create", "patch", "delete")
 SEE = ("get", "list", "watch")
-CLAIM = Kind("v1", "PersistentVolumeClaim")
-DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
 
 # (verbs, group, plural) of all that bringing a fleet up, watching it and taking it down does
 RIGHTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
@@ -23,6 +21,7 @@ RIGHTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (OWN, "policy", "poddisruptionbudgets"),
     (OWN, "autoscaling", "horizontalpodautoscalers"),
     (OWN, "coordination.k8s.io", "leases"),
+    (("create", "delete"), "", "secrets"),
     (SEE, "", "pods"),
     (("get",), "", "pods/log"),
     (("list",), "", "events"),
@@ -47,7 +46,6 @@ def lacks(kube: Kube, objects: Sequence[Object], addresses: Kind) -> list[str]:
         *refusals(kube, objects),
         *no_room(kube, objects),
         *no_nodes(kube, objects),
-        *unbound_claims(kube),
     ]
 
 
@@ -77,8 +75,8 @@ def missing_rights(kube: Kube, rights: Iterable[tuple[tuple[str, ...], str, str]
             what = f"{name}.{group}" if group else name
             lines.append(
                 f"this account may not {', '.join(refused)} {what} in namespace {kube.namespace};"
-                " apply k8s/base there, which gives those rights to agentgym-flow, or correct"
-                " kubernetes.namespace and kubernetes.context"
+                " apply k8s/base, which gives those rights to agentgym-flow in agentgym-fleets, or"
+                " correct kubernetes.namespace and kubernetes.context"
             )
     return lines
 
@@ -194,29 +192,3 @@ def _gpus(pod: Object) -> bool:
         for container in pod["containers"]
         for kind in ("requests", "limits")
     )
-
-
-def unbound_claims(kube: Kube) -> list[str]:
-    """Claims of this project that wait for a storage class which is not there."""
-    try:
-        claims = kube.list(CLAIM, labels={"app.kubernetes.io/part-of": "agentgym"}).items
-        waiting = [each for each in claims if each.get("status", {}).get("phase") == "Pending"]
-        if not waiting:
-            return []
-        classes = kube.list(STORAGE_CLASS).items
-    except Forbidden:
-        return []
-    known = {each["metadata"]["name"] for each in classes}
-    has_default = any(
-        each["metadata"].get("annotations", {}).get(DEFAULT_CLASS) == "true" for each in classes
-    )
-    lines = []
-    for claim in waiting:
-        wanted = claim["spec"].get("storageClassName")
-        if wanted not in known if wanted else not has_default:
-            what = f"there is no storage class {wanted}" if wanted else "no class is the default"
-            lines.append(
-                f"claim {claim['metadata']['name']} waits for storage: {what} (there are:"
-                f" {', '.join(sorted(known)) or 'none'}); name one in k8s/base/state.yaml"
-            )
-    return lines

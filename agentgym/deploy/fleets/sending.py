@@ -16,9 +16,10 @@ from agentgym.deploy.fleets.readiness import (
     of_deployment,
     troubles,
 )
+from agentgym.deploy.fleets.tokens import give_token
 from agentgym.deploy.kube import Forbidden, Kind, Kube, KubeError
 from agentgym.deploy.kube.errors import Stale
-from agentgym.deploy.kube.kinds import DEPLOYMENT, EVENT, LEASE, POD, SERVICE, Object
+from agentgym.deploy.kube.kinds import DEPLOYMENT, EVENT, LEASE, POD, SECRET, SERVICE, Object
 from agentgym.deploy.manifests import ENVIRONMENT_LABEL, RUN_LABEL
 
 logger = logging.getLogger(__name__)
@@ -53,8 +54,11 @@ def kinds_of(kube: Kube) -> list[Kind]:
 
 def send(kube: Kube, group: Group, objects: Sequence[Object]) -> None:
     """Apply all, owned by the group's lease; what is there already and the same stays untouched.
-    Errors: KubeError.
+    Fleets get their tokens first. Errors: ConfigError, KubeError.
     """
+    for each in objects:
+        if each["kind"] == DEPLOYMENT.kind:
+            give_token(kube, group, each["metadata"]["name"])
     for each in objects:
         owned = each["metadata"] | {"ownerReferences": [group.owner()]}
         kube.apply(each | {"metadata": owned})
@@ -150,6 +154,8 @@ def take_down(kube: Kube, run: str, *, timeout_s: float) -> None:
     kube.delete(LEASE, lease_name(run))
     for kind in kinds_of(kube):
         for each in kube.list(kind, labels={RUN_LABEL: run}).items:
+            if kind == SERVICE:
+                kube.delete(SECRET, each["metadata"]["name"])
             try:
                 kube.delete(kind, each["metadata"]["name"], uid=each["metadata"]["uid"])
             except Stale:

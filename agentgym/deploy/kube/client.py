@@ -5,6 +5,7 @@ are.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import secrets
@@ -18,6 +19,7 @@ from agentgym.deploy.kube.credentials import Session, Source
 from agentgym.deploy.kube.errors import (
     MISSING,
     AlreadyExists,
+    Forbidden,
     Gone,
     KubeError,
     NotFound,
@@ -141,7 +143,9 @@ class Kube:
         try:
             return self._transport.ask(request, limiter=self._creates)
         except AlreadyExists:
-            found = self.find(kind, metadata["name"], namespace=namespace)
+            found = None
+            with contextlib.suppress(Forbidden):  # as of Secrets that an account may only make
+                found = self.find(kind, metadata["name"], namespace=namespace)
             if found and found["metadata"].get("annotations", {}).get(REQUEST_ANNOTATION) == key:
                 return found
             raise

@@ -99,7 +99,7 @@ def _allow(message: str) -> str:
         return "end what is no longer needed (agentgym envs gc), ask for less, or raise the quota"
     if "being terminated" in message:
         return "wait until the namespace is gone, and make it again"
-    return "give the account that right (k8s/base/flow.yaml has all that a flow needs)"
+    return "give the account that right (k8s/base/fleets/flow.yaml has all that a flow needs)"
 
 
 def _conflict(doing: str, causes: list[dict[str, Any]]) -> str:

@@ -42,13 +42,13 @@ class Place(NamedTuple):
 DEPLOYMENT = Kind("apps/v1", "Deployment")
 REPLICA_SET = Kind("apps/v1", "ReplicaSet")
 POD = Kind("v1", "Pod")
+SECRET = Kind("v1", "Secret")
 SERVICE = Kind("v1", "Service")
 EVENT = Kind("v1", "Event")
 NODE = Kind("v1", "Node")
 ENDPOINTS = Kind("v1", "Endpoints")
 RESOURCE_QUOTA = Kind("v1", "ResourceQuota")
 LEASE = Kind("coordination.k8s.io/v1", "Lease")
-STORAGE_CLASS = Kind("storage.k8s.io/v1", "StorageClass")
 
 
 def selector(labels: Mapping[str, str | None]) -> str:

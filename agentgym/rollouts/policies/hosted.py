@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,9 +30,11 @@ logger = logging.getLogger(__name__)
 PREFIX = "AGENTGYM_SECRET_"  # of the variables that may hold a key
 MAX_REPLY_BYTES = 4 * 1024 * 1024
 MAX_TOLD = 300  # characters of an endpoint's message
+MAX_COUNT = 2**40  # tokens of one request; more are no count
 BACKOFF_S, LONGEST_BACKOFF_S, LONGEST_WAIT_S = 0.5, 30.0, 120.0
 AGAIN = (408, 409, 425, 429)  # and whatever is 500 or more
 FULL = ("context_length_exceeded", "maximum context length")
+FILTERED = "content_filter"  # a reason why a reply ends; of some endpoints, the code of a refusal
 LIMITS = ("max_tokens", "max_completion_tokens")  # names of the limit of a reply, old and new
 TEXT_PARTS = ("text", "output_text")  # of a content that comes in parts; others are no reply
 MOST_LOST = 8  # calls given up one after the other: the endpoint is gone
@@ -112,6 +115,7 @@ class HostedModel:
         """spent: what was spent before and counts against the limit of cost, too."""
         self.stopped = ""  # why no further request is sent; empty: they are
         self.spent = spent or Usage()
+        self._unsaid = Usage()  # the most that calls without counts can have taken
         self._endpoint = endpoint
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(endpoint.max_concurrency)
@@ -156,10 +160,16 @@ class HostedModel:
             "top_p": 1.0,
             "seed": _seed(sampling),
         }
+        most = Usage(
+            input_tokens=sum(len(each["content"].encode("utf-8", "replace")) for each in messages),
+            output_tokens=sampling.max_new_tokens,
+        )
         headers = {"Idempotency-Key": "-".join(map(str, sampling.key)), **self._endpoint.headers}
 
         def took(usage: Usage) -> None:
             self.spent += usage
+            if usage.num_untold:  # a token has a byte or more
+                self._unsaid += most
             spend(usage)
 
         attempt = 0
@@ -201,12 +211,17 @@ class HostedModel:
         """Errors: HostedError where no further request is to be sent."""
         limit, tariff = self._endpoint.max_cost, self._endpoint.tariff
         if limit is not None and tariff is not None and not self.stopped:
-            cost = tariff.cost(self.spent)
-            if cost.amount >= limit:
+            cost, unsaid = tariff.cost(self.spent), tariff.cost(self._unsaid).amount
+            if cost.amount + unsaid >= limit:
                 self.stopped = (
                     f"the limit of cost is reached: {cost.amount:.4f} of {limit:.4f}"
                     f" {cost.currency}"
                 )
+                if unsaid:
+                    self.stopped += (
+                        f", and at most {unsaid:.4f} for {self.spent.num_untold} calls without"
+                        " counts of tokens"
+                    )
         if self.stopped:
             raise HostedError(self.stopped, final=True)
 
@@ -234,24 +249,34 @@ class HostedModel:
         try:
             answer = json.loads(content)
             if status == 200 and not _error_in(answer):
-                return _read(answer)
+                return self._without_key(_read(answer))
         except (ValueError, RecursionError) as error:
             if status == 200:
                 return _Failure(f"{type(error).__name__} {error}", again=True, usage=LOST)
             answer = None
         return self._refused(status, content.decode("utf-8", "replace"), _error_in(answer), wait_s)
 
+    def _without_key(self, answer: _Answer) -> _Answer:
+        """Return an answer that repeats no key: it is stored as an action and shown."""
+        return replace(answer, text=self._endpoint.without_key(answer.text))
+
     def _refused(
         self, status: int, text: str, error: Mapping[str, Any], wait_s: float | None
-    ) -> _Failure:
+    ) -> _Answer | _Failure:
         """A request that got no completion. text: the whole answer; error: what it says of it.
-        A status of 200 is not what was meant, the error's code may be. Errors: ContextFull.
+        A status of 200 is not what was meant, the error's code may be.
+        A prompt that a filter refused has an empty reply: asking again would not change it.
+        Errors: ContextFull.
         """
-        code = str(error.get("code"))
-        meant = int(code) if status == 200 and code.isdecimal() else status
+        code, said = error.get("code"), error.get("message")
+        if str(code) == FILTERED and status < 500:
+            return _Answer("", 0, Usage(num_calls=1, num_untold=1, num_filtered=1))
+        is_status = isinstance(code, int | str) and re.fullmatch("[0-9]{3}", str(code))
+        meant = int(str(code)) if status == 200 and is_status else status
         if meant in (200, 400) and any(each in text for each in FULL):
             raise ContextFull
-        told = self._endpoint.without_key(_line(str(error.get("message") or text)))[:MAX_TOLD]
+        line = _line(said if isinstance(said, str) and said else text)
+        told = self._endpoint.without_key(line)[:MAX_TOLD]
         named = f"status {status}" if meant == status else f"error {meant} with status {status}"
         problem, again = f"{named}: {told}", meant == 200 or meant >= 500 or meant in AGAIN
         if wait_s is not None and wait_s > LONGEST_WAIT_S:
@@ -325,8 +350,15 @@ async def only_model(base_url: str, key_variable: str = "", timeout_s: float = 3
             session.get(url, headers=endpoint.headers, allow_redirects=False) as reply,
         ):
             told = json.loads(await reply.content.read(MAX_REPLY_BYTES))
-            names = [str(each["id"]) for each in told["data"]]
-    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            names = [endpoint.without_key(whole(str(each["id"]))) for each in told["data"]]
+    except (
+        aiohttp.ClientError,
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        RecursionError,
+    ) as error:
         problem = f"{type(error).__name__} {error}".strip()
         raise ValueError(
             f"{url} does not say which models there are ({_line(problem)}); name one"
@@ -375,14 +407,15 @@ def _read(answer: Any) -> _Answer:
     try:
         choice = answer["choices"][0]
         text = _text_of(choice["message"]["content"])
-        told = answer.get("usage") or {}
+        usage = answer.get("usage")
+        told = usage if isinstance(usage, dict) else {}
         reason = choice.get("finish_reason")
-        usage = replace(
+        took = replace(
             _usage(told),
             num_cut=int(reason == "length"),
-            num_filtered=int(reason == "content_filter"),
+            num_filtered=int(reason == FILTERED),
         )
-        return _Answer(text, int(told.get("total_tokens") or 0), usage)
+        return _Answer(text, _count(told, "total_tokens") or 0, took)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"no chat completion: {type(error).__name__} {error}") from error
 
@@ -398,16 +431,23 @@ def _text_of(content: Any) -> str:
     return whole(content or "")
 
 
+def _count(told: Mapping[str, Any], name: str) -> int | None:
+    """Return a number of tokens; None where the endpoint gives none, or something else."""
+    value = told.get(name)
+    return value if type(value) is int and 0 <= value < MAX_COUNT else None
+
+
 def _usage(told: Mapping[str, Any]) -> Usage:
-    """Of one answered request. What is not told is not known, and no 0."""
-    asked, replied = told.get("prompt_tokens"), told.get("completion_tokens")
+    """Return what one answered request took. An unknown count is no 0."""
+    asked, replied = _count(told, "prompt_tokens"), _count(told, "completion_tokens")
     if asked is None or replied is None:
         return Usage(num_calls=1, num_untold=1)
-    cached = (told.get("prompt_tokens_details") or {}).get("cached_tokens")
+    details = told.get("prompt_tokens_details")
+    cached = _count(details if isinstance(details, dict) else {}, "cached_tokens")
     return Usage(
         num_calls=1,
-        input_tokens=int(asked),
-        cached_tokens=int(cached or 0),
-        output_tokens=int(replied),
+        input_tokens=asked,
+        cached_tokens=min(cached or 0, asked),
+        output_tokens=replied,
         num_cache_untold=int(cached is None),
     )

@@ -22,10 +22,13 @@ import torch
 from torch import Tensor
 
 from agentgym.config import RunConfig
-from agentgym.models.attention import CachedRows, KeyValueCache, PackedSequences, require_ragged
+from agentgym.models.attention import PackedSequences, require_ragged
+from agentgym.models.cache import CachedRows, KeyValueCache
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.half import keep_wide_weights
+from agentgym.models.memory import return_memory
 from agentgym.models.model import load_weights, set_threads
+from agentgym.models.prefixes import common_tokens
 from agentgym.models.tolerance import TORCH, Tolerances
 from agentgym.models.transport import require_newer
 from agentgym.rollouts.policies.draw import sample, uniforms
@@ -35,6 +38,7 @@ from agentgym.types import Completion, Delivery, EngineUsage, SampleKey, Samplin
 logger = logging.getLogger(__name__)
 
 LONG_S = 0.02  # of a forward: replies of environments do not wait that long
+SHARED_TOKENS = 16  # a prefix of fewer is computed again, not copied from another slot
 
 
 @dataclass(slots=True)
@@ -68,17 +72,24 @@ class TorchPolicy:
     tolerances: ClassVar[Tolerances] = TORCH
 
     def __init__(
-        self, model: Any, *, stop_ids: Collection[int], num_slots: int, context_tokens: int
+        self,
+        model: Any,
+        *,
+        stop_ids: Collection[int],
+        num_slots: int,
+        context_tokens: int,
+        share_prefixes: bool = True,
     ) -> None:
         """model: built with RAGGED attention. stop_ids: each ends an action. num_slots: sequences
-        decoded together; more requests wait their turn.
+        decoded together; more requests wait their turn. share_prefixes: compute
+        prefixes that prompts have in common once.
         """
         require_ragged(model)
         self._model = model.eval()
         keep_wide_weights(model)
         self._cache = KeyValueCache.of(model, num_slots=num_slots, context_tokens=context_tokens)
         self._device = next(model.parameters()).device
-        self._stop_ids, self._context = stop_ids, context_tokens
+        self._stop_ids, self._context, self._share = stop_ids, context_tokens, share_prefixes
         self._slots = [_Slot() for _ in range(num_slots)]
         self._slot_of: dict[SampleKey, int] = {}  # by owner
         self._waiting: list[_Request] = []
@@ -104,6 +115,7 @@ class TorchPolicy:
             stop_ids=checkpoint.renderer.stop_ids,
             num_slots=num_slots,
             context_tokens=cfg.model.context_tokens,
+            share_prefixes=not cfg.deterministic,
         )
         policy.version = version
         return policy
@@ -147,11 +159,13 @@ class TorchPolicy:
         return self._meter.usage()
 
     async def sleep(self) -> None:
-        """Frees the cache of keys and values."""
+        """Free the cache of keys and values, and the float32 copies of weights."""
         self._awake.clear()
         await self._idle()
         self._forget()
         self._cache.free()
+        keep_wide_weights(self._model)
+        return_memory()
 
     async def wake(self) -> None:
         self._awake.set()
@@ -239,19 +253,44 @@ class TorchPolicy:
 
         Those that wait join as many as they are, or an engine that is free: a forward of few
         sequences costs little less than one of many.
+        A prompt that shares a prefix with one that begins now waits until that is computed.
         """
         if len(self._waiting) < len(self._active):
             return
-        while self._waiting and self._may_begin and len(self._active) < len(self._slots):
-            request = self._waiting.pop(0)
-            request.slot = self._slot(request.sampling.key._replace(turn=0))
+        coming: list[list[int]] = []
+        for request in list(self._waiting):
+            if not self._may_begin or len(self._active) == len(self._slots):
+                break
+            prompt, owner = request.prompt, request.sampling.key._replace(turn=0)
+            source, shared = -1, 0
+            if self._share and owner not in self._slot_of:
+                source, shared = self._alike(prompt)
+                if any(common_tokens(each, prompt) >= shared + SHARED_TOKENS for each in coming):
+                    continue
+                coming.append(prompt)
+            request.slot = self._slot(owner)
             slot = self._slots[request.slot]
-            held = len(slot.ids)
-            if held >= len(request.prompt) or request.prompt[:held] != slot.ids:
+            if len(slot.ids) >= len(prompt) or prompt[: len(slot.ids)] != slot.ids:
                 slot.ids = []
-            self._meter.prompt(len(request.prompt), len(slot.ids))
+            if shared >= len(slot.ids) + SHARED_TOKENS:
+                if source != request.slot:
+                    self._cache.copy(source, request.slot, shared)
+                slot.ids = prompt[:shared]
+            self._meter.prompt(len(prompt), len(slot.ids))
             slot.busy = True
+            self._waiting.remove(request)
             self._active.append(request)
+
+    def _alike(self, prompt: list[int]) -> tuple[int, int]:
+        """Return the slot that holds the longest prefix of a prompt, and its length."""
+        first, most = prompt[:SHARED_TOKENS], len(prompt) - 1  # the last token is computed
+        found = [
+            (min(common_tokens(slot.ids, prompt), most), index)
+            for index, slot in enumerate(self._slots)
+            if slot.ids[:SHARED_TOKENS] == first
+        ]
+        shared, index = max(found, default=(0, -1))
+        return index, shared
 
     @property
     def _may_begin(self) -> bool:

@@ -1,5 +1,5 @@
-"""vLLM as an engine: continuous batching in a process of its own, weights by file, an adapter alone
-where `why_merged` allows it.
+"""vLLM as an engine: continuous batching in a process of its own, weights through shared memory, an
+adapter alone where `why_merged` allows it.
 
 Of what it draws no run repeats a token: its kernels' sums depend on what else is in the batch.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -40,9 +41,13 @@ from agentgym.models.tensorfiles import (
 from agentgym.models.tolerance import VLLM, Tolerances
 from agentgym.models.transport import (
     Broadcast,
+    InProcess,
     TransportBroken,
+    is_on_gpu,
+    memory_file,
     require_arrived,
     require_newer,
+    shared_of,
     write_weights,
 )
 from agentgym.rollouts.policies.draw import seed_of
@@ -50,6 +55,8 @@ from agentgym.rollouts.policies.engines import VLLM_RANKS, engine_dtype
 from agentgym.rollouts.policies.meter import Meter
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
 from agentgym.types import Completion, Delivery, EngineUsage, Sampling
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LOWEST = 0.01  # temperature but 0
@@ -65,6 +72,32 @@ ENVIRONMENT = {
     "TORCH_LOGS": "-torch._library",
     "PYTHONWARNINGS": "ignore::FutureWarning",
 }
+
+
+def _parameters(**asked: Any) -> Any:
+    """Return vLLM's parameters of a request that is answered once, at its end, with numbers."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        **asked,
+        detokenize=False,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _of_tokens(logprobs: Any, ids: Sequence[int]) -> list[float]:
+    """Return the log-probability of each token out of vLLM's flat lists; a prompt's first position
+    has none. A position's first entry is the token itself, whatever follows.
+    """
+    first = len(logprobs) - len(ids)
+    places = logprobs.start_indices[first:]
+    found = [(logprobs.token_ids[place], logprobs.logprobs[place]) for place in places]
+    for token, (told, _) in zip(ids, found, strict=True):
+        if told != token:
+            raise RuntimeError(f"vLLM gave the log-probability of token {told} for {token}")
+    return [logprob for _, logprob in found]
 
 
 class VllmPolicy:
@@ -99,7 +132,7 @@ class VllmPolicy:
         self._failure: RuntimeError | None = None
         self._changed = asyncio.Condition()
         self._one_change = asyncio.Lock()
-        self._awake = True
+        self._awake = self._shares = True
         self.version = 0
 
     @classmethod
@@ -110,7 +143,7 @@ class VllmPolicy:
         folder, adapter = Path(tempfile.mkdtemp(prefix="agentgym-vllm-")), checkpoint.adapter
         try:
             like = _write_model(folder, checkpoint)
-            with _environment(cfg.vllm):
+            with _environment(cfg.vllm, folder):
                 from vllm.v1.engine.async_llm import AsyncLLM
 
                 dtype = engine_dtype(cfg, checkpoint.dtype)
@@ -149,44 +182,32 @@ class VllmPolicy:
                 f"temperature {sampling.temperature:g}: vLLM samples at {LOWEST:g} instead; use"
                 " that, or 0"
             )
-        from vllm import SamplingParams
-
+        parameters = _parameters(
+            temperature=sampling.temperature,
+            top_p=1.0,
+            top_k=0,
+            seed=seed_of(sampling.key),
+            max_tokens=sampling.max_new_tokens,
+            stop_token_ids=list(self._stop_ids),
+            logprobs=0,  # of the sampled token alone
+        )
         async with self._turn():
             version = self.version
-            output = await self._answer(
-                prompt_ids,
-                SamplingParams(
-                    temperature=sampling.temperature,
-                    top_p=1.0,
-                    top_k=0,
-                    seed=seed_of(sampling.key),
-                    max_tokens=sampling.max_new_tokens,
-                    stop_token_ids=list(self._stop_ids),
-                    logprobs=0,  # of the sampled token alone
-                    detokenize=False,
-                ),
-            )
+            output = await self._answer(prompt_ids, parameters)
         self._meter.prompt(len(prompt_ids), output.num_cached_tokens or 0)
         said = output.outputs[0]
         ids = tuple(said.token_ids)
         reason: Literal["stop", "length"] = "stop" if ids[-1] in self._stop_ids else "length"
-        logprobs = tuple(
-            float(each[token].logprob) for each, token in zip(said.logprobs, ids, strict=True)
-        )
+        logprobs = tuple(map(float, _of_tokens(said.logprobs, ids)))
         return Completion(ids, logprobs, reason, version)
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
         """As `Policy.score`."""
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(
-            temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False
-        )
+        parameters = _parameters(temperature=1.0, max_tokens=1, prompt_logprobs=0)
 
         async def one(ids: list[int]) -> Tensor:
             told = (await self._answer(ids, parameters)).prompt_logprobs
-            found = [each[token].logprob for each, token in zip(told[1:], ids[1:], strict=True)]
-            return torch.tensor(found, dtype=torch.float32)
+            return torch.tensor(_of_tokens(told, ids[1:]), dtype=torch.float32)
 
         async with self._between_turns():  # equal weights score alike to the bit
             if not self._awake:
@@ -210,8 +231,8 @@ class VllmPolicy:
             await self._switch(delivery.digest, delivery.version)
 
     async def _stage(self, delivery: Delivery) -> list[str]:
-        """What each process says it has. A broadcast comes to them, all else to this process, which
-        hands them a file.
+        """Return the digest that each process has of them. A broadcast comes to them; all else
+        comes to this process, which shares it with them.
         """
         what = f"weights version {delivery.version}"
         if isinstance(delivery, Broadcast):
@@ -221,14 +242,22 @@ class VllmPolicy:
                 if broken:
                     raise TransportBroken(broken)
             return [digest for digest, _ in answers]
-        weights = await delivery.weights()
+        weights: Mapping[str, Tensor]
+        if isinstance(delivery, InProcess):
+            weights = delivery.held
+        else:
+            weights = await delivery.weights()
         require_fit(weights, self._like, what)
-        path = self._folder / "published.safetensors"
-        try:
+        if self._shares and is_on_gpu(weights):
+            answers = await self._rpc("stage_shared", shared_of(weights), delivery.digest)
+            refused = next((broken for _, broken in answers if broken), "")
+            if not refused:
+                return [digest for digest, _ in answers]
+            self._shares = False
+            logger.warning("vLLM gets weights through the host's memory from now on: %s", refused)
+        with memory_file() as path:
             await asyncio.to_thread(write_weights, path, weights)
-            return await self._rpc("stage_file", str(path))
-        finally:
-            path.unlink(missing_ok=True)
+            return await self._rpc("stage_file", str(path), delivery.digest)
 
     async def _switch(self, digest: str, version: int) -> None:
         try:
@@ -383,13 +412,14 @@ class VllmPolicy:
 
 
 @contextmanager
-def _environment(settings: VllmConfig) -> Iterator[None]:
-    """In which vLLM starts its processes."""
+def _environment(settings: VllmConfig, folder: Path) -> Iterator[None]:
+    """In which vLLM starts its processes. folder: for their sockets, which it leaves behind."""
     told = {
         **ENVIRONMENT,
         OWNER: str(os.getpid()),
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(settings.start_timeout_s)),
         "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gib),
+        "VLLM_RPC_BASE_PATH": str(folder),
     }
     if settings.tensor_parallel_size > 1:  # the CPU build would ask for a NUMA node for each
         told["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -1,6 +1,6 @@
-"""What runs inside vLLM's own processes: each takes its share of new weights from a file, in two
-steps, and none outlives the process it works for. vLLM imports this module there before it builds
-the model; OWNER tells it from every other process.
+"""What runs inside vLLM's own processes: each takes its share of new weights in two steps, and none
+outlives the process it works for. vLLM imports this module there before it builds the model; OWNER
+tells it from every other process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from agentgym.models.adapter import write_adapter
-from agentgym.models.transport import Broadcast, TransportBroken, weights_digest
+from agentgym.models.transport import Broadcast, TransportBroken, opened, weights_digest
 
 HOST = torch.device("cpu")
 OWNER = "AGENTGYM_VLLM_OWNER"  # variable with the id of the process that samples with this engine
@@ -32,13 +32,22 @@ class WeightReceiver:
     device: torch.device
     staged: tuple[str, dict[str, torch.Tensor]] | None = None  # digest, weights
 
-    def stage_file(self, path: str) -> str:
-        """Take the weights in a safetensors file. Result: their sha256."""
-        return self._stage(load_file(path))
+    def stage_file(self, path: str, like: str) -> str:
+        """Take the weights in a safetensors file. like: their digest. Result: what it is here."""
+        return self._stage(load_file(path), like)
+
+    def stage_shared(self, shared: dict[str, Any], like: str) -> tuple[str, str]:
+        """Take weights that lie on a GPU of this machine, see `shared_of`; they are copied when
+        they are switched to. Result: (their digest, why they cannot be opened).
+        """
+        try:
+            return self._stage(opened(shared), like), ""
+        except RuntimeError as error:
+            return "", str(error)
 
     def stage_broadcast(self, told: dict[str, Any]) -> tuple[str, str]:
         """told: a `Broadcast`, with the place of the engine's first process.
-        Result: (their sha256, what broke it); vLLM would forget an error's kind.
+        Result: (their digest, what broke it); vLLM would forget an error's kind.
         """
         first = Broadcast(**told)
         here = first.at(first.rank + self.rank)
@@ -46,10 +55,10 @@ class WeightReceiver:
             weights = here.receive(self.device if here.backend == "nccl" else HOST)
         except TransportBroken as error:
             return "", str(error)
-        return self._stage(weights), ""
+        return self._stage(weights, first.digest), ""
 
-    def _stage(self, weights: dict[str, torch.Tensor]) -> str:
-        self.staged = weights_digest(weights), weights
+    def _stage(self, weights: dict[str, torch.Tensor], like: str) -> str:
+        self.staged = weights_digest(weights, like), weights
         return self.staged[0]
 
     def switch_weights(self, digest: str) -> list[str]:

@@ -34,7 +34,7 @@ def experience(sequences, groups, env_ids=None, **more):
         env_ids,
     )
     none = torch.zeros(int(mask.sum()))
-    return Experience(batch, none, rewards[mask], none + 1, none, **more)
+    return Experience(batch, rewards[mask], none, none + 1, none, **more)
 
 
 def settings(gamma=1.0, gae_lambda=1.0):

@@ -10,11 +10,13 @@ from agentgym.pipeline.table import run_key, steps_of
 
 
 def test_an_honest_run_passes_and_every_check_had_something_to_check(forger):
-    report = audit(forger.cfg, run=f"r{run_key(forger.cfg)[:12]}")
+    report = audit(forger.cfg, run=f"r{run_key(forger.cfg)[:12]}", num_updates=2)
     assert report.ok, [c for c in report.checks if not c.ok]
     assert list(report.steps) == list(steps_of(forger.cfg))
     assert [check.name for check in report.checks] == list(CHECKS)
-    assert all(check.counted > 10 for check in report.checks)
+    counted = {check.name: check.counted for check in report.checks}
+    assert counted.pop("updates") == sum(forger.cfg.horizon.stage_steps)
+    assert all(number > 10 for number in counted.values())
 
 
 def test_an_honest_run_in_a_folder_whose_name_has_blanks_passes(copy_run, tmp_path, tiny_params):

@@ -1,16 +1,23 @@
 """The audit of a run's decisions, where other stores decide on the same registered model."""
 
 import json
+import os
+import pwd
 import shutil
+import socket
+import time
+from dataclasses import replace
 
 import pytest
 
 from agentgym.audit.decisions import check_decisions
 from agentgym.audit.report import Checks
 from agentgym.audit.steps import read_steps
-from agentgym.config import load_config
-from agentgym.evaluation.history import Entry
-from agentgym.evaluation.promotion import DECISION
+from agentgym.cli import main
+from agentgym.config import GateConfig, load_config
+from agentgym.evaluation.gate import Evidence, judge
+from agentgym.evaluation.history import RECORD, Entry, me
+from agentgym.evaluation.promotion import DECISION, MADE_IN, decision_json
 from agentgym.evaluation.publish import promotions_of
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import open_store, run_key
@@ -19,12 +26,16 @@ from agentgym.store.manifest import sha256
 pytestmark = pytest.mark.integration
 
 
-def failures(cfg):
-    """Of the check of a run's decisions."""
+def checked(cfg):
+    """The check of a run's decisions."""
     store, found, others = open_store(cfg), Checks("decisions"), Checks("others")
     check_decisions(cfg, store, run_key(cfg), read_steps(cfg, store, others, others), found)
     assert found.counted > 3
-    return found.failures
+    return found
+
+
+def failures(cfg):
+    return checked(cfg).failures
 
 
 @pytest.fixture
@@ -68,3 +79,63 @@ def test_what_a_second_store_overwrote_before_histories_lay_apart_is_no_forgery(
         earlier.write_bytes(data)
         client.set_model_version_tag(promotions.model, "1", DECISION, sha256(data))
         assert (failures(cfg) == []) is is_whole
+
+
+def add_a_decision(cfg, **changes):
+    """A promotion of version 2 that judges itself by outcomes of nobody."""
+    promotions = promotions_of(cfg, open_store(cfg))
+    (first,) = promotions.history.entries()
+    known = Evidence.from_json(first.decision["evidence"])
+    won = {
+        env: replace(pair, before=pair.after * 0.0, after=pair.after * 0.0 + 1.0)
+        for env, pair in known.pairs.items()
+    }
+    evidence = replace(known, pairs=won, has_champion=True, questions=("a" * 64, "b" * 64))
+    rules = GateConfig(min_items=1)
+    found = judge(rules, evidence)
+    assert found.verdict == "PROMOTE"
+    candidate = replace(first.candidate, number="2", checkpoint="c" * 64, evaluation={})
+    decision = {**decision_json(rules, evidence, found), MADE_IN: promotions.made_in, **changes}
+    entry = Entry(
+        *("judged", "d" * 64, candidate, first.after, candidate, "me", time.time(), found.why),
+        {name: value for name, value in decision.items() if (name, value) != (MADE_IN, None)},
+    )
+    with promotions.history.open() as opened:
+        opened.add(entry)
+        opened.settle()
+
+
+def test_a_decision_nobody_made_fails_the_audit_for_want_of_its_evidence(params):
+    cfg = load_config(params)
+    add_a_decision(cfg)
+    said = " ".join(failures(cfg))
+    assert "evaluation of version 2 in decision 2 is in no store" in said
+
+
+def test_a_decision_that_does_not_say_where_its_evidence_is_proves_nothing(params, capsys):
+    cfg = load_config(params)
+    add_a_decision(cfg, made_in=None)
+    check = checked(cfg).check()
+    assert check.num_unproven == 2  # of both versions
+    assert check.word != "ok"
+    assert main(["audit", "--params", str(params), "--episodes", "1", "--rescore", "1"]) != 0
+    assert "not checked: evaluation of version 2 in decision 2" in capsys.readouterr().out
+
+
+def test_a_run_that_was_promoted_by_other_rules_than_its_own_is_found(params, forger_of):
+    cfg = load_config(params)
+    (entry,) = promotions_of(cfg, open_store(cfg)).history.entries()
+    rules = GateConfig(min_gain=0.5)
+    evidence = Evidence.from_json(entry.decision["evidence"])
+    decision = {
+        **decision_json(rules, evidence, judge(rules, evidence)),
+        MADE_IN: entry.decision[MADE_IN],
+    }
+    forger_of(cfg).rewrite("promotions", 0, RECORD, replace(entry, decision=decision).to_bytes())
+    assert "rules of its gate" in " ".join(failures(cfg))
+
+
+def test_who_decides_is_the_user_of_the_operating_system(monkeypatch):
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.setenv(name, "the-boss")
+    assert me() == f"{pwd.getpwuid(os.getuid()).pw_name}@{socket.gethostname()}"

@@ -1,11 +1,17 @@
 """A forged episode contradicts itself, its token ids or the environment that plays it again."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
+from agentgym.audit.episodes import _replay
+from agentgym.audit.report import Checks
+from agentgym.config import EnvConfig
 from agentgym.rollouts.metrics import rollout_metrics
-from agentgym.types import Status
+from agentgym.rollouts.pools import EnvPools
+from agentgym.types import Item, Status, Trajectory, Turn
+from envs.wire import FAMILY, INVALID
 
 
 def played(forger, step="stage-1", seq=0, status=Status.MAX_TURNS):
@@ -59,7 +65,42 @@ def test_a_forged_observation_is_neither_what_was_read_nor_what_was_answered(for
 
 @pytest.mark.slow
 def test_a_forged_last_observation_that_nobody_read_contradicts_the_environment(forger):
-    index, episode = played(forger, "evaluate-stage-2", 0)
+    index, episode = played(forger, "evaluate-stage-2", 1)
     turns = (*episode.turns[:-1], replace(episode.turns[-1], observation="you win"))
-    where = forger.edit("evaluate-stage-2", 0, index, turns=turns)
+    where = forger.edit("evaluate-stage-2", 1, index, turns=turns)
     assert where in forger.caught("replay")["replay"]
+
+
+def test_a_forged_family_or_a_hidden_invalid_action_contradicts_the_environment(serving, gold):
+    first, turns = gold("babyai", 3)
+    told = [Turn(action, its.observation, its.reward, info=its.info) for action, its in turns]
+    family = told[0].info[FAMILY]
+    lost = replace(told[0], info={})
+    other = replace(told[0], info={FAMILY: "another"})
+    hidden = replace(told[0], info={**told[0].info, INVALID: True})
+    old = [replace(turn, info={}) for turn in told]
+
+    def said(turns, *, id="e1"):
+        success = any(its.success for _, its in gold("babyai", 3)[1])
+        episode = Trajectory(
+            *(Item("babyai", 3), 1, 1, 40, Status.TERMINATED, 1.0, success, first, tuple(turns)),
+            *((), (), ()),
+            id=id,
+        )
+        checks = Checks("replay")
+
+        async def play():
+            env = EnvConfig(name="babyai")
+            async with EnvPools.of([env], {"babyai": [endpoint]}) as pools:
+                await _replay(pools, [("here", episode)], 1, checks)
+
+        asyncio.run(play())
+        return checks.check().failures
+
+    with serving("babyai") as (endpoint, _):
+        assert said(told) == ()
+        for forged in (lost, other, hidden):
+            (failure,) = said([forged, *told[1:]])
+            assert "here turn 1: info that results are made of" in failure
+            assert family in failure
+        assert said(old, id="") == ()  # of a version whose records have none

@@ -61,7 +61,7 @@ def test_only_the_newest_commits_of_an_unfinished_step_may_wait_for_their_delive
     forger = unfinished
     forger.save(forger.commits("stage-1")[1].model_copy(update={"done": False}))
     for point in decode_points(forger.blob("stage-1", waiting - 1, METRICS).read_bytes()):
-        forger.sql("delete from metrics where timestamp = ?", point.time_ms)
+        forger.undeliver(point.time_ms)
     ledger = next(
         check for check in audit(forger.cfg, num_episodes=1).checks if check.name == "ledger"
     )
@@ -75,8 +75,7 @@ def test_a_delivery_that_a_kill_cut_short_is_no_loss(unfinished, known):
     mark = f"{known} {forger.commits('stage-1')[known].created_at!r}"
     forger.sql("update tags set value = ? where key like '%.delivered.stage-1%'", mark)
     (point,) = decode_points(forger.blob("stage-1", 1, METRICS).read_bytes())
-    name = "rollout/success"
-    forger.sql("delete from metrics where timestamp = ? and key = ?", point.time_ms, name)
+    forger.undeliver(point.time_ms, "rollout/success")
     ledger = next(
         check for check in audit(forger.cfg, num_episodes=1).checks if check.name == "ledger"
     )

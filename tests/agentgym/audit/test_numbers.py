@@ -2,7 +2,7 @@
 
 import json
 
-from agentgym.steps.context import OUTCOMES
+from agentgym.evaluation.result import RESULT
 
 
 def test_a_forged_metric_contradicts_the_episodes_even_where_the_ledger_agrees(forger):
@@ -18,12 +18,14 @@ def test_a_forged_evaluation_contradicts_the_episodes(forger):
     report = forger.commits("report")[-1]
     forger.replace(report, results={**report.results, "before": results})
     said = forger.caught("numbers")["numbers"]
-    assert "evaluate-warm-start commit 1: results summary greedy" in said
+    assert f"evaluate-warm-start commit {final.seq}: results summary greedy" in said
     assert "'mean': 0.987" in said
 
 
-def test_forged_outcomes_contradict_the_episodes(forger):
-    outcomes = json.loads(forger.blob("evaluate-warm-start", 1, OUTCOMES).read_bytes())
-    outcomes["greedy"][3] = 1.0 - outcomes["greedy"][3]
-    forger.rewrite("evaluate-warm-start", 1, OUTCOMES, json.dumps(outcomes).encode())
-    assert "outcomes.json greedy" in forger.caught("numbers")["numbers"]
+def test_a_forged_result_contradicts_the_episodes(forger):
+    seq = forger.commits("evaluate-warm-start")[-1].seq
+    tree = json.loads(forger.blob("evaluate-warm-start", seq, RESULT).read_bytes())
+    success = tree["columns"].index("success")
+    tree["slots"][3][success] = not tree["slots"][3][success]
+    forger.rewrite("evaluate-warm-start", seq, RESULT, json.dumps(tree).encode())
+    assert "is not that of its episodes" in forger.caught("numbers")["numbers"]

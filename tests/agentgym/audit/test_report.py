@@ -37,6 +37,30 @@ def test_what_cannot_be_read_fails_its_check_and_no_other(error):
         raise KeyboardInterrupt
 
 
+def test_a_check_that_left_something_out_says_what_and_why_and_is_never_plainly_ok():
+    whole, part, nothing, bad = (Checks(name) for name in ("content", "pages", "sampling", "old"))
+    for each in (whole, part, bad):
+        each.expect("here", "it", 1, 1)
+    part.skip("previews", "they are for looking at", 2)
+    part.skip("previews", "they are for looking at")
+    part.skip("nothing", "there is none", 0)
+    nothing.skip("draws", "the engine does not repeat them")
+    bad.skipped += 1
+    bad.fail("no")
+    report = AuditReport("k", (), tuple(c.check() for c in (whole, part, nothing, bad)), 5)
+    assert list(report.lines()) == [
+        "ok               content      1",
+        "ok, not checked  pages        1",
+        "        not checked: previews (3), they are for looking at",
+        "not checked      sampling     0",
+        "        not checked: draws, the engine does not repeat them",
+        "FAILED           old          1",
+        "        no",
+        "        not checked: comparisons, the check does not say why",
+    ]
+    assert report.to_json()["checks"][1]["not_checked"] == report.checks[1].not_checked
+
+
 def test_a_report_is_ok_where_every_check_is_and_says_so_in_json():
     good, bad = Checks("content"), Checks("replay")
     good.notes += ["two", "notes"]

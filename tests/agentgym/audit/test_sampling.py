@@ -1,11 +1,15 @@
 """Tokens and log-probabilities that the weights did not sample are found."""
 
+import copy
 from dataclasses import replace
 
 import torch
 from safetensors.torch import load, save
 
 from agentgym.audit import audit
+from agentgym.audit.report import Checks
+from agentgym.audit.sampling import _Deviations, _Judge
+from agentgym.models.attention import PackedSequences
 from agentgym.models.checkpoint import WEIGHTS, load_checkpoint
 from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import Blob
@@ -46,12 +50,39 @@ def test_a_forged_token_with_its_action_is_not_what_the_weights_sampled(forger):
 
 
 def test_a_forged_log_probability_is_not_the_weights(forger):
-    index, episode = played(forger, "evaluate-warm-start", 0)
+    index, episode = played(forger, "evaluate-warm-start", 1)
     logprobs = list(episode.logprobs)
     place = episode.turns[1].start
     logprobs[place] -= 0.01
-    where = forger.edit("evaluate-warm-start", 0, index, logprobs=tuple(logprobs))
+    where = forger.edit("evaluate-warm-start", 1, index, logprobs=tuple(logprobs))
     assert f"{where} turn 2 token {place} " in forger.caught("rescore")["rescore"]
+
+
+def test_half_precision_beyond_a_hard_bound_is_judged_by_float32_arithmetic(forger):
+    episode = replace(played(forger)[1], temperature=4.0)  # that no token is near certain
+    checkpoint = load_checkpoint(open_store(forger.cfg), forger.commits("warm-start")[-1])
+    exact = copy.deepcopy(checkpoint.model.bfloat16()).float()
+    checkpoint = replace(checkpoint, weights=checkpoint.model)
+    assert checkpoint.dtype == torch.bfloat16
+
+    def seen(usual):
+        judge = _Judge(forger.cfg, checkpoint, forger.cfg.seed, [])
+        judge._gaps = judge._outside = _Deviations(usual, judge.tolerance)
+        version = episode.turns[0].version
+        ((_, _, turns),) = judge.turns_of([("here", episode)], version, Checks("rescore"))
+        return torch.cat([turn.logprobs for turn in turns])
+
+    ids = torch.tensor(episode.input_ids)
+    layout = PackedSequences(torch.tensor([0, len(ids)]))
+    with torch.no_grad():
+        logits = exact(
+            input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout
+        ).logits[0]
+    logprobs = torch.log_softmax(logits[:-1] / episode.temperature, -1)
+    logprobs = logprobs.gather(1, ids[1:, None])[:, 0][torch.tensor(episode.action_mask)[1:]]
+    within, beyond = seen(usual=100.0), seen(usual=0.0)
+    torch.testing.assert_close(beyond, logprobs, atol=1e-4, rtol=1e-4)
+    assert (within - logprobs).abs().max() > 1e-3
 
 
 def test_forged_weights_did_not_sample_the_evaluation_and_are_not_the_registered_model(forger):
@@ -64,7 +95,7 @@ def test_forged_weights_did_not_sample_the_evaluation_and_are_not_the_registered
     forger.rewrite("stage-2", 1, WEIGHTS, data)
     old = forger.sql("select value from model_version_tags where key = 'weights.sha256'")[0][0]
     forger.sql("update model_version_tags set value = ? where value = ?", Blob.of(data).digest, old)
-    said = forger.caught("rescore", "sampling", "registry")
+    said = forger.caught("rescore", "sampling", "registry", "numbers")
     # its validation episodes; the evaluation comes behind the first ten
     assert "stage-2 commit 1" in said["rescore"]
-    assert f"{name} as in stage-2 commit 1" in said["registry"]
+    assert "model.safetensors as stage-2 commit 1 exports it" in said["registry"]

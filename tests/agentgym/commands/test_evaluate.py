@@ -83,7 +83,7 @@ def kept(folder, name, policy, *, items=1, valid=True):
 def test_an_evaluation_ends_with_its_report_and_a_comparison_that_runs_as_printed(tmp_path):
     folder = tmp_path / "my runs"
     alone = kept(folder, "aa", "random")
-    report, compare = evaluate.next_steps(alone)
+    report, compare = evaluate.next_steps(alone, "")
     assert report == f"report   {folder}/aa/report.html"
     assert "evaluate another policy by the same protocol" in compare
     kept(folder, "bb", "expert", items=2)  # another question
@@ -91,13 +91,13 @@ def test_an_evaluation_ends_with_its_report_and_a_comparison_that_runs_as_printe
     (folder / "dd").mkdir()
     (folder / "dd/result.json").write_text("{}")
     second = kept(folder, "ee", "endpoint")
-    _, compare = evaluate.next_steps(second)
+    _, compare = evaluate.next_steps(second, " --set store.path=x")
     name, command = compare.split(maxsplit=1)
     assert (name, shlex.split(command)) == (
         "compare",
-        ["agentgym", "compare", f"{folder}/aa", f"{folder}/ee"],
+        ["agentgym", "compare", f"{folder}/aa", f"{folder}/ee", "--set", "store.path=x"],
     )
-    (only,) = evaluate.next_steps(kept(folder, "ff", "late", valid=False))
+    (only,) = evaluate.next_steps(kept(folder, "ff", "late", valid=False), "")
     assert only.startswith("report")
 
 

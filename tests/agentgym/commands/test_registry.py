@@ -7,7 +7,7 @@ from mlflow import MlflowClient
 
 from agentgym.cli import main
 from agentgym.config import load_config
-from agentgym.evaluation.audited import keep_audit
+from agentgym.pipeline.audited import audit_for_gate, keep_audit
 from agentgym.pipeline.table import finished, open_store, run_key
 
 
@@ -30,8 +30,11 @@ def test_history_lineage_promotion_and_rollback_of_one_run(params, capsys):
     assert "PROMOTE     version 1    - -> 1" in said.out
     assert said.out.endswith(f"{name}: champion is version 1\n")
 
+    assert "version 1: files as they were registered\n" in said.out
+
     code, said = call("lineage", "--json")
     found = json.loads(said.out)
+    assert (found["files"], found["changed"]) == ("files as they were registered", False)
     done = finished(cfg, store)
     assert found["steps"][0]["step"] == "stage-2"
     assert {each["step"] for each in found["steps"]} == {
@@ -73,3 +76,27 @@ def test_history_lineage_promotion_and_rollback_of_one_run(params, capsys):
         *("judged", "judged", "forced", "rolled back")
     ]
     assert "moved by hand" in tree["standing"]["drift"]
+
+
+def test_a_forged_audit_that_passed_promotes_nothing(forger):
+    """Where the gate asks for an audit it makes one; what lies in the store only forbids."""
+    cfg, key = forger.cfg, run_key(forger.cfg)
+    forged = {"run_key": key, "ok": True, "seed": 1, "checks": [], "finals": {}}
+    keep_audit(open_store(cfg), forged)
+    assert audit_for_gate(cfg, key)["audit"] == "none"
+    forger.metric("stage-1", 1, **{"rollout/success": 0.987})
+    asked = cfg.model_copy(update={"gate": cfg.gate.model_copy(update={"require_audit": True})})
+    found = audit_for_gate(asked, key)
+    assert found["audit"] == "failed"
+    assert "audit FAILED" in found["audit_note"]
+
+
+def test_a_kept_failure_of_steps_that_were_made_again_forbids_nothing(forger):
+    cfg, key = forger.cfg, run_key(forger.cfg)
+    failed = [{"name": "numbers", "ok": False, "failures": ["x"]}]
+    report = {"run_key": key, "ok": False, "seed": 1, "checks": failed}
+    final = forger.commits("stage-2")[-1].digest
+    keep_audit(open_store(cfg), {**report, "finals": {"stage-2": final}})
+    assert audit_for_gate(cfg, key) == {"audit": "failed", "audit_note": "numbers: x"}
+    keep_audit(open_store(cfg), {**report, "finals": {"stage-2": "0" * 64}})
+    assert audit_for_gate(cfg, key)["audit"] == "none"

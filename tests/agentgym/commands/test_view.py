@@ -74,6 +74,9 @@ def test_it_serves_the_store_to_who_has_the_printed_link(made):
             assert reply.read() == b"ok"
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"http://{address}/", timeout=60)
+        endless = urllib.request.Request(f"http://{address}/", headers={"X": "y" * 20_000})
+        with pytest.raises(urllib.error.HTTPError, match="431"):
+            urllib.request.urlopen(endless, timeout=60)
     finally:
         server.terminate()
         server.wait(30)

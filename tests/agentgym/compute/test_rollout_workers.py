@@ -49,7 +49,7 @@ class Actor:
         self.close = Call(lambda: None)
         self.did = []
         self.wake, self.sleep = (Call(partial(self.did.append, each)) for each in ("wake", "sleep"))
-        self.play = Call(lambda item, sample, settings: self.did.append("play") or EPISODE)
+        self.play = Call(lambda *episode: (self.did.append("play") or EPISODE, []))
 
 
 class Learner:
@@ -153,7 +153,7 @@ SHARED = {"compute_device": "cuda", "compute": "ray"}
             },
             ["play"],
         ),
-        ({}, ["play"]),
+        ({"compute": "ray"}, ["play"]),
     ],
 )
 def test_workers_that_may_share_a_gpu_with_a_rank_sleep_between_rollouts(engine_of, settings, did):

@@ -174,6 +174,15 @@ def refusal(path, *overrides):
         ("model: 5", "model: input should be a valid dictionary"),
         ("[1, 2]", "must hold a mapping of sections, got list"),
         ("rollout: {group_size: [}", "is not valid YAML: "),
+        ("seed: 1\nenv: {name: babyai}\nseed: 2", "the key 'seed' stands here twice"),
+        ("optimizer: {lr: 1, clip: 2, lr: 3}", "the key 'lr' stands here twice"),
+        ("seed: 2026-99-99", "seed: input should be a valid integer"),
+        ("seed: !!int x", "is not valid YAML: invalid literal for int()"),
+        ("seed: " + "9" * 5000, "is not valid YAML: Exceeds the limit"),
+        ("env: {options: {levels: !!set {a}}}", "could not determine a constructor for the tag"),
+        ("env: {options: {a: !!binary aGk=}}", "could not determine a constructor for the tag"),
+        ("algorithm: {recipe: [grpo]}", "algorithm.recipe: expected a name such as grpo, got ["),
+        ("seed: " + "[" * 500 + "]" * 500, "is nested more than 100 levels deep; write it flat"),
     ],
 )
 def test_a_bad_file_gives_its_line(write, text, message):
@@ -194,6 +203,10 @@ def test_a_bad_file_gives_its_line(write, text, message):
         (f"evaluation.seed={2**63}", "evaluation.seed: input should be less than"),
         ("rollout.grup_size=4", "unknown key rollout.grup_size; did you mean rollout.group_size?"),
         ("optimizer.lr=inf", "optimizer.lr: input should be a finite number"),
+        ("algorithm.recipe=[a]", "algorithm.recipe: expected a name such as grpo, got ['a']"),
+        ("seed=2026-99-99", "seed: input should be a valid integer"),
+        ("seed=!!int x", "seed: input should be a valid integer"),
+        ("seed=" + "[" * 500 + "]" * 500, "is nested more than 100 levels deep; write it flat"),
     ],
 )
 def test_a_bad_override_gives_its_line(write, override, message):
@@ -224,11 +237,22 @@ def bomb(depth=9, width=9):
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("text", [bomb(), "env: {options: &loop {levels: [*loop]}}"])
-def test_aliases_without_end_are_refused_at_once(write, text):
-    assert "unfolds to more than 100000 values; write fewer, or without aliases" in refusal(
-        write(text)
-    )
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (bomb(), "unfolds to more than 100000 values; write fewer, or without aliases"),
+        ("env: {options: &loop {levels: [*loop]}}", "is nested more than 100 levels deep"),
+    ],
+)
+def test_aliases_without_end_are_refused_at_once(write, text, message):
+    assert message in refusal(write(text))
+
+
+def test_a_date_among_the_options_is_text_and_a_merged_key_may_be_overridden(write):
+    dated = load_config(write("env: {options: {since: 2026-01-02}}"))
+    assert dated.semantic()["env"]["options"] == {"since": "2026-01-02"}
+    merged = "mix: []\nenv: {options: {a: &b {x: 1, y: 2}, c: {<<: *b, y: 3}}}"
+    assert load_config(write(merged)).env.options["c"] == {"x": 1, "y": 3}
 
 
 def test_aliases_of_a_person_are_understood(write):

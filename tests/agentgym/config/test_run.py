@@ -139,3 +139,11 @@ def test_a_name_that_follows_and_the_same_name_by_hand_are_one_run(write):
 )
 def test_a_name_that_mlflow_forbids_is_refused_before_anything_runs(write, override, said):
     assert said in refusal(write("seed: 1"), override)
+
+
+def test_turns_of_a_validation_that_is_off_need_no_room(write):
+    short = ["model.context_tokens=216", "evaluation.max_turns=4", "horizon.max_turns=[4]"]
+    short += ["horizon.stage_steps=[1]"]
+    path = write("validation: {every: 0}")
+    assert load_config(path, short).validation.max_turns == 12
+    assert "is too small for 12 turns" in refusal(path, *short, "validation.every=1")

@@ -1,6 +1,5 @@
-"""A namespace of its own on a real API server, as an administrator prepares it."""
+"""An installation of its own on a real API server, as an administrator prepares it."""
 
-import base64
 import contextlib
 import secrets
 import threading
@@ -12,9 +11,9 @@ from agentgym.config import load_config
 from agentgym.deploy.kube import Kind, KubeError
 from agentgym.deploy.kube.client import connect
 from agentgym.deploy.kube.kinds import POD
-from agentgym.deploy.manifests import rendered
+from agentgym.deploy.manifests import ENVIRONMENT_LABEL, rendered
 
-NAMESPACE, SECRET = Kind("v1", "Namespace"), Kind("v1", "Secret")
+NAMESPACE = Kind("v1", "Namespace")
 ACCOUNT = "agentgym-flow"
 
 
@@ -29,34 +28,31 @@ def end_pods(admin):
 
 @pytest.fixture(scope="session")
 def admin(kubeconfig):
-    """A client that may do everything, in a namespace that has all of k8s/base."""
-    name = f"agentgym-fleets-{secrets.token_hex(4)}"
-    with contextlib.closing(connect(kubeconfig=kubeconfig, namespace=name)) as kube:
+    """A client that may do everything, in the namespace of fleets of an installation."""
+    name = f"agentgym-{secrets.token_hex(4)}"
+    fleets = f"{name}-fleets"
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.closing(connect(kubeconfig=kubeconfig, namespace=fleets)) as kube,
+    ):
+        patch.setenv("AGENTGYM_FLEET_KEY", "of-the-tests")  # fleets' tokens are made of it
+        kube.installation = name
         newer = kube.serves(Kind("policy/v1", "PodDisruptionBudget"))
         kube.overlay = "kind" if newer else "test"
         kube.kubeconfig = kubeconfig
         try:
-            for each in rendered(kube.overlay, namespace=name):
-                if (
-                    not each["kind"].startswith("Cluster")
-                    and "agentgym.io/environment" not in (each["metadata"]["labels"])
-                ):
+            for each in rendered(kube.overlay, installation=name):
+                # what has no namespace, and servers, are not of these tests
+                labels = each["metadata"]["labels"]
+                if not each["kind"].startswith("Cluster") and ENVIRONMENT_LABEL not in labels:
                     kube.apply(each)
-            token = {"AGENTGYM_ENV_TOKEN": base64.b64encode(b"of-the-tests").decode()}
             threading.Thread(target=end_pods, args=(kube,), daemon=True).start()
-            kube.create(
-                {
-                    "apiVersion": "v1",
-                    "kind": "Secret",
-                    "metadata": {"name": "agentgym-env-token"},
-                    "data": token,
-                }
-            )
             yield kube
         finally:
             for pod in kube.list(POD).items:  # nothing plays there: no drain is waited for
                 kube.delete(POD, pod["metadata"]["name"], grace_s=0)
-            kube.delete(NAMESPACE, name)
+            for each in (name, f"{name}-flows", fleets):
+                kube.delete(NAMESPACE, each)
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +63,7 @@ def flow_kubeconfig(admin, tmp_path_factory):
     api = kubernetes.config.new_client_from_config(str(admin.kubeconfig))
     request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
     answer = kubernetes.client.CoreV1Api(api).create_namespaced_service_account_token(
-        ACCOUNT, admin.namespace, request
+        ACCOUNT, f"{admin.installation}-flows", request
     )
     content = yaml.safe_load(admin.kubeconfig.read_text())
     context = next(
@@ -85,7 +81,7 @@ def flow_kubeconfig(admin, tmp_path_factory):
 def cfg(admin, flow_kubeconfig, tmp_path, monkeypatch):
     """A run of two environments whose servers are on the cluster, by the flow's account."""
     monkeypatch.setenv("KUBECONFIG", str(flow_kubeconfig))
-    monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "of-the-tests")
+    monkeypatch.setenv("AGENTGYM_FLEET_KEY", "of-the-tests")
     return load_config(
         overrides=[
             f"store.path={tmp_path}/store",

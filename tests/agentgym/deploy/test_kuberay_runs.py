@@ -77,7 +77,7 @@ def operator(kube, ray_cluster, s3_endpoint, tmp_path, monkeypatch):
         name: base64.b64encode(value.encode()).decode()
         for name, value in variables(s3_endpoint, tmp_path).items()
     }
-    metadata = {"name": "agentgym-credentials"}
+    metadata = {"name": "agentgym-rollout"}
     kube.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": credentials})
     (tmp_path / "jobs").mkdir()
     client = rayjobs._connect(ray_cluster.dashboard)

@@ -4,6 +4,7 @@ Its nodes are hollow: pods get ready there without a container, and their addres
 so that the last look, whether a server answers, is left out here.
 """
 
+import base64
 import json
 import secrets
 import time
@@ -20,7 +21,7 @@ from agentgym.deploy.fleets.lease import HOLDER, KEPT, acquire, groups
 from agentgym.deploy.fleets.sending import remaining, send
 from agentgym.deploy.kube import Forbidden, Kind
 from agentgym.deploy.kube.client import connect
-from agentgym.deploy.kube.kinds import DEPLOYMENT, LEASE, POD
+from agentgym.deploy.kube.kinds import DEPLOYMENT, LEASE, POD, SECRET
 from agentgym.deploy.kubernetes import (
     Plan,
     check_fleets,
@@ -115,7 +116,11 @@ def test_a_run_has_its_servers_and_leaves_nothing(cfg, admin, run, hollow):
     with environment_servers(cfg, False, run) as endpoints:
         (babyai,), (textcraft,) = endpoints["babyai"], endpoints["textcraft"]
         assert babyai == f"http://env-babyai-{run}.{admin.namespace}.svc:8000"
-        assert textcraft.token == "of-the-tests"
+        assert "of-the-tests" not in (babyai.token, textcraft.token)
+        for name, token in (("babyai", babyai.token), ("textcraft", textcraft.token)):
+            data = admin.get(SECRET, f"env-{name}-{run}")["data"]
+            assert base64.b64decode(data["AGENTGYM_ENV_TOKEN"]).decode() == token
+        assert len({babyai.token, textcraft.token}) == 2
         found = {
             each["metadata"]["labels"]["agentgym.io/environment"]: each["spec"]["replicas"]
             for each in admin.list(DEPLOYMENT, labels={"agentgym.io/run": run}).items
@@ -137,6 +142,7 @@ def test_a_run_has_its_servers_and_leaves_nothing(cfg, admin, run, hollow):
             (container,) = deployment["spec"]["template"]["spec"]["containers"]
             assert "--expert" in container["args"]
     assert remaining(admin, run) == remaining(admin, f"{run}-expert") == []
+    assert admin.list(SECRET, labels={"agentgym.io/run": None}).items == []
     assert listed(babyai.listing) is None
     assert admin.list(LEASE).items == before
 
@@ -244,7 +250,7 @@ def test_objects_without_a_lease_are_orphans(cfg, admin, run):
 def test_the_flows_account_is_refused_what_it_does_not_need(admin, flow_kubeconfig):
     kube = connect(kubeconfig=flow_kubeconfig, namespace=admin.namespace)
     with pytest.raises(Forbidden, match=r'User "system:serviceaccount:.*:agentgym-flow" cannot'):
-        kube.get(Kind("v1", "Secret"), "agentgym-env-token")
+        kube.get(SECRET, "agentgym-env-token")
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "own"}, "spec": {}}
     with pytest.raises(Forbidden):
         kube.create(pod)
@@ -255,6 +261,6 @@ def test_the_flows_account_is_refused_what_it_does_not_need(admin, flow_kubeconf
 
 @on_a_cluster
 def test_a_cluster_that_lacks_something_stops_a_run_before_it_begins(cfg, monkeypatch):
-    monkeypatch.delenv("AGENTGYM_ENV_TOKEN")
-    with pytest.raises(ConfigError, match="AGENTGYM_ENV_TOKEN is not set"):
+    monkeypatch.delenv("AGENTGYM_FLEET_KEY")
+    with pytest.raises(ConfigError, match="AGENTGYM_FLEET_KEY is not set"):
         check_fleets(cfg)

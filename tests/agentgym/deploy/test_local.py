@@ -95,6 +95,16 @@ def test_configured_servers_get_the_token_of_the_environment_wherever_they_are_a
     assert (endpoint, token_of(endpoint)) == ("http://10.0.0.5:8000", "of-configured-servers")
 
 
+def test_servers_of_one_environment_may_have_a_token_that_others_do_not_get(monkeypatch):
+    monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "of-all")
+    monkeypatch.setenv("AGENTGYM_ENV_TOKEN_BABYAI", "of-babyai")
+    mix = [{"name": "textcraft", "endpoints": ["http://10.0.0.6:8000"]}]
+    cfg = RunConfig.model_validate({"env": {"endpoints": ["http://10.0.0.5:8000"]}, "mix": mix})
+    with environment_servers(cfg, False) as endpoints:
+        tokens = {env: token_of(urls[0]) for env, urls in endpoints.items()}
+    assert tokens == {"babyai": "of-babyai", "textcraft": "of-all"}
+
+
 def test_no_process_is_left_after_an_exception(tmp_path):
     before = children()
 

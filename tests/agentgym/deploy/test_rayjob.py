@@ -127,10 +127,22 @@ def test_secrets_come_by_reference_alone_and_the_submitter_gets_none(job):
     for name, pod in pods(resource).items():
         (container,) = pod["spec"]["containers"]
         assert [each["secretRef"]["name"] for each in container.get("envFrom", ())] == (
-            [] if name == "submitter" else ["agentgym-credentials", "agentgym-env-token"]
+            [] if name == "submitter" else ["agentgym-rollout", "agentgym-env-token"]
         )
         literal = {each["name"] for each in container["env"] if "value" in each}
         assert not [each for each in literal if re.search("SECRET|PASSWORD|TOKEN|KEY", each)]
+
+
+def test_it_gets_the_token_of_each_fleet_by_reference_and_no_key_of_tokens(job):
+    url = "http://env-babyai-r1.agentgym-fleets.svc:8000"
+    (container,) = pods(made(job(f"env.endpoints=[{url}]")))["head"]["spec"]["containers"]
+    (token,) = [each for each in container["env"] if "valueFrom" in each]
+    assert token["name"] == "AGENTGYM_ENV_TOKEN_BABYAI"
+    reference = token["valueFrom"]["secretKeyRef"]
+    assert (reference["name"], reference["key"]) == ("env-babyai-r1", "AGENTGYM_ENV_TOKEN")
+    elsewhere = job("env.endpoints=[http://env-babyai-r1.other.svc:8000]")
+    (container,) = pods(made(elsewhere))["head"]["spec"]["containers"]
+    assert [each for each in container["env"] if "valueFrom" in each] == []
 
 
 def test_http_mode_needs_no_pod_to_hand_it_over(job):

@@ -7,79 +7,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from agentgym.config import EvaluationConfig, load_config
-from agentgym.evaluation.evaluate import evaluation_metrics, require_coverage, score
+from agentgym.config import load_config
+from agentgym.evaluation.numbers import headline
 from agentgym.evaluation.passk import FAILED
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import open_store, semantic_of, steps_of
 from agentgym.rollouts.collect import RolloutError
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
-from agentgym.types import Item, Status, Trajectory, Turn
 from envs.registry import load_spec
 from flows.shell import left_out
 from tasks.artifacts import step_table
-
-NAN = float("nan")
-SETTINGS = EvaluationConfig(num_items=100, num_samples=1, k=(1,))
-
-
-def scored(greedy, envs=None, families=None):
-    table = np.array(greedy)
-    envs = envs or ["babyai"] * len(greedy)
-    return score(table, table[:, None], SETTINGS, envs, families or [None] * len(greedy))
-
-
-def test_both_conventions_are_reported_with_the_share_that_counts():
-    """Nine of 100 items run out of time: 50 % of all, 55 % of those that ended."""
-    found = scored([1.0] * 50 + [0.0] * 41 + [NAN] * 9)
-    assert found["summary"]["greedy"]["mean"] == pytest.approx(50 / 91)
-    assert found[FAILED]["greedy"]["mean"] == found[FAILED]["avg_at_1"]["mean"] == 0.5
-    assert found[FAILED]["greedy"]["num_items"] == 100
-    assert found["coverage"] == pytest.approx(0.91)
-    whole = scored([1.0] * 50 + [0.0] * 50)
-    assert (whole["coverage"], whole[FAILED]) == (1.0, whole["summary"])
-
-
-def test_each_environment_has_its_own_coverage():
-    found = scored([1.0, NAN, 1.0, 0.0], ["babyai", "babyai", "textcraft", "textcraft"])
-    assert {env: own["coverage"] for env, own in found["by_env"].items()} == {
-        "babyai": 0.5,
-        "textcraft": 1.0,
-    }
-    assert found["by_env"]["babyai"][FAILED]["greedy"]["mean"] == 0.5
-
-
-def test_metrics_tell_both_conventions():
-    turns = (Turn("go", "gone", 0.0, 0, 1, 0),)
-    episode = Trajectory(
-        Item("babyai", 0),
-        0,
-        1,
-        4,
-        Status.TERMINATED,
-        1.0,
-        True,
-        "",
-        turns,
-        (1, 2),
-        (False, True),
-        (0.0, -0.5),
-        1.0,
-    )
-    metrics = evaluation_metrics(scored([1.0, 0.0, 1.0, NAN]), [episode])
-    assert metrics["eval/greedy"] == pytest.approx(2 / 3)
-    assert metrics[f"eval/{FAILED}/greedy"] == 0.5
-    assert metrics["eval/coverage"] == 0.75
-
-
-def test_below_the_floor_there_is_no_result():
-    require_coverage(5, 100, 0.95)
-    with pytest.raises(
-        RolloutError,
-        match=r"^6 of 100 episodes .* at most 94\.0% count, and evaluation\.min_coverage is 95\.0%",
-    ):
-        require_coverage(6, 100, 0.95)
+from tests.agentgym.evaluation.outcomes import NAN, result_of
 
 
 class Failing:
@@ -122,7 +61,7 @@ def test_an_item_whose_environment_fails_counts_in_one_convention_or_ends_the_ev
                 RolloutError,
                 match=(
                     r"^3 of 36 episodes .* at most 91\.7% count, and evaluation\.min_coverage is"
-                    r" 95\.0%"
+                    r" 95\.0%.* Last: babyai_1001 sample \d: .*the simulator broke"
                 ),
             ):
                 evaluate()
@@ -158,13 +97,15 @@ def test_what_decides_which_episodes_count_is_in_the_keys(tmp_path, tiny_params,
     )
 
 
-def manifest(found):
+def manifest(greedy):
+    greedy = np.array(greedy)
+    found = headline(result_of(greedy, greedy[:, None]), (1,), 0.95)
     return SimpleNamespace(results={**found, "checkpoint": "stage-2"})
 
 
 def test_the_summary_says_it_in_80_columns_and_only_where_it_matters():
-    assert left_out({"evaluate-stage-2": manifest(scored([1.0, 0.0]))}) == []
-    lines = left_out({"evaluate-stage-2": manifest(scored([1.0] * 50 + [0.0] * 41 + [NAN] * 9))})
+    assert left_out({"evaluate-stage-2": manifest([1.0, 0.0])}) == []
+    lines = left_out({"evaluate-stage-2": manifest([1.0] * 50 + [0.0] * 41 + [NAN] * 9)})
     assert max(map(len, lines)) <= 80
     text = " ".join(line.strip() for line in lines)
     assert (
@@ -175,6 +116,6 @@ def test_the_summary_says_it_in_80_columns_and_only_where_it_matters():
 
 
 def test_the_artifact_of_an_evaluation_says_it_too():
-    rows = {row["metric"]: row for row in step_table(None, manifest(scored([1.0, 0.0, 1.0, NAN])))}
+    rows = {row["metric"]: row for row in step_table(None, manifest([1.0, 0.0, 1.0, NAN]))}
     assert rows["coverage"]["mean"] == 0.75
     assert rows["greedy, failed as failures"]["mean"] == 0.5

@@ -10,6 +10,7 @@ from agentgym.console import doctor
 from agentgym.evaluation.history import History, HistoryElsewhere, Home
 from agentgym.evaluation.promotion import HOME, Promotions, judged_again
 from agentgym.evaluation.question import Question
+from agentgym.store.place import StorePlace
 from agentgym.store.posix import posix_store
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.registry import model_tags
@@ -102,6 +103,20 @@ def test_two_stores_on_one_mlflow_decide_in_one_history(registry, tmp_path):
     assert History(registry.store, registry.name, "champion").entries() == []
     registry.store = first
     assert registry.consider(registry.version(120)).before.number == "3"
+    assert registry.promotions().standing(registry.entries).drift == ""
+
+
+@pytest.mark.parametrize("bucket_first", [False, True])
+def test_a_folder_and_a_bucket_on_one_mlflow_decide_in_one_history(registry, s3_uri, bucket_first):
+    stores = [registry.store, StorePlace(s3_uri, 30.0).open()]
+    first, second = reversed(stores) if bucket_first else stores
+    registry.store = first
+    registry.consider(registry.version(100))
+    registry.store = second
+    assert registry.consider(registry.version(140)).moved
+    assert [entry.number for entry in registry.entries] == [1, 2]
+    assert History(second, registry.name, "champion").entries() == []
+    registry.store = first
     assert registry.promotions().standing(registry.entries).drift == ""
 
 

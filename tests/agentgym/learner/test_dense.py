@@ -9,7 +9,7 @@ import torch
 
 from agentgym.algorithms.advantages import with_advantages
 from agentgym.algorithms.batch import Batch
-from agentgym.config import OptimizerConfig, algorithm_config
+from agentgym.config import LearnerConfig, OptimizerConfig, algorithm_config
 from agentgym.learner.learner import LocalLearner
 
 # (ids, which of them are actions, reward): two groups of two
@@ -84,7 +84,12 @@ def test_the_gradient_is_that_of_a_dense_forward_of_the_published_loss(make_mode
     olds = [new + 0.1 * (old - new) for old, new in zip(olds, now, strict=True)]
     dense_loss(recipe, twin, olds).backward()
 
-    learner = LocalLearner(model.double(), NO_CLIPPING, total_steps=10)
+    learner = LocalLearner(
+        model.double(),
+        NO_CLIPPING,
+        total_steps=10,
+        settings=LearnerConfig(share_prefixes=False),
+    )
     batch = batch_of()
     placed = torch.zeros(len(batch.input_ids), dtype=torch.float64)
     placed[batch.action_mask] = torch.cat(olds)

@@ -32,6 +32,10 @@ def test_blocks_and_head_count_and_an_embedding_that_is_no_head_does_not(tied):
     tokens, pairs = 3 + 5, 9 + 25
     expected = 6 * (BLOCKS + 800) * tokens + 6 * 24 * pairs
     assert flops.tflop(torch.tensor([3, 5])) == pytest.approx(expected / 1e12)
+    # two of the five were computed for the three: three queries see 3 + 4 + 5 keys, twice 25 - 4
+    computed = 6 * (BLOCKS + 800) * (tokens - 2) + 6 * 24 * (pairs - 4)
+    shared = flops.tflop(torch.tensor([3, 5]), torch.tensor([0, 2]))
+    assert shared == pytest.approx(computed / 1e12)
 
 
 def test_of_a_body_without_a_head_its_own_head_counts_alone():

@@ -65,7 +65,8 @@ def batch_of(rows=ROWS, rewards=REWARDS, groups=(0, 0, 0, 1, 1, 1), temperature=
 def train(learner, batch, config, *, step, seed):
     """The three verbs; all metrics together."""
     experience = with_advantages(learner.prepare(batch, config, step=step), config)
-    return experience.metrics | learner.update(experience, config, step=step, seed=seed)
+    experience, metrics = learner.update(experience, config, step=step, seed=seed)
+    return experience.metrics | metrics
 
 
 def on_policy(learner, batch):
@@ -130,7 +131,7 @@ def make_whole(make_model):
 
 
 def num_micro_batches(learner, batch):
-    return len(list(learner._shares(batch, torch.arange(batch.num_sequences))))
+    return len(learner.deal(batch, torch.arange(batch.num_sequences)).ranks[0])
 
 
 def all_gradients(learner):
@@ -170,7 +171,8 @@ def test_corrections_depend_neither_on_micro_batches_nor_on_packing(make_whole, 
     batch = on_policy(whole, batch_of())
     batch = replace(batch, logprobs=batch.logprobs + off[: len(batch.logprobs)] * batch.action_mask)
     metrics = train(whole, batch, config, step=1, seed=0)
-    weights = whole.prepare(batch, config, step=1).corrections
+    twice = config.model_copy(update={"epochs": 2})  # so that they are needed before the update
+    weights = whole.prepare(batch, twice, step=1).corrections
     assert not torch.equal(weights, torch.ones_like(weights))
     order = batch.select(torch.tensor([4, 0, 5, 2, 3, 1]))
     others = {"packed": train(packed, order, config, step=1, seed=0)}
@@ -188,8 +190,43 @@ def test_the_entropy_behind_each_action_token_is_known_before_the_update(make_wh
         expected = networks.PolicyNet(whole.model)(batch)[1]
     assert expected.std() > 1e-2
     for learner in (whole, split):
-        known = learner.prepare(batch, everything("grpo"), step=1)
-        torch.testing.assert_close(known.entropies, expected, atol=1e-5, rtol=0)
+        for epochs in (2, 1):  # of one the update's own forward tells them
+            config = everything("grpo").model_copy(update={"epochs": epochs})
+            known = learner.prepare(batch, config, step=1)
+            assert (known.entropies is None) == (epochs == 1)
+            if epochs == 1:
+                known, _ = learner.update(with_advantages(known, config), config, step=1, seed=0)
+            torch.testing.assert_close(known.entropies, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("recipe", SAMPLING)
+@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
+def test_one_forward_for_scores_and_update_changes_neither_metrics_nor_gradients(
+    make_whole, monkeypatch, recipe, correction
+):
+    config = everything(recipe, correction=correction, importance_cap=1.02)
+    config = config.model_copy(update={"minibatches": 1, "epochs": 1, "kl_place": "loss"})
+    off = 0.05 * torch.randn(29, generator=torch.Generator().manual_seed(5))
+    separate, merged = make_whole(share_prefixes=False, **SPLIT), make_whole(**SPLIT)
+    assert merged._merges(config, 1)
+    batch = on_policy(separate, batch_of(rewards=[1.0, 0.0, 0.0, 1.0, 1.0, 1.0]))
+    batch = replace(batch, logprobs=batch.logprobs + off[: len(batch.logprobs)] * batch.action_mask)
+    expected = train(separate, batch, config, step=1, seed=0)
+    metrics = train(merged, batch, config, step=1, seed=0)
+    # what sequences share is computed once
+    assert metrics.pop("perf/update_tflop") < expected.pop("perf/update_tflop")
+    assert metrics == pytest.approx(expected, abs=1e-4, rel=1e-5)
+    assert_same(all_gradients(separate), all_gradients(merged), atol=1e-4, rtol=1e-3)
+
+
+def test_an_engine_that_is_too_far_off_is_found_before_the_only_update_changes_a_weight(make_whole):
+    learner, config = make_whole(), everything("grpo").model_copy(update={"max_mismatch_kl": 1e-6})
+    batch = batch_of()  # its log-probabilities are 0
+    before = {name: each.clone() for name, each in learner.weights().items()}
+    prepared = learner.prepare(batch, config, step=1)
+    with pytest.raises(EngineMismatch, match="step 1: engine and learner differ by KL"):
+        learner.update(with_advantages(prepared, config), config, step=1, seed=0)
+    assert_same(before, learner.weights())
 
 
 @pytest.mark.parametrize("recipe", SAMPLING)
@@ -259,7 +296,7 @@ def test_a_row_cut_before_its_observation_is_bootstrapped_from_a_state_the_criti
     rewards = batch_of(rewards=[*outcomes[:4], 0.0, 0.0]).rewards
     cut = replace(ended, rewards=rewards, truncated=torch.arange(6) == 4)
     with torch.no_grad():
-        everywhere = critic.head(networks._states(critic.body, cut)[0])[:, 0]
+        everywhere = critic.head(networks._states(critic.body, cut, share=False)[0])[:, 0]
     given = []
     gae = advantages_module.ADVANTAGES["gae"]
     monkeypatch.setitem(

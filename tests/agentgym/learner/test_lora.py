@@ -47,8 +47,8 @@ def learn(learner, like, batch, config, steps):
     for step in steps:
         batch.logprobs.copy_(learner.score(batch))
         experience = with_advantages(learner.prepare(batch, config, step=step), config)
-        told["metrics"].append(experience.metrics | learner.update(experience, config, \
-step=step, seed=0))
+        experience, updated = learner.update(experience, config, step=step, seed=0)
+        told["metrics"].append(experience.metrics | updated)
         told["gradients"].append({
             name: learner.ranks.whole(master.grad).clone()
             for optimized in (learner._policy, learner._values)

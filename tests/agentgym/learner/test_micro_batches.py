@@ -25,6 +25,22 @@ def test_where_attention_pads_each_counts_as_the_longest_beside_it():
 
 
 @pytest.mark.parametrize("padded", [False, True])
+def test_tokens_that_the_one_before_has_too_count_once(padded):
+    def shared(before, sequence):
+        return 2 if sequence in (1, 3, 5) else 0
+
+    def of(tokens):
+        return list(
+            micro_batches(LENGTHS, range(6), tokens=tokens, unit=1, padded=padded, shared=shared)
+        )
+
+    # 6 + 1 fits in 14, 8 more do not (nor 2 * 8 + 1); 8 + 1 + 5 fits, padded 2 * 8 + 1 does not
+    assert of(14) == ([[0, 1], [2, 3], [4, 5]] if padded else [[0, 1], [2, 3, 4, 5]])
+    # the first of a micro-batch shares nothing: 3 and not 1
+    assert of(3) == [[0], [1], [2], [3], [4], [5]]
+
+
+@pytest.mark.parametrize("padded", [False, True])
 def test_one_that_is_longer_than_the_budget_is_alone_and_pairs_stay_together(padded):
     assert parts(range(6), tokens=1, padded=padded) == [[0], [1], [2], [3], [4], [5]]
     assert parts(range(6), tokens=1, unit=2, padded=padded) == [[0, 1], [2, 3], [4, 5]]

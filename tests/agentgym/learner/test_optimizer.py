@@ -56,7 +56,8 @@ def batch_of(rows=ROWS, rewards=REWARDS, groups=(0, 0, 0, 1, 1, 1), temperature=
 def train(learner, batch, config, *, step, seed):
     """The three verbs; all metrics together."""
     experience = with_advantages(learner.prepare(batch, config, step=step), config)
-    return experience.metrics | learner.update(experience, config, step=step, seed=seed)
+    experience, metrics = learner.update(experience, config, step=step, seed=seed)
+    return experience.metrics | metrics
 
 
 def on_policy(learner, batch):

@@ -46,7 +46,7 @@ for step in steps:
     scored = learner.score(batch)
     batch.logprobs.copy_(scored)
     experience = with_advantages(learner.prepare(batch, config, step=step), config)
-    told["metrics"].append(learner.update(experience, config, step=step, seed=0))
+    told["metrics"].append(learner.update(experience, config, step=step, seed=0)[1])
     if step == 2:
         told["kept"] = keep()
 told["ended"] = keep()

@@ -61,7 +61,8 @@ from agentgym.algorithms.advantages import with_advantages
 
 def train(learner, batch, config, step):
     experience = with_advantages(learner.prepare(batch, config, step=step), config)
-    return experience.metrics | learner.update(experience, config, step=step, seed=0)
+    experience, metrics = learner.update(experience, config, step=step, seed=0)
+    return experience.metrics | metrics
 
 def plan_from(plan, kept):
     states = {name: each for name, each in kept.items() if "optimizer" in name}

@@ -1,5 +1,6 @@
 """Ragged attention against Hugging Face's own, one sequence at a time."""
 
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -7,14 +8,9 @@ import torch
 from torch.nn.attention import varlen
 
 from agentgym.models import attention
-from agentgym.models.attention import (
-    CachedRows,
-    KeyValueCache,
-    PackedSequences,
-    Variant,
-    has_kernel,
-    require_ragged,
-)
+from agentgym.models.attention import PackedSequences, Variant, has_kernel, require_ragged
+from agentgym.models.cache import CachedRows, KeyValueCache
+from agentgym.models.prefixes import Prefixes
 
 ROWS = [[5, 9, 33, 12], [7], [4, 8, 15, 16, 23, 42, 4, 8], [11, 12]]
 
@@ -51,6 +47,16 @@ def expected(model, plain):
     with torch.no_grad():
         twin = plain(model)
         return [twin(torch.tensor([sequence])).logits[0] for sequence in ROWS]
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(3, 3, dtype=torch.bool).tril()])
+def test_attention_without_instructions_for_its_dtype_is_rounded_once(monkeypatch, mask):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 3, 8).bfloat16() for heads in (4, 2, 2))
+    found = attention.attend_padded(query, key, value, mask, Variant())
+    wide = attention.attend_padded(query.float(), key.float(), value.float(), mask, Variant())
+    assert torch.equal(found, wide.bfloat16())
 
 
 @torch.no_grad()
@@ -157,35 +163,44 @@ def qkv(heads=4, kv_heads=2, dim=8, **kind):
     return [each.to(**kind).requires_grad_() for each in tensors]
 
 
-def as_documented(query, key, value, starts, same, longest, also, *, scale, window_size, **options):
-    """torch.nn.attention.varlen.varlen_attn by its documentation, one sequence at a time."""
-    assert starts is same
-    assert starts.dtype == torch.int32
-    assert longest == also == int((starts[1:] - starts[:-1]).max())
-    assert options == {"enable_gqa": query.shape[1] != key.shape[1]}
+def as_of_torch_2_11(query, key, value, begins, starts, most, longest, *, scale, window_size):
+    """torch.nn.attention.varlen.varlen_attn by its documentation, one sequence at a time; the last
+    query stands at the last key."""
+    assert begins.dtype == starts.dtype == torch.int32
+    assert longest == int((starts[1:] - starts[:-1]).max())
+    assert most == int((begins[1:] - begins[:-1]).max())
     times = query.shape[1] // key.shape[1]
     before, after = window_size
     assert after == 0
     parts = []
-    for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        q = query[first:end].transpose(0, 1)
+    for (begin, stop), (first, end) in zip(
+        pairwise(begins.tolist()), pairwise(starts.tolist()), strict=True
+    ):
+        q = query[begin:stop].transpose(0, 1)
         k, v = (
             each[first:end].transpose(0, 1).repeat_interleave(times, 0) for each in (key, value)
         )
         scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        distance = torch.arange(end - first)[:, None] - torch.arange(end - first)
+        held = (end - first) - (stop - begin)
+        distance = torch.arange(held, end - first)[:, None] - torch.arange(end - first)
         seen = (distance >= 0) & ((distance <= before) | (before < 0))
         scores = scores.masked_fill(~seen, float("-inf"))
         parts.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(parts)
 
 
+def as_documented(query, key, *arguments, scale, window_size, enable_gqa):
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    return as_of_torch_2_11(query, key, *arguments, scale=scale, window_size=window_size)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_attention_without_padding_equals_that_with_it(monkeypatch, name, kv_heads):
+@pytest.mark.parametrize("kernel", [as_documented, as_of_torch_2_11])
+def test_attention_without_padding_equals_that_with_it(monkeypatch, name, kv_heads, kernel):
     ours, theirs = qkv(kv_heads=kv_heads), qkv(kv_heads=kv_heads)
     padded = PackedSequences(STARTS).attend(0, *ours, VARIANTS[name])
-    monkeypatch.setattr(varlen, "varlen_attn", as_documented)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(attention, "has_kernel", lambda query, variant: True)
     layout = PackedSequences(STARTS)
     packed = layout.attend(0, *theirs, VARIANTS[name])
@@ -198,6 +213,77 @@ def test_attention_without_padding_equals_that_with_it(monkeypatch, name, kv_hea
     # negative control
     plain = PackedSequences(STARTS)._attend_packed(*theirs, Variant(scaling=0.9, window=2))
     assert (plain - padded).abs().max() > 1e-2
+
+
+# a group of three and one that is the same again, a second group, one that shares nothing
+SHARING = [
+    [5, 9, 33, 12, 40, 41],
+    [5, 9, 33, 12, 7],
+    [5, 9, 33, 12, 7],
+    [5, 9, 33, 50, 51, 52, 53, 54],
+    [8, 15, 16],
+    [8, 15, 16, 23, 42],
+    [11],
+]
+
+
+def shared_layout():
+    starts = torch.tensor([0, *accumulate(map(len, SHARING))])
+    ids = torch.tensor([token for each in SHARING for token in each])
+    shared = Prefixes(ids, starts).of(range(len(SHARING)))
+    return ids, starts, PackedSequences(starts, shared)
+
+
+def test_what_sequences_begin_with_in_common_is_computed_once():
+    ids, starts, layout = shared_layout()
+    assert Prefixes(ids, starts).of(range(len(SHARING))) == [0, 4, 5, 3, 0, 3, 0]
+    assert len(layout.computed) == len(layout.position) == len(ids) - 15
+    assert torch.equal(layout.whole(ids[layout.computed]), ids)
+    places = torch.cat([torch.arange(len(each)) for each in SHARING])
+    assert torch.equal(layout.whole(layout.position), places)
+    # one token of twelve in common does not pay
+    few = torch.tensor([5, *range(20, 31), 5, *range(40, 51)])
+    assert Prefixes(few, torch.tensor([0, 12, 24])).of([0, 1]) == [0, 0]
+
+
+PADDED = [*VARIANTS.values(), Variant(softcap=2.0)]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize(
+    ("is_packed", "dtype", "variant"),
+    [
+        *((False, torch.float32, each) for each in PADDED),
+        *((False, torch.bfloat16, each) for each in PADDED),
+        *((True, torch.float32, each) for each in VARIANTS.values()),
+    ],
+    ids=str,
+)
+def test_attention_over_shared_tokens_equals_that_over_each_sequence(
+    monkeypatch, variant, kv_heads, is_packed, dtype
+):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    ids, starts, layout = shared_layout()
+    draw = torch.Generator().manual_seed(0)
+    tables = [torch.randn(60, n, 8, generator=draw).to(dtype) for n in (4, kv_heads, kv_heads)]
+    weight = torch.linspace(-1, 1, len(ids) * 32).view(len(ids), 4, 8)
+
+    def attended(layout, tokens):
+        leaves = [table.clone().requires_grad_() for table in tables]
+        result = layout.whole(layout.attend(0, *(leaf[tokens] for leaf in leaves), variant))
+        (result * weight).sum().backward()
+        return [result.detach(), *(leaf.grad for leaf in leaves)]
+
+    expected = attended(PackedSequences(starts), ids)
+    if is_packed:
+        monkeypatch.setattr(varlen, "varlen_attn", as_documented)
+        monkeypatch.setattr(attention, "has_kernel", lambda query, variant: True)
+    # queries and keys differ by token alone, so what a table's row gets is what its tokens get
+    found = attended(layout, ids[layout.computed])
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+    assert float(expected[0].abs().max()) > 0.1
 
 
 def test_the_installed_kernel_takes_the_call_and_its_gradient():

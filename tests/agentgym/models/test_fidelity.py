@@ -10,6 +10,7 @@ from agentgym.learner.plan import LearnerPlan
 from agentgym.models.attention import PackedSequences
 from agentgym.models.fidelity import differences, require_faithful, require_faithful_once
 from agentgym.models.model import from_config, load_hub
+from agentgym.models.prefixes import Prefixes
 
 SMALL = {
     "vocab_size": 96,
@@ -200,6 +201,31 @@ def test_a_family_is_computed_as_it_computes_itself(name):
     print(name, found)  # the table: pytest -rP
     assert max(found.values()) < 1e-4, found
     require_faithful(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_a_family_computes_what_sequences_share_as_it_computes_each(name):
+    model = build(*SUPPORTED[name]).eval()
+    first = torch.arange(1, 2 * WINDOW + 9)
+    ids = torch.cat([first, first[:-4], torch.tensor([7, 8, 9]), first[: WINDOW + 1]])
+    starts = torch.tensor([0, len(first), 2 * len(first) - 1, len(ids)])
+    whole = PackedSequences(starts)
+    shared = PackedSequences(starts, Prefixes(ids, starts).of(range(3)))
+    assert len(shared.computed) == len(first) + 3
+
+    def hidden(layout, tokens):
+        return layout.whole(
+            model.get_decoder()(
+                input_ids=tokens[None],
+                position_ids=layout.position[None],
+                use_cache=False,
+                layout=layout,
+            ).last_hidden_state[0]
+        )
+
+    expected = hidden(whole, ids)
+    torch.testing.assert_close(hidden(shared, ids[shared.computed]), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.integration

@@ -1,5 +1,8 @@
 """Linear layers in half precision on a processor that has no instructions for it."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +68,21 @@ def test_gradients_are_those_of_autograd_and_no_float32_copy_waits_for_them(laye
     (product.float() * scale).sum().backward()
     for one, other in zip(found, wide, strict=True):
         assert torch.equal(one, other.grad)
+
+
+def test_a_models_memory_is_free_as_soon_as_nobody_has_the_model(monkeypatch):
+    """Not when the collector comes by: an engine tells it to let pass what lives by then."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    layer = nn.Linear(3, 2).to(torch.bfloat16)
+    widen_linear_layers(layer)
+    keep_wide_weights(layer)
+    weight = weakref.ref(layer.weight)
+    gc.disable()
+    try:
+        del layer
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_a_processor_with_fast_half_precision_keeps_nothing(monkeypatch):

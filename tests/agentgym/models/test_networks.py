@@ -127,6 +127,26 @@ def test_a_chunked_head_equals_the_whole(make_learner, chunk):
     assert_same(gradients(whole), gradients(chunked), atol=1e-3, rtol=1e-4)
 
 
+def test_shared_prefixes_change_neither_losses_nor_gradients(make_model):
+    batch = batch_of()
+    results = []
+    for share in (False, True):
+        policy, critic = make_model(0), networks.ValueNet(make_model(7), share_prefixes=share)
+        with torch.no_grad():
+            critic.head.weight.normal_(generator=torch.Generator().manual_seed(1))
+        logprobs, entropies = PolicyNet(policy, share_prefixes=share)(batch, True)
+        values, ends = critic(batch)
+        ((logprobs**2).sum() + entropies.sum() + (values**2).sum() + ends.sum()).backward()
+        of_critic = {f"critic {n}": p.grad for n, p in critic.named_parameters()}
+        of_critic |= {n: p.grad for n, p in policy.named_parameters()}
+        results.append(
+            {"logp": logprobs, "entropy": entropies, "values": values, "ends": ends}
+            | {name: grad for name, grad in of_critic.items() if grad is not None}
+        )
+    assert_same(*results, atol=1e-4, rtol=1e-4)
+    assert len(results[0]) > 20
+
+
 class Logits(TorchDispatchMode):
     """The most rows of a tensor as wide as the vocabulary, of the head's weight apart."""
 

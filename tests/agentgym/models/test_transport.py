@@ -3,12 +3,14 @@
 import asyncio
 import datetime
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 
 import psutil
@@ -18,13 +20,20 @@ from safetensors.torch import load_file
 
 from agentgym.models.tensorfiles import sha256
 from agentgym.models.transport import (
+    SUMS,
+    WORDS,
     Broadcast,
     InProcess,
     TransportBroken,
+    _factors,
+    _sums,
     interface_of,
     layout_of,
+    memory_file,
+    opened,
     require_newer,
     serve,
+    shared_of,
     weights_digest,
     write_weights,
 )
@@ -53,6 +62,109 @@ def test_the_digest_is_that_of_the_file(tmp_path):
     assert weights_digest({**WEIGHTS, "norm": WEIGHTS["norm"] + 1e-6}) != weights_digest(WEIGHTS)
 
 
+def large(dtype=torch.bfloat16):
+    """Return tensors of which one spans several blocks and ends within a word of 32 bits."""
+    drawn = torch.Generator().manual_seed(0)
+    return {
+        "large": torch.randn(3, 2 * WORDS + 7, generator=drawn).to(dtype),
+        "other": torch.randn(5, 9, generator=drawn).to(dtype),
+        "more": torch.randn(5, 9, generator=drawn).to(dtype),
+        "scalar": torch.tensor(2.0, dtype=dtype),
+        "empty": torch.empty(0, 4, dtype=dtype),
+    }
+
+
+def summed(weights):
+    return weights_digest(weights, SUMS)
+
+
+def test_the_sums_are_those_of_the_definition():
+    tensor = torch.randn(WORDS + 3).half()
+    content = tensor.numpy().tobytes()
+    words = [
+        int.from_bytes(content[at : at + 4].ljust(4, b"\0"), "little", signed=True)
+        for at in range(0, len(content), 4)
+    ]
+    inner, outer = _factors(WORDS, (0, 1), CPU).tolist(), _factors(2, (2, 3), CPU).tolist()
+    for total, of_word, of_block in zip(_sums(tensor).tolist(), inner, outer, strict=True):
+        expected = sum(
+            word * of_word[index % WORDS] * of_block[index // WORDS]
+            for index, word in enumerate(words)
+        )
+        assert total % 2**64 == expected % 2**64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_sums_tell_what_is_not_the_same(dtype):
+    weights = large(dtype)
+    digest = summed(weights)
+    assert digest == summed({name: each.clone() for name, each in reversed(weights.items())})
+    row = weights["large"][1]  # begins within a word
+    assert summed({"row": row}) == summed({"row": row.clone()})
+
+    def changed(name, change):
+        copy = weights[name].clone()
+        change(copy.view(-1).view(torch.uint8))
+        return {**weights, name: copy}
+
+    def flip(at, bit):
+        def change(content):
+            content[at] ^= 1 << bit
+
+        return change
+
+    def exchange(content):  # two blocks
+        half = 4 * WORDS
+        content[: 2 * half] = torch.cat([content[half : 2 * half], content[:half]])
+
+    others = [
+        *(changed("large", flip(at, bit)) for at in (0, 4 * WORDS, -1) for bit in (0, 7)),
+        changed("large", exchange),
+        changed("large", lambda content: content[4 * WORDS :].zero_()),  # half of it came
+        {**weights, "other": weights["more"], "more": weights["other"]},
+        {**weights, "other": weights["other"].reshape(9, 5)},
+        {name: each for name, each in weights.items() if name != "more"},
+        {**weights, "larger": weights["large"]},
+        {**weights, "scalar": torch.tensor(2.0, dtype=torch.float64)},
+    ]
+    found = [summed(each) for each in others]
+    assert len({digest, *found}) == 1 + len(others)
+    # the highest bits of two words, which a sum of the words alone would lose
+    assert summed(changed("large", lambda c: (flip(3, 7)(c), flip(7, 7)(c)))) != digest
+
+
+def test_what_a_digest_is_compared_with_says_its_kind():
+    assert weights_digest(WEIGHTS, SUMS + "0" * 32) == summed(WEIGHTS) != weights_digest(WEIGHTS)
+    assert weights_digest(WEIGHTS, "0" * 64) == weights_digest(WEIGHTS)
+    assert weights_digest({}) == weights_digest({}, "0" * 64)
+
+
+def test_a_file_in_memory_is_read_by_another_process_and_goes_with_this_one(tmp_path):
+    code = "import sys; from safetensors.torch import load_file; print(len(load_file(sys.argv[1])))"
+    with memory_file() as path:
+        write_weights(path, WEIGHTS)
+        told = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
+        held = load_file(path)
+    assert told == f"{len(WEIGHTS)}\n"
+    assert not path.exists()
+    assert same(held, WEIGHTS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_another_process_opens_what_lies_on_the_gpu(dtype):
+    weights = large(dtype)
+    there = {name: each.cuda() for name, each in weights.items()}
+    digest = weights_digest(there)
+    assert digest == summed(weights)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        assert other.submit(_opened_digest, shared_of(there), digest).result(120) == digest
+
+
+def _opened_digest(shared, digest):
+    return weights_digest(opened(shared), digest)
+
+
 def test_in_one_process_the_receiver_has_a_copy_of_what_was_there_when_it_was_sent():
     learner = {name: each.clone() for name, each in WEIGHTS.items()}
     delivery = InProcess(learner, 3)
@@ -60,7 +172,7 @@ def test_in_one_process_the_receiver_has_a_copy_of_what_was_there_when_it_was_se
     learner["norm"] += 1  # the next update
     assert (delivery.version, delivery.digest) == (3, weights_digest(taken))
     assert same(taken, WEIGHTS)
-    with pytest.raises(EngineMismatch, match="weights version 3 arrived at the engine with sha256"):
+    with pytest.raises(EngineMismatch, match="weights version 3 arrived at the engine with digest"):
         asyncio.run(delivery.weights())
 
 

@@ -22,6 +22,7 @@ from agentgym.evaluation.episodes import read_episodes
 from agentgym.evaluation.paired import align
 from agentgym.evaluation.request import EvaluationRequest
 from agentgym.evaluation.result import Outcome, Result
+from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.contenders import invite
 from agentgym.pipeline.evaluated import show
 from agentgym.pipeline.evaluation import evaluate_policy, protocol_for, regrade
@@ -184,6 +185,19 @@ def test_chance_is_evaluated_once_kept_shown_and_graded_again(cfg):
     runs = ledger_runs(cfg)
     assert sorted(runs) == sorted({each.result.digest for each in (ran, graded, other)})
     assert runs[ran.result.digest].data.metrics["eval/coverage"] == 1.0
+
+
+def test_an_evaluation_on_record_is_graded_again_on_what_the_owner_configured_alone(
+    tmp_path, tiny_params
+):
+    recipes = shutil.copy("envs/textcraft/recipes.json", tmp_path)
+    params = tiny_params(tmp_path, env={"name": "textcraft", "options": {}})
+    own = load_config(params, [f"env.options.recipes={recipes}"])
+    ran = evaluate_policy(own, ask("random", changes={"items": {"ids": ["textcraft_0"], "num": 1}}))
+    assert ran.result.is_complete
+    with pytest.raises(ConfigError, match="textcraft as on record would use recipes"):
+        regrade(load_config(params), ran.result.digest[:8])
+    assert regrade(own, ran.result.digest[:8]).changed == []
 
 
 def ledger_runs(cfg):
@@ -525,27 +539,20 @@ def test_a_checkpoint_scores_as_the_runs_own_evaluation_of_it_and_as_its_registe
     params = tiny_params(copy_run(tmp_path), endpoint=tiny_endpoint, deterministic=True)
     run = load_config(params)
     from agentgym.pipeline.table import finished, open_store
-    from agentgym.steps.context import OUTCOMES
 
     store = open_store(run)
     own = finished(run, store)["evaluate-stage-2"]
-    outcomes = json.loads(store.read(own, OUTCOMES))
+    ours = stored_result(store, own)
     by_step = evaluate_policy(run, EvaluationRequest(policy=":stage-2"))
     registered = evaluate_policy(run, EvaluationRequest(policy=f"models:/{run.registered_model}/1"))
     numbers = by_step.result.numbers["babyai"]
     for name in ("greedy", "avg_at_2", "pass_at_2"):
         assert numbers["summary"][name]["mean"] == own.results["summary"][name]["mean"]
-    table = {
-        (item, sample): success
-        for item, greedy, samples in zip(
-            outcomes["items"], outcomes["greedy"], outcomes["samples"], strict=True
-        )
-        for sample, success in enumerate([greedy, *samples])
-    }
     for found in (by_step, registered):
-        assert {
-            (slot.item_id, slot.sample): float(slot.success) for slot in found.result.slots
-        } == table
+        assert [slot.to_row()[4:] for slot in found.result.slots] == [
+            slot.to_row()[4:] for slot in ours.slots
+        ]
+    assert by_step.result.identity["policy"] == ours.identity["policy"]
     assert registered.result.identity["policy"]["tokenizer"]
 
 

@@ -1,6 +1,7 @@
 """What a run takes, said before it starts."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from agentgym.cli import main
 from agentgym.config import load_config
 from agentgym.models import architecture
+from agentgym.pipeline import forecast as module
 from agentgym.pipeline.forecast import forecast, shape_of, work_of
 
 FOLDER = Path("profiles/small")
@@ -97,14 +99,19 @@ def test_the_work_of_a_run_is_counted_in_tokens():
         "evaluation.k=[1]",
     ]
     work = work_of(load_config("params.yaml", overrides))
-    # of 10 turns 6 are played, of 8 and 20 tokens half
-    episode = 10 + 6 * (4 + 10)
-    played = 2 * 3 * 4 + 3 * 1 * 2
-    assert work.sampled == played * 6 * 4
-    assert work.read == played * (episode - 6 * 4)
-    assert work.turns == played * 6 + 6
+    # of 10 turns 6 are played, of 8 and 20 tokens half; the first observation once a group
+    trained, played = 2 * 3 * 4, 3 * 1 * 2
+    assert work.sampled == (trained + played) * 6 * 4
+    assert work.read == trained * (10 / 4 + 6 * 10) + played * (10 / 2 + 6 * 10)
+    assert work.turns == (trained + played) * 6 + 6
     epochs = load_config("params.yaml", overrides).algorithm.epochs
-    assert work.passes == 24 * episode * (3 * epochs + 1) + 3 * episode
+    in_group, alone = 10 / 4 + 6 * 14, 10 + 6 * 14
+    assert work.passes == trained * in_group * (3 * epochs + 1) + 3 * alone
+    # no prefix is shared, and no forward saved, in a deterministic run
+    once = [*overrides, "algorithm.minibatches=1", "algorithm.epochs=1"]
+    assert work_of(load_config("params.yaml", once)).passes == trained * in_group * 3 + 3 * alone
+    apart = work_of(load_config("params.yaml", [*once, "deterministic=true"]))
+    assert apart.passes == trained * alone * 4 + 3 * alone
 
 
 def test_plan_says_what_a_pretrained_model_takes_and_which_settings_it_got(
@@ -116,7 +123,7 @@ def test_plan_says_what_a_pretrained_model_takes_and_which_settings_it_got(
     printed = capsys.readouterr().out
     assert "memory   " in printed
     assert "of weights a checkpoint" in printed
-    assert "min (" in printed
+    assert re.search(r"min, [0-9.]+ s an optimizer step \(", printed)
     assert "rollout.instructions             false   usual: true; it has never seen" in printed
     assert "note: rollout.instructions false: the model learns the environment's grammar" in printed
     assert "warning" not in printed
@@ -127,6 +134,32 @@ def test_plan_says_what_a_pretrained_model_takes_and_which_settings_it_got(
     assert told["forecast"]["weight_bytes"] == 2 * 134_515_008
     assert told["forecast"]["most_commits"] == 1
     assert {each["path"] for each in told["pretrained"]} >= {"optimizer.lr", "evaluation.k"}
+
+
+def test_plan_says_whether_a_gpu_holds_learner_and_engine(published, tmp_path, monkeypatch, capsys):
+    profile, own = "qwen2.5-1.5b-textcraft.yaml", ("--set", f"store.path={tmp_path / 'store'}")
+    words = ["plan", *own, "--set", "compute_peak_tflops=989", "--params", str(FOLDER / profile)]
+    taken = forecast(load_config(FOLDER / profile, ["compute_peak_tflops=989"]))
+    weights = 2 * MODELS["Qwen2.5-1.5B"][2]
+    parts = (weights, taken.optimizer_bytes, taken.activation_bytes)
+    assert taken.learner_bytes == sum(parts)
+    assert taken.optimizer_bytes == 8 * weights  # gradient, master weight and moments in float32
+    assert taken.engine_bytes == weights + taken.cache_bytes
+    assert 0 < taken.step_seconds < taken.seconds / 10
+    both = taken.learner_bytes + taken.engine_bytes
+    for memory, verdict in (
+        (None, None),
+        (both, "both fit at once"),
+        (both - 1, "they fit in turns, the engine sleeps while the learner updates"),
+        (both // 3, "in turns; lower learner.micro_batch_tokens"),
+    ):
+        monkeypatch.setattr(module, "_memory_of_gpu", lambda memory=memory: memory)
+        assert main(words) == 0
+        printed = capsys.readouterr().out
+        assert "gradients and optimizer" in printed
+        assert "s an optimizer step (989 TFLOP/s" in printed
+        assert ("the GPU has" in printed) == (memory is not None)
+        assert verdict is None or verdict in printed
 
 
 def test_plan_asks_no_network_for_a_model_that_is_not_here(tmp_path, capsys):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentgym.config import ConfigError, load_config
+from agentgym.config import ConfigError, RunConfig, load_config
 from agentgym.data.items import DataError
 from agentgym.pipeline.play import Game, play_games
 from agentgym.types import Status
@@ -56,6 +56,14 @@ def replace_num_items(cfg, num):
     )
 
 
-def test_an_item_of_another_environment_is_refused_before_anything_starts(cfg):
-    with pytest.raises(ConfigError, match="--item textcraft_3 is of textcraft, and --env is baby"):
-        play_games(cfg, Game("babyai", item="textcraft_3"), print, input)
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ("textcraft_3", "--item textcraft_3 is of textcraft, and --env is babyai"),
+        ("key", "--item key ends in no number of a task; expected babyai_17, or 17 alone"),
+        (str(2**64), f"--item {2**64} ends in no number of a task"),
+    ],
+)
+def test_an_item_that_is_none_of_the_environment_is_refused_before_anything_starts(item, said):
+    with pytest.raises(ConfigError, match=said):
+        play_games(RunConfig(), Game("babyai", item=item), print, input)

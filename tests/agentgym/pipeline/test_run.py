@@ -12,11 +12,11 @@ from mlflow import MlflowClient
 from agentgym.audit import audit
 from agentgym.config import load_config
 from agentgym.evaluation.history import History
+from agentgym.evaluation.record import attempts_of
 from agentgym.pipeline.dvc import pointer
 from agentgym.pipeline.promotion import standing
 from agentgym.pipeline.run import _with_servers, run_step, run_with_parents
 from agentgym.pipeline.table import finished, key_of, open_store, semantic_of, steps_of
-from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.steps.context import METRICS
 from agentgym.steps.step import Kind
 from agentgym.tracking.deliver import committed_points, tracker_of
@@ -163,11 +163,8 @@ def test_an_evaluation_on_validation_items_is_another_one_and_passes_its_audit(r
     }
     store = open_store(held_out)
     manifest = finished(held_out, store)["evaluate-warm-start"]
-    played = {
-        trajectory.item.split
-        for trajectory in decode_trajectories(store.read(manifest, TRAJECTORIES))
-    }
-    assert played == {"validation"}
+    played = attempts_of(store, store.history(manifest.step, manifest.key))
+    assert {trajectory.item.split for trajectory in played} == {"validation"}
     report = audit(held_out, num_episodes=1)
     assert report.ok, [check for check in report.checks if not check.ok]
 

@@ -12,7 +12,7 @@ import yaml
 
 from agentgym.cli import main
 from agentgym.commands.evaluate import run_meant
-from agentgym.config import ConfigError, load_config
+from agentgym.config import ConfigError, EnvConfig, config_digest, load_config
 from agentgym.pipeline.runs import STEP, config_of_run, find_run, how_to_find, keep_run, require_run
 from agentgym.pipeline.table import open_store, run_key
 from agentgym.store.manifest import decode_commit, encode_commit
@@ -70,6 +70,12 @@ def test_a_checkpoint_named_by_its_run_is_evaluated_as_that_run_evaluates(bare, 
     settings = json.loads(capsys.readouterr().out)["about"]["settings"]
     assert [each["max_turns"] for each in settings["envs"]] == [7]  # 12 without the run's name
     assert settings["deterministic"] is True
+
+
+def test_a_checkpoint_named_by_its_run_is_watched_as_that_run_plays(bare, capsys):
+    _, run, options = bare
+    assert main(["play", "--model", f"{run}:stage-1", *options]) == 0, capsys.readouterr().err
+    assert ", at most 7 turns\n" in capsys.readouterr().out  # 12 without the run's name
 
 
 @pytest.mark.parametrize(
@@ -191,4 +197,47 @@ def test_what_a_run_was_asked_for_is_kept_once_and_is_no_garbage(bare, capsys):
     ],
 )
 def test_a_printed_command_names_only_what_the_run_does_not_know(params, overrides, options):
-    assert how_to_find(params, overrides) == options
+    assert how_to_find(params, overrides, load_config("params.yaml")) == options
+
+
+def test_a_run_of_a_made_store_brings_no_address_no_path_and_no_variable(
+    tmp_path, tiny_params, capsys
+):
+    params = str(tiny_params(tmp_path, endpoint="http://127.0.0.1:8"))
+    cfg = load_config(params)
+    store, options = open_store(cfg), ["--params", params]
+    keep_run(cfg, store)
+    (head,) = store.heads(STEP)
+    kept, env = head.config, head.config["config"]["env"]
+
+    def made(**changes):
+        """The name of a run whose record is consistent, and says this besides."""
+        config = {**kept, "config": {**kept["config"], **changes}}
+        with store.open(STEP, config_digest(config)) as writer:
+            nothing = {name: {} for name in ("state", "parents", "blobs", "records", "results")}
+            writer.commit(done=True, config=config, timings={}, **nothing)
+        return f"r{config_digest(config)[:12]}"
+
+    elsewhere = {"endpoints": ["http://127.0.0.1:9"], "request_timeout_s": 1.0}
+    sent = made(env={**env, **elsewhere}, tracking={"uri": "http://127.0.0.1:9"}, compute="ray")
+    found = config_of_run(sent, cfg, params)
+    assert found.semantic() == cfg.semantic()
+    assert (found.env, found.tracking, found.compute) == (cfg.env, cfg.tracking, cfg.compute)
+    judge = {"base_url": "http://127.0.0.1:9", "model": "m", "api_key_env": "AGENTGYM_SECRET_X"}
+    asks = made(env={**env, "name": "webarena", "options": {"judge": judge}})
+    assert main(["audit", asks, *options]) == 2
+    said = capsys.readouterr().err
+    assert f"run {asks} cannot be had as it was: webarena as on record would use judge" in said
+    assert "AGENTGYM_SECRET_X" in said
+    same = [f"env={json.dumps({'name': 'webarena', 'options': {'judge': judge}})}"]
+    trusted = config_of_run(asks, load_config(params, same), params, same)
+    assert trusted.env.options == {"judge": judge}
+
+
+def test_how_to_find_a_run_names_what_an_environment_of_ones_own_would_use():
+    cfg = load_config("params.yaml")
+    own = cfg.model_copy(update={"env": EnvConfig(name="mine", options={"limit": 100})})
+    overrides = ["env.name=mine", "env.options={limit: 100}", "seed=3"]
+    told = " --set env.name=mine --set 'env.options={limit: 100}'"
+    assert how_to_find("params.yaml", overrides, own) == told
+    assert how_to_find("params.yaml", ["env.options.view=compact"], cfg) == ""

@@ -58,6 +58,12 @@ class Gambler:
     async def usage(self):
         return EngineUsage()
 
+    async def wake(self):
+        pass
+
+    async def sleep(self):
+        pass
+
 
 class House:
     """Two turns; the reward comes with the second.

@@ -96,9 +96,9 @@ def gather(renderer, behave, items=8, policy=None, limit_s=20, **options):
         "max_attempts": 3,
         "max_env_error_frac": 0.1,
     }
-    num_samples, first = options.pop("num_samples", 1), options.pop("first_sample", 0)
+    num_samples = options.pop("num_samples", 1)
     call = collect(
-        samples([Item("babyai", task) for task in range(items)], num_samples, first),
+        samples([Item("babyai", task) for task in range(items)], num_samples),
         pool=pool,
         player_of=token_players(policy, renderer),
         settings=SETTINGS,
@@ -131,18 +131,18 @@ def test_admission_order_is_kept_when_episodes_finish_in_reverse(renderer, deter
     assert [trajectory.item.task_id for trajectory in trajectories] == list(range(8))
 
 
-def test_samples_of_an_item_stand_together_and_count_from_the_first(renderer):
+def test_samples_of_an_item_stand_together(renderer):
     seen = []
     trajectories, pool, policy = gather(
-        renderer, at_once, items=2, num_samples=3, first_sample=1, progress=seen.append
+        renderer, at_once, items=2, num_samples=3, progress=seen.append
     )
     assert [(t.item.task_id, t.sample) for t in trajectories] == [
+        (0, 0),
         (0, 1),
         (0, 2),
-        (0, 3),
+        (1, 0),
         (1, 1),
         (1, 2),
-        (1, 3),
     ]
     assert seen == [1] * 6
     assert len(set(pool.keys)) == 6

@@ -8,6 +8,7 @@ import pytest
 from agentgym.store.manifest import (
     Blob,
     Manifest,
+    ManifestDamaged,
     ManifestError,
     canonical_json,
     decode_commit,
@@ -105,10 +106,19 @@ def test_a_manifest_changed_by_hand_is_refused() -> None:
         decode_commit(json.dumps(tree).encode())
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}"])
+DEEP = (b"[" * 100_000 + b"]" * 100_000, b"[" * 900 + b"]" * 900)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", *DEEP])
 def test_what_is_no_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(ManifestError):
         decode_commit(data)
+
+
+def test_a_setting_that_is_nested_too_deep_is_damage_and_ends_no_reader() -> None:
+    whole = encode_commit([manifest()]).replace(b'"config": {', b'"config": {"x": %s, ' % DEEP[1])
+    with pytest.raises(ManifestDamaged, match="more than 100 levels deep"):
+        decode_commit(whole)
 
 
 def test_a_number_json_cannot_hold_is_named_with_its_place() -> None:

@@ -135,6 +135,24 @@ def test_a_run_between_two_steps_is_closed_after_a_leases_length_and_not_before(
     assert made.shown(made.parent)[0] == "KILLED"
 
 
+def test_what_was_cut_off_while_it_was_written_is_closed_and_ends_well_when_written_again(ledger):
+    """A pipeline before its first step, and an evaluation whose episodes are all played."""
+    made = ledger()
+    late = made.tracker.parent_run("01" * 32, params={}, tags={})
+    record = made.tracker.evaluation_run("23" * 32, "chance", params={}, tags={})
+    assert close_dead(made.cfg, made.store) == {}
+    time.sleep(0.1)
+    short = ledger("store.lease_ttl_s=0.05")
+    reasons = close_dead(short.cfg, short.store)
+    assert reasons.keys() == {late, record}
+    assert made.shown(late) == ("KILLED", "no step of it runs; the same command goes on")
+    assert made.shown(record) == ("KILLED", reasons[record])
+    assert "the same command writes the rest" in reasons[record]
+    assert made.tracker.evaluation_run("23" * 32, "chance", params={}, tags={}) == record
+    made.tracker.end_run(record)
+    assert made.shown(record) == ("FINISHED", None)
+
+
 def test_a_ledger_that_is_away_is_left_for_the_next_time(ledger, caplog):
     made = ledger()
     away = load_config(

@@ -1,13 +1,17 @@
 """Episodes played on pages, on real servers."""
 
 import re
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 from starlette.testclient import TestClient
 
+from agentgym.types import Item
 from agentgym.viewer.app import make_app
 from agentgym.viewer.play import MAX_GAMES
-from tests.agentgym.viewer.conftest import SCRIPT
+from agentgym.viewer.query import Query
+from tests.agentgym.viewer.conftest import SCRIPT, TRAINING, episode
 from tests.agentgym.viewer.test_app import check
 
 
@@ -84,3 +88,69 @@ def test_so_many_games_are_open_and_no_more(client):
     for _ in range(MAX_GAMES):
         assert begin(client).status_code == 200
     assert "end one of them" in check(begin(client), 400).text
+
+
+def test_a_form_with_many_fields_is_refused_and_no_fault(client):
+    many = {f"x{number}": "y" for number in range(50)}
+    for page in ("/play", begin(client).url.path):
+        answer = client.post(page, data=many)
+        assert answer.status_code == 413
+        assert "a form may have 20 fields" in check(answer, 413).text
+
+
+@pytest.fixture
+def bystander():
+    """A service of this machine that nobody configured: (its address, the requests it got)."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/retrieve", asked
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_address_in_a_record_is_shown_and_asked_neither_to_draw_nor_to_play(
+    made, view, bystander
+):
+    address, asked = bystander
+    env = {"name": "searchqa", "options": {"retriever": address}, "dialect": "native"}
+    made.add([episode(item=Item("searchqa", 0))], config={**TRAINING, "env": env})
+    viewer = view()
+    (row,) = viewer.lists.all(Query(), 10)
+    (found,) = viewer.bodies.read([row])
+    why = f"searchqa as on record would use retriever &#34;{address}&#34;"
+    with TestClient(make_app(viewer)) as client:
+        page = client.get(f"/e/{found.address}").text
+        assert f"It cannot be drawn here: {why}" in page
+        assert "draw the environment" not in page
+        assert client.post(f"/e/{found.address}/replay").status_code == 200
+        assert "which your configuration does not name" in viewer.replays.now(found).said
+        offered = client.get("/play").text
+        assert f"Not offered: {why}" in offered
+        answer = client.post("/play", data={"env": "searchqa as in stage-1 aaaaaa", "task": "0"})
+        assert answer.status_code == 400
+    assert asked == []
+
+
+def test_an_address_that_the_owner_configured_too_is_said_before_it_is_asked(made, view):
+    address = "http://127.0.0.1:9/retrieve"
+    env = {"name": "searchqa", "options": {"retriever": address}, "dialect": "native"}
+    made.add([episode(item=Item("searchqa", 0))], config={**TRAINING, "env": env})
+    viewer = view("env.name=searchqa", f"env.options.retriever={address}")
+    (row,) = viewer.lists.all(Query(), 10)
+    (found,) = viewer.bodies.read([row])
+    uses = f"uses retriever &#34;{address}&#34;"
+    with TestClient(make_app(viewer)) as client:
+        assert f"it {uses}, as your configuration does" in client.get(f"/e/{found.address}").text
+        assert f"({uses})" in client.get("/play").text

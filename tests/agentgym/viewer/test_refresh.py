@@ -95,6 +95,20 @@ def test_what_is_damaged_is_said_and_the_rest_is_read(made, view):
     assert "is damaged" in problem["said"]
 
 
+def test_an_episode_that_was_made_to_break_its_reader_is_a_problem_and_no_crash(made, view):
+    import gzip
+
+    deep = gzip.compress(b"[" * 100_000)
+    made.add([], records={"trajectories.jsonl.gz": deep})
+    made.add([], records={"trajectories.jsonl.gz": gzip.compress(b" " * 2**27)})
+    made.add([episode(2)])
+    viewer = view()
+    assert items(viewer) == ["babyai_2"]
+    said = [row["said"] for row in viewer.index.reader.execute("SELECT said FROM problems")]
+    assert "RecursionError" in said[0]
+    assert "made to fill memory" in said[1]
+
+
 def test_an_episode_of_a_later_version_is_a_problem_and_no_crash(made, view):
     data = encode_trajectories([episode(0)])
     import gzip

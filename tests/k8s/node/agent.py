@@ -161,7 +161,7 @@ class Node:
                     self._keep(self._remove(each))
 
     async def name_services(self) -> None:
-        """As the cluster's DNS, of a namespace's own Services: pods' hosts files follow them."""
+        """As the cluster's DNS: pods' hosts files follow Services."""
         async for what, told in self.api.follow("/api/v1/endpoints", "metadata.name!=kubernetes"):
             if what == "LISTED":
                 self.services.clear()

@@ -152,9 +152,10 @@ class Pod:
         gateway = f"{self.node.bridge.gateway} kubernetes.default.svc"
         lines = ["127.0.0.1 localhost", f"{self.address} {self.name}", gateway]
         for (namespace, name), address in self.node.services.items():
+            names = [f"{name}.{namespace}{end}" for end in ("", *DOMAINS)]
             if namespace == self.namespace:
-                names = (name, *(f"{name}.{namespace}{end}" for end in ("", *DOMAINS)))
-                lines.append(f"{address} {' '.join(names)}")
+                names.insert(0, name)
+            lines.append(f"{address} {' '.join(names)}")
         self.hosts.write_text("\n".join([*lines, ""]))
 
     async def end(self) -> None:

@@ -10,7 +10,7 @@ from agentgym.deploy.fleets.addresses import kind_of_addresses
 from agentgym.deploy.fleets.preflight import lacks, takes, terms
 from agentgym.deploy.kube import Forbidden, KubeError
 from agentgym.deploy.kube.client import connect
-from agentgym.deploy.kube.kinds import NODE, RESOURCE_QUOTA, SERVICE, STORAGE_CLASS
+from agentgym.deploy.kube.kinds import NODE, RESOURCE_QUOTA, SERVICE
 from agentgym.deploy.manifests import Fleet, rendered_fleet
 
 
@@ -83,24 +83,6 @@ def test_servers_that_ask_for_labels_or_gpus_that_no_node_has_are_named():
     assert preflight.no_nodes(Cluster(Node=Forbidden("no")), [wants_label]) == []
 
 
-def test_a_claim_without_a_storage_class_is_named():
-    def claim(**spec):
-        return {"metadata": {"name": "c"}, "spec": spec, "status": {"phase": "Pending"}}
-
-    slow = {"metadata": {"name": "slow"}}
-    default = {"metadata": {"name": "std", "annotations": {preflight.DEFAULT_CLASS: "true"}}}
-    told = preflight.unbound_claims(Cluster(PersistentVolumeClaim=[claim()], StorageClass=[slow]))
-    assert told == [
-        "claim c waits for storage: no class is the default (there are: slow); name one in"
-        " k8s/base/state.yaml"
-    ]
-    fast = claim(storageClassName="fast")
-    (line,) = preflight.unbound_claims(Cluster(PersistentVolumeClaim=[fast], StorageClass=[slow]))
-    assert "there is no storage class fast" in line
-    waits = Cluster(PersistentVolumeClaim=[claim()], StorageClass=[slow, default])
-    assert preflight.unbound_claims(waits) == []
-
-
 @pytest.fixture(scope="module")
 def objects(admin):
     return rendered_fleet(
@@ -131,8 +113,8 @@ def test_an_account_without_rights_hears_which_ones(admin, flow_kubeconfig, obje
     lines = missing(elsewhere, objects)
     assert lines[0] == (
         "this account may not get, list, watch, create, patch, delete deployments.apps in"
-        " namespace default; apply k8s/base there, which gives those rights to agentgym-flow, or"
-        " correct kubernetes.namespace and kubernetes.context"
+        " namespace default; apply k8s/base, which gives those rights to agentgym-flow in"
+        " agentgym-fleets, or correct kubernetes.namespace and kubernetes.context"
     )
     assert len(lines) == len(preflight.RIGHTS) + 1
     elsewhere.close()
@@ -168,5 +150,4 @@ def test_a_namespace_that_is_missing_is_one_line(kubeconfig, admin):
         f"namespace {name} is missing; make it: kubectl apply --kustomize k8s/base"
     ]
     assert kube.list(NODE).items
-    assert isinstance(kube.list(STORAGE_CLASS).items, list)
     kube.close()

@@ -6,11 +6,13 @@ import json
 import pytest
 from aiohttp import web
 
+from agentgym.records import encode_line
 from agentgym.rollouts.collect import RolloutError, collect, samples
 from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.rollouts.policies.hosted import Endpoint, HostedModel
+from agentgym.rollouts.policies.hosted import Endpoint, HostedError, HostedModel
+from agentgym.rollouts.policies.prices import Price, Tariff
 from agentgym.rollouts.pools import EnvPool
-from agentgym.types import Item, Status
+from agentgym.types import Item, SampleKey, Sampling, Status, Usage
 
 ENVS = {
     "babyai": {"levels": ["GoToRedBallNoDists"]},
@@ -27,8 +29,9 @@ def settings_of(**changes):
 
 
 class Stub:
-    """An OpenAI-compatible endpoint. trouble: what it answers first, call by call: a status, or
-    bytes in place of a completion; unknown: a field of the request that it refuses.
+    """An OpenAI-compatible endpoint. trouble: what it answers first, call by call: a status, the
+    code of an error of status 400, or bytes in place of a completion; unknown: a field of the
+    request that it refuses.
     """
 
     def __init__(
@@ -48,8 +51,8 @@ class Stub:
             now = self.trouble.pop(0)
             if isinstance(now, bytes):
                 return web.Response(body=now, content_type="application/json")
-            if now == 400:
-                error = {"error": {"code": "context_length_exceeded"}}
+            if now == 400 or isinstance(now, str):
+                error = {"error": {"code": "context_length_exceeded" if now == 400 else now}}
                 return web.json_response(error, status=400)
             if now == 302:
                 return web.Response(status=302, headers={"Location": "http://127.0.0.1:9/"})
@@ -171,6 +174,15 @@ def test_replies_that_were_cut_or_filtered_are_played_and_counted(serving, finis
         assert (episode.usage.num_cut, episode.usage.num_filtered) == counts
 
 
+def test_a_prompt_that_a_filter_refuses_is_counted_and_ends_no_evaluation(serving):
+    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
+        stub = Stub(trouble=["content_filter"], reply="turn left")
+        (episode,) = play_hosted(stub, endpoint, [Item("babyai", 0)], max_turns=2)
+        assert [turn.action for turn in episode.turns] == ["", "turn left"]
+        assert (episode.usage.num_filtered, episode.usage.num_failed) == (1, 0)
+        assert len(stub.asked) == 2
+
+
 def test_an_endpoint_that_wants_the_new_name_of_the_limit_is_asked_by_it_from_then_on(serving):
     with serving("babyai", ENVS["babyai"]) as (endpoint, _):
         stub = Stub(reply="turn left", unknown="max_tokens")
@@ -212,6 +224,81 @@ def test_half_an_emoji_in_a_reply_is_replaced(serving):
         stub = Stub(reply="turn left \ud83d")
         (episode,) = play_hosted(stub, endpoint, [Item("babyai", 0)], max_turns=2)
         assert episode.turns[0].action == "turn left \ufffd"
+
+
+def completion(usage, content=b'"turn left"'):
+    return b'{"choices": [{"message": {"content": %s}}], "usage": %s}' % (content, usage)
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+NO_COUNTS = [
+    b'{"prompt_tokens": 1e999, "completion_tokens": 1}',
+    b'{"prompt_tokens": -1000000, "completion_tokens": 1}',
+    b'{"prompt_tokens": 1, "completion_tokens": "x", "total_tokens": 1e999}',
+    b'{"prompt_tokens": 1, "completion_tokens": %s}' % (b"9" * 4000),
+    b"[[1]]",
+    b'"x"',
+]
+
+
+def test_counts_that_are_none_end_no_evaluation_and_switch_no_limit_of_cost_off(serving):
+    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
+        stub = Stub(trouble=[*map(completion, NO_COUNTS)], reply="turn left")
+        turns = len(NO_COUNTS)
+        (episode,) = play_hosted(stub, endpoint, [Item("babyai", 0)], max_turns=turns)
+        assert [turn.action for turn in episode.turns] == ["turn left"] * turns
+        assert episode.usage == Usage(num_calls=turns, num_untold=turns)
+
+    async def asked_until_it_costs_too_much(usage):
+        runner, url = await Stub(trouble=[completion(usage)] * 9).serve()
+        a_token_each = Tariff(Price(input=1e6, output=1e6), "EUR")
+        priced = Endpoint(url, "m", tariff=a_token_each, max_cost=30.0)
+        sampling = Sampling(SampleKey(0, 0, "babyai_0", 1), max_new_tokens=8)
+        try:
+            async with HostedModel(priced) as model:
+                for number in range(9):
+                    try:
+                        await model.chat([{"role": "user", "content": "go on"}], sampling)
+                    except HostedError as error:
+                        return number, str(error)
+        finally:
+            await runner.cleanup()
+
+    for usage in NO_COUNTS:  # 5 bytes asked, 8 tokens of a reply
+        number, said = asyncio.run(asked_until_it_costs_too_much(usage))
+        assert number == 3
+        assert said.startswith(
+            "the limit of cost is reached: 0.0000 of 30.0000 EUR, and at most 39"
+        )
+
+
+def test_answers_made_to_break_their_reader_are_asked_again_and_named(serving):
+    nested = b"[" * 960 + b"]" * 960  # JSON is read as deep as that, and written less deep
+    broken = [
+        DEEP,
+        completion(DEEP),
+        b'{"error": {"message": %s}}' % nested,
+        b'{"error": {"code": "%s"}}' % (b"9" * 5000),
+        b'{"error": {"code": %s}}' % nested,
+        completion(b"{}", nested),
+    ]
+    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
+        stub = Stub(trouble=broken, reply="turn left")
+        (episode,) = play_hosted(stub, endpoint, [Item("babyai", 0)], max_retries=6, max_turns=1)
+        assert [turn.action for turn in episode.turns] == ["turn left"]
+        assert len(stub.asked) == len(broken) + 1
+
+
+def test_a_key_that_a_model_repeats_is_in_no_episode(serving, monkeypatch):
+    monkeypatch.setenv("AGENTGYM_SECRET_TEST", "k-123")
+    with serving("babyai", ENVS["babyai"]) as (endpoint, _):
+        stub = Stub(reply="say k-123")
+        (episode,) = play_hosted(
+            stub, endpoint, [Item("babyai", 0)], "AGENTGYM_SECRET_TEST", max_turns=2
+        )
+    assert episode.turns[0].action == "say ***"
+    assert b"k-123" not in encode_line(episode)
+    assert "k-123" not in json.dumps(stub.asked)
 
 
 def test_a_key_comes_from_the_environment_alone_and_only_from_variables_meant_for_it(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from agentgym.models.attention import PackedSequences
+from agentgym.models.half import widen_linear_layers
 from agentgym.models.model import weights_of
 from agentgym.models.tolerance import TORCH
 from agentgym.models.transport import InProcess
@@ -131,6 +132,50 @@ def test_a_turn_on_cached_keys_equals_a_fresh_prompt(make_policy):
             fed.clear()
 
     asyncio.run(main())
+
+
+def test_prompts_that_begin_alike_are_computed_once_and_answered_alike(
+    make_model, tokenizer, monkeypatch
+):
+    """Two items, each played four times at once, and instructions that all begin with."""
+    draw = random.Random(3)
+    opening = [draw.randrange(4, 250) for _ in range(24)]
+    goals = [opening + [draw.randrange(4, 250) for _ in range(20)] for _ in range(2)]
+    asked = [[*goal, 10 + sample] for goal in goals for sample in range(4)]
+    fed, forward = [], TorchPolicy._forward
+
+    def counted(policy, active, tokens, cached):
+        fed.append(sum(map(len, tokens)))
+        return forward(policy, active, tokens, cached)
+
+    monkeypatch.setattr(TorchPolicy, "_forward", counted)
+    answers = {}
+    for share in (False, True):
+        fed.clear()
+        policy = TorchPolicy(
+            make_model(0),
+            stop_ids=[tokenizer.eos_token_id],
+            num_slots=6,  # fewer than requests
+            context_tokens=64,
+            share_prefixes=share,
+        )
+
+        async def play(policy=policy):
+            return await asyncio.gather(
+                *(
+                    policy.generate(prompt, Sampling(key(number), 1.0, 4))
+                    for number, prompt in enumerate(asked)
+                )
+            )
+
+        answers[share] = asyncio.run(play()), sum(fed)
+        asyncio.run(policy.close())
+    (alone, num_alone), (shared, num_shared) = answers[False], answers[True]
+    assert [each.ids for each in shared] == [each.ids for each in alone]
+    for ours, theirs in zip(shared, alone, strict=True):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+    # once the opening, each goal once, of each prompt its last token
+    assert num_alone - num_shared == 8 * 45 - (24 + 2 * 20 + 8)
 
 
 def test_a_changed_history_is_not_answered_from_the_cache(make_policy):
@@ -505,6 +550,29 @@ def test_a_sleeping_engine_holds_no_cache_and_answers_when_it_wakes(make_policy,
         assert await asyncio.wait_for(late, 10) == replace(expected, version=3)
         scores = await policy.score([[5, 6, 7]])
         assert torch.equal(scores[0], (await twin.score([[5, 6, 7]]))[0])
+
+    asyncio.run(main())
+
+
+def test_a_sleeping_engine_holds_its_weights_once(make_model, tokenizer, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    model = make_model().bfloat16()
+    widen_linear_layers(model)
+
+    def wide():
+        return [each for layer in model.modules() for each in vars(layer).get("_kept") or ()]
+
+    async def main():
+        policy = TorchPolicy(
+            model, stop_ids=[tokenizer.eos_token_id], num_slots=1, context_tokens=64
+        )
+        before = await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))
+        assert wide()
+        await policy.sleep()
+        assert not wide()
+        await policy.wake()
+        assert await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6)) == before
+        assert wide()
 
     asyncio.run(main())
 

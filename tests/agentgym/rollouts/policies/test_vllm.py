@@ -313,6 +313,10 @@ def test_an_engine_of_two_processes_takes_new_weights_and_scores_as_the_learner(
         opened.close()
 
 
+def test_its_sockets_lie_in_its_own_folder_and_go_with_it(running):
+    assert any(each.is_socket() for each in running.policy._folder.iterdir())
+
+
 def test_what_cannot_fit_is_refused(running):
     for prompt, how in (([], sampling(0)), (PROMPT, sampling(0, tokens=0))):
         with pytest.raises(ValueError, match="nothing to sample from"):
@@ -374,7 +378,8 @@ def test_an_adapter_is_published_alone_and_takes_the_place_of_the_one_before(
         assert torch.tensor(said.logprobs) == pytest.approx(again, abs=NATS)
         assert said.version == version
         assert list(opened.run(policy._engine.list_loras())) == [version + 1]
-    assert not any(policy._folder.iterdir())  # a process that lost the last finds no other
+    # a process that lost the last finds no other
+    assert not list(policy._folder.rglob("*.safetensors"))
     matrices = learner.weights()
     sizes = [
         sum(each.nbytes for each in held.values()) for held in (matrices, weights_of(make_model(0)))
@@ -456,5 +461,5 @@ def test_a_killed_run_leaves_no_engine_and_goes_on_to_the_end(tiny_params, tmp_p
     report = audit(cfg, num_episodes=4)
     assert report.ok, [check.failures for check in report.checks if not check.ok]
     told = {check.name: check for check in report.checks}
-    assert "engine vllm does not repeat its draws" in told["sampling"].not_checked
+    assert "engine vllm does not repeat its draws" in told["sampling"].not_checked[0]
     assert told["rescore"].counted > 0

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentgym.models.transport import weights_digest
+from agentgym.models.transport import SUMS, weights_digest
+from agentgym.rollouts.policies import vllm_worker
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
 
 
@@ -49,7 +50,7 @@ def test_weights_are_read_first_and_change_later(receiver, published):
     new = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
     before = model.weight.detach().clone()
     path, digest = published(new)
-    assert receiver.stage_file(path) == digest
+    assert receiver.stage_file(path, digest) == digest
     assert torch.equal(model.weight, before)
     assert receiver.switch_weights(digest) == []
     assert torch.equal(model.weight, new["weight"])
@@ -59,11 +60,36 @@ def test_weights_are_read_first_and_change_later(receiver, published):
 
 def test_other_weights_than_the_staged_ones_and_missing_ones_are_told(receiver, published):
     path, digest = published({"weight": torch.ones(2, 3)})
-    receiver.stage_file(path)
+    receiver.stage_file(path, digest)
     with pytest.raises(RuntimeError, match=rf"weights {'0' * 12} were not staged"):
         receiver.switch_weights("0" * 64)
-    receiver.stage_file(path)
+    receiver.stage_file(path, digest)
     assert receiver.switch_weights(digest) == ["bias"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_lies_on_the_gpu_is_opened_and_its_sums_are_compared(receiver, monkeypatch, dtype):
+    """Opened by a stand-in: handles of a GPU's memory need one (test_transport.py)."""
+    receiver.model_runner.model.to(dtype)
+    sent = {"weight": torch.ones(2, 3, dtype=dtype), "bias": torch.zeros(2, dtype=dtype)}
+    digest = weights_digest(sent, SUMS)
+    monkeypatch.setattr(vllm_worker, "opened", lambda shared: shared)
+    for _ in range(20):
+        sent["weight"] += 1
+        digest = weights_digest(sent, SUMS)
+        assert receiver.stage_shared(sent, digest) == (digest, "")
+        assert receiver.switch_weights(digest) == []
+    other = {**sent, "weight": sent["weight"].clone()}
+    other["weight"].view(torch.uint8)[0, 0] ^= 1
+    assert receiver.stage_shared(other, digest) != (digest, "")
+    with pytest.raises(RuntimeError, match="were not staged"):
+        receiver.switch_weights(digest)
+
+    def refuse(shared):
+        raise RuntimeError("peer access is not supported")
+
+    monkeypatch.setattr(vllm_worker, "opened", refuse)
+    assert receiver.stage_shared(sent, digest) == ("", "peer access is not supported")
 
 
 CHILD = """

@@ -7,15 +7,13 @@ import pytest
 
 from agentgym.evaluation import estimates
 from agentgym.evaluation.clustered import clustered_interval
-from agentgym.evaluation.passk import FAILED, Interval, num_failed, wilson_interval
-from agentgym.evaluation.score import Asked, both_conventions, paired
-
-NAN = float("nan")
+from agentgym.evaluation.numbers import headline, metrics_of, paired
+from agentgym.evaluation.passk import FAILED, Interval, wilson_interval
+from tests.agentgym.evaluation.outcomes import NAN, result_of
 
 
 def summary(greedy, samples, k, families=None):
-    told = families or [None] * len(greedy)
-    found = both_conventions((greedy, samples), told, Asked(k, 0.95))
+    found = headline(result_of(greedy, samples, families), k, 0.95)
     return {key: Interval(**row) for key, row in found["summary"].items()}
 
 
@@ -24,7 +22,8 @@ def bounds(interval):
 
 
 def differences(a, b, k, families=None):
-    return paired(a, b, families or [None] * len(a[0]), Asked(k, 0.95))
+    before, after = (result_of(*outcomes, families) for outcomes in (a, b))
+    return {key: Interval(**row) for key, row in paired(before, after, k, 0.95).items()}
 
 
 def test_a_summary_has_the_numbers_worked_out_on_paper():
@@ -49,19 +48,12 @@ def test_a_failed_environment_is_left_out_and_never_a_zero():
     assert found["avg_at_3"].num_items == 2
     assert found["pass_at_2"].mean == pytest.approx((1 + 2 / 3) / 2)
     assert found["pass_at_3"].num_items == 1  # the first item has two valid samples left
-    assert num_failed(greedy, samples) == 5
+    assert headline(result_of(greedy, samples), (2,), 0.95)["num_env_errors"] == 5
 
 
 def test_an_evaluation_where_every_environment_failed_is_an_error():
     with pytest.raises(ValueError, match="greedy: no item has enough valid episodes"):
         summary(np.array([NAN]), np.array([[1.0]]), k=(1,))
-
-
-def test_a_score_that_is_not_a_success_is_refused():
-    with pytest.raises(ValueError, match="samples must hold success as 1 or 0"):
-        summary(np.array([1.0]), np.array([[0.8, 1.0]]), k=(1,))
-    with pytest.raises(ValueError, match=r"got \(2,\) and \(1, 2\)"):
-        summary(np.array([1.0, 0.0]), np.array([[0.0, 1.0]]), k=(1,))
 
 
 def test_paired_differences_are_b_minus_a_item_by_item():
@@ -120,9 +112,52 @@ def test_the_intervals_are_those_of_every_evaluation_and_families_are_its_cluste
     assert gain == clustered_interval(gained, families, kind="difference", confidence=0.95)
 
 
+def scored(greedy, envs=None):
+    greedy = np.array(greedy)
+    return headline(result_of(greedy, greedy[:, None], envs=envs), (1,), 0.95)
+
+
 def test_failed_episodes_are_failures_in_the_other_convention():
-    greedy = np.array([1.0, NAN, 1.0, 0.0])
-    found = both_conventions((greedy, greedy[:, None]), [None] * 4, Asked((1,), 0.95))
+    found = scored([1.0, NAN, 1.0, 0.0])
     assert found["summary"]["greedy"]["mean"] == pytest.approx(2 / 3)
     assert found[FAILED]["greedy"]["mean"] == 0.5
     assert found["coverage"] == 0.75
+
+
+def test_both_conventions_are_reported_with_the_share_that_counts():
+    """Nine of 100 items run out of time: 50 % of all, 55 % of those that ended."""
+    found = scored([1.0] * 50 + [0.0] * 41 + [NAN] * 9)
+    assert found["summary"]["greedy"]["mean"] == pytest.approx(50 / 91)
+    assert found[FAILED]["greedy"]["mean"] == found[FAILED]["avg_at_1"]["mean"] == 0.5
+    assert found[FAILED]["greedy"]["num_items"] == 100
+    assert found["coverage"] == pytest.approx(0.91)
+    whole = scored([1.0] * 50 + [0.0] * 50)
+    assert (whole["coverage"], whole[FAILED]) == (1.0, whole["summary"])
+
+
+def test_each_environment_has_its_own_coverage():
+    found = scored([1.0, NAN, 1.0, 0.0], ["babyai", "babyai", "textcraft", "textcraft"])
+    assert {env: own["coverage"] for env, own in found["by_env"].items()} == {
+        "babyai": 0.5,
+        "textcraft": 1.0,
+    }
+    assert found["by_env"]["babyai"][FAILED]["greedy"]["mean"] == 0.5
+
+
+def test_families_of_two_environments_are_not_one_cluster():
+    envs = ["babyai"] * 6 + ["textcraft"] * 6
+    outcomes = np.array([1.0, 1.0, 0.0, 1.0, 0.0, 0.0] * 2)
+    same = result_of(outcomes, outcomes[:, None], ["a", "b", "c"] * 4, envs)
+    apart = result_of(outcomes, outcomes[:, None], ["a", "b", "c"] * 2 + ["d", "e", "f"] * 2, envs)
+    assert headline(same, (1,), 0.95) == headline(apart, (1,), 0.95)
+
+
+def test_metrics_tell_both_conventions():
+    greedy = np.array([1.0, 0.0, 1.0, NAN])
+    result = result_of(greedy, greedy[:, None])
+    metrics = metrics_of(headline(result, (1,), 0.95), result)
+    assert metrics["eval/greedy"] == pytest.approx(2 / 3)
+    assert metrics[f"eval/{FAILED}/greedy"] == 0.5
+    assert metrics["eval/coverage"] == 0.75
+    assert metrics["eval/env_error_frac"] == 0.25
+    assert metrics["eval/turns_mean"] == 3.0

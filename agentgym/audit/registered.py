@@ -1,0 +1,220 @@
+"""The registered model against the store: exported again and compared file by file, and what
+MLflow shows of it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from agentgym.audit.ledger import existing_ledger
+from agentgym.audit.report import Checks
+from agentgym.audit.steps import StepRecord
+from agentgym.config import RunConfig
+from agentgym.evaluation.history import Entry, HistoryElsewhere
+from agentgym.evaluation.promotion import (
+    DECISION,
+    HOME,
+    VERDICT,
+    WHY,
+    Promotions,
+    artifact,
+    decision_tags,
+    note_of,
+)
+from agentgym.evaluation.publish import tags_of_version
+from agentgym.evaluation.registered import fetch_registered
+from agentgym.models.adapter import MergedTensors
+from agentgym.models.checkpoint import policy_of, save_pretrained
+from agentgym.steps.step import Kind
+from agentgym.store.manifest import Manifest, sha256
+from agentgym.store.runstore import RunStore
+from agentgym.tracking.registry import (
+    ABOUT,
+    FILES,
+    MLMODEL,
+    ModelChanged,
+    lasting_digests,
+    save_flavor,
+)
+from agentgym.tracking.views import NOTE_OURS
+from envs.plain import plain
+
+SAME_BY_ALL = (".safetensors", ".jinja")  # files that are the same whatever packages write them
+OF_RUN = ("run_key", "evaluation", "eval.")  # beginnings of tags that say who evaluated it
+
+
+def check_registry(
+    cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
+) -> None:
+    """Each file, tag and description of the run's version."""
+    record = next((each for each in steps if each.step.kind is Kind.REGISTER), None)
+    if record is None or record.final is None or record.checkpoint is None:
+        return
+    tracker = existing_ledger(cfg)
+    if tracker is None:
+        checks.skip("the registered model", "there is no ledger, as that check says")
+        return
+    from mlflow.exceptions import MlflowException
+
+    registered, checkpoint = record.final.results, record.checkpoint
+    name, number = str(registered["model"]), str(registered["version"])
+    where = f"{name} version {number}"
+    try:
+        version = tracker.client.get_model_version(name, number)
+        model = tracker.client.get_registered_model(name)
+        logged = tracker.client.get_logged_model(version.model_id) if version.model_id else None
+    except MlflowException as error:
+        checks.fail(f"{where}: {error.message}")
+        return
+    evaluation = record.parents[record.step.evaluation]
+    wanted = {
+        tag: plain(text)
+        for tag, text in tags_of_version(cfg, store, checkpoint, evaluation, key).items()
+    }
+    if version.tags.get("run_key") != key:
+        checks.skip(f"{where}: its evaluation", "another run that reached it speaks of its own")
+        wanted = {tag: text for tag, text in wanted.items() if not tag.startswith(OF_RUN)}
+    promotions = Promotions(store, tracker, name, str(registered["alias"]))
+    _check_shown(promotions, version, logged, wanted, where, checks)
+    checks.expect(name, "description", ABOUT, model.description)
+    for tag in sorted(model.tags):
+        if not tag.startswith(HOME):  # by which the decisions check finds their history
+            checks.skip(f"tag {tag} of {name}", "nothing of this run writes it")
+    for alias in sorted(model.aliases.keys() - {promotions.alias}):
+        checks.skip(f"alias {alias} of {name}", "this run decides on another one")
+    with tempfile.TemporaryDirectory(prefix="agentgym-model-") as folder:
+        try:
+            there, left_out = fetch_registered(promotions, number, Path(folder, "theirs"))
+        except (LookupError, ModelChanged) as error:
+            checks.fail(f"{where}: {error}")
+            there, left_out = Path(folder, "theirs"), ""
+        if left_out:
+            checks.skip(left_out.partition(", ")[0], left_out.partition(", ")[2])
+        if there.is_dir():
+            _check_files(store, version, logged, checkpoint, wanted, (Path(folder), there), checks)
+
+
+def _check_shown(
+    promotions: Promotions,
+    version: Any,
+    logged: Any,
+    wanted: Mapping[str, str],
+    where: str,
+    checks: Checks,
+) -> None:
+    """State, source, tags and description, as registration and the last decision left them."""
+    state = version.status, version.current_stage, version.status_message
+    checks.expect(where, "state", ("READY", "None", None), state)
+    if logged is not None:
+        source = logged.artifact_location, logged.source_run_id
+        checks.expect(where, "source and run", source, (version.source, version.run_id))
+        told = (logged.name, str(logged.status), logged.tags.get(FILES))
+        there = (version.name, "READY", version.tags.get(FILES))
+        checks.expect(where, "its logged model", told, there)
+    try:
+        history = promotions.history
+        entries = [each for each in history.entries() if _is_on(promotions, each, version.version)]
+        note = note_of(entries[-1], artifact(history, entries[-1])) if entries else ""
+        shown = decision_tags(entries[-1]) if entries else {}
+    except HistoryElsewhere as error:
+        checks.skip(f"{where}: description and decision", str(error))
+        shown = {tag: version.tags.get(tag, "") for tag in (VERDICT, WHY, DECISION)}
+    else:
+        checks.expect(where, "description", plain(note), version.description or "")
+    digest = sha256((version.description or "").encode())
+    wanted = {**wanted, **shown, **({NOTE_OURS: digest} if version.description else {})}
+    for tag in sorted({*wanted, *version.tags} - {FILES}):
+        if tag in wanted:
+            checks.expect(where, f"tag {tag}", wanted[tag], version.tags.get(tag))
+        elif not tag.startswith(OF_RUN):
+            checks.skip(f"tag {tag} of {where}", "nothing of this run writes it")
+
+
+def _is_on(promotions: Promotions, entry: Entry, number: str) -> bool:
+    return promotions.number_of(entry.candidate) == str(number)
+
+
+def _check_files(
+    store: RunStore,
+    version: Any,
+    logged: Any,
+    checkpoint: Manifest,
+    tags: Mapping[str, str],
+    folders: tuple[Path, Path],
+    checks: Checks,
+) -> None:
+    """Compare the files of a registered version with what the store exports.
+
+    folders: one to work in, and the version's own.
+    """
+    from mlflow.models import Model
+
+    where, (scratch, there) = f"{version.name} version {version.version}", folders
+    exported, made = scratch / "exported", scratch / "ours"
+    save_pretrained(exported, store, checkpoint)
+    save_flavor(exported, made, Model(), name=version.name, tags=tags)
+    ours, theirs = lasting_digests(made), lasting_digests(there)
+    packages, others = _packages(made), _packages(there)
+    is_merged = isinstance(policy_of(store, checkpoint), MergedTensors)
+    for path in sorted({*ours, *theirs}):
+        both = path in ours and path in theirs
+        same = ours.get(path) == theirs.get(path)
+        if both and not same and path.endswith(".safetensors"):
+            same = _are_near(made / path, there / path, is_merged)
+        if both and not same and packages != others and not path.endswith(SAME_BY_ALL):
+            checks.skip(f"{where}: {path}", f"{others} wrote it and {packages} is here")
+        else:
+            checks.expect(
+                where, f"{path} as {checkpoint.step} commit {checkpoint.seq} exports it", True, same
+            )
+    if logged is not None and MLMODEL in theirs:
+        tree = yaml.safe_load((there / MLMODEL).read_bytes())
+        names = tuple(tree.get(name) for name in ("model_id", "model_uuid", "run_id"))
+        made_by = logged.model_id, logged.model_id, logged.source_run_id
+        checks.expect(where, f"who made it by {MLMODEL}", made_by, names)
+
+
+def _packages(folder: Path) -> str:
+    """The packages that wrote a version's files, by its MLmodel; what is no such text is quoted."""
+    try:
+        tree = yaml.safe_load((folder / MLMODEL).read_bytes())
+        flavors = tree["flavors"]
+        found = (
+            tree["mlflow_version"],
+            flavors["transformers"]["transformers_version"],
+            flavors["python_function"]["python_version"],
+        )
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        return "something that no MLmodel names"
+    return plain("MLflow {} with transformers {} and Python {}".format(*found))[:100]
+
+
+def _are_near(ours: Path, theirs: Path, is_merged: bool) -> bool:
+    """Return True where two files have the same tensors; merged ones were merged once more here,
+    where sums may be of another order.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        a, b = load_file(ours), load_file(theirs)
+    except SafetensorError:
+        return False
+    rounding = 4 if is_merged else 0
+    return a.keys() == b.keys() and all(
+        a[name].shape == b[name].shape
+        and a[name].dtype == b[name].dtype
+        and bool(
+            (
+                (a[name] - b[name]).abs()
+                <= rounding * torch.finfo(a[name].dtype).eps * float(a[name].abs().max())
+            ).all()
+        )
+        for name in a
+    )

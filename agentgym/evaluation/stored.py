@@ -1,0 +1,166 @@
+"""Evaluations as the store has them. A result is computed from the stored episodes wherever it is
+read; the file on record must agree with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from agentgym.config import EvaluationConfig
+from agentgym.data.items import parse_item_id
+from agentgym.evaluation.numbers import numbers_of
+from agentgym.evaluation.protocol import protocol_from
+from agentgym.evaluation.record import PLAN, Plan, key_of, read_plan, replay
+from agentgym.evaluation.result import (
+    CLOCK,
+    RESULT,
+    Result,
+    ResultError,
+    Slot,
+    coverage_of,
+    outcome_table,
+)
+from agentgym.store.manifest import Manifest, canonical_json, sha256
+from agentgym.store.runstore import RunStore
+
+OUTCOMES = "outcomes.json"  # of a run's evaluation before it had a plan and a result
+TOLERANCE = 1e-9  # of numbers that another version of a library computed
+
+
+class NumbersChanged(ValueError):
+    """An evaluation says something else than its episodes."""
+
+
+def is_evaluation(head: Manifest) -> bool:
+    """Return True for an evaluation, whether a run or `agentgym evaluate` made it."""
+    return RESULT in head.blobs or OUTCOMES in head.blobs
+
+
+def plan_of(store: RunStore, commits: Sequence[Manifest]) -> Plan:
+    """Errors: ResultError where no commit has a plan."""
+    if commits and PLAN in commits[0].records:
+        return read_plan(store, commits[0])
+    if commits and OUTCOMES in commits[-1].blobs:
+        return _earlier_plan(store, commits[-1])
+    key = commits[-1].key[:12] if commits else "(none)"
+    raise ResultError(f"evaluation {key} has no plan; it is none of this version")
+
+
+def played_slots(store: RunStore, plan: Plan, commits: Sequence[Manifest]) -> tuple[Slot, ...]:
+    """Every slot of the plan with what became of it. Errors: NumbersChanged where an episode is
+    none of the plan's.
+    """
+    slots = {key_of(slot): slot for slot in plan.slots}
+    try:
+        replay(store, commits, slots)
+    except KeyError as error:
+        raise NumbersChanged(f"episodes of {error} were never asked for") from None
+    return tuple(slots.values())
+
+
+def stored_result(store: RunStore, head: Manifest) -> Result:
+    """Return the result of an evaluation, as far as it is, from its plan and its episodes.
+
+    Errors: NumbersChanged where the result on record says something else; ResultError,
+    BlobMissing, DigestMismatch, RecordError.
+    """
+    commits = store.history(head.step, head.key)
+    plan = plan_of(store, commits)
+    slots = played_slots(store, plan, commits)
+    protocol = plan.protocol
+    about: dict[str, Any] = {**plan.about, "valid": protocol.is_covered(coverage_of(slots))}
+    clock: Mapping[str, Any] = {}
+    where = f"{head.step} ({head.key[:12]})"
+    if RESULT in head.blobs:
+        kept = Result.from_bytes(store.read(head, RESULT), store.read(head, CLOCK), where)
+        clock = kept.clock
+        about |= {name: kept.about[name] for name in ("notes", "cost") if name in kept.about}
+    result = Result(plan.identity, slots, numbers_of(slots, protocol), about, clock)
+    if RESULT in head.blobs and (unlike := _unlike(kept, result)):
+        raise NumbersChanged(f"{where}: its result is not that of its episodes: {unlike}")
+    if OUTCOMES in head.blobs:
+        _compare_outcomes(where, json.loads(store.read(head, OUTCOMES)), slots)
+    return result
+
+
+def _unlike(kept: Result, result: Result) -> str:
+    """Return how a result on record differs from the computed one; empty: it does not.
+
+    Numbers that only one of the two has are of another version and are not compared.
+    """
+    if kept.identity != result.identity:
+        return "it names another question"
+    for ours, theirs in zip(result.slots, kept.slots, strict=False):
+        if ours != theirs:
+            return f"{ours.item_id} sample {ours.sample}"
+    if len(kept.slots) != len(result.slots):
+        return f"{len(kept.slots)} slots, {len(result.slots)} were asked for"
+    return _unlike_numbers(kept.numbers, json.loads(json.dumps(result.numbers)), "")
+
+
+def _unlike_numbers(kept: Any, ours: Any, place: str) -> str:
+    if isinstance(kept, Mapping) and isinstance(ours, Mapping):
+        return next(
+            filter(
+                None,
+                (_unlike_numbers(kept[k], ours[k], f"{place} {k}") for k in kept.keys() & ours),
+            ),
+            "",
+        )
+    if isinstance(kept, float | int) and isinstance(ours, float | int):
+        same = math.isclose(kept, ours, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    else:
+        same = kept == ours or isinstance(kept, list)
+    return "" if same else f"{place.strip()} is {ours}, on record {kept}"
+
+
+def _earlier_plan(store: RunStore, final: Manifest) -> Plan:
+    """Return the plan of a run's evaluation that was made before evaluations had one."""
+    settings = EvaluationConfig.model_validate(final.config["evaluation"])
+    ids = [str(item_id) for item_id in json.loads(store.read(final, OUTCOMES))["items"]]
+    envs = dict.fromkeys(parse_item_id(item_id)[0] for item_id in ids)
+    slots = tuple(
+        Slot(env, item_id, sample)
+        for env in envs
+        for item_id in ids
+        if parse_item_id(item_id)[0] == env
+        for sample in range(settings.num_samples + 1)
+    )
+    asked = {"num_samples": settings.num_samples, "greedy": True, "max_turns": settings.max_turns}
+    protocol = protocol_from(
+        {
+            "envs": [{**asked, "env": {"name": env}} for env in envs],
+            "confidence": settings.confidence,
+            "min_coverage": settings.min_coverage,
+        },
+        {},
+    )
+    name = str(final.results["checkpoint"])
+    about = {
+        "policy": name,
+        "protocol": f"evaluation of {' + '.join(envs)}",
+        "settings": protocol.model_dump(mode="json"),
+    }
+    identity = {
+        "policy": {"checkpoint": final.parents[name]},
+        "settings": dict(final.config),
+        "items": sha256(canonical_json(ids)),
+        "harness": f"an earlier one, of {final.key[:12]}",  # keys hold its source's digest
+    }
+    return Plan(slots, about, identity)
+
+
+def _compare_outcomes(where: str, told: Mapping[str, Any], slots: Sequence[Slot]) -> None:
+    """Errors: NumbersChanged."""
+    for env in dict.fromkeys(slot.env for slot in slots):
+        items, greedy, samples = outcome_table(slot for slot in slots if slot.env == env)
+        rows = [told["items"].index(item_id) for item_id in items]
+        for name, table in (("greedy", greedy), ("samples", samples)):
+            kept = np.array(told[name], dtype=float)[rows]
+            if not np.array_equal(kept, table, equal_nan=True):
+                raise NumbersChanged(f"{where}: its outcomes are not those of its episodes")

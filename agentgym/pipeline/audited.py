@@ -1,0 +1,68 @@
+"""Audits that the gate goes by. One that it asks for is made then; one that was kept only forbids,
+and only while the run's steps are those that it looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from agentgym.config import ConfigError, RunConfig
+from agentgym.evaluation.gate import Audited
+from agentgym.pipeline.child import run_command
+from agentgym.pipeline.runs import label
+from agentgym.pipeline.table import open_store
+from agentgym.store.runstore import RunStore
+
+STEP, RECORD = "audits", "audit.json"
+NOTHING: Audited = {"audit": "none", "audit_note": ""}
+
+
+def keep_audit(store: RunStore, report: Mapping[str, Any]) -> None:
+    """report: as `AuditReport.to_json` gives it. The last one counts. Errors: LeaseHeld."""
+    key = str(report["run_key"])
+    with store.open(STEP, key) as writer:
+        writer.commit(
+            done=False,
+            state={"ok": report["ok"], "seed": report["seed"]},
+            parents={},
+            config={"run_key": key},
+            blobs={},
+            records={RECORD: json.dumps(report, separators=(",", ":")).encode()},
+            results={},
+            timings={},
+        )
+
+
+def audit_for_gate(cfg: RunConfig, run_key: str) -> Audited:
+    """Return what an audit of a run says: made now where `gate.require_audit` asks for one, else
+    the failures of one that was kept.
+    """
+    if not run_key:
+        return NOTHING
+    if not cfg.gate.require_audit:
+        return _veto(open_store(cfg), run_key)
+    name = label(run_key)
+    try:
+        run_command(("audit", name), cfg, title=f"audit of {name}", place=f"audits/{name}")
+    except (ConfigError, RuntimeError) as error:
+        return {"audit": "failed", "audit_note": str(error)[:1000]}
+    return {"audit": "passed", "audit_note": ""}
+
+
+def _veto(store: RunStore, run_key: str) -> Audited:
+    head = store.head(STEP, run_key)
+    if head is None:
+        return NOTHING
+    report = json.loads(store.read(head, RECORD))
+    digests = {each.digest for each in store.heads()}
+    if not set(report.get("finals", {}).values()) <= digests:
+        return NOTHING  # a step was made again since
+    failed = [check for check in report["checks"] if not check["ok"]]
+    if report["ok"] and not failed:
+        return NOTHING  # whoever writes the store can write this
+    note = "; ".join(
+        f"{check['name']}: {next(iter(check['failures']), 'failed')}"[:300] for check in failed
+    )
+    return {"audit": "failed", "audit_note": note}
