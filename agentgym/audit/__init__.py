@@ -92,7 +92,7 @@ def audit(
     Errors: ConfigError where `run` is another run, or where nothing of this configuration was ever
     committed.
     """
-    set_threads(cfg.compute_threads)
+    set_threads(cfg.learner_settings.threads)
     seed = secrets.randbits(32) if seed is None else seed
     store, key, show = open_store(cfg), run_key(cfg), progress or NoProgress()
     if run is not None:

@@ -25,6 +25,10 @@ class LearnerConfig(Section):
         "compute what neighboring sequences begin with once: the prompt of a group, instructions;"
         " sums are rounded in another order, so not with deterministic",
     )
+    threads: PositiveInt = operational(
+        2,
+        "threads of an update on a CPU, at most one per core; 1 with deterministic and on Ray",
+    )
     head_chunk_tokens: PositiveInt = setting(4_096, "action tokens whose logits exist at one time")
     compile: Literal["none", "inductor", "aot_eager"] = setting(
         "none", "compile each block; aot_eager: traced, but without kernels of its own"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, PositiveFloat, PositiveInt, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, PositiveFloat, SerializeAsAny, model_validator
 
 from agentgym.algorithms.recipe import recipe_of
 from agentgym.config.alarms import AlarmsConfig
@@ -50,11 +50,6 @@ class RunConfig(Section):
     compute_device: Literal["cpu", "cuda"] = setting(
         "cpu", "where models and batches are, in every back end; deterministic needs the CPU"
     )
-    compute_threads: PositiveInt = operational(
-        1,
-        "threads of one process that computes on the CPU; more for a pretrained model on idle"
-        " cores",
-    )
     compute_peak_tflops: PositiveFloat | None = operational(
         None,
         "dense bfloat16 TFLOP/s of one device, which model FLOPs utilization (perf/mfu) is a share"
@@ -96,11 +91,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"deterministic is promised on the CPU alone, and compute_device is"
                 f" {self.compute_device}; set one of the two otherwise"
-            )
-        if self.deterministic and self.compute_threads > 1:
-            raise ValueError(
-                f"compute_threads {self.compute_threads} with deterministic: sums depend on"
-                " how many threads share them; use 1 with deterministic"
             )
         if self.deterministic and self.rollout.engine == "vllm":
             raise ValueError(
@@ -277,9 +267,17 @@ class RunConfig(Section):
 
     @property
     def learner_settings(self) -> LearnerConfig:
-        """The learner's settings; a deterministic run computes every sequence whole."""
-        share = self.learner.share_prefixes and not self.deterministic
-        return self.learner.model_copy(update={"share_prefixes": share})
+        """The learner's settings. A deterministic run computes every sequence whole, in one thread:
+        sums depend on how both divide them.
+        """
+        if not self.deterministic:
+            return self.learner
+        return self.learner.model_copy(update={"share_prefixes": False, "threads": 1})
+
+    @property
+    def engine_threads(self) -> int:
+        """Threads of the built-in engine; one in a deterministic run."""
+        return 1 if self.deterministic else self.rollout.engine_threads
 
     @property
     def data_folders(self) -> dict[str, Path]:

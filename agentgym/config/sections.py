@@ -217,6 +217,11 @@ class RolloutConfig(Section):
         "what samples: torch, vllm, or one that an installed package offers as an entry point of"
         " agentgym.engines",
     )
+    engine_threads: PositiveInt = operational(
+        1,
+        "threads of the built-in engine on a CPU, at most one per core; more pays from a pretrained"
+        " model's size on; 1 with deterministic and on Ray",
+    )
     engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "what vLLM computes in, whatever the learner's weights are; auto: as these"
     )

@@ -67,7 +67,7 @@ def evaluate(ctx: StepContext) -> Manifest:
     what is committed stays.
     """
     cfg, settings, step, store = ctx.cfg, ctx.cfg.evaluation, ctx.step, ctx.store
-    set_threads(cfg.compute_threads)
+    set_threads(cfg.engine_threads)
     version = int(ctx.checkpoint.state["global_step"])
     items = items_of_step(cfg, splits_from_json(ctx.read(ctx.data, "splits.json")))
     protocol = protocol_of_step(cfg, items)

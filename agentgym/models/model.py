@@ -41,18 +41,12 @@ NUM_NAMED = 3  # tensors in an error text
 TokenizerFiles = dict[str, str]
 
 
-_threads = 1  # of this process
+def set_threads(count: int = 1) -> None:
+    """Let torch compute with `count` threads in the calling thread, at most one per core.
 
-
-def set_threads(count: int | None = None) -> None:
-    """Set how many threads torch computes with in the calling thread.
-
-    count: also for the threads that later call this without a count; None: the last count, 1 at
-    first. On few shared cores two threads may collapse to a tenth of the speed.
+    Busy cores slow several threads down: each operation waits for the last of them.
     """
-    global _threads
-    _threads = count or _threads
-    torch.set_num_threads(_threads)
+    torch.set_num_threads(min(count, os.cpu_count() or 1))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:

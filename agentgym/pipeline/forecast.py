@@ -353,16 +353,15 @@ def _clock(cfg: RunConfig, shape: Shape) -> tuple[Callable[[Work], float] | None
     if cfg.compute_device == "cpu":
         speed = matrix_speed(shape.hidden_size, shape.mlp_size)
         batched = slots / (slots + HALF_BATCH)
-        threads = min(cfg.compute_threads, os.cpu_count() or 1)
-        gain = 1 + THREAD_GAIN * (threads - 1)
+        learning, playing = map(_gain, (cfg.learner_settings.threads, cfg.engine_threads))
         loads = 2 * LOAD_FLOP * shape.num_parameters / speed if cfg.model.source == "hub" else 0
 
         def on_cpu(work: Work) -> float:
-            passed = work.passes + work.sampled / batched + work.read
-            return flop * passed / (TRAIN_SHARE * speed) / gain + TURN_S * work.turns
+            passed = work.passes / learning + (work.sampled / batched + work.read) / playing
+            return flop * passed / (TRAIN_SHARE * speed) + TURN_S * work.turns
 
         text = f"{speed / 1e9:.0f} GFLOP/s, measured in one thread"
-        return on_cpu, loads / gain + STEP_S * num_steps, text
+        return on_cpu, loads / learning + STEP_S * num_steps, text
     import torch
 
     from agentgym.learner.flops import peak_tflops
@@ -382,6 +381,11 @@ def _clock(cfg: RunConfig, shape: Shape) -> tuple[Callable[[Work], float] | None
 
     text = f"{peak:.0f} TFLOP/s of the device, shares of it as measured on an H200"
     return on_gpu, GPU_STEP_S * num_steps, text
+
+
+def _gain(threads: int) -> float:
+    """Speed of so many threads, relative to one."""
+    return 1 + THREAD_GAIN * (min(threads, os.cpu_count() or 1) - 1)
 
 
 def matrix_speed(hidden_size: int, mlp_size: int, tokens: int = 256) -> float:

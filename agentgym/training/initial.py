@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 def initialize(ctx: StepContext) -> Manifest:
     """Commit the first checkpoint."""
-    set_threads(ctx.cfg.compute_threads)
+    set_threads(ctx.cfg.learner_settings.threads)
     shown = ctx.read(ctx.demonstrations, DEMOS) if ctx.step.demonstrations else None
     checkpoint = first_checkpoint(ctx.cfg, decode_trajectories(shown) if shown else [])
     notes = checkpoint.renderer.notes

@@ -55,7 +55,7 @@ Dataset = Sequence[tuple[Trajectory, ...]]
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     """Explore where the recipe does, then train to the stage's last step; from its last commit."""
-    set_threads(ctx.cfg.compute_threads)
+    set_threads(ctx.cfg.learner_settings.threads)
     cfg = ctx.cfg
     start = ctx.checkpoint
     # else it still explores

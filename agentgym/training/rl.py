@@ -55,7 +55,7 @@ MAX_SKIPPED = 10  # optimizer steps in a row without an episode to learn from
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     """Train from the last commit, or from the parent's weights, to the stage's last step."""
-    set_threads(ctx.cfg.compute_threads)
+    set_threads(ctx.cfg.learner_settings.threads)
     cfg = ctx.cfg
     start = ctx.head or ctx.checkpoint
     splits = splits_from_json(ctx.read(ctx.data, "splits.json"))

@@ -27,7 +27,7 @@ COMMIT_EVERY = 20  # optimizer steps
 
 def warm_start(ctx: StepContext) -> Manifest:
     """Supervised learning on the action tokens of successful demonstrations."""
-    set_threads(ctx.cfg.compute_threads)
+    set_threads(ctx.cfg.learner_settings.threads)
     settings = ctx.cfg.warm_start
     start = ctx.head or ctx.checkpoint
     checkpoint = load_checkpoint(ctx.store, start)

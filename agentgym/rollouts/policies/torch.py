@@ -79,10 +79,11 @@ class TorchPolicy:
         num_slots: int,
         context_tokens: int,
         share_prefixes: bool = True,
+        threads: int = 1,
     ) -> None:
         """model: built with RAGGED attention. stop_ids: each ends an action. num_slots: sequences
         decoded together; more requests wait their turn. share_prefixes: compute
-        prefixes that prompts have in common once.
+        prefixes that prompts have in common once. threads: of a forward on a CPU.
         """
         require_ragged(model)
         self._model = model.eval()
@@ -99,7 +100,7 @@ class TorchPolicy:
         self._clock = 0
         self._forward_s = math.inf  # seconds of the last forward
         self._forwarding: asyncio.Future[tuple[list[int], list[float]]] | None = None
-        self._thread = ThreadPoolExecutor(1, "forward", initializer=set_threads)
+        self._thread = ThreadPoolExecutor(1, "forward", initializer=lambda: set_threads(threads))
         self._meter = Meter()
         self._awake = asyncio.Event()
         self._awake.set()
@@ -116,6 +117,7 @@ class TorchPolicy:
             num_slots=num_slots,
             context_tokens=cfg.model.context_tokens,
             share_prefixes=not cfg.deterministic,
+            threads=cfg.engine_threads if cfg.compute == "inline" else 1,
         )
         policy.version = version
         return policy
