@@ -14,11 +14,12 @@ class LearnerConfig(Section):
     What the weights are in is model.dtype; master weights are float32.
     """
 
-    micro_batch_tokens: PositiveInt = setting(
+    micro_batch_tokens: Literal["auto"] | PositiveInt = setting(
         16_384,
         "tokens of one forward and backward, but where one sequence is longer; on a CPU, where"
         " attention pads, each sequence counts as the longest beside it; tokens that a sequence"
-        " shares with the one before it count once",
+        " shares with the one before it count once. auto: as many as fit the GPU's memory, by what"
+        " updates took; 16384 on a CPU",
     )
     share_prefixes: bool = operational(
         True,
@@ -29,7 +30,11 @@ class LearnerConfig(Section):
         2,
         "threads of an update on a CPU, at most one per core; 1 with deterministic and on Ray",
     )
-    head_chunk_tokens: PositiveInt = setting(4_096, "action tokens whose logits exist at one time")
+    head_chunk_tokens: Literal["auto"] | PositiveInt = setting(
+        4_096,
+        "action tokens whose logits exist at one time; more of them are computed again in the"
+        " backward. auto: as many as a tenth of the GPU's memory holds; 4096 on a CPU",
+    )
     compile: Literal["none", "inductor", "aot_eager"] = setting(
         "none", "compile each block; aot_eager: traced, but without kernels of its own"
     )

@@ -250,16 +250,23 @@ def first_line(error: ValidationError, root: type[BaseModel] = RunConfig) -> str
     """The first problem as one line, an unknown key with the nearest known one. root: what was
     validated.
     """
-    problem = error.errors(include_url=False)[0]
+    problems = error.errors(include_url=False)
+    problem = problems[0]
     where = [str(part) for part in problem["loc"]]
     path = ".".join(where)
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    if where and where[-1].startswith("literal["):  # one of several kinds: the last part names it
+        same = [each["msg"] for each in problems if each["loc"][:-1] == problem["loc"][:-1]]
+        path = ".".join(where[:-1])
+        message = " or ".join(
+            [message, *(each.removeprefix("Input should be ") for each in same[1:])]
+        )
     if problem["type"] == "extra_forbidden":
         known, name = _known_keys(where[:-1], root), where[-1]
         return unknown_key(where[:-1], name, known, sought=RENAMED.get(name, ""))
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     came = json.dumps(problem["input"], default=str)
-    message = problem["msg"][0].lower() + problem["msg"][1:]
     return f"{path}: {message}, got {came[:80]} ({type(problem['input']).__name__})"
 
 

@@ -35,6 +35,7 @@ from agentgym.config import (
     PolicyGradientConfig,
 )
 from agentgym.learner.agreement import corrections_of, scored
+from agentgym.learner.budget import TokenBudget, head_chunk_tokens
 from agentgym.learner.flops import TrainingFlops, device_peak_tflops
 from agentgym.learner.micro_batches import Dealt
 from agentgym.learner.optimizer import OptimizedNetwork
@@ -75,7 +76,9 @@ class LocalLearner:
         """
         self.ranks, self._settings = ranks or SingleProcess(), settings or LearnerConfig()
         self.model = model.eval()  # no dropout: the engine samples without it
-        chunk, share = self._settings.head_chunk_tokens, self._settings.share_prefixes
+        self._budget, share = TokenBudget(self._settings, self.ranks), self._settings.share_prefixes
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        chunk = head_chunk_tokens(self._settings, self.ranks.device, vocab_size)
         self._net, self._adapter = PolicyNet(model, chunk, share_prefixes=share), adapter
         self._reference = self._net if reference is model else None
         self._critic = critic
@@ -479,11 +482,13 @@ class LocalLearner:
         """
         sums: dict[str, Tensor] = {}
         sequence = batch.sequence[batch.action_mask]
+        self._budget.begin()
         for own, counts in self._shares(dealt):
             loss, logged = loss_of(batch.select(own), torch.isin(sequence, own))
             (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
             for name, value in {"loss": loss.detach(), **logged}.items():
                 sums[name] = sums.get(name, loss.new_zeros(())) + value.sum() * counts
+        self._budget.end(dealt.largest(self.ranks.rank))
         totals = self.ranks.all_sum(torch.stack([value.float() for value in sums.values()]))
         return dict(zip(sums, totals.tolist(), strict=True))
 
@@ -530,7 +535,7 @@ class LocalLearner:
             batch,
             sequences.tolist(),
             num_ranks=self.ranks.size,
-            tokens=self._settings.micro_batch_tokens,
+            tokens=self._budget.tokens,
             unit=unit,
             padded=self.ranks.device.type == "cpu",
             share_prefixes=self._settings.share_prefixes,

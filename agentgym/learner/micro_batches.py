@@ -40,12 +40,23 @@ class Dealt:
             for own in deal(self._lengths, sequences, num_ranks=num_ranks, unit=unit)
         ]
 
+    def largest(self, rank: int) -> int:
+        """Return the tokens that the rank's largest micro-batch computes."""
+        return max((sum(lengths) - sum(shared) for lengths, shared in self._sizes(rank)), default=0)
+
+    def _sizes(self, rank: int) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield the lengths of each micro-batch's sequences, and how much of each is shared."""
+        for part in self.ranks[rank]:
+            shared = [0] * len(part) if self._prefixes is None else self._prefixes.of(part)
+            yield [self._lengths[sequence] for sequence in part], shared
+
     def tflop(self, networks: Sequence[TrainingFlops]) -> float:
         """Return 1e12 operations that an update of the networks asks for, on all ranks."""
         lengths, shared = [], []
-        for part in (part for rank in self.ranks for part in rank):
-            lengths += [self._lengths[sequence] for sequence in part]
-            shared += [0] * len(part) if self._prefixes is None else self._prefixes.of(part)
+        for rank in range(len(self.ranks)):
+            for of_part, shared_of_part in self._sizes(rank):
+                lengths += of_part
+                shared += shared_of_part
         counts = torch.tensor(lengths), torch.tensor(shared)
         return sum(network.tflop(*counts) for network in networks)
 

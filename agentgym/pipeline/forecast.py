@@ -327,15 +327,18 @@ def _plain(value: Any) -> str:
 
 
 def _activations(cfg: RunConfig, shape: Shape) -> int:
+    from agentgym.learner.budget import USUAL_CHUNK, USUAL_TOKENS
+
     settings = cfg.learner
-    tokens = min(settings.micro_batch_tokens, cfg.model.context_tokens * 64)
+    asked, chunk = settings.micro_batch_tokens, settings.head_chunk_tokens
+    tokens = min(USUAL_TOKENS if asked == "auto" else asked, cfg.model.context_tokens * 64)
     layer = (OF_HIDDEN * shape.hidden_size + OF_MLP * shape.mlp_size) * shape.itemsize
     kept = (
         shape.num_layers * shape.hidden_size * shape.itemsize + layer
         if settings.activation_checkpointing
         else shape.num_layers * layer
     )
-    head = 3 * 4 * min(settings.head_chunk_tokens, tokens) * shape.vocab_size
+    head = 3 * 4 * min(USUAL_CHUNK if chunk == "auto" else chunk, tokens) * shape.vocab_size
     return tokens * kept + head
 
 

@@ -35,7 +35,10 @@ def test_states_are_not_moved_from_host_memory_to_host_memory():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("micro_batch_tokens=0", "learner.micro_batch_tokens: input should be greater than 0"),
+        (
+            "micro_batch_tokens=0",
+            "learner.micro_batch_tokens: input should be 'auto' or greater than 0, got 0",
+        ),
         ("compile=true", "learner.compile: input should be 'none', 'inductor' or 'aot_eager'"),
         ("offload=true", "unknown key learner.offload; known: activation_checkpointing, compile"),
     ],

@@ -122,6 +122,7 @@ def test_a_learner_goes_on_from_its_snapshot(
         pytest.param({"compile": "inductor"}, marks=pytest.mark.gpu),
         {"head_chunk_tokens": 3},
         {"micro_batch_tokens": 16},
+        {"micro_batch_tokens": "auto", "head_chunk_tokens": "auto"},
     ],
     ids=str,
 )

@@ -1,0 +1,69 @@
+"""Sizes of a forward and backward that fit the memory of the device."""
+
+from __future__ import annotations
+
+import torch
+
+from agentgym.config import LearnerConfig
+from agentgym.learner.process_group import ProcessGroup
+
+USUAL_TOKENS, USUAL_CHUNK = 16_384, 4_096
+FIRST_TOKENS = 4_096  # of the micro-batch whose memory is measured
+FILLED_FRAC = 0.8  # of the free memory: sequences of other lengths need another amount per token
+LOGITS_FRAC = 0.1  # of the device's memory
+LOGITS_COPIES = 3  # float32 logits, their log-softmax and its gradient exist at one time
+
+
+def head_chunk_tokens(settings: LearnerConfig, device: torch.device, vocab_size: int) -> int:
+    """Return how many action tokens have logits at one time.
+
+    auto: as many as a tenth of a GPU's memory holds, because the backward computes the logits of
+    several chunks again; `USUAL_CHUNK` on a CPU and at least.
+    """
+    if settings.head_chunk_tokens != "auto":
+        return settings.head_chunk_tokens
+    if device.type != "cuda":
+        return USUAL_CHUNK
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return max(USUAL_CHUNK, int(LOGITS_FRAC * memory) // (LOGITS_COPIES * 4 * vocab_size))
+
+
+class TokenBudget:
+    """How many tokens a micro-batch may have; equal on all ranks.
+
+    auto on a GPU: `FIRST_TOKENS` at first, then what fits by the memory that updates took.
+    auto on a CPU: `USUAL_TOKENS`.
+    """
+
+    def __init__(self, settings: LearnerConfig, ranks: ProcessGroup) -> None:
+        self._ranks, self._device = ranks, ranks.device
+        self._measures = settings.micro_batch_tokens == "auto" and self._device.type == "cuda"
+        self.tokens = USUAL_TOKENS
+        if self._measures:
+            self.tokens = FIRST_TOKENS
+        elif settings.micro_batch_tokens != "auto":
+            self.tokens = settings.micro_batch_tokens
+
+    def begin(self) -> None:
+        """Start to measure a forward and backward."""
+        if self._measures:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+
+    def end(self, largest: int) -> None:
+        """Set the budget by what was measured since `begin`.
+
+        largest: tokens of the largest micro-batch since then. Every rank calls it, or none.
+        """
+        if not self._measures:
+            return
+        taken = torch.cuda.max_memory_allocated(self._device) - self._before
+        free, _ = torch.cuda.mem_get_info(self._device)
+        # the allocator keeps freed blocks, which the next update gets
+        free += torch.cuda.memory_reserved(self._device) - self._before
+        fitting = int(FILLED_FRAC * free / max(taken / max(largest, 1), 1.0))
+        if self._ranks.size > 1:
+            of_ranks = torch.zeros(self._ranks.size, dtype=torch.float64, device=self._device)
+            of_ranks[self._ranks.rank] = fitting
+            fitting = int(self._ranks.all_sum(of_ranks).min())
+        self.tokens = max(FIRST_TOKENS, fitting)

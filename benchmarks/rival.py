@@ -1,0 +1,231 @@
+"""Episodes per second beside Hugging Face TRL's GRPO: `python benchmarks/rival.py`.
+
+Both train the same warm-started model on the same BabyAI server, items, loss and optimizer, on the
+same cores, one after the other, in alternation. TRL gets an environment of its own, which takes
+torch and transformers from this one. Wants an idle machine; writes docs/results/rival.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import venv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+from pipeline import ROOT, machine  # of this folder
+
+from agentgym.config import RunConfig, load_config
+from agentgym.data.items import load_splits, train_stream
+from agentgym.pipeline.run import run_step
+from agentgym.pipeline.table import open_store
+from agentgym.tracking.deliver import committed_points
+
+TRL = "trl==1.16.0"
+RESULTS = ROOT / "docs/results/rival.json"
+BEFORE = ("prepare", "demonstrate", "initialize", "warm-start")
+OURS = (
+    "horizon.kind=fixed",
+    "horizon.max_turns=[12]",
+    "validation.every=0",
+    "algorithm.minibatches=1",
+    "optimizer.warmup_steps=0",
+)
+WAYS = (  # of TRL, with threads of torch
+    ("rollout_func", 1),
+    ("rollout_func", 2),
+    ("environment_factory", 1),
+    ("environment_factory", 2),
+)
+SAMPLE_S = 0.2
+TIMEOUT_S = 900.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/rival", help="TRL's packages")
+    chosen = parser.parse_args()
+    python = installed(chosen.folder.resolve())
+    runs: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        cfg = warm_started(folder)
+        for _ in range(chosen.rounds):
+            measured = {"ours": ours(cfg, folder, chosen.steps)}
+            for way, threads in WAYS:
+                name = f"{way}, {threads} threads"
+                measured[name] = trl(python, folder, way, threads, chosen.steps)
+            for name, run in measured.items():
+                runs.setdefault(name, []).append(run)
+                print(name, json.dumps(run), flush=True)
+    result = {
+        "machine": machine() | {"rival": TRL},
+        "command": "python benchmarks/rival.py",
+        "steps": chosen.steps,
+        "ways": {name: _medians(each) for name, each in runs.items()},
+        "runs": runs,
+    }
+    result["ratio"] = ratio(result["ways"])
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({name: result[name] for name in ("ways", "ratio")}, indent=1))
+
+
+def installed(folder: Path) -> Path:
+    """Return the Python of an environment with TRL on top of this one's packages."""
+    python = folder / "bin/python"
+    if not (folder / "lib").is_dir():
+        venv.create(folder, with_pip=True)
+        own = next(path for path in sys.path if path.endswith("site-packages"))
+        (target,) = folder.glob("lib/python*/site-packages")
+        (target / "base.pth").write_text(own + "\n", encoding="utf-8")
+        subprocess.run([python, "-m", "pip", "install", "-q", TRL], check=True, timeout=TIMEOUT_S)
+    return python
+
+
+def warm_started(folder: Path) -> RunConfig:
+    """Make the model that all begin with, and the items that they take, in order."""
+    cfg = load_config(ROOT / "params.yaml", [f"store.path={folder}/warm/store"])
+    for step in BEFORE:
+        run_step(step, cfg)
+    export = [sys.executable, "-m", "agentgym", "export", "warm-start", str(folder / "model")]
+    export += ["--set", f"store.path={folder}/warm/store"]
+    subprocess.run(export, cwd=ROOT, check=True, timeout=TIMEOUT_S)
+    splits = load_splits(
+        cfg.data.path, "babyai", validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
+    )
+    stream = train_stream(cfg, splits, {})
+    items = [item.task_id for _ in range(60) for item in stream.next(cfg.rollout.items_per_step)]
+    (folder / "items.json").write_text(json.dumps(items), encoding="utf-8")
+    return cfg
+
+
+def ours(cfg: RunConfig, folder: Path, steps: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(dir=folder) as state:
+        store = f"store.path={state}/store"
+        subprocess.run(["cp", "-r", str(folder / "warm/store"), f"{state}/store"], check=True)
+        settings = [store, f"horizon.stage_steps=[{steps}]", *OURS]
+        command = [sys.executable, "-m", "agentgym", "step", "stage-1"]
+        for each in settings:
+            command += ["--set", each]
+        with watched() as samples:
+            subprocess.run(command, cwd=ROOT, check=True, timeout=TIMEOUT_S)
+        opened = open_store(load_config(ROOT / "params.yaml", settings))
+        heads = [head for head in opened.heads() if head.step == "stage-1"]
+        (head,) = (each for each in heads if each.config["horizon"]["max_turns"] == [12])
+        rows = [
+            {
+                "time": point.time_ms / 1000,
+                "episodes": point.metrics["rollout/num_episodes"],
+                "reward": point.metrics["rollout/success"],
+            }
+            for point in committed_points(opened, "stage-1", head.key)
+        ]
+    return rates(rows, samples)
+
+
+def trl(python: Path, folder: Path, way: str, threads: int, steps: int) -> dict[str, float]:
+    env = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    with served(folder) as url, watched() as samples:
+        command = [python, ROOT / "benchmarks/rival_trl.py", way, url, folder / "model"]
+        command += [folder / "items.json", threads, steps, folder / "steps.jsonl"]
+        subprocess.run(list(map(str, command)), check=True, timeout=TIMEOUT_S, env=env)
+    lines = (folder / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+    return rates([json.loads(line) for line in lines], samples)
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve BabyAI as a run of ours does. Yield the URL."""
+    port = folder / "port"
+    port.unlink(missing_ok=True)
+    options = load_config(ROOT / "params.yaml").env.options
+    command = [sys.executable, "-m", "envs", "serve", "babyai", "--options", json.dumps(options)]
+    command += ["--port", "0", "--port-file", str(port), "--max-sessions", "256"]
+    server = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        deadline = time.monotonic() + 60
+        while not (port.is_file() and port.read_text(encoding="utf-8").strip()):
+            if time.monotonic() > deadline or server.poll() is not None:
+                raise RuntimeError("the environment server did not start within 60 s")
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port.read_text(encoding='utf-8').strip()}"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+Samples = list[tuple[float, float, int]]  # time, CPU seconds so far, bytes
+
+
+@contextmanager
+def watched() -> Iterator[Samples]:
+    """Record the CPU time and the resident memory of all children of this process."""
+    samples: Samples = []
+    ended, cpu = threading.Event(), dict[int, float]()
+
+    def watch() -> None:
+        while not ended.wait(SAMPLE_S):
+            held = 0
+            for child in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error), child.oneshot():
+                    times = child.cpu_times()
+                    cpu[child.pid] = max(cpu.get(child.pid, 0.0), times.user + times.system)
+                    held += child.memory_info().rss
+            samples.append((time.time(), sum(cpu.values()), held))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def rates(rows: Sequence[dict[str, float]], samples: Samples) -> dict[str, float]:
+    """Rates from the end of the first optimizer step to the end of the last."""
+    first, last = rows[0]["time"], rows[-1]["time"]
+    num, span = len(rows) - 1, rows[-1]["time"] - rows[0]["time"]
+    times = [at for at, _, _ in samples]
+
+    def cpu(at: float) -> float:
+        return samples[min(bisect.bisect(times, at), len(times) - 1)][1]
+
+    return {
+        "episodes_per_s": round(sum(row["episodes"] for row in rows[1:]) / span, 1),
+        "step_s": round(span / num, 3),
+        "cpu_step_s": round((cpu(last) - cpu(first)) / num, 3),
+        "peak_mib": round(max(held for _, _, held in samples) / 2**20),
+        "success_first": round(rows[0]["reward"], 3),
+        "success_last_3": round(statistics.mean(row["reward"] for row in rows[-3:]), 3),
+    }
+
+
+def ratio(ways: dict[str, dict[str, float]]) -> float:
+    """Episodes per second of ours over the best of TRL's ways."""
+    best = max(each["episodes_per_s"] for name, each in ways.items() if name != "ours")
+    return round(ways["ours"]["episodes_per_s"] / best, 2)
+
+
+def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+if __name__ == "__main__":
+    main()
