@@ -25,7 +25,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline real real-model real-test quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions gate pages versus columns engines drift staleness alarms unchanged check site up down ui lock sbom advisories clean kubernetes lora evaluation baselines capacity view viewer-bench viewer-beside viewer-pages
+.PHONY: install pipeline real real-model real-test quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions gate pages versus columns engines rival drift staleness alarms unchanged check site up down ui lock sbom advisories clean kubernetes lora evaluation baselines capacity view viewer-bench viewer-beside viewer-pages
 
 install: $(INSTALLED)
 
@@ -135,6 +135,9 @@ scale: install  ## what each of 1 to 64 ranks holds and waits for with models of
 
 engines: vllm  ## the default task learned through vLLM and through the built-in engine, and how fast both sample; half an hour, writes docs/results/engines.json
 	@$(VLLM_ENV)/bin/python benchmarks/engines.py $(ARGS)
+
+rival: install  ## episodes per second beside TRL's GRPO on the same model, server and items; half an hour on an idle machine, writes docs/results/rival.json
+	@$(BIN)/python benchmarks/rival.py $(ARGS)
 
 capacity: install  ## how many sessions one server of each environment holds; six minutes, needs Java and Chromium and an idle machine, writes docs/results/capacity.json
 	@$(BIN)/python benchmarks/capacity.py $(ARGS)
