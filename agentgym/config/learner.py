@@ -28,7 +28,8 @@ class LearnerConfig(Section):
     )
     threads: PositiveInt = operational(
         2,
-        "threads of an update on a CPU, at most one per core; 1 with deterministic and on Ray",
+        "threads of an update on a CPU, at most one per core; 1 with deterministic, with"
+        " rollout.max_staleness and on Ray",
     )
     head_chunk_tokens: Literal["auto"] | PositiveInt = setting(
         4_096,

@@ -268,11 +268,14 @@ class RunConfig(Section):
     @property
     def learner_settings(self) -> LearnerConfig:
         """The learner's settings. A deterministic run computes every sequence whole, in one thread:
-        sums depend on how both divide them.
+        sums depend on how both divide them. Rollouts beside an update get a core of their own.
         """
-        if not self.deterministic:
-            return self.learner
-        return self.learner.model_copy(update={"share_prefixes": False, "threads": 1})
+        alone = not (self.deterministic or self.rollout.max_staleness)
+        own = {
+            "share_prefixes": self.learner.share_prefixes and not self.deterministic,
+            "threads": self.learner.threads if alone else 1,
+        }
+        return self.learner.model_copy(update=own)
 
     @property
     def engine_threads(self) -> int:
