@@ -44,7 +44,7 @@ from agentgym.tracking.deliver import (
     registry_identity,
     tracker_of,
 )
-from agentgym.tracking.mlflow import LedgerUnavailable, reaching
+from agentgym.tracking.mlflow import LedgerUnavailable, import_client, reaching
 from agentgym.tracking.registry import model_tags
 from agentgym.types import Endpoints
 
@@ -109,6 +109,8 @@ def run_step(
             on_commit=Paced(lambda manifest: deliver(cfg, store, step, manifest)),
             trained=[each for stage, each in done.items() if step.stage and table[stage].stage],
         )
+        if step.stage:
+            import_client(cfg.tracking_uri)
         begins = f"resumes after commit {head.seq}" if head else "starts"
         logger.info("step %s (%s): %s", name, key[:12], begins)
         with reaching(cfg.tracking_uri), ctx:  # some steps speak to MLflow themselves

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import json
 import logging
 import os
@@ -520,6 +521,14 @@ def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
             else {f"{prefix}{key}": plain(str(value))[:MAX_PARAM_CHARS]}
         )
     return flat
+
+
+def import_client(uri: str) -> None:
+    """Import the modules that a delivery needs: later, the import would slow rollouts down."""
+    _prepare_environment()
+    importlib.import_module("mlflow")
+    if uri.startswith("sqlite:"):
+        importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
 
 
 def _make_database(path: Path, artifact_root: Path) -> None:
