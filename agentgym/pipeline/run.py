@@ -109,8 +109,6 @@ def run_step(
             on_commit=Paced(lambda manifest: deliver(cfg, store, step, manifest)),
             trained=[each for stage, each in done.items() if step.stage and table[stage].stage],
         )
-        if step.stage:
-            import_client(cfg.tracking_uri)
         begins = f"resumes after commit {head.seq}" if head else "starts"
         logger.info("step %s (%s): %s", name, key[:12], begins)
         with reaching(cfg.tracking_uri), ctx:  # some steps speak to MLflow themselves
@@ -231,6 +229,8 @@ def _run_watched(ctx: StepContext) -> Manifest:
     try:
         if stop := ctx.watch.stop:
             raise stop
+        if ctx.step.stage:
+            import_client(ctx.cfg.tracking_uri)
         return ctx.step.run(ctx)
     except AlarmStop:
         if ctx.head is not None:

@@ -34,7 +34,7 @@ OUT_OF_REACH = {
     r"make (alarms|baselines|chaos|columns|coverage|decisions|drift|gate|lora|packed|scale)$": (
         "minutes to hours; docs/results has what it wrote"
     ),
-    r"make (staleness|viewer-bench|viewer-beside)$": "as those",
+    r"make (rival|staleness|viewer-bench|viewer-beside)$": "as those",
 }
 SEEN_ELSEWHERE = {
     "make test": ".ci/run",
