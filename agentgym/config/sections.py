@@ -217,6 +217,11 @@ class RolloutConfig(Section):
         "what samples: torch, vllm, or one that an installed package offers as an entry point of"
         " agentgym.engines",
     )
+    engine_python: str = operational(
+        "",
+        "interpreter that vLLM runs in, for example .venv-vllm/bin/python; empty: this one, as in"
+        " Ray's workers in any case",
+    )
     engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "what vLLM computes in, whatever the learner's weights are; auto: as these"
     )

@@ -175,10 +175,10 @@ def open_engine(
     """An engine that samples with the checkpoint's model, its own from here on.
     Errors: where a server is not what training may use.
     """
-    policy = open_policy(cfg, checkpoint, num_slots=cfg.rollout.concurrency, version=version)
-    # what lives by now lives on: collecting garbage need not look at a million imported objects
-    gc.freeze()
     with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, guides):
+        policy = open_policy(cfg, checkpoint, num_slots=cfg.rollout.concurrency, version=version)
+        # what lives by now lives on: collecting garbage need not look at a million imported objects
+        gc.freeze()
         try:
             yield LocalEngine(cfg, checkpoint, policy, pool, loop, openings(cfg, guides))
         finally:
