@@ -36,6 +36,7 @@ from torch.storage import TypedStorage
 
 from agentgym.models.tensorfiles import DTYPE_NAMES, DTYPES, Shaped, TensorFile
 from agentgym.types import EngineMismatch
+from agentgym.types import TransportBroken as TransportBroken
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,6 @@ BLOCKS_OF_GPU = 256  # blocks summed at once on a GPU: 64 MiB, and 256 MiB for t
 KEY = 0x5EED  # seed of the factors
 
 Place = tuple[str, int] | Path  # where processes meet: host and port, or a file
-
-
-class TransportBroken(RuntimeError):
-    """Weights did not get to all of a group: one of them died, hangs, or was too slow."""
 
 
 def weights_digest(weights: Mapping[str, Tensor], like: str = "") -> str:

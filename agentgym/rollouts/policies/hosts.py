@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.deploy.owned import owned_process, tail
 from agentgym.rollouts.policies.engines import engine_entry, engine_python
-from agentgym.rollouts.policies.opening import EngineSettings
 from agentgym.rollouts.policies.wire import (
     SOCKET,
     HostBusy,
@@ -36,6 +35,9 @@ from agentgym.rollouts.policies.wire import (
     raised,
     receive,
 )
+
+if TYPE_CHECKING:  # a step that is done is spared torch
+    from agentgym.rollouts.policies.opening import EngineSettings
 
 logger = logging.getLogger(__name__)
 

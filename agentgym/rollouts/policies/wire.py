@@ -18,10 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentgym.models.transport import TransportBroken
 from agentgym.rollouts.policies.engines import versions_in
 from agentgym.store.keys import source_digest
-from agentgym.types import EngineMismatch
+from agentgym.types import EngineMismatch, TransportBroken
 
 PROTOCOL = 1
 SOCKET = "socket"  # name in the host's folder

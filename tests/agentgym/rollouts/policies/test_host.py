@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+import tempfile
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ from agentgym.rollouts.policies.hosts import one_engine
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.rollouts.policies.wire import HostBusy, HostLost
 from agentgym.types import EngineMismatch, SampleKey, Sampling
+from tests.engines import checkpoint
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[4]
@@ -30,17 +32,27 @@ PROMPT = list(range(5, 40))
 ENGINE = "tests.engines:HostedTorch"
 
 
-@pytest.fixture(autouse=True)
-def hosted(monkeypatch, tmp_path):
-    """The built-in engine in vLLM's place."""
-    monkeypatch.setitem(engines.BUILT_IN, "vllm", ENGINE)
-    monkeypatch.setenv("TEST_STARTS", str(tmp_path / "starts"))
-    monkeypatch.setattr(hosts.tempfile, "tempdir", str(tmp_path))
+@pytest.fixture(scope="module", autouse=True)
+def room(tmp_path_factory):
+    """Where hosts have their folders; the built-in engine is in vLLM's place."""
+    folder = tmp_path_factory.mktemp("hosts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(engines.BUILT_IN, "vllm", ENGINE)
+        patch.setenv("TEST_STARTS", str(folder / "starts"))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield folder
 
 
-@pytest.fixture
-def cfg(tmp_path):
-    return config(tmp_path)
+@pytest.fixture(scope="module")
+def cfg(room):
+    return config(room)
+
+
+@pytest.fixture(scope="module")
+def shared(cfg):
+    """The one engine of several tests."""
+    with one_engine(cfg):
+        yield
 
 
 def config(folder, **rollout):
@@ -59,22 +71,25 @@ def config(folder, **rollout):
 
 
 @pytest.fixture
-def num_starts(tmp_path):
+def num_starts(room):
+    """num_starts() of engines in this test."""
+
     def count():
-        file = tmp_path / "starts"
+        file = room / "starts"
         return len(file.read_text().split()) if file.exists() else 0
 
-    return count
+    before = count()
+    return lambda: count() - before
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def session(make_model, tokenizer):
     """session(cfg, seed, version) opens a policy of that model in a loop of its own."""
 
     @contextmanager
-    def opened(cfg, seed=0, version=0, num_slots=8):
+    def opened(cfg, seed=0, version=0, num_slots=8, checkpoint=None):
         loop = LoopThread()
-        checkpoint = new_checkpoint(make_model(seed), tokenizer)
+        checkpoint = checkpoint or new_checkpoint(make_model(seed), tokenizer)
         try:
             policy = open_policy(cfg, checkpoint, num_slots=num_slots, version=version)
             try:
@@ -136,73 +151,6 @@ def expected(model, tokenizer, version, *samples):
     return asyncio.run(all_of_them())
 
 
-def test_sessions_share_one_engine_and_weights_it_holds_are_not_moved(
-    cfg, session, num_starts, make_model, tokenizer, monkeypatch, tmp_path
-):
-    moved = []
-    written = on_host.write_weights
-    monkeypatch.setattr(on_host, "write_weights", lambda *each: moved.append(written(*each)))
-    with one_engine(cfg):
-        with session(cfg, 0, version=7) as first:
-            assert first.generate(1, 2, 3) == expected(make_model(0), tokenizer, 7, 1, 2, 3)
-            first.publish(make_model(1), 8)
-            assert first.generate(1) == expected(make_model(1), tokenizer, 8, 1)
-        assert len(moved) == 2
-        with session(cfg, 1, version=3) as second:  # versions of another step begin anew
-            assert len(moved) == 2
-            assert second.generate(1) == expected(make_model(1), tokenizer, 3, 1)
-            with pytest.raises(ValueError, match="versions must grow: engine holds 3, got 3"):
-                second.publish(make_model(1), 3)
-        with session(cfg, 0) as third:
-            assert third.generate(1, 2) == expected(make_model(0), tokenizer, 0, 1, 2)
-        assert num_starts() == 1
-        processes = host()
-        assert len(processes) == 2
-    assert not psutil.wait_procs(processes, 10)[1]
-    assert not left_in(tmp_path)
-    assert hosts.ADDRESS not in os.environ
-
-
-def test_a_session_alone_starts_an_engine_and_ends_it(cfg, session, tmp_path):
-    with session(cfg) as alone:
-        alone.generate(1)
-        processes = host()
-    assert not psutil.wait_procs(processes, 10)[1]
-    assert not left_in(tmp_path)
-
-
-def test_scores_usage_sleep_and_errors_cross_the_wire(cfg, session, make_model, tokenizer):
-    with session(cfg) as opened:
-        policy = opened.policy
-        here = TorchPolicy(make_model(0), stop_ids=[1], num_slots=1, context_tokens=64)
-        sequences = [PROMPT, PROMPT[:3]]
-        for ours, theirs in zip(
-            asyncio.run(here.score(sequences)), opened.run(policy.score(sequences)), strict=True
-        ):
-            assert torch.equal(ours, theirs)
-        opened.generate(1, 2)
-        usage = opened.run(policy.usage())
-        assert usage.prompt_tokens == 2 * len(PROMPT)
-        assert set(map(type, usage.depth_s)) == {int}
-        opened.run(policy.sleep())
-        with pytest.raises(TimeoutError):
-            opened.run(asyncio.wait_for(policy.generate(PROMPT, sampling(1)), 0.2))
-        opened.run(policy.wake())  # the one above was cancelled there, too
-        assert len(opened.generate(1)) == 1
-        with pytest.raises(ValueError, match="exceeds the context of 256"):
-            opened.run(policy.generate(PROMPT * 9, sampling(1)))
-        with pytest.raises(RuntimeError, match="an engine's host has no call 'close'"):
-            opened.run(policy._call("close"))
-
-
-def test_requests_of_one_tick_are_one_message(cfg, session, monkeypatch):
-    frames, made = [], wire.frame
-    monkeypatch.setattr(wire, "frame", lambda messages: frames.append(messages) or made(messages))
-    with session(cfg) as opened:
-        opened.generate(*range(20))
-    assert [len(each) for each in frames if isinstance(each, list)] == [20]
-
-
 def flip(path):
     with open(path, "r+b") as file:
         file.seek(-5, os.SEEK_END)
@@ -213,124 +161,6 @@ def flip(path):
 
 def halve(path):
     os.truncate(path, os.stat(path).st_size // 2)
-
-
-@pytest.mark.parametrize("harm", [flip, halve, "swap"])
-def test_harm_on_the_way_is_found_before_a_token_is_sampled(
-    cfg, session, make_model, monkeypatch, harm
-):
-    written = on_host.write_weights
-
-    def write(path, weights):
-        if harm == "swap":
-            names = ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]
-            weights = {**weights, names[0]: weights[names[1]], names[1]: weights[names[0]]}
-        written(path, weights)
-        if harm != "swap":
-            harm(path)
-
-    with one_engine(cfg), session(cfg, 0, version=1) as opened:
-        before = opened.generate(1)
-        monkeypatch.setattr(on_host, "write_weights", write)
-        with pytest.raises(EngineMismatch, match="weights version 2 arrived at .* sent was"):
-            opened.publish(make_model(1), 2)
-        assert opened.generate(1) == before  # as it was
-        assert opened.policy.version == 1
-        monkeypatch.undo()
-        opened.publish(make_model(1), 2)
-
-
-def test_first_weights_that_were_harmed_begin_no_session(cfg, session, monkeypatch):
-    written = on_host.write_weights
-
-    def write(path, weights):
-        written(path, weights)
-        flip(path)
-
-    monkeypatch.setattr(on_host, "write_weights", write)
-    with pytest.raises(EngineMismatch, match="weights version 0"), session(cfg):
-        pass
-
-
-def test_an_engine_grows_with_what_is_asked_and_begins_as_large_as_the_run_needs(
-    cfg, session, num_starts
-):
-    with one_engine(cfg):
-        for num_slots, starts in ((2, 1), (8, 1), (9, 2), (1, 2)):
-            with session(cfg, num_slots=num_slots) as opened:
-                opened.generate(1)
-            assert num_starts() == starts
-
-
-def test_two_sessions_at_once_have_two_engines(cfg, session, num_starts, monkeypatch, caplog):
-    monkeypatch.setattr(hosts, "QUEUE_S", 0.1)
-    with one_engine(cfg), session(cfg) as first, session(cfg) as second:
-        assert first.generate(1) == second.generate(1)
-        assert f"the engine is used by process {os.getpid()}" in caplog.text
-        assert num_starts() == 2
-        connection = hosts.connect(first.policy._connection.folder, lambda: "", "")
-        with pytest.raises(HostBusy):
-            connection.ask("begin", {}, "", 0, 0.0, limit_s=5)
-
-
-def test_a_host_that_is_killed_ends_its_session_and_the_next_one_has_another(
-    cfg, session, num_starts
-):
-    with one_engine(cfg):
-        with session(cfg) as first:
-            first.generate(1)
-            process, *below = host()
-            process.kill()
-            for _ in range(2):
-                with pytest.raises(HostLost, match=r"host \(process \d+\) is lost, exit code -9"):
-                    first.generate(1)
-            for each in below:  # vLLM's own end by themselves, see test_vllm_worker.py
-                each.kill()
-        with session(cfg) as second:
-            second.generate(1)
-        assert num_starts() == 2
-
-
-def test_a_host_that_is_silent_is_given_up(session, tmp_path):
-    cfg = config(tmp_path, publish_timeout_s=1.0)
-    with session(cfg) as opened:
-        opened.generate(1)
-        process, *_ = host()
-        process.send_signal(signal.SIGSTOP)
-        with pytest.raises(HostLost, match="no sign of life within 1 s"):
-            opened.generate(1)
-        process.send_signal(signal.SIGCONT)
-
-
-def test_an_engine_that_does_not_start_says_why(cfg, session, monkeypatch, tmp_path):
-    monkeypatch.setenv("TEST_ENGINE", "refuse")
-    with pytest.raises(RuntimeError, match="no memory for an engine"), session(cfg):
-        pass
-    monkeypatch.setitem(engines.BUILT_IN, "vllm", "tests.engines:Nothing")
-    with pytest.raises(AttributeError), session(cfg):
-        pass
-    assert not left_in(tmp_path)
-
-
-def test_a_host_of_other_code_is_refused_in_one_line(cfg, session, monkeypatch):
-    with one_engine(cfg), session(cfg):
-        door = wire.door()
-        for odd in ({"protocol": 2}, {"source": "f" * 64}):
-            monkeypatch.setattr(hosts, "door", lambda odd=odd: {**door, **odd})
-            with pytest.raises(ConfigError, match=rf"other code than this \({[*odd][0]} .* there"):
-                hosts.connect(hosts._own.folder, lambda: "", "python3")
-
-
-def test_the_interpreter_is_asked_what_it_has(tmp_path, monkeypatch):
-    monkeypatch.setitem(engines.PACKAGES, "vllm", "torch")
-    check_engine(config(tmp_path, engine_python=sys.executable))
-    monkeypatch.setitem(engines.PACKAGES, "vllm", "no_such_package")
-    with pytest.raises(
-        ConfigError, match=f"no_such_package, which is not installed in {sys.exec_prefix}"
-    ):
-        check_engine(config(tmp_path, engine_python=sys.executable))
-    with pytest.raises(ConfigError, match="engine_python /bin/false is no Python"):
-        check_engine(config(tmp_path, engine_python="/bin/false"))
 
 
 OWNER = """
@@ -369,6 +199,80 @@ def owner(folder, *arguments):
     )
 
 
+def test_sessions_share_one_engine_and_weights_it_holds_are_not_moved(
+    cfg, session, num_starts, make_model, tokenizer, monkeypatch, room
+):
+    moved = []
+    written = on_host.write_weights
+    monkeypatch.setattr(on_host, "write_weights", lambda *each: moved.append(written(*each)))
+    with one_engine(cfg):
+        with session(cfg, 0, version=7) as first:
+            assert first.generate(1, 2, 3) == expected(make_model(0), tokenizer, 7, 1, 2, 3)
+            first.publish(make_model(1), 8)
+            assert first.generate(1) == expected(make_model(1), tokenizer, 8, 1)
+        assert len(moved) == 2
+        with session(cfg, 1, version=3) as second:  # versions of another step begin anew
+            assert len(moved) == 2
+            assert second.generate(1) == expected(make_model(1), tokenizer, 3, 1)
+            with pytest.raises(ValueError, match="versions must grow: engine holds 3, got 3"):
+                second.publish(make_model(1), 3)
+        with session(cfg, 0) as third:
+            assert third.generate(1, 2) == expected(make_model(0), tokenizer, 0, 1, 2)
+        assert num_starts() == 1
+        processes = host()
+        assert len(processes) == 2
+    assert not psutil.wait_procs(processes, 10)[1]
+    assert not left_in(room)
+    assert hosts.ADDRESS not in os.environ
+
+
+def test_a_session_alone_starts_an_engine_and_ends_it(cfg, session, room):
+    with session(cfg) as alone:
+        alone.generate(1)
+        processes = host()
+    assert not psutil.wait_procs(processes, 10)[1]
+    assert not left_in(room)
+
+
+def test_a_host_that_is_killed_ends_its_session_and_the_next_one_has_another(
+    cfg, session, num_starts
+):
+    with one_engine(cfg):
+        with session(cfg) as first:
+            first.generate(1)
+            process, *below = host()
+            process.kill()
+            for _ in range(2):
+                with pytest.raises(HostLost, match=r"host \(process \d+\) is lost, exit code -9"):
+                    first.generate(1)
+            for each in below:  # vLLM's own end by themselves, see test_vllm_worker.py
+                each.kill()
+        with session(cfg) as second:
+            second.generate(1)
+        assert num_starts() == 2
+
+
+def test_a_host_that_is_silent_is_given_up(session, room):
+    cfg = config(room, publish_timeout_s=1.0)
+    with session(cfg) as opened:
+        opened.generate(1)
+        process, *_ = host()
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(HostLost, match="no sign of life within 1 s"):
+            opened.generate(1)
+        process.send_signal(signal.SIGCONT)
+
+
+def test_an_engine_that_does_not_start_says_why(cfg, session, monkeypatch, room):
+    monkeypatch.setenv("TEST_ENGINE", "refuse")
+    with pytest.raises(RuntimeError, match="no memory for an engine"), session(cfg):
+        pass
+    monkeypatch.setattr(hosts, "engine_entry", lambda _: "tests.engines:Nothing")
+    with pytest.raises(HostLost, match=r"did not start\n[^$]*no attribute 'Nothing'"), session(cfg):
+        pass
+    assert not left_in(room)
+
+
 def test_nothing_is_left_of_an_engine_whose_owner_is_killed(tmp_path):
     process = owner(tmp_path, "wait")
     try:
@@ -383,25 +287,146 @@ def test_nothing_is_left_of_an_engine_whose_owner_is_killed(tmp_path):
     assert not left_in(tmp_path)
 
 
-def test_a_process_below_uses_the_engine_while_it_is_free(cfg, session, num_starts, tmp_path):
-    with one_engine(cfg):
-        with session(cfg) as opened:
+def test_scores_usage_sleep_and_errors_cross_the_wire(shared, cfg, session, make_model, tokenizer):
+    with session(cfg) as opened:
+        policy = opened.policy
+        here = TorchPolicy(make_model(0), stop_ids=[1], num_slots=1, context_tokens=64)
+        sequences = [PROMPT, PROMPT[:3]]
+        for ours, theirs in zip(
+            asyncio.run(here.score(sequences)), opened.run(policy.score(sequences)), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+        opened.generate(1, 2)
+        usage = opened.run(policy.usage())
+        assert usage.prompt_tokens == 2 * len(PROMPT)
+        assert set(map(type, usage.depth_s)) == {int}
+        opened.run(policy.sleep())
+        with pytest.raises(TimeoutError):
+            opened.run(asyncio.wait_for(policy.generate(PROMPT, sampling(1)), 0.2))
+        opened.run(policy.wake())  # the one above was cancelled there, too
+        assert len(opened.generate(1)) == 1
+        with pytest.raises(ValueError, match="exceeds the context of 256"):
+            opened.run(policy.generate(PROMPT * 9, sampling(1)))
+        with pytest.raises(ValueError, match="an engine's host has no call 'close'"):
+            opened.run(policy._call("close"))
+
+
+def test_requests_of_one_tick_are_one_message(shared, cfg, session, monkeypatch):
+    frames, made = [], wire.frame
+    monkeypatch.setattr(wire, "frame", lambda messages: frames.append(messages) or made(messages))
+    with session(cfg) as opened:
+        opened.generate(1)
+        frames.clear()
+        opened.generate(*range(20))
+    assert [len(each) for each in frames if isinstance(each, list)] == [20]
+
+
+@pytest.mark.parametrize("harm", [flip, halve, "swap"])
+def test_harm_on_the_way_is_found_before_a_token_is_sampled(
+    shared, cfg, session, make_model, monkeypatch, harm
+):
+    written = on_host.write_weights
+
+    def write(path, weights):
+        if harm == "swap":
+            names = ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]
+            weights = {**weights, names[0]: weights[names[1]], names[1]: weights[names[0]]}
+        written(path, weights)
+        if harm != "swap":
+            harm(path)
+
+    with session(cfg, 0, version=1) as opened:
+        before = opened.generate(1)
+        monkeypatch.setattr(on_host, "write_weights", write)
+        with pytest.raises(EngineMismatch, match=r"weights version 2 arrived at .* sent was"):
+            opened.publish(make_model(1), 2)
+        assert opened.generate(1) == before  # as it was
+        assert opened.policy.version == 1
+        monkeypatch.undo()
+        opened.publish(make_model(1), 2)
+
+
+def test_first_weights_that_were_harmed_begin_no_session(shared, cfg, session, monkeypatch):
+    written = on_host.write_weights
+
+    def write(path, weights):
+        written(path, weights)
+        flip(path)
+
+    monkeypatch.setattr(on_host, "write_weights", write)
+    with pytest.raises(EngineMismatch, match="weights version 0"), session(cfg, 2):
+        pass
+
+
+def test_an_engine_grows_with_what_is_asked_and_begins_as_large_as_the_run_needs(
+    shared, cfg, session, num_starts
+):
+    with session(cfg, num_slots=2):
+        begun = num_starts()  # by a test before, or now
+    for num_slots, more in ((8, 0), (9, 1), (1, 1)):
+        with session(cfg, num_slots=num_slots) as opened:
             opened.generate(1)
-        for starts, busy in ((1, False), (2, True)):
-            with session(cfg) if busy else one_engine(cfg):
-                process = owner(tmp_path)
-                assert process.communicate(timeout=60)[0] == "playing\n"
-                assert process.returncode == 0
-            assert num_starts() == starts
+        assert num_starts() == begun + more
 
 
-def test_folders_of_the_killed_are_swept(cfg, session, tmp_path):
-    old, used, young = (tmp_path / f"{hosts.PREFIX}{each}" for each in ("old", "used", "young"))
+def test_two_sessions_at_once_have_two_engines(shared, cfg, session, monkeypatch, caplog):
+    monkeypatch.setattr(hosts, "QUEUE_S", 0.1)
+    with session(cfg) as first, session(cfg) as second:
+        assert first.generate(1) == second.generate(1)
+        assert f"the engine is used by process {os.getpid()}" in caplog.text
+        folders = [each.policy._connection.folder for each in (first, second)]
+        assert folders[0] != folders[1]
+        connection = hosts.connect(folders[0], lambda: "", "")
+        with pytest.raises(HostBusy):
+            connection.ask("begin", {}, "", 0, 0.0, limit_s=5)
+
+
+@pytest.mark.parametrize("odd", ["protocol", "source"])
+def test_a_host_of_other_code_is_refused_in_one_line(shared, cfg, session, monkeypatch, odd):
+    with session(cfg) as opened:
+        mine = {**wire.door(), odd: "f" * 64}
+        monkeypatch.setattr(hosts, "door", lambda: mine)
+        with pytest.raises(
+            ConfigError, match=rf"other code than this \({odd} \w+ there and f+ here"
+        ):
+            hosts.connect(opened.policy._connection.folder, lambda: "", "python3")
+
+
+def test_the_interpreter_is_asked_what_it_has(tmp_path, monkeypatch):
+    monkeypatch.setitem(engines.PACKAGES, "vllm", "torch")
+    check_engine(config(tmp_path, engine_python=sys.executable))
+    monkeypatch.setitem(engines.PACKAGES, "vllm", "no_such_package")
+    with pytest.raises(
+        ConfigError, match=f"no_such_package, which is not installed in {sys.exec_prefix}"
+    ):
+        check_engine(config(tmp_path, engine_python=sys.executable))
+    with pytest.raises(ConfigError, match="engine_python /bin/false is no Python"):
+        check_engine(config(tmp_path, engine_python="/bin/false"))
+
+
+def test_a_process_below_uses_the_engine_while_it_is_free(
+    shared, cfg, session, num_starts, tmp_path
+):
+    model = checkpoint()
+    with session(cfg, checkpoint=model) as opened:
+        opened.generate(1)
+    begun = num_starts()
+    for more, busy in ((0, False), (1, True)):
+        with session(cfg, checkpoint=model) if busy else nullcontext():
+            process = owner(tmp_path)
+            assert process.communicate(timeout=60)[0] == "playing\n"
+            assert process.returncode == 0
+        assert num_starts() == begun + more
+
+
+def test_folders_of_the_killed_are_swept(room):
+    old, used, young = (room / f"{hosts.PREFIX}{each}" for each in ("old", "used", "young"))
     for each in (old, used, young):
         each.mkdir()
     for each in (old, used):
         os.utime(each, (0, 0))
-    with wire.address_in(used), session(cfg):
+    with wire.address_in(used):
+        hosts._sweep()
         assert not old.exists()
         assert used.exists()
         assert young.exists()
