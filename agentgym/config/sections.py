@@ -269,6 +269,9 @@ class VllmConfig(Section):
     )
     cpu_cache_gib: PositiveInt = operational(1, "GiB for keys and values where it runs on the CPU")
     start_timeout_s: PositiveFloat = operational(600.0, "seconds until the engine is ready")
+    keep_s: PositiveFloat = operational(
+        900.0, "seconds that `make up` keeps an engine which nobody uses"
+    )
 
 
 class HorizonConfig(Section):

@@ -1,8 +1,8 @@
 """An engine in a process of its own, for the steps of a run one after the other.
 
-`python -m agentgym.rollouts.policies.host FOLDER MODULE:CLASS`, started by the process that owns
-it. It listens on a socket in a folder that its user alone can enter, holds one engine, and ends
-when its owner does, however that dies. Each connection is a session; one has the engine at a time.
+Started by its owner as `python -m agentgym.rollouts.policies.host FOLDER MODULE:CLASS KEEP_S`, it
+listens on a socket in a folder that its user alone can enter, holds one engine, and ends when the
+owner does, however that dies. Each connection is a session; one has the engine at a time.
 """
 
 from __future__ import annotations
@@ -61,12 +61,14 @@ class HostedEngine(Policy, Protocol):
 class Host:
     """One engine, and whose turn it is to use it."""
 
-    def __init__(self, kind: type[HostedEngine]) -> None:
-        self.kind = kind
+    def __init__(self, kind: type[HostedEngine], keep_s: float = 0.0) -> None:
+        """keep_s: seconds after which an unused engine is ended; 0: never."""
+        self.kind, self._keep_s = kind, keep_s
         self.engine: HostedEngine | None = None
         self.settings: EngineSettings | None = None
         self.turn = asyncio.Lock()
         self.user = ""  # who has the engine
+        self.ending: asyncio.Task[None] | None = None
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, from its first frame to its end."""
@@ -76,7 +78,9 @@ class Host:
             writer.write(frame(mine))
             async with asyncio.timeout(DOOR_S):
                 theirs = await read(reader)
-            if mismatch(mine, theirs):  # the client found the same, and says so
+            if mismatch(
+                mine, theirs, "protocol", "source"
+            ):  # the client found the same, and says so
                 return
             while True:
                 for call in await read(reader):
@@ -92,6 +96,12 @@ class Host:
         await self.drop()
         self.engine = await asyncio.to_thread(self.kind.start, settings, folder)
         self.settings = settings
+
+    async def unused(self) -> None:
+        """End the engine unless a session takes it in time."""
+        if self._keep_s:
+            await asyncio.sleep(self._keep_s)
+            await self.drop()
 
     async def drop(self) -> None:
         """End the engine, if there is one."""
@@ -142,6 +152,7 @@ class Session:
         finally:
             self._has_turn, host.user = False, ""
             host.turn.release()
+            host.ending = asyncio.create_task(host.unused())
 
     async def _answer(self, id: int, do: str, given: list[Any]) -> None:
         try:
@@ -177,6 +188,9 @@ class Session:
         except TimeoutError:
             raise HostBusy(f"the engine is used by {host.user}") from None
         self._has_turn, host.user = True, self.name
+        if host.ending is not None:
+            host.ending.cancel()
+            await asyncio.wait([host.ending])
         self._digest, self._version = digest, version
         asked = EngineSettings.from_json(settings)
         if host.engine is None or host.settings is None or not host.settings.serves(asked):
@@ -244,9 +258,9 @@ def _peer(writer: asyncio.StreamWriter) -> int:
     return int(struct.unpack("3i", credentials)[0])
 
 
-async def _run(folder: Path, kind: type[HostedEngine]) -> None:
+async def _run(folder: Path, host: Host) -> None:
     """Serve until SIGTERM."""
-    host, ended = Host(kind), asyncio.Event()
+    ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     with address_in(folder) as address, socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{address}.new")  # a client finds it once it listens
@@ -261,13 +275,16 @@ async def _run(folder: Path, kind: type[HostedEngine]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """arguments: the folder of the socket; MODULE:CLASS of a `HostedEngine`."""
+    """arguments: the folder of the socket; MODULE:CLASS of a `HostedEngine`; see `Host`."""
     end_with_owner()
-    folder, kind = Path(arguments[0]), arguments[1]
+    folder, (kind, keep_s) = Path(arguments[0]), arguments[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     module, _, name = kind.partition(":")
     engine = cast(type[HostedEngine], getattr(importlib.import_module(module), name))
-    asyncio.run(_run(folder, engine))
+    folder.mkdir(mode=0o700, exist_ok=True)  # the host before this one may have removed it
+    for old in folder.glob(f"{SOCKET}*"):
+        old.unlink()
+    asyncio.run(_run(folder, Host(engine, float(keep_s))))
     return 0
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # a step that is done is spared torch
 logger = logging.getLogger(__name__)
 
 ADDRESS = "AGENTGYM_ENGINE_HOST"  # variable with the folder of an engine that child processes use
+KEPT = "engine"  # in the state folder: a link to the folder of the host that `make up` keeps
 QUEUE_S = 10.0  # for the session before to leave an engine of the same process
 POLL_S = 0.05
 PREFIX, SWEEP_S = "agentgym-engine-", 60.0  # a younger folder may not be in use yet
@@ -75,26 +76,26 @@ class Connection:
 def connect(folder: Path, lost: Callable[[], str], python: str) -> Connection:
     """Enter the host that listens in a folder.
 
-    python: its interpreter, for people. Errors: HostLost; ConfigError if it is of other code.
+    python: the interpreter it has to run in. Errors: HostLost; ConfigError if it has other versions
+    than this process or that interpreter.
     """
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(DOOR_S)
         with address_in(folder) as address:
             connection.connect(address)
-        mine, theirs = door(), receive(connection)
+        mine, theirs = door(python), receive(connection)
         connection.sendall(frame(mine))
     except OSError as error:
         connection.close()
         raise HostLost(f"{lost()} ({error})") from None
-    if odd := mismatch(mine, theirs):
+    if odd := mismatch(mine, theirs, "protocol", "source", "packages"):
         connection.close()
         raise ConfigError(
-            f"the engine's host, run by {python}, is of other code than this ({odd}); let"
-            " rollout.engine_python name an interpreter that has this checkout installed"
+            f"the engine's host does not fit this process: {odd}; let rollout.engine_python name an"
+            " interpreter that has this checkout installed, and run `make down` and `make up` if"
+            " that keeps an engine"
         )
-    packages = " ".join(f"{name} {each}" for name, each in theirs["packages"].items())
-    logger.info("engine host: Python %s, %s", theirs["python"], packages)
     return Connection(connection, folder, lost)
 
 
@@ -150,16 +151,12 @@ class OwnHost:
     def _start(self, cfg: RunConfig) -> None:
         stack, log_path = contextlib.ExitStack(), _log_path(cfg)
         with stack:
-            _sweep()
-            self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self.folder = new_folder()
             stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             stack.enter_context(address_in(self.folder))  # nobody sweeps it
-            entry, python = engine_entry(cfg.rollout.engine), engine_python(cfg)
             process = stack.enter_context(
                 owned_process(
-                    [python, "-m", "agentgym.rollouts.policies.host", str(self.folder), entry],
-                    log_path=log_path,
-                    env=_environment(python),
+                    host_command(cfg, self.folder), log_path=log_path, env=host_environment(cfg)
                 )
             )
             deadline = time.monotonic() + cfg.vllm.start_timeout_s
@@ -175,8 +172,10 @@ class OwnHost:
             self._process, self._stack = process, stack.pop_all()
 
 
-def _sweep() -> None:
-    """Remove folders whose owner and host were both killed."""
+def new_folder() -> Path:
+    """A folder for a host, which its user alone can enter; its path is short. Folders whose owner
+    and host were both killed are removed.
+    """
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             status = folder.lstat()
@@ -184,15 +183,24 @@ def _sweep() -> None:
                 continue
             with only_user(folder):
                 shutil.rmtree(folder)
+    return Path(tempfile.mkdtemp(prefix=PREFIX))
 
 
 def _log_path(cfg: RunConfig) -> Path:
     return cfg.state_dir / "logs" / "engine.log"
 
 
-def _environment(python: str) -> dict[str, str]:
-    """What the host is told: this checkout, if it is one, and the programs beside its Python."""
-    told = {"PATH": os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", "")])}
+def host_command(cfg: RunConfig, folder: Path, keep_s: float = 0.0) -> list[str]:
+    """What starts a host. keep_s: seconds after which it ends an unused engine; 0: never."""
+    entry = engine_entry(cfg.rollout.engine)
+    words = [engine_python(cfg), "-m", "agentgym.rollouts.policies.host", str(folder), entry]
+    return [*words, f"{keep_s:g}"]
+
+
+def host_environment(cfg: RunConfig) -> dict[str, str]:
+    """What a host is told: this checkout, if it is one, and the programs beside its Python."""
+    beside = str(Path(engine_python(cfg)).parent)
+    told = {"PATH": os.pathsep.join([beside, os.environ.get("PATH", "")])}
     if (ROOT / "pyproject.toml").is_file():
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         told["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -246,24 +254,33 @@ def take(cfg: RunConfig, begin: Callable[[Connection, float], str]) -> Taken:
     begin: asks a connection for its turn, with the seconds to wait for it; raises HostBusy.
     Errors: HostLost; ConfigError.
     """
+    python = engine_python(cfg)
+
+    def taken(connection: Connection, wait_s: float, enlarged: Any, close: Any) -> Taken:
+        try:
+            return Taken(connection, begin(connection, wait_s), enlarged, close)
+        except BaseException:
+            connection.socket.close()
+            raise
+
     own = _own
     if own is None or not own.is_alive:
         for folder in _lent(cfg):
-            with contextlib.suppress(HostLost, HostBusy, ConfigError):
-                lost = f"the engine's host in {folder} is lost"
-                connection = connect(folder, lambda lost=lost: lost, "another process")  # type: ignore[misc]
-                return Taken(connection, begin(connection, 0.0), _as_asked, _nothing)
+            try:
+                connection = connect(folder, lambda: "the lent engine's host is lost", python)
+                return taken(connection, 0.0, _as_asked, _nothing)
+            except (HostLost, HostBusy, ConfigError) as error:
+                logger.info("another engine is started: %s", error)
     if own is not None:
         connection = own.connect(cfg)
         os.environ[ADDRESS] = str(own.folder)
         try:
-            return Taken(connection, begin(connection, QUEUE_S), own.enlarged, _nothing)
+            return taken(connection, QUEUE_S, own.enlarged, _nothing)
         except HostBusy as error:
-            logger.warning("%s: another one is started", error)
+            logger.warning("another engine is started: %s", error)
     alone = OwnHost(cfg)
     try:
-        connection = alone.connect(cfg)
-        return Taken(connection, begin(connection, QUEUE_S), _as_asked, alone.close)
+        return taken(alone.connect(cfg), QUEUE_S, _as_asked, alone.close)
     except BaseException:
         alone.close()
         raise
@@ -274,9 +291,6 @@ def _lent(cfg: RunConfig) -> list[Path]:
     named = os.environ.get(ADDRESS)
     folders = [*([Path(named)] if named else []), cfg.state_dir / KEPT]
     return [folder for folder in folders if (folder / SOCKET).exists()]
-
-
-KEPT = "engine"  # folder of a kept host in the state folder
 
 
 def _as_asked(settings: EngineSettings) -> EngineSettings:

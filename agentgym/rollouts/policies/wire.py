@@ -9,7 +9,6 @@ import base64
 import fcntl
 import json
 import os
-import platform
 import socket
 import struct
 import sys
@@ -39,22 +38,19 @@ class HostBusy(RuntimeError):
     """Another session has the engine."""
 
 
-def door() -> dict[str, Any]:
-    """What both sides say first of themselves."""
+def door(python: str = sys.executable) -> dict[str, Any]:
+    """What both sides say first. python: the interpreter whose packages are meant."""
     return {
         "protocol": PROTOCOL,
         "source": source_digest(("agentgym.rollouts.policies.host",)),
-        "python": platform.python_version(),
-        "packages": versions_in(sys.executable, PACKAGES),
+        "packages": versions_in(python, PACKAGES),
     }
 
 
-def mismatch(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """Return why two sides cannot work together; empty if they can."""
-    odd = [name for name in ("protocol", "source") if mine[name] != theirs.get(name)]
-    return ", ".join(
-        f"{name} {str(theirs.get(name))[:12]} there and {str(mine[name])[:12]} here" for name in odd
-    )
+def mismatch(mine: Mapping[str, Any], theirs: Mapping[str, Any], *names: str) -> str:
+    """Return in which of these names two sides differ; empty if in none."""
+    odd = [name for name in names if mine[name] != theirs.get(name)]
+    return ", ".join(f"{name} {theirs.get(name)} there and {mine[name]} here" for name in odd)
 
 
 @contextmanager

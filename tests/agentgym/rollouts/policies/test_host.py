@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from agentgym.config import ConfigError, RunConfig
+from agentgym.deploy.owned import owned_process, tail
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.model import weights_of
 from agentgym.models.transport import InProcess
@@ -165,6 +167,7 @@ def halve(path):
 
 OWNER = """
 import asyncio, os, sys, tempfile, time
+from agentgym.deploy.owned import owned_process, tail
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.rollouts.policies import engines
 from agentgym.rollouts.policies.hosts import one_engine
@@ -287,6 +290,31 @@ def test_nothing_is_left_of_an_engine_whose_owner_is_killed(tmp_path):
     assert not left_in(tmp_path)
 
 
+def test_a_kept_engine_serves_runs_and_is_ended_when_nobody_uses_it(session, num_starts, tmp_path):
+    """As `make up` keeps one: its owner and its sessions are different processes."""
+    cfg, folder = config(tmp_path), hosts.new_folder()
+    cfg.state_dir.mkdir()
+    (cfg.state_dir / hosts.KEPT).symlink_to(folder)
+    command, log = hosts.host_command(cfg, folder, keep_s=0.5), tmp_path / "log"
+    with owned_process(command, log_path=log, env=hosts.host_environment(cfg)) as process:
+        until = time.monotonic() + 60
+        while not (folder / wire.SOCKET).exists():
+            assert time.monotonic() < until, tail(log)
+            time.sleep(0.05)
+        below = psutil.Process(process.pid)
+        for _ in range(2):
+            with session(cfg) as opened:
+                opened.generate(1)
+        assert num_starts() == 1
+        while below.children():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        with session(cfg) as opened:
+            opened.generate(1)
+        assert num_starts() == 2
+    assert not folder.exists()
+
+
 def test_scores_usage_sleep_and_errors_cross_the_wire(shared, cfg, session, make_model, tokenizer):
     with session(cfg) as opened:
         policy = opened.policy
@@ -376,20 +404,18 @@ def test_two_sessions_at_once_have_two_engines(shared, cfg, session, monkeypatch
         assert f"the engine is used by process {os.getpid()}" in caplog.text
         folders = [each.policy._connection.folder for each in (first, second)]
         assert folders[0] != folders[1]
-        connection = hosts.connect(folders[0], lambda: "", "")
+        connection = hosts.connect(folders[0], lambda: "", sys.executable)
         with pytest.raises(HostBusy):
             connection.ask("begin", {}, "", 0, 0.0, limit_s=5)
 
 
-@pytest.mark.parametrize("odd", ["protocol", "source"])
-def test_a_host_of_other_code_is_refused_in_one_line(shared, cfg, session, monkeypatch, odd):
+@pytest.mark.parametrize("odd", ["protocol", "source", "packages"])
+def test_a_host_of_other_versions_is_refused_in_one_line(shared, cfg, session, monkeypatch, odd):
     with session(cfg) as opened:
-        mine = {**wire.door(), odd: "f" * 64}
-        monkeypatch.setattr(hosts, "door", lambda: mine)
-        with pytest.raises(
-            ConfigError, match=rf"other code than this \({odd} \w+ there and f+ here"
-        ):
-            hosts.connect(opened.policy._connection.folder, lambda: "", "python3")
+        mine, folder = {**wire.door(), odd: "f" * 64}, opened.policy._connection.folder
+        monkeypatch.setattr(hosts, "door", lambda _: mine)
+        with pytest.raises(ConfigError, match=rf"not fit this process: {odd} .+ and f+ here; let"):
+            hosts.connect(folder, lambda: "", sys.executable)
 
 
 def test_the_interpreter_is_asked_what_it_has(tmp_path, monkeypatch):
@@ -426,7 +452,8 @@ def test_folders_of_the_killed_are_swept(room):
     for each in (old, used):
         os.utime(each, (0, 0))
     with wire.address_in(used):
-        hosts._sweep()
+        new = hosts.new_folder()
         assert not old.exists()
         assert used.exists()
         assert young.exists()
+    assert new.stat().st_mode & 0o777 == 0o700

@@ -26,9 +26,9 @@ from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.canary import Canary
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.policies.draw import Distribution
-from agentgym.rollouts.policies.engines import open_policy
+from agentgym.rollouts.policies.opening import settings_of
 from agentgym.rollouts.policies.torch import TorchPolicy
-from agentgym.rollouts.policies.vllm import _arguments
+from agentgym.rollouts.policies.vllm import VllmPolicy, _arguments
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 from agentgym.types import EngineMismatch, SampleKey, Sampling
@@ -53,7 +53,7 @@ class Running:
         """more: of the checkpoint."""
         self.loop, self.tokenizer = LoopThread(), tokenizer
         checkpoint = replace(new_checkpoint(model, tokenizer), **more)
-        self.policy = open_policy(cfg, checkpoint, num_slots=16, version=0)
+        self.policy = VllmPolicy.open(cfg, checkpoint, num_slots=16, version=0)
 
     def run(self, coroutine):
         return self.loop.run(asyncio.wait_for(coroutine, 120))
@@ -276,7 +276,9 @@ def test_weights_that_do_not_fit_or_are_not_new_change_nothing(running, make_mod
     assert running.generate((PROMPT, sampling(1))) == before
 
 
-def test_several_processes_of_an_engine_are_its_own_and_no_actors(tmp_path, monkeypatch):
+def test_several_processes_of_an_engine_are_its_own_and_no_actors(
+    tmp_path, monkeypatch, make_model, tokenizer
+):
     # vLLM looks there before it chooses
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.util.get_current_placement_group", lambda: "of a worker")
@@ -285,7 +287,8 @@ def test_several_processes_of_an_engine_are_its_own_and_no_actors(tmp_path, monk
     assert ParallelConfig(tensor_parallel_size=2).distributed_executor_backend == "ray"
     for size, executor in ((1, "uni"), (2, "mp")):
         cfg = of_run().model_copy(update={"vllm": VllmConfig(tensor_parallel_size=size)})
-        asked = _arguments(cfg, torch.float32, tmp_path, 4).distributed_executor_backend
+        settings = settings_of(cfg, new_checkpoint(make_model(0), tokenizer), 4)
+        asked = _arguments(settings, tmp_path).distributed_executor_backend
         chosen = ParallelConfig(tensor_parallel_size=size, distributed_executor_backend=asked)
         assert chosen.distributed_executor_backend == executor
 
