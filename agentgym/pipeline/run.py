@@ -65,7 +65,7 @@ def run_step(
     """Bring one step to its end: find it done, resume it, or run it.
 
     environment: offer_expert -> endpoints of running servers; without it the step starts and ends
-    its own. So it does with a hosted engine, except inside `one_engine`.
+    its own, and so it does with an engine, except inside `one_engine`.
     Errors: ConfigError where the name is unknown or a parent is not done; LeaseHeld where another
     process runs the step; DigestMismatch where stored content is not what was committed.
     """
@@ -112,8 +112,7 @@ def run_step(
         )
         begins = f"resumes after commit {head.seq}" if head else "starts"
         logger.info("step %s (%s): %s", name, key[:12], begins)
-        # some steps speak to MLflow themselves
-        with one_engine(cfg), reaching(cfg.tracking_uri), ctx:
+        with one_engine(cfg), reaching(cfg.tracking_uri), ctx:  # some steps speak to MLflow
             manifest = _run_watched(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
 

@@ -23,7 +23,8 @@ from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.guide import Guide
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
-from agentgym.rollouts.policies.engines import engine_dtype, open_policy, tolerance_of
+from agentgym.rollouts.policies.engines import engine_dtype, tolerance_of
+from agentgym.rollouts.policies.opening import open_policy
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Endpoints, EngineUsage, Item, Policy, Trajectory
 

@@ -67,18 +67,6 @@ class EngineClass(Policy, Protocol):
         ...
 
 
-def open_policy(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Policy:
-    """The policy that `rollout.engine` names; of vLLM a session with the run's one engine.
-    Errors: ConfigError; whatever the engine raises.
-    """
-    if cfg.rollout.engine in HOSTED:
-        from agentgym.rollouts.policies.on_host import open_on_host
-
-        tolerance_of(cfg, checkpoint.dtype)
-        return open_on_host(cfg, checkpoint, num_slots=num_slots, version=version)
-    return open_here(cfg, checkpoint, num_slots=num_slots, version=version)
-
-
 def open_here(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Policy:
     """The policy that `rollout.engine` names, in this process or below it.
     Errors: ConfigError; whatever the engine raises.

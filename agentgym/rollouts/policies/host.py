@@ -23,7 +23,7 @@ from typing import Any, Protocol, Self, cast
 
 from agentgym.deploy.owned import end_with_owner
 from agentgym.models.transport import FromProcess
-from agentgym.rollouts.policies.opening import EngineSettings
+from agentgym.rollouts.policies.engine_settings import EngineSettings
 from agentgym.rollouts.policies.wire import (
     SOCKET,
     HostBusy,

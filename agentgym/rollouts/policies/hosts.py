@@ -37,7 +37,7 @@ from agentgym.rollouts.policies.wire import (
 )
 
 if TYPE_CHECKING:  # a step that is done is spared torch
-    from agentgym.rollouts.policies.opening import EngineSettings
+    from agentgym.rollouts.policies.engine_settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 

@@ -26,14 +26,14 @@ from agentgym.models.transport import (
     shared_of,
     write_weights,
 )
-from agentgym.rollouts.policies.hosts import Connection, take
-from agentgym.rollouts.policies.opening import (
+from agentgym.rollouts.policies.engine_settings import (
     EngineSettings,
     first_digest,
     first_weights,
     settings_of,
     write_model,
 )
+from agentgym.rollouts.policies.hosts import Connection, take
 from agentgym.rollouts.policies.wire import HostLost, Outbox, raised, read
 from agentgym.types import Completion, Delivery, EngineUsage, Sampling
 

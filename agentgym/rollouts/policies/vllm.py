@@ -41,9 +41,9 @@ from agentgym.models.transport import (
     write_weights,
 )
 from agentgym.rollouts.policies.draw import seed_of
+from agentgym.rollouts.policies.engine_settings import EngineSettings, settings_of, write_model
 from agentgym.rollouts.policies.engines import VLLM_RANKS
 from agentgym.rollouts.policies.meter import Meter
-from agentgym.rollouts.policies.opening import EngineSettings, settings_of, write_model
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
 from agentgym.types import Completion, Delivery, EngineUsage, Sampling
 

@@ -21,8 +21,9 @@ from agentgym.models.model import weights_of
 from agentgym.models.transport import InProcess
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.policies import engines, hosts, on_host, wire
-from agentgym.rollouts.policies.engines import check_engine, open_policy
+from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosts import one_engine
+from agentgym.rollouts.policies.opening import open_policy
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.rollouts.policies.wire import HostBusy, HostLost
 from agentgym.types import EngineMismatch, SampleKey, Sampling
@@ -171,6 +172,7 @@ from agentgym.deploy.owned import owned_process, tail
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.rollouts.policies import engines
 from agentgym.rollouts.policies.hosts import one_engine
+from agentgym.rollouts.policies.opening import open_policy
 from tests.agentgym.rollouts.policies.test_host import ENGINE, PROMPT, config, sampling
 from tests.engines import checkpoint
 from pathlib import Path
@@ -179,7 +181,7 @@ engines.BUILT_IN["vllm"] = ENGINE
 tempfile.tempdir = sys.argv[1]
 cfg = config(Path(sys.argv[1]))
 with one_engine(cfg):
-    policy = engines.open_policy(cfg, checkpoint(), num_slots=8, version=0)
+    policy = open_policy(cfg, checkpoint(), num_slots=8, version=0)
 
     async def play():
         await policy.generate(PROMPT, sampling(1))

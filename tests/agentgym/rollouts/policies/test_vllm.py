@@ -26,7 +26,7 @@ from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.canary import Canary
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.policies.draw import Distribution
-from agentgym.rollouts.policies.opening import settings_of
+from agentgym.rollouts.policies.engine_settings import settings_of
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.rollouts.policies.vllm import VllmPolicy, _arguments
 from agentgym.steps.context import METRICS
