@@ -14,11 +14,13 @@ import psutil
 import pytest
 import torch
 
-from agentgym.config import ConfigError, RunConfig
+from agentgym.audit import audit
+from agentgym.config import ConfigError, RunConfig, load_config
 from agentgym.deploy.owned import owned_process, tail
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.model import weights_of
 from agentgym.models.transport import InProcess
+from agentgym.pipeline.table import open_store
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.policies import engines, hosts, on_host, wire
 from agentgym.rollouts.policies.engines import check_engine
@@ -459,3 +461,57 @@ def test_folders_of_the_killed_are_swept(room):
         assert used.exists()
         assert young.exists()
     assert new.stat().st_mode & 0o777 == 0o700
+
+
+RUN = """
+import sys
+from agentgym.config import load_config
+from agentgym.pipeline.run import run_with_parents
+from agentgym.rollouts.policies import engines
+from tests.agentgym.rollouts.policies.test_host import ENGINE
+
+engines.BUILT_IN["vllm"] = ENGINE
+run_with_parents("report", load_config(sys.argv[1], ["rollout.engine=vllm"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_has_one_engine_and_goes_on_after_any_part_is_killed(tiny_params, tmp_path):
+    path, starts = tiny_params(tmp_path / "run"), tmp_path / "starts"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment["TEST_STARTS"] = str(starts)
+    cfg = load_config(path, ["rollout.engine=vllm"])
+
+    def run():
+        command = [sys.executable, "-c", RUN, str(path)]
+        return subprocess.Popen(command, cwd=ROOT, env=environment)
+
+    def count():
+        return len(starts.read_text().split()) if starts.exists() else 0
+
+    for part, step in (("host", "stage-1"), ("run", "stage-2"), ("run", "evaluate-stage-2")):
+        process, before, until = run(), count(), time.monotonic() + 200
+        try:
+            while not (
+                count() > before and any(each.step == step for each in open_store(cfg).heads())
+            ):
+                assert process.poll() is None, f"it ended before {step}"
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            below = psutil.Process(process.pid).children(recursive=True)
+            (holds,) = filter(is_host, below)
+            stand_ins = holds.children()
+            (holds if part == "host" else process).kill()
+            assert process.wait(60) != 0
+        finally:
+            process.kill()
+        for each in stand_ins if part == "host" else ():
+            each.kill()
+        assert not psutil.wait_procs(below, 15)[1]
+    before = count()
+    assert run().wait(300) == 0
+    assert count() == before + 1
+    assert not left_in(tmp_path)
+    report = audit(cfg, num_episodes=4)
+    assert report.ok, [check.failures for check in report.checks if not check.ok]
