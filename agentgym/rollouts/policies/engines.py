@@ -7,13 +7,16 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, distributions, entry_points
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 from agentgym.config import ConfigError, RunConfig
+from agentgym.trust import untrusted_python
 from agentgym.types import Policy
 
 if TYPE_CHECKING:  # the table of steps asks for names alone
@@ -101,19 +104,25 @@ def check_engine(cfg: RunConfig) -> None:
 
 
 def engine_python(cfg: RunConfig) -> str:
-    """The interpreter that runs a hosted engine; Ray's workers have engines of their own."""
+    """The interpreter that runs a hosted engine; Ray's workers have engines of their own.
+    Errors: ConfigError.
+    """
     named = cfg.rollout.engine_python if cfg.rollout.engine in HOSTED else ""
-    return sys.executable if not named or cfg.compute != "inline" else named
+    if not named or cfg.compute != "inline":
+        return sys.executable
+    if refused := untrusted_python(named, sys.prefix, os.environ):
+        raise ConfigError(refused)
+    return named
 
 
-@functools.cache
 def installed(python: str, package: str) -> bool:
     """Return True if an interpreter finds a package. Errors: ConfigError if it does not run."""
+    if python == sys.executable:
+        return find_spec(package) is not None
     found: bool = _asked(python, "importlib.util.find_spec(sys.argv[1]) is not None", package)
     return found
 
 
-@functools.cache
 def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
     """Versions of those of the packages that an interpreter has. Errors: as `installed`."""
     if python == sys.executable:
@@ -127,6 +136,7 @@ def _versions(names: Sequence[str]) -> dict[str, str]:
     return {name: each.version for name, each in found if each}
 
 
+@functools.cache
 def _asked(python: str, expression: str, *arguments: str) -> Any:
     code = f"import importlib.metadata, importlib.util, json, sys; print(json.dumps({expression}))"
     try:

@@ -36,7 +36,8 @@ from agentgym.rollouts.policies.wire import (
     receive,
 )
 
-if TYPE_CHECKING:  # a step that is done is spared torch
+if TYPE_CHECKING:  # a step that is done is spared torch; the host's source is in steps' keys
+    from agentgym.rollouts.policies import host as host
     from agentgym.rollouts.policies.engine_settings import EngineSettings
 
 logger = logging.getLogger(__name__)

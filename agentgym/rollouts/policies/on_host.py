@@ -115,9 +115,10 @@ class HostPolicy:
         self._fail(RuntimeError("the engine was closed"))
         if self._reading is not None:
             self._reading.cancel()
-        if self._writer is not None:
+        if self._writer is None:
+            self._connection.socket.close()
+        else:
             self._writer.close()
-        self._connection.socket.close()
         await asyncio.to_thread(self._release)
 
     async def _call(self, do: str, *given: Any) -> Any:
@@ -129,8 +130,8 @@ class HostPolicy:
         assert self._out is not None
         number, answer = next(self._ids), asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
-        self._out.put({"id": number, "do": do, "given": given})
         try:
+            self._out.put({"id": number, "do": do, "given": given})
             return await answer
         except asyncio.CancelledError:
             self._out.put({"cancel": number})

@@ -79,9 +79,17 @@ def _locked(folder: Path, how: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def frame(messages: Any) -> bytes:
-    text = json.dumps(messages, separators=(",", ":"), default=_encoded).encode()
+def frame(message: Any) -> bytes:
+    """Errors: TypeError for what cannot be sent."""
+    return _framed(_text(message))
+
+
+def _framed(text: bytes) -> bytes:
     return struct.pack(">I", len(text)) + text
+
+
+def _text(message: Any) -> bytes:
+    return json.dumps(message, separators=(",", ":"), default=_encoded).encode()
 
 
 def _encoded(value: Any) -> Any:
@@ -136,17 +144,19 @@ class Outbox:
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
-        self._messages: list[Any] = []
+        self._messages: list[bytes] = []
 
     def put(self, message: Any) -> None:
+        """Errors: TypeError for what cannot be sent."""
+        text = _text(message)
         if not self._messages:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._messages.append(message)
+        self._messages.append(text)
 
     def _flush(self) -> None:
         messages, self._messages = self._messages, []
         if not self._writer.is_closing():
-            self._writer.write(frame(messages))
+            self._writer.write(_framed(b"[" + b",".join(messages) + b"]"))
 
 
 def told_error(error: BaseException) -> list[str]:

@@ -344,13 +344,13 @@ def test_scores_usage_sleep_and_errors_cross_the_wire(shared, cfg, session, make
 
 
 def test_requests_of_one_tick_are_one_message(shared, cfg, session, monkeypatch):
-    frames, made = [], wire.frame
-    monkeypatch.setattr(wire, "frame", lambda messages: frames.append(messages) or made(messages))
+    frames, made = [], wire._framed
+    monkeypatch.setattr(wire, "_framed", lambda text: frames.append(text) or made(text))
     with session(cfg) as opened:
         opened.generate(1)
         frames.clear()
         opened.generate(*range(20))
-    assert [len(each) for each in frames if isinstance(each, list)] == [20]
+    assert [text.count(b'"generate"') for text in frames] == [20]
 
 
 @pytest.mark.parametrize("harm", [flip, halve, "swap"])
@@ -423,15 +423,22 @@ def test_a_host_of_other_versions_is_refused_in_one_line(shared, cfg, session, m
 
 
 def test_the_interpreter_is_asked_what_it_has(tmp_path, monkeypatch):
-    monkeypatch.setitem(engines.PACKAGES, "vllm", "torch")
-    check_engine(config(tmp_path, engine_python=sys.executable))
+    beside = tmp_path / "other/bin/python"
+    beside.parent.mkdir(parents=True)
+    beside.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "mine"))
+    cfg = config(tmp_path, engine_python=str(beside))
+    monkeypatch.setitem(engines.PACKAGES, "vllm", "json")
+    check_engine(cfg)
     monkeypatch.setitem(engines.PACKAGES, "vllm", "no_such_package")
-    with pytest.raises(
-        ConfigError, match=f"no_such_package, which is not installed in {sys.exec_prefix}"
-    ):
-        check_engine(config(tmp_path, engine_python=sys.executable))
+    with pytest.raises(ConfigError, match=f"no_such_package, which is not installed in {beside};"):
+        check_engine(cfg)
+    cfg = config(tmp_path, engine_python="/bin/false")
+    with pytest.raises(ConfigError, match=r"engine_python /bin/false lies in no .* export AGENT"):
+        check_engine(cfg)
+    monkeypatch.setenv("AGENTGYM_ENGINE_PYTHON", "/bin/false")
     with pytest.raises(ConfigError, match="engine_python /bin/false is no Python"):
-        check_engine(config(tmp_path, engine_python="/bin/false"))
+        check_engine(cfg)
 
 
 def test_a_process_below_uses_the_engine_while_it_is_free(
