@@ -117,7 +117,7 @@ class Session:
         self._host, self._out = host, Outbox(writer)
         self._running: dict[int, asyncio.Task[None]] = {}
         self._starting: asyncio.Task[None] | None = None
-        self._has_turn = False
+        self._has_turn = self._failed = False
         self._digest, self._version = "", 0  # what it begins with
         self.name = f"process {_peer(writer)}"
 
@@ -142,6 +142,8 @@ class Session:
             return
         host = self._host
         try:
+            if self._failed:
+                raise RuntimeError("it failed")
             if host.engine is not None and host.settings is not None:
                 async with asyncio.timeout(host.settings.publish_timeout_s):
                     await host.engine.sleep()
@@ -162,7 +164,9 @@ class Session:
                 raise RuntimeError(f"{do} of a session that has not begun")
             self._out.put({"id": id, "done": await getattr(self, do)(*given)})
         except Exception as error:
-            self._out.put({"id": id, "error": told_error(error)})
+            told = told_error(error)
+            self._failed |= do != "begin" and not told[0]  # of no kind that leaves it as it was
+            self._out.put({"id": id, "error": told})
 
     @property
     def _engine(self) -> HostedEngine:
@@ -196,9 +200,15 @@ class Session:
         if host.engine is None or host.settings is None or not host.settings.serves(asked):
             await host.drop()
             return "model"
-        return await self._begun()
+        try:
+            return await self._begun()
+        except RuntimeError as error:
+            logger.warning("another engine is started: %s", error)
+            await host.drop()
+            return "model"
 
     async def _begun(self) -> str:
+        await self._engine.wake()
         if self._digest and self._engine.digest != self._digest:
             return "weights"
         await self._engine.begin(self._digest, self._version, None)

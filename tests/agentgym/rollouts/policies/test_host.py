@@ -233,14 +233,6 @@ def test_sessions_share_one_engine_and_weights_it_holds_are_not_moved(
     assert hosts.ADDRESS not in os.environ
 
 
-def test_a_session_alone_starts_an_engine_and_ends_it(cfg, session, room):
-    with session(cfg) as alone:
-        alone.generate(1)
-        processes = host()
-    assert not psutil.wait_procs(processes, 10)[1]
-    assert not left_in(room)
-
-
 def test_a_host_that_is_killed_ends_its_session_and_the_next_one_has_another(
     cfg, session, num_starts
 ):
@@ -259,15 +251,17 @@ def test_a_host_that_is_killed_ends_its_session_and_the_next_one_has_another(
         assert num_starts() == 2
 
 
-def test_a_host_that_is_silent_is_given_up(session, room):
+def test_a_session_alone_ends_its_engine_and_a_host_that_is_silent_is_given_up(session, room):
     cfg = config(room, publish_timeout_s=1.0)
     with session(cfg) as opened:
         opened.generate(1)
-        process, *_ = host()
-        process.send_signal(signal.SIGSTOP)
+        processes = host()
+        processes[0].send_signal(signal.SIGSTOP)
         with pytest.raises(HostLost, match="no sign of life within 1 s"):
             opened.generate(1)
-        process.send_signal(signal.SIGCONT)
+        processes[0].send_signal(signal.SIGCONT)
+    assert not psutil.wait_procs(processes, 10)[1]
+    assert not left_in(room)
 
 
 def test_an_engine_that_does_not_start_says_why(cfg, session, monkeypatch, room):

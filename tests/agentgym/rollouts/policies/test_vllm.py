@@ -17,10 +17,10 @@ from agentgym.config import (
     LoraConfig,
     OptimizerConfig,
     RunConfig,
-    StoreConfig,
     VllmConfig,
     load_config,
 )
+from agentgym.config.sections import StoreConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.adapter import Adapter, chosen_modules, is_matrix
 from agentgym.models.checkpoint import ADAPTER, new_checkpoint
