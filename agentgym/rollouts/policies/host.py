@@ -78,10 +78,8 @@ class Host:
             writer.write(frame(mine))
             async with asyncio.timeout(DOOR_S):
                 theirs = await read(reader)
-            if mismatch(
-                mine, theirs, "protocol", "source"
-            ):  # the client found the same, and says so
-                return
+            if mismatch(mine, theirs, "protocol", "source"):
+                return  # the client found the same, and says so
             while True:
                 for call in await read(reader):
                     session.take(call)
