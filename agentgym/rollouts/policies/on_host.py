@@ -123,7 +123,7 @@ class HostPolicy:
 
     async def _call(self, do: str, *given: Any) -> Any:
         """Errors: HostLost; what the call raises there."""
-        if self._out is None:
+        if self._out is None and self._failure is None:
             await self._attach()
         if self._failure is not None:
             raise self._failure
@@ -147,12 +147,11 @@ class HostPolicy:
                 reader, self._writer = await asyncio.open_unix_connection(
                     sock=self._connection.socket
                 )
-                self._reading = asyncio.create_task(self._read(reader))
                 self._out = Outbox(self._writer)
+                self._reading = asyncio.create_task(self._read(reader, self._out))
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self, reader: asyncio.StreamReader, out: Outbox) -> None:
         """Hand answers out. A host that does not even answer a ping is given up."""
-        assert self._out is not None
         coming, is_asked = asyncio.create_task(read(reader)), False
         try:
             while True:
@@ -161,7 +160,7 @@ class HostPolicy:
                     if is_asked:
                         limit = f"{self._limit_s:g} s"
                         raise HostLost(f"the engine's host gave no sign of life within {limit}")
-                    self._out.put({"id": 0, "do": "ping", "given": []})
+                    out.put({"id": 0, "do": "ping", "given": []})
                     is_asked = True
                     continue
                 for answer in coming.result():
@@ -173,6 +172,7 @@ class HostPolicy:
             self._fail(error)
         finally:
             coming.cancel()
+            self._fail(RuntimeError("the engine was closed"))  # nobody hands out what comes later
 
     def _take(self, answer: dict[str, Any]) -> None:
         waiting = self._waiting.get(answer["id"])
