@@ -526,12 +526,16 @@ RUN = """
 import sys
 from agentgym.config import load_config
 from agentgym.pipeline.run import run_step
+from agentgym.rollouts.policies.hosts import one_engine
 if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        run_step(name, load_config(sys.argv[1], ["rollout.engine=vllm"]))
+    cfg = load_config(sys.argv[1], ["rollout.engine=vllm"])
+    with one_engine(cfg):
+        for name in sys.argv[2:]:
+            run_step(name, cfg)
 """
 
 
+@pytest.mark.timeout(600)
 def test_a_killed_run_leaves_no_engine_and_goes_on_to_the_end(tiny_params, tmp_path):
     path = tiny_params(tmp_path / "run")
     cfg, store = (found := load_config(path, ["rollout.engine=vllm"])), open_store(found)
