@@ -11,6 +11,7 @@ import argparse
 import bisect
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -114,7 +115,7 @@ def warm_started(folder: Path) -> RunConfig:
 def ours(cfg: RunConfig, folder: Path, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=folder) as state:
         store = f"store.path={state}/store"
-        subprocess.run(["cp", "-r", str(folder / "warm/store"), f"{state}/store"], check=True)
+        shutil.copytree(folder / "warm/store", f"{state}/store")
         settings = [store, f"horizon.stage_steps=[{steps}]", *OURS]
         command = [sys.executable, "-m", "agentgym", "step", "stage-1"]
         for each in settings:

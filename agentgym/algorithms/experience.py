@@ -67,7 +67,7 @@ class Experience:
 
     @property
     def critic_metrics(self) -> dict[str, float]:
-        """How well the critic's values explain its targets; empty without a critic."""
+        """Metrics of how well the critic's values explain its targets; empty without a critic."""
         if self.values is None or self.targets is None:
             return {}
         spread = float(self.targets.var()) if len(self.targets) > 1 else 0.0

@@ -108,7 +108,7 @@ def weights_of_versions(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What the weights say of one action of n tokens."""
+    """Results of the weights for one action of n tokens."""
 
     number: int  # from 1
     start: int
@@ -231,8 +231,8 @@ class _Judge:
     def _forward(
         self, chunk: Sequence[tuple[str, Trajectory]], version: int
     ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
-        """As `_computed`. An episode with a token beyond a hard bound is computed in float32
-        instead: the audit's own rounding in half precision is as large as the engine's.
+        """Yield the turns of each episode. An episode with a token beyond a hard bound is computed
+        again in float32: the audit's own rounding in half precision is as large as the engine's.
         """
         assert self.tolerance is not None
         for where, episode, turns in self._computed(chunk, version):

@@ -8,6 +8,8 @@ from pydantic import PositiveInt
 
 from agentgym.config.section import Section, operational, setting
 
+USUAL_TOKENS, USUAL_CHUNK = 16_384, 4_096
+
 
 class LearnerConfig(Section):
     """How an update fits the memory of its device, and how fast it is.
@@ -15,7 +17,7 @@ class LearnerConfig(Section):
     """
 
     micro_batch_tokens: Literal["auto"] | PositiveInt = setting(
-        16_384,
+        USUAL_TOKENS,
         "tokens of one forward and backward, but where one sequence is longer; on a CPU, where"
         " attention pads, each sequence counts as the longest beside it; tokens that a sequence"
         " shares with the one before it count once. auto: as many as fit the GPU's memory, by what"
@@ -32,7 +34,7 @@ class LearnerConfig(Section):
         " rollout.max_staleness and on Ray",
     )
     head_chunk_tokens: Literal["auto"] | PositiveInt = setting(
-        4_096,
+        USUAL_CHUNK,
         "action tokens whose logits exist at one time; more of them are computed again in the"
         " backward. auto: as many as a tenth of the GPU's memory holds; 4096 on a CPU",
     )
@@ -45,3 +47,12 @@ class LearnerConfig(Section):
     offload_optimizer: bool = operational(
         False, "moments and master weights wait in host memory while no update needs them"
     )
+
+    @property
+    def usual_sizes(self) -> tuple[int, int]:
+        """Tokens of a micro-batch, and action tokens of a chunk; the defaults for auto."""
+        tokens, chunk = self.micro_batch_tokens, self.head_chunk_tokens
+        return (
+            USUAL_TOKENS if tokens == "auto" else tokens,
+            USUAL_CHUNK if chunk == "auto" else chunk,
+        )

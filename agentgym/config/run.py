@@ -268,9 +268,10 @@ class RunConfig(Section):
     @property
     def learner_settings(self) -> LearnerConfig:
         """The learner's settings. A deterministic run computes every sequence whole, in one thread:
-        sums depend on how both divide them. Rollouts beside an update get a core of their own.
+        sums depend on how both divide them. Rollouts beside an update get a core of their own,
+        and so does each process on Ray.
         """
-        alone = not (self.deterministic or self.rollout.max_staleness)
+        alone = self._may_thread and not self.rollout.max_staleness
         own = {
             "share_prefixes": self.learner.share_prefixes and not self.deterministic,
             "threads": self.learner.threads if alone else 1,
@@ -279,8 +280,12 @@ class RunConfig(Section):
 
     @property
     def engine_threads(self) -> int:
-        """Threads of the built-in engine; one in a deterministic run."""
-        return 1 if self.deterministic else self.rollout.engine_threads
+        """Threads of the built-in engine; one in a deterministic run and on Ray."""
+        return self.rollout.engine_threads if self._may_thread else 1
+
+    @property
+    def _may_thread(self) -> bool:
+        return self.compute == "inline" and not self.deterministic
 
     @property
     def data_folders(self) -> dict[str, Path]:

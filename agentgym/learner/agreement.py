@@ -1,4 +1,4 @@
-"""How far the learner is from the engine that sampled and from the reference."""
+"""Distance of the learner from the engine that sampled, and from the reference."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def corrections_of(batch: Batch, logprobs: Tensor, config: PolicyGradientConfig)
 def _agreement(
     ours: Tensor, theirs: Tensor, config: PolicyGradientConfig, step: int
 ) -> dict[str, float]:
-    """How far learner and engine are apart on the batch, [n] log-probabilities each.
-    Errors: EngineMismatch.
+    """Return the distance between learner and engine on the batch.
+
+    ours, theirs: [n] log-probabilities, nats. Errors: EngineMismatch.
     """
     gap, limit = mismatch(ours, theirs, cap=config.importance_cap), config.max_mismatch_kl
     if limit is not None and not gap["kl"] <= limit:

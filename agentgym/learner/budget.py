@@ -7,7 +7,6 @@ import torch
 from agentgym.config import LearnerConfig
 from agentgym.learner.process_group import ProcessGroup
 
-USUAL_TOKENS, USUAL_CHUNK = 16_384, 4_096
 FIRST_TOKENS = 4_096  # of the micro-batch whose memory is measured
 FILLED_FRAC = 0.8  # of the free memory: sequences of other lengths need another amount per token
 LOGITS_FRAC = 0.1  # of the device's memory
@@ -18,31 +17,27 @@ def head_chunk_tokens(settings: LearnerConfig, device: torch.device, vocab_size:
     """Return how many action tokens have logits at one time.
 
     auto: as many as a tenth of a GPU's memory holds, because the backward computes the logits of
-    several chunks again; `USUAL_CHUNK` on a CPU and at least.
+    several chunks again; the default on a CPU and at least.
     """
-    if settings.head_chunk_tokens != "auto":
-        return settings.head_chunk_tokens
-    if device.type != "cuda":
-        return USUAL_CHUNK
+    _, usual = settings.usual_sizes
+    if settings.head_chunk_tokens != "auto" or device.type != "cuda":
+        return usual
     memory = torch.cuda.get_device_properties(device).total_memory
-    return max(USUAL_CHUNK, int(LOGITS_FRAC * memory) // (LOGITS_COPIES * 4 * vocab_size))
+    return max(usual, int(LOGITS_FRAC * memory) // (LOGITS_COPIES * 4 * vocab_size))
 
 
 class TokenBudget:
-    """How many tokens a micro-batch may have; equal on all ranks.
+    """Largest number of tokens of a micro-batch; equal on all ranks.
 
     auto on a GPU: `FIRST_TOKENS` at first, then what fits by the memory that updates took.
-    auto on a CPU: `USUAL_TOKENS`.
+    auto on a CPU: the default.
     """
 
     def __init__(self, settings: LearnerConfig, ranks: ProcessGroup) -> None:
         self._ranks, self._device = ranks, ranks.device
         self._measures = settings.micro_batch_tokens == "auto" and self._device.type == "cuda"
-        self.tokens = USUAL_TOKENS
-        if self._measures:
-            self.tokens = FIRST_TOKENS
-        elif settings.micro_batch_tokens != "auto":
-            self.tokens = settings.micro_batch_tokens
+        usual, _ = settings.usual_sizes
+        self.tokens = FIRST_TOKENS if self._measures else usual
 
     def begin(self) -> None:
         """Start to measure a forward and backward."""

@@ -327,18 +327,18 @@ def _plain(value: Any) -> str:
 
 
 def _activations(cfg: RunConfig, shape: Shape) -> int:
-    from agentgym.learner.budget import USUAL_CHUNK, USUAL_TOKENS
+    from agentgym.learner.budget import LOGITS_COPIES
 
     settings = cfg.learner
-    asked, chunk = settings.micro_batch_tokens, settings.head_chunk_tokens
-    tokens = min(USUAL_TOKENS if asked == "auto" else asked, cfg.model.context_tokens * 64)
+    usual, chunk = settings.usual_sizes
+    tokens = min(usual, cfg.model.context_tokens * 64)
     layer = (OF_HIDDEN * shape.hidden_size + OF_MLP * shape.mlp_size) * shape.itemsize
     kept = (
         shape.num_layers * shape.hidden_size * shape.itemsize + layer
         if settings.activation_checkpointing
         else shape.num_layers * layer
     )
-    head = 3 * 4 * min(USUAL_CHUNK if chunk == "auto" else chunk, tokens) * shape.vocab_size
+    head = LOGITS_COPIES * 4 * min(chunk, tokens) * shape.vocab_size
     return tokens * kept + head
 
 
@@ -387,7 +387,7 @@ def _clock(cfg: RunConfig, shape: Shape) -> tuple[Callable[[Work], float] | None
 
 
 def _gain(threads: int) -> float:
-    """Speed of so many threads, relative to one."""
+    """Return the speed of `threads` threads, relative to one."""
     return 1 + THREAD_GAIN * (min(threads, os.cpu_count() or 1) - 1)
 
 

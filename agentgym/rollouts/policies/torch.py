@@ -117,7 +117,7 @@ class TorchPolicy:
             num_slots=num_slots,
             context_tokens=cfg.model.context_tokens,
             share_prefixes=not cfg.deterministic,
-            threads=cfg.engine_threads if cfg.compute == "inline" else 1,
+            threads=cfg.engine_threads,
         )
         policy.version = version
         return policy
