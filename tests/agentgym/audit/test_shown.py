@@ -106,11 +106,11 @@ EDITS = {
         "update registered_models set description = 'certified'",
         "agentgym-babyai: description: expected",
     ),
-    "a run of another kind below it": (
-        "insert into runs select 'f' || substr(run_uuid, 2), name, source_type, source_name,"
+    "a run of another kind below it": (  # g: no id of MLflow's begins with it
+        "insert into runs select 'g' || substr(run_uuid, 2), name, source_type, source_name,"
         " entry_point_name, user_id, status, start_time, end_time, source_version, lifecycle_stage,"
         f" artifact_uri, experiment_id, deleted_time from runs where run_uuid = {LAST};"
-        "insert into tags select 'mlflow.parentRunId', t.value, 'f' || substr(t.run_uuid, 2) from"
+        "insert into tags select 'mlflow.parentRunId', t.value, 'g' || substr(t.run_uuid, 2) from"
         f" tags t where key = 'mlflow.parentRunId' and run_uuid = {LAST}",
         "belongs to no commit of this run",
     ),
