@@ -9,6 +9,7 @@ a variable, unless the owner's configuration has the same.
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import socket
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 
 RAY_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")  # Ray's own; also of the Jobs API
 MLFLOW_VARIABLE = "MLFLOW_TRACKING_URI"  # MLflow's own
+ENGINE_VARIABLE = "AGENTGYM_ENGINE_PYTHON"
 MLFLOW_CREDENTIALS = (
     "MLFLOW_TRACKING_TOKEN",
     "MLFLOW_TRACKING_USERNAME",
@@ -56,6 +58,23 @@ def untrusted_address(
             f" {MLFLOW_VARIABLE}={uri}"
         )
     return None
+
+
+def untrusted_python(python: str, prefix: str, environment: Mapping[str, str]) -> str | None:
+    """Why an interpreter is not run for a parameter file, or None.
+
+    It is one of a virtual environment beside this process's, or the one that the variable names.
+    prefix: of this process's.
+    """
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(python)))
+    beside = os.path.dirname(os.path.abspath(prefix))
+    if os.path.dirname(folder) == beside or python in _values(environment, (ENGINE_VARIABLE,)):
+        return None
+    return (
+        f"rollout.engine_python {python} lies in no environment of {beside}, and a parameter file"
+        " may not decide alone what is run here; if you trust it, export"
+        f" {ENGINE_VARIABLE}={python}"
+    )
 
 
 def _values(environment: Mapping[str, str], names: tuple[str, ...]) -> list[str]:

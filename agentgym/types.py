@@ -326,3 +326,7 @@ class Trajectory:
 
 class EngineMismatch(RuntimeError):
     """The engine does not sample from the policy the learner trains."""
+
+
+class TransportBroken(RuntimeError):
+    """Weights did not get to all of a group: one of them died, hangs, or was too slow."""

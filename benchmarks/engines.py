@@ -25,7 +25,7 @@ from rollouts import TURNS, Latency, endless, episodes, renderer, serving
 from agentgym.config import RunConfig, load_config
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
-from agentgym.rollouts.policies.engines import open_policy
+from agentgym.rollouts.policies.engines import open_here
 
 RESULTS = ROOT / "docs/results/engines.json"
 ENGINES = ("torch", "vllm")
@@ -130,7 +130,7 @@ async def tokens_per_s(engine: str, endpoint: str) -> float:
     model = load_config(ROOT / "params.yaml").model.model_copy(update=longer)
     size = replace(DRY, model=model, vocab_size=len(renderer()._tokenizer))
     cfg = RunConfig(rollout={"engine": engine}, model=longer)
-    policy = open_policy(cfg, made(size), num_slots=CONCURRENCY, version=0)
+    policy = open_here(cfg, made(size), num_slots=CONCURRENCY, version=0)
     try:
         await episodes(endpoint, CONCURRENCY, policy, concurrency=CONCURRENCY)
         began = time.perf_counter()

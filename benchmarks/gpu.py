@@ -49,7 +49,7 @@ from agentgym.models import attention
 from agentgym.models.checkpoint import Checkpoint, new_checkpoint
 from agentgym.models.model import new_model, weights_of
 from agentgym.models.transport import InProcess
-from agentgym.rollouts.policies.engines import open_policy
+from agentgym.rollouts.policies.engines import open_here
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import Completion, SampleKey, Sampling
 
@@ -722,7 +722,7 @@ def opened(size: Size, num_slots: int) -> Any:
         rollout={"engine": "vllm", "concurrency": num_slots},
         model={"context_tokens": CONTEXT},
     )
-    return open_policy(cfg, made(size), num_slots=num_slots, version=0)
+    return open_here(cfg, made(size), num_slots=num_slots, version=0)
 
 
 def sampling(sample: int, turn: int, tokens: int) -> Sampling:

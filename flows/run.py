@@ -22,6 +22,7 @@ from agentgym.deploy.kuberay import end_jobs
 from agentgym.deploy.kubernetes import end_run, of_fleets
 from agentgym.pipeline.runs import config_of_run
 from agentgym.pipeline.table import finished, open_store, run_label, steps_of
+from agentgym.rollouts.policies.hosts import one_engine
 from agentgym.steps.context import Environment
 from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Manifest
@@ -134,7 +135,8 @@ def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
 
         try:
             steps = [step for step in steps_of(cfg).values() if wanted(step)]
-            return _run_in_order(steps, cfg, environment, bars)
+            with one_engine(cfg):
+                return _run_in_order(steps, cfg, environment, bars)
         finally:
             try:
                 environments_down(servers)

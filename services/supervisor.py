@@ -25,6 +25,8 @@ from agentgym.config import ConfigError
 from agentgym.console.guard import guarded
 from agentgym.deploy.owned import end_with_owner, owned_process, tail
 from agentgym.private import STATE, new_login, with_login, write_private
+from agentgym.rollouts.policies.engines import HOSTED
+from agentgym.rollouts.policies.hosts import KEPT, host_command, host_environment, new_folder
 from agentgym.store.lease import process_start
 from agentgym.store.place import StorePlace
 from services import mlflow_server, viewer_server
@@ -206,6 +208,23 @@ def _parts(
     }
 
 
+def _engine(state: Path) -> dict[str, Service]:
+    """The host that keeps an engine between runs, if the project's own parameter file has one."""
+    link = state / KEPT
+    link.unlink(missing_ok=True)
+    try:
+        cfg = project_config()
+    except ConfigError as error:
+        logger.warning("no engine is kept: %s", error)
+        return {}
+    if cfg.rollout.engine not in HOSTED:
+        return {}
+    folder = new_folder()
+    link.symlink_to(folder)
+    command, env = host_command(cfg, folder, cfg.vllm.keep_s), host_environment(cfg)
+    return {"engine": Service("engine", command, log_file(state, "engine"), env)}
+
+
 def supervise(
     state: Path,
     prefect_socket: socket.socket,
@@ -227,7 +246,7 @@ def supervise(
     me = Services(os.getpid(), started, prefect, mlflow, new_login(), viewer=viewer)
     env = client_environment(me)
     bound = (prefect_socket, mlflow_socket, viewer_socket)
-    services = _parts(state, me, env, bound)
+    services = _parts(state, me, env, bound) | _engine(state)
     ready = False
 
     def publish() -> None:

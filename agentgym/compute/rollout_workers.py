@@ -44,7 +44,7 @@ from agentgym.rollouts.engine import canary_of, episode_settings, openings, shar
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
-from agentgym.rollouts.policies.engines import num_processes, open_policy, start_timeout_s
+from agentgym.rollouts.policies.engines import num_processes, open_here, start_timeout_s
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Delivery, Endpoints, EngineUsage, Item, Trajectory
 
@@ -96,7 +96,7 @@ class RolloutWorker:
             plan.files[ARCHITECTURE].decode(), plan.files[TOKENIZER], plan.weights, plan.adapter
         )
         self._renderer = checkpoint.renderer
-        self._policy = open_policy(cfg, checkpoint, num_slots=plan.num_slots, version=plan.version)
+        self._policy = open_here(cfg, checkpoint, num_slots=plan.num_slots, version=plan.version)
         self._pool = EnvPools.of(cfg.envs, plan.endpoints)
         await self._pool.__aenter__()
         guides = await self._pool.check(cfg.envs, allow_expert=False)

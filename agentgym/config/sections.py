@@ -222,6 +222,11 @@ class RolloutConfig(Section):
         "threads of the built-in engine on a CPU, at most one per core; more pays from a pretrained"
         " model's size on; 1 with deterministic and on Ray",
     )
+    engine_python: str = operational(
+        "",
+        "interpreter that vLLM runs in, for example .venv-vllm/bin/python; empty: this one, as in"
+        " Ray's workers in any case",
+    )
     engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "what vLLM computes in, whatever the learner's weights are; auto: as these"
     )
@@ -269,6 +274,9 @@ class VllmConfig(Section):
     )
     cpu_cache_gib: PositiveInt = operational(1, "GiB for keys and values where it runs on the CPU")
     start_timeout_s: PositiveFloat = operational(600.0, "seconds until the engine is ready")
+    keep_s: PositiveFloat = operational(
+        900.0, "seconds that `make up` keeps an engine which nobody uses"
+    )
 
 
 class HorizonConfig(Section):

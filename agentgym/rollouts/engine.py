@@ -23,7 +23,8 @@ from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.guide import Guide
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
-from agentgym.rollouts.policies.engines import engine_dtype, open_policy, tolerance_of
+from agentgym.rollouts.policies.engines import engine_dtype, tolerance_of
+from agentgym.rollouts.policies.opening import open_policy
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Endpoints, EngineUsage, Item, Policy, Trajectory
 
@@ -175,10 +176,10 @@ def open_engine(
     """An engine that samples with the checkpoint's model, its own from here on.
     Errors: where a server is not what training may use.
     """
-    policy = open_policy(cfg, checkpoint, num_slots=cfg.rollout.concurrency, version=version)
-    # what lives by now lives on: collecting garbage need not look at a million imported objects
-    gc.freeze()
     with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, guides):
+        policy = open_policy(cfg, checkpoint, num_slots=cfg.rollout.concurrency, version=version)
+        # what lives by now lives on: collecting garbage need not look at a million imported objects
+        gc.freeze()
         try:
             yield LocalEngine(cfg, checkpoint, policy, pool, loop, openings(cfg, guides))
         finally:

@@ -5,12 +5,18 @@ group `agentgym.engines`. Nothing else names one.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
-from importlib.metadata import EntryPoint, entry_points
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, distributions, entry_points
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 from agentgym.config import ConfigError, RunConfig
+from agentgym.trust import untrusted_python
 from agentgym.types import Policy
 
 if TYPE_CHECKING:  # the table of steps asks for names alone
@@ -26,10 +32,17 @@ BUILT_IN = {
     "vllm": "agentgym.rollouts.policies.vllm:VllmPolicy",
 }
 PACKAGES = {"vllm": "vllm"}  # engine -> what it needs beside this package's own dependencies
+HOSTED = frozenset({"vllm"})  # engines that live in a process of their own, see `hosts.py`
 INSTALL_VLLM = (
-    "`make vllm` makes an environment with its CPU build, `pip install -e '.[vllm]'` in the"
-    " checkout adds the CUDA build to this one"
+    "`make vllm` makes an environment with its CPU build, for rollout.engine_python"
+    " .venv-vllm/bin/python; `pip install -e '.[vllm]'` in the checkout adds the CUDA build to this"
+    " one"
 )
+VERSIONS = (
+    "{name: found.version for name in sys.argv[1:]"
+    " for found in list(importlib.metadata.distributions(name=name))[:1]}"
+)
+ASK_S = 60.0  # for another interpreter to say what it has
 # what vLLM 0.32 was seen to adapt: models by the model_type of their config.json, and their layers;
 # and the ranks that it may make room for
 VLLM_MODELS = frozenset({"qwen2"})
@@ -57,8 +70,10 @@ class EngineClass(Policy, Protocol):
         ...
 
 
-def open_policy(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Policy:
-    """The policy that `rollout.engine` names. Errors: ConfigError; whatever the engine raises."""
+def open_here(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Policy:
+    """The policy that `rollout.engine` names, in this process or below it.
+    Errors: ConfigError; whatever the engine raises.
+    """
     chosen = engine_class(cfg.rollout.engine)
     if not hasattr(chosen, "usage"):
         raise ConfigError(
@@ -76,14 +91,72 @@ def engine_class(name: str) -> type[EngineClass]:
 
 
 def check_engine(cfg: RunConfig) -> None:
-    """That what samples can be loaded here, where that is here. Errors: ConfigError."""
+    """Raise ConfigError unless what samples here is installed."""
     package = PACKAGES.get(cfg.rollout.engine)
     elsewhere = cfg.compute in ("ray-job", "kuberay") or (cfg.compute == "ray" and cfg.ray.address)
-    if package and not elsewhere and find_spec(package) is None:
+    if package and not elsewhere and not installed(engine_python(cfg), package):
+        where = cfg.rollout.engine_python or "here"
         raise ConfigError(
             f"rollout.engine {cfg.rollout.engine} needs the package {package}, which is not"
-            f" installed here; {INSTALL_VLLM}, or use rollout.engine torch"
+            f" installed {'in ' if where != 'here' else ''}{where}; {INSTALL_VLLM}, or use"
+            " rollout.engine torch"
         )
+
+
+def engine_python(cfg: RunConfig) -> str:
+    """The interpreter that runs a hosted engine; Ray's workers have engines of their own.
+    Errors: ConfigError.
+    """
+    named = cfg.rollout.engine_python if cfg.rollout.engine in HOSTED else ""
+    if not named or cfg.compute != "inline":
+        return sys.executable
+    if refused := untrusted_python(named, sys.prefix, os.environ):
+        raise ConfigError(refused)
+    return named
+
+
+def installed(python: str, package: str) -> bool:
+    """Return True if an interpreter finds a package. Errors: ConfigError if it does not run."""
+    if python == sys.executable:
+        return find_spec(package) is not None
+    found: bool = _asked(python, "importlib.util.find_spec(sys.argv[1]) is not None", package)
+    return found
+
+
+def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
+    """Versions of those of the packages that an interpreter has. Errors: as `installed`."""
+    if python == sys.executable:
+        return _versions(packages)
+    found: dict[str, str] = _asked(python, VERSIONS, *packages)
+    return found
+
+
+def _versions(names: Sequence[str]) -> dict[str, str]:
+    found = ((name, next(iter(distributions(name=name)), None)) for name in names)
+    return {name: each.version for name, each in found if each}
+
+
+@functools.cache
+def _asked(python: str, expression: str, *arguments: str) -> Any:
+    code = f"import importlib.metadata, importlib.util, json, sys; print(json.dumps({expression}))"
+    try:
+        done = subprocess.run(
+            [python, "-c", code, *arguments],
+            capture_output=True,
+            check=True,
+            timeout=ASK_S,
+        )
+        return json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"rollout.engine_python {python} is no Python that runs here: {error}; name one such as"
+            " .venv-vllm/bin/python, or leave it empty"
+        ) from None
+
+
+def engine_entry(name: str) -> str:
+    """MODULE:CLASS of an engine. Errors: ConfigError."""
+    return _entry(name).value
 
 
 def start_timeout_s(cfg: RunConfig) -> float:

@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,35 +23,26 @@ import torch
 from torch import Tensor
 
 from agentgym.config import RunConfig, VllmConfig
-from agentgym.models.adapter import Adapter
-from agentgym.models.checkpoint import (
-    ARCHITECTURE,
-    SHARD_BYTES,
-    WEIGHTS,
-    Checkpoint,
-    save_adapter,
-)
+from agentgym.models.checkpoint import SHARD_BYTES, WEIGHTS, Checkpoint, save_adapter
 from agentgym.models.model import weights_of
-from agentgym.models.tensorfiles import (
-    Shaped,
-    StoredTensors,
-    export_tensors,
-    require_fit,
-)
+from agentgym.models.tensorfiles import StoredTensors, export_tensors, require_fit
 from agentgym.models.tolerance import VLLM, Tolerances
 from agentgym.models.transport import (
     Broadcast,
+    FromProcess,
     InProcess,
     TransportBroken,
     is_on_gpu,
     memory_file,
     require_arrived,
     require_newer,
+    shapes_of,
     shared_of,
     write_weights,
 )
 from agentgym.rollouts.policies.draw import seed_of
-from agentgym.rollouts.policies.engines import VLLM_RANKS, engine_dtype
+from agentgym.rollouts.policies.engine_settings import EngineSettings, settings_of, write_model
+from agentgym.rollouts.policies.engines import VLLM_RANKS
 from agentgym.rollouts.policies.meter import Meter
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
 from agentgym.types import Completion, Delivery, EngineUsage, Sampling
@@ -106,26 +97,14 @@ class VllmPolicy:
     repeats_draws: ClassVar[bool] = False
     tolerances: ClassVar[Tolerances] = VLLM
 
-    def __init__(
-        self,
-        engine: Any,
-        folder: Path,
-        like: Mapping[str, Shaped],
-        *,
-        stop_ids: Collection[int],
-        context_tokens: int,
-        publish_timeout_s: float,
-        adapter: Adapter | None = None,
-    ) -> None:
-        """engine: an AsyncLLM. folder: this policy's own, for weights on their way; removed by
-        `close`. like: what is published to it. adapter: the kind of this, where it is one.
-        """
-        self._engine, self._folder, self._like = engine, folder, like
-        self._stop_ids, self._context = stop_ids, context_tokens
-        self._adapter = adapter
+    def __init__(self, engine: Any, folder: Path, settings: EngineSettings) -> None:
+        """engine: an AsyncLLM. folder: this policy's own, removed by `close`."""
+        self._engine, self._folder = engine, folder
+        self._like, self._adapter = shapes_of(settings.layout), settings.adapter
+        self._stop_ids, self._context = settings.stop_ids, settings.context_tokens
         self._lora: Any = None  # what each request names; None: the weights alone
-        self._publish_timeout_s = publish_timeout_s
-        self._names = itertools.count()
+        self._publish_timeout_s = settings.publish_timeout_s
+        self._names, self._adapters = itertools.count(), itertools.count(1)
         self._num_running = self._num_waiting = self._num_publishing = 0
         self._num_slots = engine.vllm_config.scheduler_config.max_num_seqs
         self._meter = Meter()
@@ -133,42 +112,60 @@ class VllmPolicy:
         self._changed = asyncio.Condition()
         self._one_change = asyncio.Lock()
         self._awake = self._shares = True
-        self.version = 0
+        self.version, self.digest = 0, ""
 
     @classmethod
     def open(
         cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int
     ) -> VllmPolicy:
-        """On `cfg.compute_device`. Errors: what vLLM raises where it cannot serve the model."""
+        """An engine below this process, on `cfg.compute_device`, with the checkpoint's weights.
+        Errors: what vLLM raises where it cannot serve the model.
+        """
         folder, adapter = Path(tempfile.mkdtemp(prefix="agentgym-vllm-")), checkpoint.adapter
         try:
-            like = _write_model(folder, checkpoint)
-            with _environment(cfg.vllm, folder):
-                from vllm.v1.engine.async_llm import AsyncLLM
-
-                dtype = engine_dtype(cfg, checkpoint.dtype)
-                rank = 0 if adapter is None else adapter.rank
-                arguments = _arguments(cfg, dtype, folder, num_slots, rank)
-                engine = AsyncLLM.from_engine_args(arguments)
-            for each in folder.iterdir():  # read by now, and large
-                if each.is_file():
-                    each.unlink()
+            write_model(folder, checkpoint)
+            if adapter is None:
+                _write_weights(folder, checkpoint)
+            elif adapter.stored is not None:
+                save_adapter(folder / FIRST_ADAPTER, adapter, None)
+            policy = cls.start(settings_of(cfg, checkpoint, num_slots), folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        policy = cls(
-            engine,
-            folder,
-            like,
-            stop_ids=checkpoint.renderer.stop_ids,
-            context_tokens=cfg.model.context_tokens,
-            publish_timeout_s=cfg.rollout.publish_timeout_s,
-            adapter=adapter,
-        )
         policy.version = version
         if adapter is not None and adapter.stored is not None:
-            policy._lora = policy._request(version)  # the first of these reads the files
+            policy._lora = policy._request()  # the first of these reads the files
         return policy
+
+    @classmethod
+    def start(cls, settings: EngineSettings, folder: Path) -> VllmPolicy:
+        """An engine below this process. folder: its own from here on, with config.json and weights;
+        without these the engine has random ones, and gets its first in `begin`.
+        """
+        with _environment(settings, folder):
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            engine = AsyncLLM.from_engine_args(_arguments(settings, folder))
+        for each in folder.iterdir():  # read by now, and large
+            if each.is_file():
+                each.unlink()
+        return cls(engine, folder, settings)
+
+    async def begin(self, digest: str, version: int, delivery: Delivery | None) -> None:
+        """Begin a session: from here on this version of these weights counts, whatever was held.
+
+        digest: of the weights, empty: the ones below an adapter that is new. delivery: None if the
+        engine holds them.
+        Errors: as `publish`.
+        """
+        async with self._between_turns():
+            self._meter = Meter()
+            self.version = version if delivery is None else version - 1
+            if not digest:
+                self._lora, self.digest = None, ""
+            await self.wake()
+        if delivery is not None:
+            await self.publish(delivery)
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         """One action: until a stop token or `max_new_tokens`.
@@ -231,10 +228,18 @@ class VllmPolicy:
             await self._switch(delivery.digest, delivery.version)
 
     async def _stage(self, delivery: Delivery) -> list[str]:
-        """Return the digest that each process has of them. A broadcast comes to them; all else
-        comes to this process, which shares it with them.
+        """Return the digest that each process has of them. A broadcast and what another process
+        holds come to them; all else comes to this process, which shares it with them.
         """
         what = f"weights version {delivery.version}"
+        if isinstance(delivery, FromProcess):
+            require_fit(delivery.shapes, self._like, what)
+            if delivery.shared is None:
+                return await self._rpc("stage_file", delivery.path, delivery.digest)
+            answers = await self._rpc("stage_shared", delivery.shared, delivery.digest)
+            if refused := next((broken for _, broken in answers if broken), ""):
+                raise TransportBroken(refused)
+            return [digest for digest, _ in answers]
         if isinstance(delivery, Broadcast):
             require_fit(delivery.shapes, self._like, what)
             answers = await self._rpc("stage_broadcast", asdict(delivery))
@@ -266,7 +271,7 @@ class VllmPolicy:
                 if missing:
                     raise RuntimeError(f"{', '.join(missing[:3])} are not among the weights")
             else:
-                await self._switch_adapter(self._adapter, digest, version)
+                await self._switch_adapter(self._adapter, digest)
             if not await self._within("reset_prefix_cache", self._engine.reset_prefix_cache()):
                 raise RuntimeError("its prefix cache could not be emptied")
         except BaseException as error:  # cancelled, too: the old version has new weights
@@ -277,21 +282,22 @@ class VllmPolicy:
             if not isinstance(error, Exception):
                 raise
             raise self._failure from error
-        self.version = version
+        self.version, self.digest = version, digest
 
-    async def _switch_adapter(self, adapter: Adapter, digest: str, version: int) -> None:
-        self._lora = self._request(version)
-        asked = (digest, self._lora.lora_int_id, adapter.settings, str(self._folder))
+    async def _switch_adapter(self, settings: dict[str, Any], digest: str) -> None:
+        self._lora = self._request()
+        asked = (digest, self._lora.lora_int_id, settings, str(self._folder))
         await self._rpc("switch_adapter", *asked)
         shutil.rmtree(self._folder / FIRST_ADAPTER, ignore_errors=True)
 
-    def _request(self, version: int) -> Any:
-        """For that version's adapter. A process without it looks into a folder that the first
-        alone is in, and the engine ends.
+    def _request(self) -> Any:
+        """For the next adapter, under a number of its own. A process without it looks into a folder
+        that the first alone is in, and the engine ends.
         """
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest(f"version {version}", version + 1, str(self._folder / FIRST_ADAPTER))
+        number = next(self._adapters)
+        return LoRARequest(f"adapter {number}", number, str(self._folder / FIRST_ADAPTER))
 
     async def usage(self) -> EngineUsage:
         return self._meter.usage()
@@ -304,6 +310,8 @@ class VllmPolicy:
                 await self._within("sleep", self._engine.sleep(level=1))
 
     async def wake(self) -> None:
+        """As `Policy.wake`. Errors: RuntimeError if a process of the engine is gone."""
+        await self._within("check_health", self._engine.check_health())
         if self._can_sleep and not self._awake:
             await self._within("wake_up", self._engine.wake_up())
         async with self._changed:
@@ -412,16 +420,17 @@ class VllmPolicy:
 
 
 @contextmanager
-def _environment(settings: VllmConfig, folder: Path) -> Iterator[None]:
+def _environment(settings: EngineSettings, folder: Path) -> Iterator[None]:
     """In which vLLM starts its processes. folder: for their sockets, which it leaves behind."""
+    vllm = VllmConfig(**settings.vllm)
     told = {
         **ENVIRONMENT,
         OWNER: str(os.getpid()),
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(settings.start_timeout_s)),
-        "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gib),
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(vllm.start_timeout_s)),
+        "VLLM_CPU_KVCACHE_SPACE": str(vllm.cpu_cache_gib),
         "VLLM_RPC_BASE_PATH": str(folder),
     }
-    if settings.tensor_parallel_size > 1:  # the CPU build would ask for a NUMA node for each
+    if vllm.tensor_parallel_size > 1:  # the CPU build would ask for a NUMA node for each
         told["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     before = dict(os.environ)
     os.environ.update({**told, **before, OWNER: told[OWNER]})
@@ -432,30 +441,34 @@ def _environment(settings: VllmConfig, folder: Path) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _arguments(
-    cfg: RunConfig, dtype: torch.dtype, folder: Path, num_slots: int, rank: int = 0
-) -> Any:
-    """What vLLM is started with. rank: of the adapter that it gets; 0: none."""
+def _arguments(settings: EngineSettings, folder: Path) -> Any:
+    """What vLLM is started with."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    settings, context, on_gpu = cfg.vllm, cfg.model.context_tokens, cfg.compute_device != "cpu"
+    vllm, context, on_gpu = (
+        VllmConfig(**settings.vllm),
+        settings.context_tokens,
+        settings.device != "cpu",
+    )
+    rank = settings.adapter["r"] if settings.adapter else 0
     return AsyncEngineArgs(
         model=str(folder),
+        load_format="auto" if any(folder.glob("*.safetensors")) else "dummy",
         skip_tokenizer_init=True,  # tokens go in and come out
-        dtype=str(dtype).removeprefix("torch."),
-        seed=cfg.seed % 2**32,  # numpy takes no more; each request has a seed of its own
+        dtype=settings.dtype,
+        seed=0,  # each request has a seed of its own
         max_model_len=context,
-        max_num_seqs=num_slots,
+        max_num_seqs=settings.num_slots,
         max_num_batched_tokens=max(MOST_BATCHED, context),
         # the CPU build cannot undo the draw of a prompt that it has read in part
         enable_chunked_prefill=on_gpu,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
         generation_config="vllm",  # no top_p of the model's own
-        tensor_parallel_size=settings.tensor_parallel_size,
+        tensor_parallel_size=vllm.tensor_parallel_size,
         # in a Ray actor it would choose actors, for which nobody has reserved room
-        distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else None,
-        enforce_eager=not (on_gpu and settings.compile),
+        distributed_executor_backend="mp" if vllm.tensor_parallel_size > 1 else None,
+        enforce_eager=not (on_gpu and vllm.compile),
         enable_sleep_mode=on_gpu,
         worker_extension_cls=f"{WeightReceiver.__module__}.{WeightReceiver.__name__}",
         disable_log_stats=True,
@@ -466,26 +479,14 @@ def _arguments(
             if rank
             else {}
         ),
-        **({"gpu_memory_utilization": settings.memory_frac} if on_gpu else {}),
+        **({"gpu_memory_utilization": vllm.memory_frac} if on_gpu else {}),
     )
 
 
-def _write_model(folder: Path, checkpoint: Checkpoint) -> Mapping[str, Shaped]:
-    """What vLLM reads of a model: architecture, weights and an adapter of them. Result: what is
-    known of the last of these.
-    """
-    (folder / ARCHITECTURE).write_text(checkpoint.architecture, encoding="utf-8")
-    weights, adapter = checkpoint.weights, checkpoint.adapter
-    if adapter is not None:
-        adapter.base.verify()
-        export_tensors(adapter.base, folder, SHARD_BYTES)
-        if adapter.stored is not None:
-            save_adapter(folder / FIRST_ADAPTER, adapter, None)
-        return adapter.shapes(checkpoint.architecture)
+def _write_weights(folder: Path, checkpoint: Checkpoint) -> None:
+    weights = checkpoint.weights
     if isinstance(weights, StoredTensors):
         weights.verify()
         export_tensors(weights, folder, SHARD_BYTES)
-        return weights.tensors
-    tensors = weights_of(weights)
-    write_weights(folder / WEIGHTS, tensors)
-    return {name: each.to("meta") for name, each in tensors.items()}
+    else:
+        write_weights(folder / WEIGHTS, weights_of(weights))

@@ -15,10 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from agentgym.models.adapter import write_adapter
-from agentgym.models.transport import Broadcast, TransportBroken, opened, weights_digest
+from agentgym.models.transport import (
+    Broadcast,
+    TransportBroken,
+    opened,
+    read_weights,
+    weights_digest,
+)
 
 HOST = torch.device("cpu")
 OWNER = "AGENTGYM_VLLM_OWNER"  # variable with the id of the process that samples with this engine
@@ -34,7 +39,9 @@ class WeightReceiver:
 
     def stage_file(self, path: str, like: str) -> str:
         """Take the weights in a safetensors file. like: their digest. Result: what it is here."""
-        return self._stage(load_file(path), like)
+        digest, weights = read_weights(Path(path), like)
+        self.staged = digest, weights
+        return digest
 
     def stage_shared(self, shared: dict[str, Any], like: str) -> tuple[str, str]:
         """Take weights that lie on a GPU of this machine, see `shared_of`; they are copied when

@@ -1,0 +1,301 @@
+"""The processes that hold engines: who starts one, who finds it, and that it ends with its owner.
+
+A run has one, started by the first step that asks. It is a child with a pipe of its owner: not
+PR_SET_PDEATHSIG, which fires when the thread that started it ends, and Prefect's threads do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentgym.config import ConfigError, RunConfig
+from agentgym.deploy.owned import owned_process, tail
+from agentgym.rollouts.policies.engines import engine_entry, engine_python
+from agentgym.rollouts.policies.wire import (
+    SOCKET,
+    HostBusy,
+    HostLost,
+    address_in,
+    door,
+    frame,
+    mismatch,
+    only_user,
+    raised,
+    receive,
+)
+
+if TYPE_CHECKING:  # a step that is done is spared torch; the host's source is in steps' keys
+    from agentgym.rollouts.policies import host as host
+    from agentgym.rollouts.policies.engine_settings import EngineSettings
+
+logger = logging.getLogger(__name__)
+
+ADDRESS = "AGENTGYM_ENGINE_HOST"  # variable with the folder of an engine that child processes use
+KEPT = "engine"  # in the state folder: a link to the folder of the host that `make up` keeps
+QUEUE_S = 10.0  # for the session before to leave an engine of the same process
+POLL_S = 0.05
+PREFIX, SWEEP_S = "agentgym-engine-", 60.0  # a younger folder may not be in use yet
+DOOR_S = 30.0
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass
+class Connection:
+    """A session that begins: one call at a time, before an event loop takes the socket over."""
+
+    socket: socket.socket
+    folder: Path  # the host's
+    lost: Callable[[], str]  # what became of the host, for people
+
+    def ask(self, do: str, *given: Any, limit_s: float) -> Any:
+        """Errors: HostLost; what the call raises."""
+        self.socket.settimeout(limit_s)
+        try:
+            self.socket.sendall(frame([{"id": 0, "do": do, "given": given}]))
+            (answer,) = receive(self.socket)
+        except TimeoutError:
+            raise HostLost(f"the engine's host gave no answer to {do} in {limit_s:g} s") from None
+        except OSError as error:
+            raise HostLost(f"{self.lost()} ({error})") from None
+        if "error" in answer:
+            raise raised(answer["error"])
+        return answer["done"]
+
+
+def connect(folder: Path, lost: Callable[[], str], python: str) -> Connection:
+    """Enter the host that listens in a folder.
+
+    python: the interpreter it has to run in. Errors: HostLost; ConfigError if it has other versions
+    than this process or that interpreter.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(DOOR_S)
+        with address_in(folder) as address:
+            connection.connect(address)
+        mine, theirs = door(python), receive(connection)
+        connection.sendall(frame(mine))
+    except OSError as error:
+        connection.close()
+        raise HostLost(f"{lost()} ({error})") from None
+    if odd := mismatch(mine, theirs, "protocol", "source", "packages"):
+        connection.close()
+        raise ConfigError(
+            f"the engine's host does not fit this process: {odd}; let rollout.engine_python name an"
+            " interpreter that has this checkout installed, and run `make down` and `make up` if"
+            " that keeps an engine"
+        )
+    return Connection(connection, folder, lost)
+
+
+class OwnHost:
+    """A host that this process starts when it is first asked for, and starts again if it died."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        """cfg: of the run, whose largest engine it has to be."""
+        self._cfg = cfg
+        self._stack = contextlib.ExitStack()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._guard = threading.Lock()
+        self.folder = Path()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def connect(self, cfg: RunConfig) -> Connection:
+        """Errors: HostLost with the end of its log, if it does not start."""
+        with self._guard:
+            if not self.is_alive:
+                self._stack.close()
+                self._start(cfg)
+            process, log_path = self._process, _log_path(cfg)
+        assert process is not None
+
+        def lost() -> str:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1)
+            return (
+                f"the engine's host (process {process.pid}) is lost, exit code"
+                f" {process.returncode}; its log is {log_path}"
+            )
+
+        return connect(self.folder, lost, engine_python(cfg))
+
+    def enlarged(self, settings: EngineSettings) -> EngineSettings:
+        """The settings with the largest sizes that a step of the run needs."""
+        cfg = self._cfg
+        return replace(
+            settings,
+            num_slots=max(settings.num_slots, cfg.rollout.concurrency),
+            context_tokens=max(settings.context_tokens, cfg.model.context_tokens),
+        )
+
+    def close(self) -> None:
+        """End it, and wait for that; bounded, see `owned_process`."""
+        with self._guard:
+            self._stack.close()
+            self._process = None
+
+    def _start(self, cfg: RunConfig) -> None:
+        stack, log_path = contextlib.ExitStack(), _log_path(cfg)
+        with stack:
+            self.folder = new_folder()
+            stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            stack.enter_context(address_in(self.folder))  # nobody sweeps it
+            process = stack.enter_context(
+                owned_process(
+                    host_command(cfg, self.folder), log_path=log_path, env=host_environment(cfg)
+                )
+            )
+            deadline = time.monotonic() + cfg.vllm.start_timeout_s
+            while not (self.folder / SOCKET).exists():
+                if process.poll() is not None:
+                    raise HostLost(f"the engine's host did not start\n{tail(log_path)}")
+                if time.monotonic() > deadline:
+                    raise HostLost(
+                        f"the engine's host did not listen within vllm.start_timeout_s"
+                        f" {cfg.vllm.start_timeout_s:g}\n{tail(log_path)}"
+                    )
+                time.sleep(POLL_S)
+            self._process, self._stack = process, stack.pop_all()
+
+
+def new_folder() -> Path:
+    """A folder for a host, which its user alone can enter; its path is short. Folders whose owner
+    and host were both killed are removed.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            if status.st_uid != os.geteuid() or time.time() - status.st_mtime < SWEEP_S:
+                continue
+            with only_user(folder):
+                shutil.rmtree(folder)
+    return Path(tempfile.mkdtemp(prefix=PREFIX))
+
+
+def _log_path(cfg: RunConfig) -> Path:
+    return cfg.state_dir / "logs" / "engine.log"
+
+
+def host_command(cfg: RunConfig, folder: Path, keep_s: float = 0.0) -> list[str]:
+    """What starts a host. keep_s: seconds after which it ends an unused engine; 0: never."""
+    entry = engine_entry(cfg.rollout.engine)
+    words = [engine_python(cfg), "-m", "agentgym.rollouts.policies.host", str(folder), entry]
+    return [*words, f"{keep_s:g}"]
+
+
+def host_environment(cfg: RunConfig) -> dict[str, str]:
+    """What a host is told: this checkout, if it is one, and the programs beside its Python."""
+    beside = str(Path(engine_python(cfg)).parent)
+    told = {"PATH": os.pathsep.join([beside, os.environ.get("PATH", "")])}
+    if (ROOT / "pyproject.toml").is_file():
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        told["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return told
+
+
+_own: OwnHost | None = None  # of the innermost `one_engine`
+_guard = threading.Lock()
+
+
+@contextlib.contextmanager
+def one_engine(cfg: RunConfig) -> Iterator[None]:
+    """Engines that are opened inside are one: the first starts it, it ends with the block.
+
+    In a block that is inside another, the outer one's. Processes that are started inside find it.
+    """
+    global _own
+    with _guard:
+        mine = None if _own is not None else OwnHost(cfg)
+        _own = _own or mine
+    if mine is None:
+        yield
+        return
+    before = os.environ.get(ADDRESS)
+    try:
+        yield
+    finally:
+        with _guard:
+            _own = None
+        if before is None:
+            os.environ.pop(ADDRESS, None)
+        else:
+            os.environ[ADDRESS] = before
+        mine.close()
+
+
+@dataclass
+class Taken:
+    """An engine whose turn a session has."""
+
+    connection: Connection
+    needs: str  # as of `Session.begin`
+    enlarged: Callable[[EngineSettings], EngineSettings]
+    close: Callable[[], None]  # ends a host that was started for this session alone
+
+
+def take(cfg: RunConfig, begin: Callable[[Connection, float], str]) -> Taken:
+    """Begin a session with the run's engine, or with one that the process above lends, or else with
+    one for this session alone.
+
+    begin: asks a connection for its turn, with the seconds to wait for it; raises HostBusy.
+    Errors: HostLost; ConfigError.
+    """
+    python = engine_python(cfg)
+
+    def taken(connection: Connection, wait_s: float, enlarged: Any, close: Any) -> Taken:
+        try:
+            return Taken(connection, begin(connection, wait_s), enlarged, close)
+        except BaseException:
+            connection.socket.close()
+            raise
+
+    own = _own
+    if own is None or not own.is_alive:
+        for folder in _lent(cfg):
+            try:
+                connection = connect(folder, lambda: "the lent engine's host is lost", python)
+                return taken(connection, 0.0, _as_asked, _nothing)
+            except (HostLost, HostBusy, ConfigError) as error:
+                logger.info("another engine is started: %s", error)
+    if own is not None:
+        connection = own.connect(cfg)
+        os.environ[ADDRESS] = str(own.folder)
+        try:
+            return taken(connection, QUEUE_S, own.enlarged, _nothing)
+        except HostBusy as error:
+            logger.warning("another engine is started: %s", error)
+    alone = OwnHost(cfg)
+    try:
+        return taken(alone.connect(cfg), QUEUE_S, _as_asked, alone.close)
+    except BaseException:
+        alone.close()
+        raise
+
+
+def _lent(cfg: RunConfig) -> list[Path]:
+    """Folders of hosts that other processes own: the one above, and the one that is kept."""
+    named = os.environ.get(ADDRESS)
+    folders = [*([Path(named)] if named else []), cfg.state_dir / KEPT]
+    return [folder for folder in folders if (folder / SOCKET).exists()]
+
+
+def _as_asked(settings: EngineSettings) -> EngineSettings:
+    return settings
+
+
+def _nothing() -> None: ...

