@@ -1,6 +1,4 @@
-"""What an engine is started with and what its first weights are, as values that can leave this
-process: the engine may live in another one.
-"""
+"""Settings and first weights of an engine, as values that can be sent to another process."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ class EngineSettings:
 
     @property
     def kind(self) -> str:
-        """sha256 of all but the sizes: an engine serves sessions of its kind that are no larger."""
+        """sha256 of all settings but the sizes; equal for engines that can replace each other."""
         return sha256(canonical_json(asdict(replace(self, context_tokens=0, num_slots=0))))
 
     def serves(self, other: EngineSettings) -> bool:
@@ -56,7 +54,7 @@ class EngineSettings:
 
 
 def settings_of(cfg: RunConfig, checkpoint: Checkpoint, num_slots: int) -> EngineSettings:
-    """Settings of an engine for this checkpoint. num_slots: episodes at a time."""
+    """Return the settings of an engine for this checkpoint. num_slots: episodes at a time."""
     adapter, weights = checkpoint.adapter, checkpoint.weights
     if adapter is not None:
         layout = layout_of(adapter.shapes(checkpoint.architecture))
@@ -80,8 +78,8 @@ def settings_of(cfg: RunConfig, checkpoint: Checkpoint, num_slots: int) -> Engin
 
 
 def write_model(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write what an engine reads when it starts: the architecture, and the weights below an
-    adapter. Errors: DigestMismatch, BlobMissing.
+    """Write the files that an engine reads when it starts: the architecture, and below an adapter the
+    base weights. Errors: DigestMismatch, BlobMissing.
     """
     (folder / ARCHITECTURE).write_text(checkpoint.architecture, encoding="utf-8")
     if checkpoint.adapter is not None:
@@ -90,7 +88,7 @@ def write_model(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def first_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The weights that an engine begins with; none for an adapter that is new.
+    """Return the weights that an engine begins with; none for an adapter that is new.
     Errors: DigestMismatch, BlobMissing.
     """
     if checkpoint.adapter is not None:
@@ -101,7 +99,7 @@ def first_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def first_digest(checkpoint: Checkpoint) -> str:
-    """Digest of `first_weights`, empty if there are none; read off the store where it is known."""
+    """Return the digest of `first_weights`, empty if there are none; the store's if it has one."""
     stored = checkpoint.adapter.stored if checkpoint.adapter else checkpoint.weights
     if stored is None:
         return ""

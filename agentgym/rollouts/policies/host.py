@@ -33,14 +33,14 @@ from agentgym.rollouts.policies.wire import (
     frame,
     mismatch,
     read,
-    told_error,
+    sent_error,
 )
 from agentgym.types import Delivery, Policy, SampleKey, Sampling
 
 logger = logging.getLogger(__name__)
 
-DOOR_S = 30.0  # for a client to say what it is
-WHOLE_END_S = 2.0  # for an engine to end in order, less than the owner waits
+DOOR_S = 30.0  # for a client to send its versions
+WHOLE_END_S = 2.0  # for an engine to end in order; shorter than the owner's wait
 
 
 class HostedEngine(Policy, Protocol):
@@ -54,12 +54,12 @@ class HostedEngine(Policy, Protocol):
         ...
 
     async def begin(self, digest: str, version: int, delivery: Delivery | None) -> None:
-        """See `VllmPolicy.begin`."""
+        """Begin a session, see `VllmPolicy.begin`."""
         ...
 
 
 class Host:
-    """One engine, and whose turn it is to use it."""
+    """One engine, and the queue of the sessions that use it."""
 
     def __init__(self, kind: type[HostedEngine], keep_s: float = 0.0) -> None:
         """keep_s: seconds after which an unused engine is ended; 0: never."""
@@ -67,19 +67,19 @@ class Host:
         self.engine: HostedEngine | None = None
         self.settings: EngineSettings | None = None
         self.turn = asyncio.Lock()
-        self.user = ""  # who has the engine
+        self.user = ""  # the session that has the engine
         self.ending: asyncio.Task[None] | None = None
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, from its first frame to its end."""
+        """Serve one connection, from its first frame to its end."""
         session = Session(self, writer)
         try:
-            mine = door()
-            writer.write(frame(mine))
+            here = door()
+            writer.write(frame(here))
             async with asyncio.timeout(DOOR_S):
-                theirs = await read(reader)
-            if mismatch(mine, theirs, "protocol", "source"):
-                return  # the client found the same, and says so
+                there = await read(reader)
+            if mismatch(here, there, "protocol", "source"):
+                return  # the client raises the error
             while True:
                 for call in await read(reader):
                     session.take(call)
@@ -90,7 +90,7 @@ class Host:
             writer.close()
 
     async def start(self, settings: EngineSettings, folder: Path) -> None:
-        """Another engine in place of the present one."""
+        """Start an engine in place of the present one."""
         await self.drop()
         self.engine = await asyncio.to_thread(self.kind.start, settings, folder)
         self.settings = settings
@@ -109,14 +109,14 @@ class Host:
 
 
 class Session:
-    """What one client asks, until it leaves. Its methods are what can be called."""
+    """The calls of one client, until it leaves: each name in CALLS is a method here."""
 
     def __init__(self, host: Host, writer: asyncio.StreamWriter) -> None:
         self._host, self._out = host, Outbox(writer)
         self._running: dict[int, asyncio.Task[None]] = {}
         self._starting: asyncio.Task[None] | None = None
         self._has_turn = self._failed = False
-        self._digest, self._version = "", 0  # what it begins with
+        self._digest, self._version = "", 0  # of its first weights
         self.name = f"process {_peer(writer)}"
 
     def take(self, call: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ class Session:
         task.add_done_callback(lambda _: self._running.pop(call["id"], None))
 
     async def end(self) -> None:
-        """Cancel what runs, and leave the engine to the next one, asleep."""
+        """Cancel the running calls, and leave the engine to the next session, asleep."""
         for task in [*self._running.values()]:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
@@ -145,7 +145,7 @@ class Session:
             if host.engine is not None and host.settings is not None:
                 async with asyncio.timeout(host.settings.publish_timeout_s):
                     await host.engine.sleep()
-        except Exception as error:  # it is of no use to the next one
+        except Exception as error:  # an engine that fails is not handed on
             logger.warning("the engine is ended: %s", error or type(error).__name__)
             with contextlib.suppress(Exception):
                 await host.drop()
@@ -162,9 +162,9 @@ class Session:
                 raise RuntimeError(f"{do} of a session that has not begun")
             self._out.put({"id": id, "done": await getattr(self, do)(*given)})
         except Exception as error:
-            told = told_error(error)
-            self._failed |= do != "begin" and not told[0]  # of no kind that leaves it as it was
-            self._out.put({"id": id, "error": told})
+            kind, text = sent_error(error)
+            self._failed |= do != "begin" and not kind  # the kinds leave the engine usable
+            self._out.put({"id": id, "error": [kind, text]})
 
     @property
     def _engine(self) -> HostedEngine:
@@ -178,10 +178,11 @@ class Session:
     async def begin(
         self, settings: dict[str, Any], digest: str, version: int, wait_s: float
     ) -> str:
-        """Take the engine, once whoever has it leaves.
+        """Take the engine once the session before leaves.
 
-        Result: what the client has to send: "model" for `start`, "weights" for `first`; or nothing,
-        because the engine holds them. Errors: HostBusy.
+        Result: what the client must send next: "model" (call `start`), "weights" (call `first`), or
+        "" if the engine holds these weights.
+        Errors: HostBusy.
         """
         host = self._host
         try:
@@ -194,8 +195,8 @@ class Session:
             host.ending.cancel()
             await asyncio.wait([host.ending])
         self._digest, self._version = digest, version
-        asked = EngineSettings.from_json(settings)
-        if host.engine is None or host.settings is None or not host.settings.serves(asked):
+        wanted = EngineSettings.from_json(settings)
+        if host.engine is None or host.settings is None or not host.settings.serves(wanted):
             await host.drop()
             return "model"
         try:
@@ -213,14 +214,14 @@ class Session:
         return ""
 
     async def start(self, settings: dict[str, Any], folder: str) -> str:
-        """Start an engine. Result: as of `begin`."""
-        asked = EngineSettings.from_json(settings)
-        self._starting = asyncio.create_task(self._host.start(asked, Path(folder)))
+        """Start an engine. Result: see `begin`."""
+        wanted = EngineSettings.from_json(settings)
+        self._starting = asyncio.create_task(self._host.start(wanted, Path(folder)))
         await asyncio.shield(self._starting)
         return await self._begun()
 
     async def first(self, delivery: dict[str, Any]) -> None:
-        """Begin with these weights. Errors: as `Policy.publish`."""
+        """Begin with these weights. Errors: those of `Policy.publish`."""
         sent = _delivery(delivery)
         await self._engine.begin(sent.digest, sent.version, sent)
 
@@ -230,16 +231,17 @@ class Session:
     async def generate(self, prompt_ids: list[int], sampling: list[Any]) -> list[Any]:
         """Result: the fields of a `Completion`."""
         key, temperature, tokens = sampling
-        asked = Sampling(SampleKey(*key), temperature, tokens)
-        made = await self._engine.generate(prompt_ids, asked)
-        return [made.ids, made.logprobs, made.stop_reason, made.version]
+        completion = await self._engine.generate(
+            prompt_ids, Sampling(SampleKey(*key), temperature, tokens)
+        )
+        return [completion.ids, completion.logprobs, completion.stop_reason, completion.version]
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        return [each.tolist() for each in await self._engine.score(sequences)]
+        return [scores.tolist() for scores in await self._engine.score(sequences)]
 
     async def usage(self) -> dict[str, Any]:
-        told = asdict(await self._engine.usage())
-        return {**told, "depth_s": sorted(told["depth_s"].items())}  # JSON's keys are text
+        usage = asdict(await self._engine.usage())
+        return {**usage, "depth_s": sorted(usage["depth_s"].items())}  # JSON's keys are text
 
     async def sleep(self) -> None:
         await self._engine.sleep()
@@ -259,7 +261,7 @@ def _delivery(tree: dict[str, Any]) -> FromProcess:
 
 
 def _peer(writer: asyncio.StreamWriter) -> int:
-    """Id of the process at the other end."""
+    """Return the id of the process at the other end."""
     credentials = writer.get_extra_info("socket").getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
     )
@@ -283,7 +285,7 @@ async def _run(folder: Path, host: Host) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """arguments: the folder of the socket; MODULE:CLASS of a `HostedEngine`; see `Host`."""
+    """Run a host. arguments: folder of the socket; MODULE:CLASS of a `HostedEngine`; keep_s."""
     end_with_owner()
     folder, (kind, keep_s) = Path(arguments[0]), arguments[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")

