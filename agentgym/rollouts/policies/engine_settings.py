@@ -78,7 +78,7 @@ def settings_of(cfg: RunConfig, checkpoint: Checkpoint, num_slots: int) -> Engin
 
 
 def write_model(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write the files that an engine reads when it starts: the architecture, and below an adapter the
+    """Write the files that an engine reads when it starts: the architecture, and for an adapter the
     base weights. Errors: DigestMismatch, BlobMissing.
     """
     (folder / ARCHITECTURE).write_text(checkpoint.architecture, encoding="utf-8")
