@@ -1,8 +1,8 @@
 """An engine in a process of its own, for the steps of a run one after the other.
 
 Started by its owner as `python -m agentgym.rollouts.policies.host FOLDER MODULE:CLASS KEEP_S`, it
-listens on a socket in a folder that its user alone can enter, holds one engine, and ends when the
-owner does, however that dies. Each connection is a session; one has the engine at a time.
+listens on a socket in a folder that only its user can enter, holds one engine, and ends when the
+owner does, even if that is killed. Each connection is a session; one has the engine at a time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HostedEngine(Policy, Protocol):
 
     @classmethod
     def start(cls, settings: EngineSettings, folder: Path) -> Self:
-        """folder: the engine's own, with what `write_model` writes."""
+        """Start an engine. folder: the engine's own, with the files of `write_model`."""
         ...
 
     async def begin(self, digest: str, version: int, delivery: Delivery | None) -> None:
@@ -134,7 +134,7 @@ class Session:
         for task in [*self._running.values()]:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
-        if self._starting is not None:  # it goes on in its thread
+        if self._starting is not None:  # it continues in its thread
             await asyncio.wait([self._starting])
         if not self._has_turn:
             return
@@ -163,7 +163,7 @@ class Session:
             self._out.put({"id": id, "done": await getattr(self, do)(*given)})
         except Exception as error:
             kind, text = sent_error(error)
-            self._failed |= do != "begin" and not kind  # the kinds leave the engine usable
+            self._failed |= do != "begin" and not kind  # errors with a kind leave it usable
             self._out.put({"id": id, "error": [kind, text]})
 
     @property
@@ -229,7 +229,7 @@ class Session:
         await self._engine.publish(_delivery(delivery))
 
     async def generate(self, prompt_ids: list[int], sampling: list[Any]) -> list[Any]:
-        """Result: the fields of a `Completion`."""
+        """Sample one action. Result: the fields of a `Completion`."""
         key, temperature, tokens = sampling
         completion = await self._engine.generate(
             prompt_ids, Sampling(SampleKey(*key), temperature, tokens)

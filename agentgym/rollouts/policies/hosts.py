@@ -37,7 +37,7 @@ from agentgym.rollouts.policies.wire import (
     receive,
 )
 
-if TYPE_CHECKING:  # a step that is done is spared torch; the host's source is in steps' keys
+if TYPE_CHECKING:  # done steps need no torch; the import puts the host's source into keys
     from agentgym.rollouts.policies import host as host
     from agentgym.rollouts.policies.engine_settings import EngineSettings
 
@@ -91,12 +91,12 @@ def connect(folder: Path, lost: Callable[[], str], python: str) -> Connection:
     except OSError as error:
         connection.close()
         raise HostLost(f"{lost()} ({error})") from None
-    if odd := mismatch(here, there, "protocol", "source", "packages"):
+    if difference := mismatch(here, there, "protocol", "source", "packages"):
         connection.close()
         raise ConfigError(
-            f"the engine's host does not fit this process: {odd}; let rollout.engine_python name an"
-            " interpreter that has this checkout installed, and run `make down` and `make up` if"
-            " that keeps an engine"
+            f"the engine's host does not fit this process: {difference}; let rollout.engine_python"
+            " name an interpreter that has this checkout installed, and run `make down` and `make"
+            " up` if that keeps an engine"
         )
     return Connection(connection, folder, lost)
 
@@ -158,7 +158,7 @@ class OwnHost:
         with stack:
             self.folder = new_folder()
             stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            stack.enter_context(address_in(self.folder))  # nobody sweeps it
+            stack.enter_context(address_in(self.folder))  # keeps the folder from being swept
             process = stack.enter_context(
                 owned_process(
                     host_command(cfg, self.folder), log_path=log_path, env=host_environment(cfg)
@@ -178,7 +178,7 @@ class OwnHost:
 
 
 def new_folder() -> Path:
-    """Make a folder for a host that its user alone can enter. Its path is short.
+    """Make a folder for a host that only its user can enter. Its path is short.
 
     Remove the folders of hosts that were killed together with their owner.
     """
@@ -224,9 +224,9 @@ def one_engine(cfg: RunConfig) -> Iterator[None]:
     """
     global _own
     with _guard:
-        mine = None if _own is not None else OwnHost(cfg)
-        _own = _own or mine
-    if mine is None:
+        new = None if _own is not None else OwnHost(cfg)
+        _own = _own or new
+    if new is None:
         yield
         return
     before = os.environ.get(ADDRESS)
@@ -239,7 +239,7 @@ def one_engine(cfg: RunConfig) -> Iterator[None]:
             os.environ.pop(ADDRESS, None)
         else:
             os.environ[ADDRESS] = before
-        mine.close()
+        new.close()
 
 
 @dataclass
@@ -268,19 +268,19 @@ def take(cfg: RunConfig, begin: Callable[[Connection, float], str]) -> Taken:
             connection.socket.close()
             raise
 
-    own = _own
-    if own is None or not own.is_alive:
+    shared = _own
+    if shared is None or not shared.is_alive:
         for folder in _lent(cfg):
             try:
                 connection = connect(folder, lambda: "the lent engine's host is lost", python)
                 return taken(connection, 0.0, _as_asked, _nothing)
             except (HostLost, HostBusy, ConfigError) as error:
                 logger.info("another engine is started: %s", error)
-    if own is not None:
-        connection = own.connect(cfg)
-        os.environ[ADDRESS] = str(own.folder)
+    if shared is not None:
+        connection = shared.connect(cfg)
+        os.environ[ADDRESS] = str(shared.folder)
         try:
-            return taken(connection, QUEUE_S, own.enlarged, _nothing)
+            return taken(connection, QUEUE_S, shared.enlarged, _nothing)
         except HostBusy as error:
             logger.warning("another engine is started: %s", error)
     alone = OwnHost(cfg)

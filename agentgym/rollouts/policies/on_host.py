@@ -184,7 +184,7 @@ class HostPolicy:
             waiting.set_result(answer["done"])
 
     def _fail(self, failure: RuntimeError) -> None:
-        """End every call with this error, those of later, too."""
+        """End every waiting and every later call with this error."""
         self._failure = self._failure or failure
         for answer in self._waiting.values():
             if not answer.done():

@@ -48,9 +48,9 @@ def door(python: str = sys.executable) -> dict[str, Any]:
 
 
 def mismatch(here: Mapping[str, Any], there: Mapping[str, Any], *names: str) -> str:
-    """Return in which of these names two sides differ; empty if in none."""
-    odd = [name for name in names if here[name] != there.get(name)]
-    return ", ".join(f"{name} {there.get(name)} there and {here[name]} here" for name in odd)
+    """Return the differences of two sides in these names, as text; empty if there are none."""
+    differing = [name for name in names if here[name] != there.get(name)]
+    return ", ".join(f"{name} {there.get(name)} there and {here[name]} here" for name in differing)
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 class Outbox:
-    """Collects the messages of one tick of the event loop and writes them as one frame."""
+    """A queue that writes the messages of one tick of the event loop as one frame."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
