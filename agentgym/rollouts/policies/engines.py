@@ -95,11 +95,10 @@ def check_engine(cfg: RunConfig) -> None:
     package = PACKAGES.get(cfg.rollout.engine)
     elsewhere = cfg.compute in ("ray-job", "kuberay") or (cfg.compute == "ray" and cfg.ray.address)
     if package and not elsewhere and not installed(engine_python(cfg), package):
-        where = cfg.rollout.engine_python or "here"
+        where = f"in {cfg.rollout.engine_python}" if cfg.rollout.engine_python else "here"
         raise ConfigError(
             f"rollout.engine {cfg.rollout.engine} needs the package {package}, which is not"
-            f" installed {'in ' if where != 'here' else ''}{where}; {INSTALL_VLLM}, or use"
-            " rollout.engine torch"
+            f" installed {where}; {INSTALL_VLLM}, or use rollout.engine torch"
         )
 
 
