@@ -42,7 +42,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 pipeline: install  ## the whole job; run it again to go on where it stopped. Overrides: make pipeline ARGS="optimizer.lr=5e-4"
 	@$(BIN)/python -m flows.pipeline $(ARGS)
 
-vllm: $(VLLM_ENV)/.installed  ## a second environment, with vLLM for the CPU: make pipeline BIN=.venv-vllm/bin ARGS="rollout.engine=vllm"
+vllm: $(VLLM_ENV)/.installed  ## a second environment, with vLLM for the CPU: make pipeline ARGS="rollout.engine=vllm rollout.engine_python=.venv-vllm/bin/python"
 
 # it sees .venv; what vLLM asks for beside torch of these is built for another torch, or does nothing on a CPU
 $(VLLM_ENV)/.installed: $(INSTALLED)

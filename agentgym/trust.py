@@ -1,14 +1,15 @@
-"""What a parameter file may not decide alone, because it would get this machine's secrets or its
-programs: the machine says it too.
+"""Checks of values that a parameter file must not decide alone, because they would expose this
+machine's secrets or choose its programs: an environment variable must confirm them.
 
-A parameter file is semi-trusted: it may come from somebody else, like a model or a dataset.
-It chooses among what is there. A store is trusted less: no option in it names an address, a path or
-a variable, unless the owner's configuration has the same.
+A parameter file is semi-trusted: like a model or a dataset, it may come from another person. It may
+choose among what this machine offers. A store is trusted less: its options must not name an
+address, a path or a variable, unless the owner's configuration has the same option.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import socket
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 
 RAY_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")  # Ray's own; also of the Jobs API
 MLFLOW_VARIABLE = "MLFLOW_TRACKING_URI"  # MLflow's own
+ENGINE_VARIABLE = "AGENTGYM_ENGINE_PYTHON"
 MLFLOW_CREDENTIALS = (
     "MLFLOW_TRACKING_TOKEN",
     "MLFLOW_TRACKING_USERNAME",
@@ -28,10 +30,11 @@ MLFLOW_CREDENTIALS = (
 def untrusted_address(
     ray_address: str, tracking_uri: str, environment: Mapping[str, str]
 ) -> str | None:
-    """Why one of a run's addresses is refused, or None; "" where the run uses none.
+    """Return the reason why one of a run's addresses is refused, or None.
 
-    A Ray cluster runs code in whoever joins it, and gets Ray's token: one on another machine must
-    be the one that RAY_ADDRESS names there.
+    ray_address, tracking_uri: "" if the run uses none.
+    A Ray cluster runs code in the processes that join it, and gets Ray's token: if it is on another
+    machine, RAY_ADDRESS must name it, too.
     MLflow's client sends its credentials, if there are any, to `tracking.uri`: MLFLOW_TRACKING_URI
     must agree.
     """
@@ -58,13 +61,30 @@ def untrusted_address(
     return None
 
 
+def untrusted_python(python: str, prefix: str, environment: Mapping[str, str]) -> str | None:
+    """Return the reason why an interpreter is refused, or None.
+
+    It must be in a virtual environment next to this process's, or be named by ENGINE_VARIABLE.
+    prefix: of this process's virtual environment.
+    """
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(python)))
+    parent = os.path.dirname(os.path.abspath(prefix))
+    if os.path.dirname(folder) == parent or python in _values(environment, (ENGINE_VARIABLE,)):
+        return None
+    return (
+        f"rollout.engine_python {python} lies in no environment of {parent}, and a parameter file"
+        " may not decide alone what is run here; if you trust it, export"
+        f" {ENGINE_VARIABLE}={python}"
+    )
+
+
 def _values(environment: Mapping[str, str], names: tuple[str, ...]) -> list[str]:
     return [environment[name].rstrip("/") for name in names if environment.get(name)]
 
 
 def is_here(address: str) -> bool:
-    """True for an address of this machine, and for what is none (refused elsewhere, or found on
-    this machine, as `auto` is).
+    """Return True for an address of this machine, and for text that is no address: other code
+    refuses it, or finds it on this machine, such as `auto`.
     """
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")
@@ -78,10 +98,10 @@ def is_here(address: str) -> bool:
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
         with socket.socket(family) as probe:
-            probe.bind((host, 0))  # only an address of our own can be bound
+            probe.bind((host, 0))  # only this machine's addresses can be bound
         return True
     except (OSError, ValueError):
-        return False  # names are not looked up: whoever answers for them could say anything
+        return False  # names are not looked up: DNS answers are not trusted
 
 
 def without_login(text: str) -> str:
@@ -89,8 +109,8 @@ def without_login(text: str) -> str:
     return re.sub(r"://[^/@\s]+@", "://", text)
 
 
-# of each environment of this package, the options that name an address, a path or a variable, and
-# as a pattern the texts of these that name nothing outside it
+# environment of this package -> option that may name an address, a path or a variable -> pattern of
+# its values that name none
 _OUTWARD: Mapping[str, Mapping[str, str]] = {
     "babyai": {},
     "sciworld": {},
@@ -107,9 +127,9 @@ _OUTWARD: Mapping[str, Mapping[str, str]] = {
 
 
 def outward(env: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with which an environment reads a file or a variable, or asks an address.
+    """Return the options that make an environment read a file or a variable, or call an address.
 
-    env: the environment's name. Nobody says which options of another package's are such: all are.
+    env: the environment's name. For an environment of another package these are all its options.
     """
     if env not in _OUTWARD:
         return dict(options)
@@ -128,12 +148,12 @@ def unowned(
 ) -> dict[str, Any]:
     """Return the outward options of a record, unless the owner has set all of them to the same.
 
-    A store may come from somebody else: its options choose among what an environment has, and
-    name no address to ask, no file to read and no variable to send.
+    A store may come from another person: its options may choose among what an environment offers,
+    but must not name an address to call, a file to read or a variable to send.
     owned: the options that the owner's configurations of this environment have.
     """
-    asked = outward(env, options)
-    for each in owned:
-        if all(name in each and each[name] == value for name, value in asked.items()):
+    recorded = outward(env, options)
+    for allowed in owned:
+        if all(name in allowed and allowed[name] == value for name, value in recorded.items()):
             return {}
-    return asked
+    return recorded

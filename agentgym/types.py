@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 class Status(StrEnum):
-    """How an episode ended. Only the first four carry a reward."""
+    """The end of an episode. Only the first four carry a reward."""
 
-    TERMINATED = "terminated"  # the environment said so
+    TERMINATED = "terminated"  # ended by the environment
     MAX_TURNS = "max_turns"  # cut by the horizon
     MAX_TOKENS = "max_tokens"  # cut by the context length
     ENV_LIMIT = "env_limit"  # cut by the simulator's own step limit
     ENV_ERROR = "env_error"  # the environment failed: never a reward of 0
-    GRADER_ERROR = "grader_error"  # it ended, and nobody could judge it: never a reward of 0
+    GRADER_ERROR = "grader_error"  # ended, but could not be graded: never a reward of 0
     TIMEOUT = "timeout"  # past its deadline: never a reward of 0
-    INTERRUPTED = "interrupted"  # the policy could not go on: never a reward of 0
+    INTERRUPTED = "interrupted"  # the policy could not continue: never a reward of 0
 
     @property
     def is_valid(self) -> bool:
-        """True where the episode counts in losses, group statistics and scores."""
+        """True if the episode counts in losses, group statistics and scores."""
         return self not in _FAILED
 
 
@@ -67,7 +67,7 @@ Endpoints = Mapping[str, Sequence[str]]  # environment -> URLs of its servers
 
 
 class SampleKey(NamedTuple):
-    """Names one draw of randomness.
+    """The name of one random draw.
     Equal keys give equal draws on every machine, in any order of execution.
     """
 
@@ -79,14 +79,14 @@ class SampleKey(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How a policy samples one action."""
+    """Settings with which a policy samples one action."""
 
     key: SampleKey
     temperature: float = 1.0  # 0 is greedy
     max_new_tokens: int = 16
 
     def require_room(self, prompt_ids: Sequence[int], context_tokens: int) -> None:
-        """Errors: ValueError where prompt and action cannot fit so many tokens."""
+        """Raise ValueError unless prompt and action fit into the context."""
         if not prompt_ids or self.max_new_tokens < 1:
             raise ValueError(
                 f"nothing to sample from {len(prompt_ids)} prompt tokens with max_new_tokens"
@@ -112,30 +112,30 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineUsage:
-    """What engines did since they began; the difference of two is what they did between.
-    All zero of an engine that does not measure it.
+    """Work of engines since they started; subtract two of these to get the work in between.
+    All zero if the engine reports no usage.
     """
 
-    prompt_tokens: int = 0  # of prompts that were read,
-    cached_tokens: int = 0  # and of these, found in the engine's cache
-    busy_s: float = 0.0  # seconds with a sequence in work
-    # number of requests that have not begun -> seconds with so many; in all, the engines' time
+    prompt_tokens: int = 0  # of all prompts
+    cached_tokens: int = 0  # of these, found in the engine's cache
+    busy_s: float = 0.0  # seconds with at least one running sequence
+    # number of waiting requests -> seconds with that number; they add up to the engines' time
     depth_s: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def total_s(self) -> float:
-        """Seconds of engine: of two engines twice as many as have passed."""
+        """Engine seconds: two engines count twice the elapsed time."""
         return sum(self.depth_s.values())
 
     @property
     def busy_frac(self) -> float:
-        """Of the engines' time; 1 where nothing was measured."""
+        """Busy share of the engines' time; 1 if nothing was measured."""
         total = self.total_s
         return min(max(self.busy_s / total, 0.0), 1.0) if total > 0 else 1.0
 
     @property
     def mean_depth(self) -> float:
-        """Requests that wait, of an engine, over its time; 0 where nothing was measured."""
+        """Mean number of waiting requests of an engine; 0 if nothing was measured."""
         waited = sum(depth * seconds for depth, seconds in self.depth_s.items())
         return waited / self.total_s if self.depth_s else 0.0
 
@@ -166,29 +166,30 @@ class Delivery(Protocol):
     def version(self) -> int: ...
     @property
     def digest(self) -> str:
-        """sha256 of them as a safetensors file, of the sender."""
+        """The sender's digest of the weights, see `weights_digest`."""
         ...
 
     async def weights(self) -> dict[str, Tensor]:
-        """The receiver's own copy of all of them, by name; asked for once.
-        Errors: EngineMismatch where others arrived than were sent.
+        """Return the receiver's own copy of all weights by name. Call it once.
+        Errors: EngineMismatch if other weights arrived than were sent.
         """
         ...
 
 
 class Policy(Protocol):
-    """What samples tokens, whichever engine does: all that rollouts, canary, evaluation and audit
-    know of it.
+    """A sampler of tokens. Rollouts, canary, evaluation and audit use every engine through this
+    interface.
     """
 
     @property
     def version(self) -> int:
-        """Of the weights it holds."""
+        """Version of its weights."""
         ...
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        """One action: until a stop token or `max_new_tokens`. Errors: ValueError where prompt
-        and action cannot fit the context; RuntimeError where the engine fails.
+        """Sample one action, until a stop token or `max_new_tokens`.
+        Errors: ValueError if prompt and action cannot fit the context; RuntimeError if the engine
+        fails.
         """
         ...
 
@@ -199,25 +200,25 @@ class Policy(Protocol):
         ...
 
     async def publish(self, delivery: Delivery) -> None:
-        """First take the weights while sampling goes on, then change to them between turns:
-        running actions end, later ones wait.
-        Errors: ValueError where a version does not grow or the weights do not fit, EngineMismatch
-        where others arrived than were sent; the policy then goes on as before.
+        """Receive weights while sampling continues, then change to them between turns: running
+        actions end, later ones wait.
+        Errors: ValueError if the version does not grow or the weights do not fit, EngineMismatch
+        if other weights arrived than were sent; the policy then continues as before.
         """
         ...
 
     async def usage(self) -> EngineUsage:
-        """Since it began."""
+        """Usage since the policy began."""
         ...
 
     async def sleep(self) -> None:
-        """Give back what only sampling needs; running actions end, later ones wait for `wake`."""
+        """Free the memory that only sampling needs. Running actions end, others wait for `wake`."""
         ...
 
     async def wake(self) -> None: ...
 
     async def close(self) -> None:
-        """End it; who still waits hears of it."""
+        """End the policy; calls that still wait raise an error."""
         ...
 
 
@@ -231,42 +232,40 @@ class Turn:
     start: int = 0  # action tokens are input_ids[start:end]; both 0 without a token record
     end: int = 0
     version: int = 0  # of the weights that sampled the action
-    reply: str = ""  # all that was said, where that is more than the action
-    info: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the environment's, beside the observation
-    # seconds until the policy had answered, and the environment
+    reply: str = ""  # the whole reply, if it is more than the action
+    info: Mapping[str, Any] = field(default_factory=dict)  # further data of the environment
+    # seconds that the policy took to answer, and the environment
     generate_s: float = field(default=0.0, compare=False)
     env_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What an update made of an episode: room for a viewer. The sequences are of its action
-    tokens, [n] each; empty where the episode was not among those whose tokens are kept.
+    """Numbers of an episode from its update, for the viewer. The sequences have one number per
+    action token, [n]; empty if the episode's token numbers were not recorded.
     """
 
     logprobs: tuple[float, ...] = ()  # of the learner before the update, nats
     advantages: tuple[float, ...] = ()
     ratios: tuple[float, ...] = ()  # new to old probability, after the update
     excluded: str = ""  # why it did not enter the loss; empty: it did
-    # of the learner's distributions before the update, nats; older records have none
+    # entropies of the learner's distributions before the update, nats; older records have none
     entropies: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a policy's calls took, those that failed too. Tokens are sums of what was told: where
-    calls are untold, the whole is not known, and more than the sum.
+    """Calls and tokens of a policy, failed calls included. Tokens are sums of the reported ones: if
+    some calls reported none, the true number is larger.
     """
 
     num_calls: int = 0
-    num_failed: int = 0  # of these, without an answer that could be used
+    num_failed: int = 0  # of these, without a usable answer
     input_tokens: int = 0  # of prompts
     cached_tokens: int = 0  # of these, read from a cache
     output_tokens: int = 0
-    num_untold: int = 0  # calls that may have taken tokens and told none
-    num_cache_untold: int = 0  # calls that told their tokens, and not which were cached
+    num_untold: int = 0  # calls that may have used tokens and reported none
+    num_cache_untold: int = 0  # calls that reported tokens, but not the cached ones
     num_cut: int = 0  # replies that ended at the limit of their tokens
     num_filtered: int = 0  # replies that the endpoint's filter held back
 
@@ -275,25 +274,25 @@ class Usage:
 
     @property
     def known(self) -> dict[str, int | None]:
-        """Input, cached and output tokens; None where that is not known."""
+        """Input, cached and output tokens; None for unknown numbers."""
         cached = None if self.num_untold or self.num_cache_untold else self.cached_tokens
-        told = not self.num_untold
+        is_known = not self.num_untold
         return {
-            "input": self.input_tokens if told else None,
+            "input": self.input_tokens if is_known else None,
             "cached": cached,
-            "output": self.output_tokens if told else None,
+            "output": self.output_tokens if is_known else None,
         }
 
 
 def flat(record: Item | Usage) -> dict[str, Any]:
-    """Field -> value, of a record that holds plain ones; `asdict` would copy each."""
+    """Return field -> value of a record with plain values; `asdict` would copy each of them."""
     return {name: getattr(record, name) for name in record.__slots__}
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A finished episode: a conversation and, of policies that have tokens, their record.
-    The three token fields have one length, T; 0 without such a record.
+    """A finished episode: a conversation and, for policies that report tokens, the token record.
+    The three token fields have one length, T; 0 without a token record.
     """
 
     item: Item
@@ -301,7 +300,7 @@ class Trajectory:
     step: int  # optimizer step it was sampled for
     max_turns: int
     status: Status
-    reward: float | None  # sum of the turns' rewards; None where the environment failed
+    reward: float | None  # sum of the turns' rewards; None if the environment failed
     success: bool
     first_observation: str
     turns: tuple[Turn, ...]
@@ -313,16 +312,20 @@ class Trajectory:
     error: str | None = None
     id: str = ""  # unique among the episodes of a step; empty in records of schema 1
     learned: Learned | None = None
-    usage: Usage | None = None  # of this attempt's calls, of policies that count them themselves
-    # seconds: generate_s, env_s, wall_s, and began_s since 1970; with the turns' times the only
-    # ones not reproducible
+    usage: Usage | None = None  # of this attempt's calls, if the policy counts them
+    # seconds: generate_s, env_s, wall_s, and began_s since 1970; these and the turns' times are the
+    # only values that are not reproducible
     timing: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Of the weights that sampled it, ascending."""
+        """Versions of the weights that sampled it, ascending."""
         return tuple(sorted({turn.version for turn in self.turns}))
 
 
 class EngineMismatch(RuntimeError):
     """The engine does not sample from the policy the learner trains."""
+
+
+class TransportBroken(RuntimeError):
+    """Weights did not reach all processes of a group: one died, hangs, or was too slow."""

@@ -25,7 +25,7 @@ from rollouts import TURNS, Latency, endless, episodes, renderer, serving
 from agentgym.config import RunConfig, load_config
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
-from agentgym.rollouts.policies.engines import open_policy
+from agentgym.rollouts.policies.engines import open_here
 
 RESULTS = ROOT / "docs/results/engines.json"
 ENGINES = ("torch", "vllm")
@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--continue", dest="goes_on", action="store_true")
     parser.add_argument(
-        "--child", nargs=3, metavar=("ENGINE", "SEED", "FILE"), help="of this program"
+        "--child", nargs=3, metavar=("ENGINE", "SEED", "FILE"), help="used by this program itself"
     )
     chosen = parser.parse_args()
     if chosen.child:
@@ -85,28 +85,28 @@ def learn(engine: str, seed: int) -> dict[str, Any]:
 
 
 def verdict(learned: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
-    """Whether every seed's sampled success through vLLM lies within what the built-in engine's
-    seeds reach, their intervals over items included.
+    """Check that every seed's sampled success through vLLM lies within the range of the built-in
+    engine's seeds, their intervals over items included.
     """
-    own = [learned[f"torch {seed}"]["sampled"] for seed in seeds]
-    others = [learned[f"vllm {seed}"]["sampled"]["mean"] for seed in seeds]
-    low, high = min(each["low"] for each in own), max(each["high"] for each in own)
+    built_in = [learned[f"torch {seed}"]["sampled"] for seed in seeds]
+    means = [learned[f"vllm {seed}"]["sampled"]["mean"] for seed in seeds]
+    low, high = min(score["low"] for score in built_in), max(score["high"] for score in built_in)
     return {
-        "torch": [round(100 * each["mean"], 1) for each in own],
-        "vllm": [round(100 * each, 1) for each in others],
+        "torch": [round(100 * score["mean"], 1) for score in built_in],
+        "vllm": [round(100 * mean, 1) for mean in means],
         "interval": [round(100 * low, 1), round(100 * high, 1)],
-        "ok": all(low <= each <= high for each in others),
+        "ok": all(low <= mean <= high for mean in means),
     }
 
 
 def throughput() -> dict[str, Any]:
-    """Of the model that params.yaml makes."""
-    found: dict[str, list[float]] = {name: [] for name in ENGINES}
+    """Measure the sampled tokens per second of each engine, with the model of params.yaml."""
+    rates: dict[str, list[float]] = {name: [] for name in ENGINES}
     with serving(endless, Latency(0, 0)) as (endpoint, _):
         for _ in range(ROUNDS):
             for name in ENGINES:
-                found[name].append(asyncio.run(tokens_per_s(name, endpoint)))
-    medians = {name: round(statistics.median(each)) for name, each in found.items()}
+                rates[name].append(asyncio.run(tokens_per_s(name, endpoint)))
+    medians = {name: round(statistics.median(rounds)) for name, rounds in rates.items()}
     return {
         "definition": (
             "sampled tokens per second of episodes on an environment server whose steps take no"
@@ -115,10 +115,10 @@ def throughput() -> dict[str, Any]:
         "episodes": NUM_EPISODES,
         "concurrency": CONCURRENCY,
         "turns": TURNS,
-        **{f"{name}_tokens_per_s": each for name, each in medians.items()},
+        **{f"{name}_tokens_per_s": median for name, median in medians.items()},
         "vllm_over_torch": round(
             statistics.median(
-                ours / theirs for ours, theirs in zip(found["vllm"], found["torch"], strict=True)
+                vllm / torch for vllm, torch in zip(rates["vllm"], rates["torch"], strict=True)
             ),
             2,
         ),
@@ -130,12 +130,12 @@ async def tokens_per_s(engine: str, endpoint: str) -> float:
     model = load_config(ROOT / "params.yaml").model.model_copy(update=longer)
     size = replace(DRY, model=model, vocab_size=len(renderer()._tokenizer))
     cfg = RunConfig(rollout={"engine": engine}, model=longer)
-    policy = open_policy(cfg, made(size), num_slots=CONCURRENCY, version=0)
+    policy = open_here(cfg, made(size), num_slots=CONCURRENCY, version=0)
     try:
         await episodes(endpoint, CONCURRENCY, policy, concurrency=CONCURRENCY)
         began = time.perf_counter()
         played = await episodes(endpoint, NUM_EPISODES, policy, concurrency=CONCURRENCY)
-        return sum(sum(each.action_mask) for each in played) / (time.perf_counter() - began)
+        return sum(sum(episode.action_mask) for episode in played) / (time.perf_counter() - began)
     finally:
         await policy.close()
 

@@ -1,7 +1,7 @@
 """vLLM and the learner on one GPU, in one go: `python benchmarks/gpu.py [CASE ...]`.
 
 Cases run in the order of their value, and each result is written to docs/results/gpu.json as it
-comes, with its machine and versions; cases that did not run keep what the file says of them.
+comes, with its machine and versions; cases that did not run keep their entries in the file.
 `--budget SECONDS` begins no case that a lease of that length would cut off.
 `--dry` runs every case's code on the CPU with a tiny model and writes nothing: its figures mean
 nothing. Run it with the Python of an environment that has vLLM. Ratios are taken within one run, in
@@ -49,13 +49,13 @@ from agentgym.models import attention
 from agentgym.models.checkpoint import Checkpoint, new_checkpoint
 from agentgym.models.model import new_model, weights_of
 from agentgym.models.transport import InProcess
-from agentgym.rollouts.policies.engines import open_policy
+from agentgym.rollouts.policies.engines import open_here
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import Completion, SampleKey, Sampling
 
 RESULTS = ROOT / "docs/results/gpu.json"
 CONTEXT = 2048
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312}  # dense bfloat16, of the data sheets
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312}  # dense bfloat16, from the data sheets
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Size:
     copied: int  # bytes
     staged: tuple[str, ...]  # overrides of the staged run
     trained: tuple[int, ...]  # lengths of the sequences of an update
-    mixed: tuple[int, ...]  # and of one whose lengths differ
+    mixed: tuple[int, ...]  # lengths of sequences that differ
     prompt_tokens: int  # of a request
     new_tokens: int
 
@@ -164,10 +164,10 @@ def main() -> int:
         chosen.child.write_text(json.dumps(CASES[names[0]](size)), encoding="utf-8")
         return 0
     failed, ends_at = False, time.monotonic() + chosen.budget
-    for name in names:  # each in a process of its own: what it held of the GPU is free again
+    for name in names:  # each in its own process, which frees its GPU memory
         left = ends_at - time.monotonic()
         if left < EXPECTED_S[name]:
-            print(f"{name}: left out, {left:.0f} s are left of {EXPECTED_S[name]} expected")
+            print(f"{name}: skipped, {left:.0f} s are left and {EXPECTED_S[name]} are needed")
             continue
         dry = ["--dry"] * chosen.dry
         try:
@@ -184,17 +184,17 @@ def main() -> int:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Of docs/operations.md. results: of RESULTS, or empty."""
+    """Return the table of docs/operations.md. results: the content of RESULTS, or empty."""
     cases = results.get("cases", {})
     rows = ["| case | what it measures | figures |", "|---|---|---|"]
     for name, case in CASES.items():
-        found = cases.get(name, {})
-        told = "; ".join(
-            f"{key} {value}" for key, value in found.items() if isinstance(value, int | float)
+        result = cases.get(name, {})
+        figures = "; ".join(
+            f"{key} {value}" for key, value in result.items() if isinstance(value, int | float)
         )
-        if told:
-            told += f" ({found['machine']['gpu']}, `{found['command']}`)"
-        rows.append(f"| `{name}` | {(case.__doc__ or '').rstrip('.')} | {told or 'not run'} |")
+        if figures:
+            figures += f" ({result['machine']['gpu']}, `{result['command']}`)"
+        rows.append(f"| `{name}` | {(case.__doc__ or '').rstrip('.')} | {figures or 'not run'} |")
     return "\n".join(rows)
 
 
@@ -220,13 +220,13 @@ def case_ceilings(size: Size) -> dict[str, Any]:
 
 
 def matmul_tflops(size: Size) -> float:
-    """Of a product of two large matrices."""
+    """TFLOP/s of a product of two large matrices."""
     square = torch.randn(size.matmul, size.matmul, device=size.device, dtype=size.dtype)
     return 2 * size.matmul**3 / seconds(size, lambda: square @ square) / 1e12
 
 
 def seconds(size: Size, work: Callable[[], Any]) -> float:
-    """Median of 5 after two that warm up."""
+    """Median seconds of 5 calls, after 2 warm-up calls."""
 
     def once() -> float:
         if size.device == "cuda":
@@ -255,7 +255,7 @@ def case_rollouts(size: Size) -> dict[str, Any]:
             await policy.close()
 
     with serving(endless, Latency(0, 0)) as (endpoint, _):
-        found = asyncio.run(measure(endpoint))
+        rates = asyncio.run(measure(endpoint))
     return {
         "definition": (
             "sampled tokens per second of episodes that `collect` plays on an environment server"
@@ -265,28 +265,28 @@ def case_rollouts(size: Size) -> dict[str, Any]:
         "episodes": size.num_episodes,
         "concurrency": size.concurrency,
         "turns": TURNS,
-        "tokens_per_s": round(statistics.median(each for each, _ in found)),
-        "raw_tokens_per_s": round(statistics.median(each for _, each in found)),
-        "ratio": round(statistics.median(each / raw for each, raw in found), 3),
+        "tokens_per_s": round(statistics.median(rate for rate, _ in rates)),
+        "raw_tokens_per_s": round(statistics.median(raw for _, raw in rates)),
+        "ratio": round(statistics.median(rate / raw for rate, raw in rates), 3),
     }
 
 
 async def ours(policy: Any, endpoint: str, size: Size) -> float:
-    """Sampled tokens per second."""
+    """Sampled tokens per second of whole episodes."""
     began = time.perf_counter()
     played = await episodes(endpoint, size.num_episodes, policy, concurrency=size.concurrency)
-    sampled = sum(sum(each.action_mask) for each in played)
+    sampled = sum(sum(episode.action_mask) for episode in played)
     return sampled / (time.perf_counter() - began)
 
 
 async def by_hand(policy: Any, size: Size) -> float:
-    """Sampled tokens per second."""
+    """Sampled tokens per second of the same requests put to vLLM directly."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
     names, slots = itertools.count(), asyncio.Semaphore(size.concurrency)
-    asked = SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True, detokenize=False)
-    start, heard = renderer().start("go to the red ball"), renderer().bridge("", stopped=True)
+    parameters = SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True, detokenize=False)
+    start, bridge = renderer().start("go to the red ball"), renderer().bridge("", stopped=True)
 
     async def one() -> int:
         async with slots:
@@ -294,11 +294,11 @@ async def by_hand(policy: Any, size: Size) -> float:
             for _ in range(TURNS):
                 name = f"raw-{next(names)}-{time.perf_counter()}"
                 async for output in policy._engine.generate(
-                    TokensPrompt(prompt_token_ids=ids), asked, request_id=name
+                    TokensPrompt(prompt_token_ids=ids), parameters, request_id=name
                 ):
                     last = output
-                said = last.outputs[0].token_ids
-                ids, sampled = [*ids, *said, *heard], sampled + len(said)
+                action = last.outputs[0].token_ids
+                ids, sampled = [*ids, *action, *bridge], sampled + len(action)
         return sampled
 
     began = time.perf_counter()
@@ -312,7 +312,7 @@ def case_publish(size: Size) -> dict[str, Any]:
     async def measure() -> tuple[list[float], list[float]]:
         checkpoint = made(size, seed=1)
         weights = {
-            name: each.to(size.device) for name, each in weights_of(checkpoint.model).items()
+            name: tensor.to(size.device) for name, tensor in weights_of(checkpoint.model).items()
         }
         policy, took, gaps = opened(size, 16), [], []
         try:
@@ -324,10 +324,10 @@ def case_publish(size: Size) -> dict[str, Any]:
                 await policy.publish(InProcess(weights, version))
                 took.append(time.perf_counter() - began)
                 await asyncio.sleep(0.5)
-                within = [each for each in ended if each >= began - 0.5]
+                within = [end for end in ended if end >= began - 0.5]
                 gaps.append(max(late - early for early, late in itertools.pairwise(within)))
-            for each in players:
-                each.cancel()
+            for player in players:
+                player.cancel()
             await asyncio.gather(*players, return_exceptions=True)
         finally:
             await policy.close()
@@ -340,14 +340,14 @@ def case_publish(size: Size) -> dict[str, Any]:
             " both sides and the file between them included; pause_s: the longest time meanwhile"
             " in which none of eight streams of 8-token requests ended one"
         ),
-        "bytes": sum(each.nbytes for each in weights_of(made(size).model).values()),
+        "bytes": sum(tensor.nbytes for tensor in weights_of(made(size).model).values()),
         "publish_s": round(statistics.median(took[1:]), 3),
         "pause_s": round(statistics.median(gaps[1:]), 3),
     }
 
 
 async def stream(policy: Any, number: int, ended: list[float]) -> None:
-    """Requests one after the other, until cancelled."""
+    """Send requests one after the other until cancelled; append the time of each one's end."""
     for turn in itertools.count():
         await policy.generate([5, 6, 7], sampling(number, turn, 8))
         ended.append(time.perf_counter())
@@ -386,16 +386,16 @@ def case_logprobs(size: Size) -> dict[str, Any]:
 
     async def rate(policy: Any, options: dict[str, Any]) -> float:
         limit = size.new_tokens
-        asked = SamplingParams(
+        parameters = SamplingParams(
             temperature=1.0, max_tokens=limit, ignore_eos=True, detokenize=False, **options
         )
 
         async def one() -> None:
             name = str(next(names))
-            # no two begin alike: none is found in the cache
+            # all begin differently, so that none is found in the cache
             ids = [5 + int(digit) for digit in f"{next(names):08d}"] + [5] * size.prompt_tokens
             prompt = TokensPrompt(prompt_token_ids=ids[: size.prompt_tokens])
-            async for _ in policy._engine.generate(prompt, asked, request_id=name):
+            async for _ in policy._engine.generate(prompt, parameters, request_id=name):
                 pass
 
         began = time.perf_counter()
@@ -449,9 +449,9 @@ def case_step(size: Size) -> dict[str, Any]:
         learner.update(experience, grpo, step=step, seed=0)
 
     def rate(took: float) -> dict[str, Any]:
-        done = model_flops(size, batch) / took / 1e12
+        tflops = model_flops(size, batch) / took / 1e12
         peak = peak_tflops(size)
-        return {"tokens_per_s": round(batch.num_tokens / took), "mfu": peak and done / peak}
+        return {"tokens_per_s": round(batch.num_tokens / took), "mfu": peak and tflops / peak}
 
     parts = {
         "sft": seconds(size, lambda: learner.sft_step(batch, step=next(steps))),
@@ -499,16 +499,20 @@ def case_mismatch(size: Size) -> dict[str, Any]:
         finally:
             await policy.close()
 
-    said = asyncio.run(sample())
+    completions = asyncio.run(sample())
     gc.collect()
     model = made(size).model.to(size.device)
     plain = TorchPolicy(model, stop_ids=(), num_slots=1, context_tokens=CONTEXT)
-    sequences = [[*range(5, 25), number, *each.ids] for number, each in enumerate(said) if each.ids]
+    sequences = [
+        [*range(5, 25), number, *completion.ids]
+        for number, completion in enumerate(completions)
+        if completion.ids
+    ]
     scores = asyncio.run(plain.score(sequences))
     gaps = torch.cat(
         [
-            torch.tensor(each.logprobs) - score[-len(each.ids) :]
-            for each, score in zip(said, scores, strict=True)
+            torch.tensor(completion.logprobs) - score[-len(completion.ids) :]
+            for completion, score in zip(completions, scores, strict=True)
         ]
     ).double()
     return {
@@ -545,7 +549,7 @@ def staged(params: Path, overrides: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         cfg = load_config(params, [*overrides, f"store.path={folder}/store"])
         took: dict[str, float] = {}
-        for name in [each for each in steps_of(cfg) if each not in ("register", "report")]:
+        for name in [step for step in steps_of(cfg) if step not in ("register", "report")]:
             began = time.perf_counter()
             run_step(name, cfg)
             took[name] = round(time.perf_counter() - began, 1)
@@ -553,7 +557,7 @@ def staged(params: Path, overrides: Sequence[str]) -> dict[str, Any]:
             raise RuntimeError(f"the audit fails: {report.to_json()}")
         store = open_store(cfg)
         steps = finished(cfg, store)
-        last_stage = [each for each in steps if each.startswith("stage-")][-1]
+        last_stage = [step for step in steps if step.startswith("stage-")][-1]
         last = decode_points(store.read(steps[last_stage], METRICS))[-1].metrics
         success = {
             name.removeprefix("evaluate-"): manifest.results["summary"]
@@ -600,14 +604,14 @@ def training(size: Size, kinds: Sequence[str]) -> dict[str, Any]:
     }
     for name in kinds:
         settings = LearnerConfig(micro_batch_tokens=1 << 30, **settings_of[name])
-        told = trained(size, batch, settings)
-        rate = flops / told["seconds"] / 1e12
+        figures = trained(size, batch, settings)
+        rate = flops / figures["seconds"] / 1e12
         peak = peak_tflops(size)
         result |= {
-            f"{name}_tokens_per_s": round(batch.num_tokens / told["seconds"]),
+            f"{name}_tokens_per_s": round(batch.num_tokens / figures["seconds"]),
             f"{name}_mfu": peak and round(rate / peak, 3),
             f"{name}_of_matmul": round(rate / ceiling, 3),
-            f"{name}_peak_gib": told["peak_gib"],
+            f"{name}_peak_gib": figures["peak_gib"],
         }
     return result
 
@@ -635,10 +639,13 @@ def case_head(size: Size) -> dict[str, Any]:
     }
     small = replace(size, model=size.model.model_copy(update={"num_layers": 1}))
     for name, chunk in {"whole": batch.num_tokens, "chunked": batch.num_tokens // 4}.items():
-        told = trained(
+        figures = trained(
             small, batch, LearnerConfig(micro_batch_tokens=1 << 30, head_chunk_tokens=chunk)
         )
-        result |= {f"{name}_peak_gib": told["peak_gib"], f"{name}_s": round(told["seconds"], 4)}
+        result |= {
+            f"{name}_peak_gib": figures["peak_gib"],
+            f"{name}_s": round(figures["seconds"], 4),
+        }
     return result
 
 
@@ -667,7 +674,7 @@ def case_varlen(size: Size) -> dict[str, Any]:
 
 
 def trained(size: Size, batch: Batch, settings: LearnerConfig) -> dict[str, float]:
-    """Seconds of a forward and backward of all sequences, and the most memory it takes."""
+    """Seconds of a forward and backward of all sequences, and their peak memory."""
     learner = LocalLearner(
         made(size).model,
         OptimizerConfig(),
@@ -696,7 +703,7 @@ def actions_of(size: Size, lengths: Sequence[int]) -> Batch:
 
 
 def peak_tflops(size: Size) -> int | None:
-    """Of the device, where it is known."""
+    """Peak TFLOP/s of the device, or None if unknown."""
     name = torch.cuda.get_device_name() if size.device == "cuda" else ""
     return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
 
@@ -722,14 +729,14 @@ def opened(size: Size, num_slots: int) -> Any:
         rollout={"engine": "vllm", "concurrency": num_slots},
         model={"context_tokens": CONTEXT},
     )
-    return open_policy(cfg, made(size), num_slots=num_slots, version=0)
+    return open_here(cfg, made(size), num_slots=num_slots, version=0)
 
 
 def sampling(sample: int, turn: int, tokens: int) -> Sampling:
     return Sampling(SampleKey(0, 1, "gpu_0", sample, turn), 1.0, tokens)
 
 
-CASES: dict[str, Callable[[Size], dict[str, Any]]] = {  # in the order of their value
+CASES: dict[str, Callable[[Size], dict[str, Any]]] = {  # the most valuable first
     "ceilings": case_ceilings,
     "publish": case_publish,
     "rollouts": case_rollouts,
@@ -745,7 +752,7 @@ CASES: dict[str, Callable[[Size], dict[str, Any]]] = {  # in the order of their 
     "mismatch": case_mismatch,
     "staged": case_staged,
 }
-# seconds on an H200 with all that is imported, those of new cases estimated
+# seconds on an H200, imports included; those of new cases are estimates
 EXPECTED_S = {
     "ceilings": 15,
     "publish": 150,

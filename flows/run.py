@@ -1,4 +1,4 @@
-"""What every flow does: check what was asked for, order its steps, end what it started."""
+"""The common part of all flows: check the request, run its steps in order, end what was started."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from agentgym.deploy.kuberay import end_jobs
 from agentgym.deploy.kubernetes import end_run, of_fleets
 from agentgym.pipeline.runs import config_of_run
 from agentgym.pipeline.table import finished, open_store, run_label, steps_of
+from agentgym.rollouts.policies.hosts import one_engine
 from agentgym.steps.context import Environment
 from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Manifest
@@ -31,12 +32,12 @@ from services.recovery import begin_attempt
 from tasks.data import pull_data
 from tasks.steps import child_task, environments_down, environments_up, step_task
 
-Wanted = Callable[[Step], bool]  # does this flow run it
+Wanted = Callable[[Step], bool]  # True for a step that the flow runs
 Override = Annotated[str, Field(pattern=r"^[\w.-]+=", examples=["optimizer.lr=3e-4"])]
 
 
 class RunRequest(BaseModel):
-    """Which run: a parameter file, and what differs from it."""
+    """A run: its parameter file, and the overrides."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,7 +54,9 @@ class RunRequest(BaseModel):
     )
 
     def config(self, name: str = "") -> RunConfig:
-        """name: of a run, whose settings are taken from the store; empty: the configured one.
+        """Return the configuration of the run.
+
+        name: a run of the store, whose settings are used; empty: the configured one.
         Errors: ConfigError with one line.
         """
         cfg = load_config(self.params, self.overrides)
@@ -61,14 +64,14 @@ class RunRequest(BaseModel):
 
 
 def run_name() -> str:
-    """Tells runs apart in a list: the parameter file and what differs from it."""
-    asked = RunRequest.model_validate(runtime.flow_run.parameters.get("run") or {})
-    return " ".join([asked.params, *asked.overrides])[:120]
+    """Return a name that distinguishes runs in a list: the parameter file and the overrides."""
+    request = RunRequest.model_validate(runtime.flow_run.parameters.get("run") or {})
+    return " ".join([request.params, *request.overrides])[:120]
 
 
 def fleets_down(flow: Any, flow_run: Any, state: Any) -> None:
-    """A hook of flow runs that were cancelled: where their process was killed before it could, its
-    fleets and jobs on Kubernetes are taken down here.
+    """Take down the fleets and jobs on Kubernetes of a cancelled flow run, in case its process was
+    killed before it could. A hook of the flows.
     """
     cfg = RunRequest.model_validate(flow_run.parameters.get("run") or {}).config()
     try:
@@ -80,28 +83,28 @@ def fleets_down(flow: Any, flow_run: Any, state: Any) -> None:
 
 
 def is_preparation(step: Step) -> bool:
-    """Data, demonstrations, initial model, warm start."""
+    """Return True for data, demonstrations, initial model and warm start."""
     before = (Kind.PREPARE, Kind.DEMONSTRATE, Kind.INITIALIZE, Kind.TRAIN)
     return step.kind in before and not is_training(step)
 
 
 def is_training(step: Step) -> bool:
-    """The stages of the curriculum."""
+    """Return True for the stages of the curriculum."""
     return step.stage is not None
 
 
 def is_evaluation(step: Step) -> bool:
-    """Evaluations and what is made of them: registered model, report, steps added later."""
+    """Return True for evaluations and what follows them: registered model, report, added steps."""
     return not is_preparation(step) and not is_training(step)
 
 
 def is_any(step: Step) -> bool:
-    """The whole job."""
+    """Return True: the flow runs all steps."""
     return True
 
 
 def plain_logs() -> None:
-    """Control characters are spelled out in what Prefect keeps of logs: Postgres refuses some."""
+    """Escape control characters in the logs that Prefect stores: Postgres refuses some."""
     for name in ("", *logging.root.manager.loggerDict):
         for handler in logging.getLogger(name).handlers:
             is_plain = isinstance(handler.formatter, PlainFormatter)
@@ -110,7 +113,7 @@ def plain_logs() -> None:
 
 
 def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
-    """Run every wanted step that is not done, in order; a killed run goes on from its last commit.
+    """Run every wanted step that is not done, in order. A killed run resumes from its last commit.
 
     Result: what happened to each step. Errors: ConfigError before anything starts.
     """
@@ -134,32 +137,33 @@ def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
 
         try:
             steps = [step for step in steps_of(cfg).values() if wanted(step)]
-            return _run_in_order(steps, cfg, environment, bars)
+            with one_engine(cfg):
+                return _run_in_order(steps, cfg, environment, bars)
         finally:
             try:
                 environments_down(servers)
-            finally:  # also where no task can begin any more, as in a flow run that is cancelled
+            finally:  # also if no task can start any more, as in a cancelled flow run
                 servers.__exit__(None, None, None)
 
 
 def _run_in_order(
     steps: Sequence[Step], cfg: RunConfig, environment: Environment, bars: Bars
 ) -> dict[str, str]:
-    """Each after its parents. With `pipeline.parallel` above 1 an evaluation runs beside what
-    follows; one that fails ends the run at the next step.
+    """Run the steps, each after its parents. With `pipeline.parallel` above 1 an evaluation runs in
+    parallel with later steps; if it fails, the run ends at the next step.
     """
-    runs: dict[str, Any] = {}  # states of those that ran here, futures of those beside
-    stop, beside = threading.Event(), cfg.pipeline.parallel - 1
-    with ThreadPoolTaskRunner[str](max_workers=max(1, beside)) as others:
+    runs: dict[str, Any] = {}  # states of steps that ran here, futures of parallel ones
+    stop, num_parallel = threading.Event(), cfg.pipeline.parallel - 1
+    with ThreadPoolTaskRunner[str](max_workers=max(1, num_parallel)) as others:
         try:
             for step in steps:
                 parents = [runs[name] for name in step.parents if name in runs]
-                if beside and step.kind is Kind.EVALUATE:
+                if num_parallel and step.kind is Kind.EVALUATE:
                     task: Task[Any, str] = child_task(step)
-                    asked = {"name": step.name, "cfg": cfg, "stop": stop}
-                    runs[step.name] = others.submit(task, asked, wait_for=parents)
+                    arguments = {"name": step.name, "cfg": cfg, "stop": stop}
+                    runs[step.name] = others.submit(task, arguments, wait_for=parents)
                     continue
-                for other in runs.values():  # a failure is told as soon as it is known
+                for other in runs.values():  # report a failure as soon as it is known
                     if isinstance(other, PrefectFuture) and (
                         other in parents or other.state.is_final()
                     ):
@@ -171,11 +175,11 @@ def _run_in_order(
                 runs[step.name] = state
             return {name: run.result() for name, run in runs.items()}
         finally:
-            stop.set()  # for those that still run, because this process was interrupted
+            stop.set()  # ends evaluations that still run if this process is interrupted
 
 
 def check_parents(cfg: RunConfig, wanted: Wanted, done: dict[str, Manifest]) -> None:
-    """Errors: ConfigError where a wanted step builds on one that is neither done nor wanted."""
+    """Raise ConfigError if a wanted step needs one that is neither done nor wanted."""
     table = steps_of(cfg)
     for step in table.values():
         missing = [

@@ -129,12 +129,15 @@ def status(state: Path) -> int:
 
 
 def _describe(services: Services) -> int:
-    for name, address in (
-        ("prefect", services.prefect),
-        ("worker", f"pool {POOL}"),
-        ("mlflow", services.mlflow),
-        ("viewer", services.viewer),
-    ):
+    addresses = {
+        "prefect": services.prefect,
+        "worker": f"pool {POOL}",
+        "mlflow": services.mlflow,
+        "viewer": services.viewer,
+    }
+    if "engine" in (*services.pids, *services.given_up):
+        addresses["engine"] = "kept between runs"
+    for name, address in addresses.items():
         pid = services.pids.get(name)
         state = (
             f"process {pid}"
@@ -150,11 +153,11 @@ def _describe(services: Services) -> int:
     # a prefect.toml of somebody's own holds no login: the address with it is asked for where the
     # command is typed
     if not toml_is_ours():
-        command = f"PREFECT_API_URL=$(python -m services.state api) {command}"
+        command = f"PREFECT_API_URL=$(python -m services api) {command}"
     print(f"{'start':<9}{command}")
     for address in filter(None, (services.prefect, services.mlflow, services.viewer)):
         print(f"{'open':<9}{with_login(address + LOGIN, services.login)}")
-    return 0 if len(services.pids) == 4 else 1
+    return 0 if addresses.keys() <= services.pids.keys() else 1
 
 
 def print_api(state: Path) -> int:
@@ -241,7 +244,7 @@ def _alone(state: Path) -> Iterator[IO[bytes]]:
 def main(argv: list[str] | None = None) -> int:
     """Exit codes as everywhere; see `agentgym.cli.main`."""
     parser = argparse.ArgumentParser(
-        prog="python -m services.state", description="The servers of this project."
+        prog="python -m services", description="The servers of this project."
     )
     commands = parser.add_subparsers(required=True, metavar="up | down | status | api | ui")
     start = commands.add_parser(

@@ -1,7 +1,7 @@
-"""What `make up` starts: one process that runs the Prefect server, a worker, MLflow and the viewer,
-brings back what dies, and ends them.
+"""The process that `make up` starts. It runs the Prefect server, a worker, MLflow, the viewer and,
+with vLLM, an engine; it restarts those that die, and ends them.
 
-They watch a pipe that only this process holds, so none outlives it.
+They watch a pipe that only this process holds open, so none outlives it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from agentgym.config import ConfigError
 from agentgym.console.guard import guarded
 from agentgym.deploy.owned import end_with_owner, owned_process, tail
 from agentgym.private import STATE, new_login, with_login, write_private
+from agentgym.rollouts.policies.engines import HOSTED
+from agentgym.rollouts.policies.hosts import KEPT, host_command, host_environment, new_folder
 from agentgym.store.lease import process_start
 from agentgym.store.place import StorePlace
 from services import mlflow_server, viewer_server
@@ -48,27 +50,27 @@ logger = logging.getLogger(__name__)
 
 KUBERNETES_POOL = "kubernetes"
 JOB_TEMPLATE = Path("k8s/prefect/base-job-template.json")
-POOL_LIMIT = 4  # flow runs of this machine at a time; each deployment has its own limit beside it
+POOL_LIMIT = 4  # flow runs of this machine at a time; deployments have their own limits, too
 CHECK_S = 1.0  # between two looks at the services
-OVERDUE_CHECK_S = 15.0  # between two looks for runs that nobody brings back
+OVERDUE_CHECK_S = 15.0  # between two looks for overdue flow runs
 BUCKET_CHECK_S = 300.0  # between two looks for dead runs in a bucket: one request for each step
 MAX_RESTARTS, RESTART_WINDOW_S = 5, 600.0  # of one service
-WORKER_GRACE_S = 8.0  # below what its owner waits
+WORKER_GRACE_S = 8.0  # shorter than its owner waits
 
 
 class Undertaker:
-    """Starts a child that closes dead runs in MLflow, each time a process that was at work on a
-    step is gone.
+    """Watcher of the store: each time a process that ran a step is gone, it starts a child that
+    closes dead runs in MLflow.
     """
 
     def __init__(self) -> None:
         self._live: set[str] = set()  # tokens of holders
-        self._due = [0.0]  # on the monotonic clock; the first look is for what was left before
+        self._due = [0.0]  # on the monotonic clock; the first is for runs from before this start
         self._not_before = 0.0
         self._child: subprocess.Popen[bytes] | None = None
 
     def look(self) -> None:
-        """Start the child where it is due. Errors: OSError, ValueError, RuntimeError (store)."""
+        """Start the child if it is due. Errors: OSError, ValueError, RuntimeError (store)."""
         now, settings = time.monotonic(), project_config().store
         if now < self._not_before:
             return
@@ -76,7 +78,7 @@ class Undertaker:
         store = StorePlace(settings.uri or str(settings.path), settings.lease_ttl_s).open()
         live = {holder.token for holder in store.holders()}
         if self._live - live:
-            # again after a lease's length: a run is over where no next step has begun by then
+            # again after a lease's length: a run is over if no next step has begun by then
             self._due += [now, now + settings.lease_ttl_s + OVERDUE_CHECK_S]
         self._live = live
         waits = self._child is not None and self._child.poll() is None
@@ -115,7 +117,10 @@ class Service:
         env: dict[str, str],
         bound: socket.socket | None = None,
     ) -> None:
-        """bound: where it listens; `command` names its descriptor."""
+        """Describe a service; `keep` starts it.
+
+        bound: the socket on which it listens; `command` names its descriptor.
+        """
         self.name, self._command, self._log, self._env, self._bound = name, command, log, env, bound
         self._stack = contextlib.ExitStack()
         self._starts: list[float] = []
@@ -124,7 +129,7 @@ class Service:
         self.given_up = False
 
     def keep(self) -> bool:
-        """Start it where it is not running and may be. Result: did anything change."""
+        """Start the service if it is not running and may run. Result: True if anything changed."""
         if self.process is not None and self.process.poll() is None:
             return False
         now = time.monotonic()
@@ -157,13 +162,13 @@ class Service:
         return True
 
     def close(self) -> None:
-        """End it."""
+        """End the service."""
         self._stack.close()
         self.process = None
 
 
 def server_environment(address: str, login: str) -> dict[str, str]:
-    """What a Prefect server of ours is started with: who may speak to it."""
+    """Return variables for a Prefect server of ours, which limit who may use it."""
     return {
         "PREFECT_SERVER_API_AUTH_STRING": login,
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": address,
@@ -177,8 +182,9 @@ def _parts(
     env: dict[str, str],
     sockets: tuple[socket.socket, socket.socket, socket.socket],
 ) -> dict[str, Service]:
-    """What is run, none of it started. env: of the server and what speaks to it; sockets: as
-    `supervise` has them.
+    """Return the services, none of them started.
+
+    env: variables of the Prefect server and its clients; sockets: see `supervise`.
     """
     prefect, mlflow, viewer = sockets
     prefect_env = {
@@ -201,9 +207,26 @@ def _parts(
         "worker": ([sys.executable, "-m", "services.supervisor", "worker"], env, None),
     }
     return {
-        name: Service(name, command, log_file(state, name), own, bound)
-        for name, (command, own, bound) in parts.items()
+        name: Service(name, command, log_file(state, name), variables, bound)
+        for name, (command, variables, bound) in parts.items()
     }
+
+
+def _engine(state: Path) -> dict[str, Service]:
+    """Return the host that keeps an engine between runs, if the project's params.yaml uses one."""
+    link = state / KEPT
+    link.unlink(missing_ok=True)
+    try:
+        cfg = project_config()
+    except ConfigError as error:
+        logger.warning("no engine is kept: %s", error)
+        return {}
+    if cfg.rollout.engine not in HOSTED:
+        return {}
+    folder = new_folder()
+    link.symlink_to(folder)
+    command, env = host_command(cfg, folder, cfg.vllm.keep_s), host_environment(cfg)
+    return {"engine": Service("engine", command, log_file(state, "engine"), env)}
 
 
 def supervise(
@@ -227,7 +250,7 @@ def supervise(
     me = Services(os.getpid(), started, prefect, mlflow, new_login(), viewer=viewer)
     env = client_environment(me)
     bound = (prefect_socket, mlflow_socket, viewer_socket)
-    services = _parts(state, me, env, bound)
+    services = _parts(state, me, env, bound) | _engine(state)
     ready = False
 
     def publish() -> None:
@@ -237,14 +260,14 @@ def supervise(
             if service.process is not None
         }
         given_up = tuple(name for name, service in services.items() if service.given_up)
-        said = asdict(replace(me, ready=ready, pids=pids, given_up=given_up))
-        write_private(state_file(state), json.dumps(said, indent=1).encode())
+        record = asdict(replace(me, ready=ready, pids=pids, given_up=given_up))
+        write_private(state_file(state), json.dumps(record, indent=1).encode())
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.ExitStack() as stack:
         stack.callback(forget, state)
         for service in services.values():
-            # in the end: the worker first, while the server still listens
+            # the stack closes the last first: the worker ends while the server still listens
             stack.callback(service.close)
         try:
             services["prefect"].keep()
@@ -265,7 +288,7 @@ def supervise(
             stack.callback(undertaker.close)
             next_look = 0.0
             while True:
-                # each of them, so no any() over a generator
+                # any(generator) would stop at the first change
                 changed = [service.keep() for service in services.values()]
                 if any(changed):
                     publish()
@@ -281,7 +304,7 @@ def supervise(
 
 
 def _bring_back(services: Services) -> None:
-    """A server that does not answer is started again by its own service; the next look comes."""
+    """Reschedule crashed flow runs. If the server does not answer, the next look tries again."""
     try:
         bring_back(services.api, services.login)
     except (OSError, ValueError) as error:
@@ -289,7 +312,7 @@ def _bring_back(services: Services) -> None:
 
 
 def _look(undertaker: Undertaker) -> None:
-    """A store that does not answer is looked at again; the next look comes."""
+    """Look for dead runs. If the store does not answer, the next look tries again."""
     try:
         undertaker.look()
     except (OSError, ValueError, RuntimeError) as error:
@@ -328,8 +351,8 @@ def _pools() -> int:
 
 
 def _toml(state: Path, services: Services) -> str:
-    """The login is in the address: with another address, of a server elsewhere, Prefect's
-    client sends none of ours.
+    """Return the content of prefect.toml. The login is part of the address, so Prefect's client
+    never sends it to a server at another address.
     """
     home = state / "prefect"
     return f"""{TOML_MARK}: `prefect` commands typed here go to this project's server
@@ -344,7 +367,7 @@ url = {json.dumps(with_login(services.api, services.login))}
 
 
 def healthy(address: str) -> bool:
-    """Does a server answer there, within 5 s."""
+    """Return True if a server answers at the address within 5 s."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(address, timeout=5) as reply:
@@ -354,8 +377,8 @@ def healthy(address: str) -> bool:
 
 
 def _worker() -> int:
-    """A Prefect worker that ends with its owner, its flow runs with it: they report themselves
-    as crashed and are run again.
+    """Run a Prefect worker that ends with its owner. Its flow runs end with it; they report
+    themselves as crashed and are run again.
     """
     end_with_owner(WORKER_GRACE_S)
     sys.argv = [
@@ -376,12 +399,12 @@ def _worker() -> int:
 
 
 def _sockets(descriptors: Sequence[str]) -> tuple[socket.socket, socket.socket, socket.socket]:
-    prefect, mlflow, viewer = (socket.socket(fileno=int(each)) for each in descriptors)
+    prefect, mlflow, viewer = (socket.socket(fileno=int(descriptor)) for descriptor in descriptors)
     return prefect, mlflow, viewer
 
 
 def main(arguments: Sequence[str]) -> int:
-    """What the supervisor and its children are started with."""
+    """Run a command of the supervisor or of its children."""
     commands: dict[str, Callable[[], int]] = {
         "supervise": lambda: guarded(
             lambda: supervise(STATE, *_sockets(arguments[1:])), show_traceback=True

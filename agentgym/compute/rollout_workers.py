@@ -1,5 +1,6 @@
-"""The engine in several processes: rollout workers, and a facade that sends every episode to
-one and loses none.
+"""Rollout workers, each a process with an engine, and the facade that sends episodes to them.
+
+The facade plays an episode of a lost worker again in another one.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from agentgym.rollouts.engine import canary_of, episode_settings, openings, shar
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
-from agentgym.rollouts.policies.engines import num_processes, open_policy, start_timeout_s
+from agentgym.rollouts.policies.engines import num_processes, open_here, start_timeout_s
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Delivery, Endpoints, EngineUsage, Item, Trajectory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CLOSE_S = 15.0  # for workers to end of themselves
+CLOSE_S = 15.0  # for workers to end on their own
 
 
 class WorkersLost(RuntimeError):
@@ -60,12 +61,12 @@ class WorkersLost(RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What every rollout worker of a run begins with."""
+    """Configuration and first weights of a run's rollout workers."""
 
     cfg: RunConfig
     files: dict[str, bytes]  # architecture and tokenizer
-    weights: StoredTensors  # to begin with
-    version: int  # of these
+    weights: StoredTensors  # the first ones
+    version: int  # of these weights
     endpoints: Endpoints
     num_slots: int  # episodes at a time
     drivers_node: str  # Ray's id of the node the step runs on
@@ -73,16 +74,16 @@ class WorkerPlan:
 
 
 class RolloutWorker:
-    """Actor: an engine of its own and its own connections to the environments.
+    """Actor with its own engine and its own connections to the environments.
     Its methods run in one event loop.
     """
 
     async def start(self, plan: WorkerPlan) -> tuple[str, dict[str, str]]:
-        """Begin with the plan's weights.
-        Result: (where this is, what episodes begin with, by environment).
+        """Open the engine with the plan's weights and connect to the environments.
+        Result: (process and host of this worker, opening instructions by environment).
         """
         set_threads()
-        use_interface_of(node_address())  # weights come the way that Ray goes
+        use_interface_of(node_address())  # send weights through the interface that Ray uses
         self._cfg = cfg = plan.cfg
         if node_id() != plan.drivers_node:
             for endpoint in itertools.chain.from_iterable(plan.endpoints.values()):
@@ -96,7 +97,7 @@ class RolloutWorker:
             plan.files[ARCHITECTURE].decode(), plan.files[TOKENIZER], plan.weights, plan.adapter
         )
         self._renderer = checkpoint.renderer
-        self._policy = open_policy(cfg, checkpoint, num_slots=plan.num_slots, version=plan.version)
+        self._policy = open_here(cfg, checkpoint, num_slots=plan.num_slots, version=plan.version)
         self._pool = EnvPools.of(cfg.envs, plan.endpoints)
         await self._pool.__aenter__()
         guides = await self._pool.check(cfg.envs, allow_expert=False)
@@ -105,8 +106,8 @@ class RolloutWorker:
     async def play(
         self, item: Item, sample: int, settings: EpisodeSettings
     ) -> tuple[Trajectory, list[Trajectory]]:
-        """One episode, with as many attempts as a failing environment may have; each has a
-        session of its own. Result: (the attempt that counts, or the last one; those before it).
+        """Play one episode; if the environment fails, try again in a new session.
+        Result: (the attempt that counts, else the last one; the attempts before it).
         """
         rollout = self._cfg.rollout
         failed: list[Trajectory] = []
@@ -121,7 +122,7 @@ class RolloutWorker:
         return last, failed
 
     async def publish(self, delivery: Delivery) -> None:
-        """As `Policy.publish`."""
+        """Publish weights, see `Policy.publish`."""
         await self._policy.publish(delivery)
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
@@ -142,12 +143,12 @@ class RolloutWorker:
 
 @dataclass(frozen=True)
 class Published:
-    """The weights that workers are to have."""
+    """The newest weights, which every worker must hold."""
 
-    sender: Sender | None  # None: those of the plan
+    sender: Sender | None  # None: the weights of the plan
     version: int
     sequences: list[list[int]] = field(default_factory=list)  # of the canary
-    ours: Tensor | None = None  # the learner's scores of them; None before its first publish
+    ours: Tensor | None = None  # the learner's scores of them; None before the first publish
 
 
 @dataclass(eq=False)
@@ -159,7 +160,7 @@ class Worker:
     version: int
     where: str = "not started yet"
     num_episodes: int = 0  # in flight
-    seen: Seen | None = None  # by its last canary
+    seen: Seen | None = None  # result of its last canary
 
 
 class RayEngine:
@@ -181,7 +182,7 @@ class RayEngine:
         self._weights = Published(None, plan.version)
         self.instructions: dict[str, str] = {}
         self._num_lost = 0
-        self._usages: dict[Worker, EngineUsage] = {}  # as last heard; lost workers' too
+        self._usages: dict[Worker, EngineUsage] = {}  # last reports, of lost workers too
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
         self._replacing: set[asyncio.Task[None]] = set()
@@ -191,7 +192,7 @@ class RayEngine:
         self._publish_s = max(self._patience_s, 2 * rollout.publish_timeout_s + SLACK_S)
 
     def start(self) -> None:
-        """Bring up all workers with the plan's weights."""
+        """Start all workers with the plan's weights."""
 
         async def all_of_them() -> None:
             await asyncio.gather(*(self._bring_up(index) for index in range(self._num_workers)))
@@ -210,7 +211,7 @@ class RayEngine:
         read_last: bool = False,
         progress: Callable[[int], None] = lambda _: None,
     ) -> list[Trajectory]:
-        """As `Engine.collect`: trajectories in admission order.
+        """Collect trajectories in admission order, see `Engine.collect`.
         Errors: RolloutError, WorkersLost.
         """
         rollout = self._cfg.rollout
@@ -248,24 +249,25 @@ class RayEngine:
         return trajectories
 
     def attempts(self, settings: EpisodeSettings) -> WorkersAttempts:
-        """Return what plays single episodes, in `loop`."""
+        """Return a player of single episodes; it runs in `loop`."""
         return WorkersAttempts(self, settings)
 
-    async def _between_updates(self, what: str) -> None:
-        """Every worker wakes, or sleeps, where ranks may be on its GPU; one that comes up later is
-        awake.
+    async def _between_updates(self, method: str) -> None:
+        """Wake the workers or put them to sleep, if ranks may be on their GPUs.
+
+        method: "wake" or "sleep". A worker that starts later is awake.
         """
         if not shares_device(self._cfg):
             return
 
         async def ask(worker: Worker) -> None:
-            answer = _within(getattr(worker.actor, what).remote(), self._publish_s)
+            answer = _within(getattr(worker.actor, method).remote(), self._publish_s)
             await self._survive(worker, answer)
 
         await asyncio.gather(*map(ask, tuple(self.workers)))
 
     def publish(self, learner: RayLearner, version: int) -> float:
-        """Rank 0 sends the weights, every worker takes them and answers the canary.
+        """Send rank 0's weights to every worker and compare each worker's canary.
 
         Result: the canary's largest difference, nats.
         Errors: EngineMismatch, WorkersLost, RankLost, TransportBroken.
@@ -274,7 +276,7 @@ class RayEngine:
 
         transport, sequences = self._cfg.ray.transport, self._canary.sequences
         ours = self._canary.score(learner, sequences)
-        # its deadline ends before the engine's own
+        # this deadline must end before the engine's own
         sender = learner.export(version, transport, self._cfg.rollout.publish_timeout_s / 4)
         self._canary.sent(sender.digest, version)
         self._weights = Published(sender, version, sequences, ours)
@@ -283,25 +285,25 @@ class RayEngine:
             workers = tuple(self.workers)
             for worker, error in zip(workers, await self._send(sender, workers), strict=True):
                 if isinstance(error, ray.exceptions.RayTaskError):
-                    logger.warning("%s; it is sent again", first_line(cause_of(error)))
+                    logger.warning("%s; the weights are sent again", first_line(cause_of(error)))
                 elif error is not None:
                     self._lose(worker, error)
             await asyncio.gather(
                 *(self._survive(worker, self._update(worker)) for worker in tuple(self.workers))
             )
-            await self._pick()  # where all were lost, the first replacement has answered
+            await self._pick()  # if all were lost, wait for the first replacement
             return max(worker.seen.gap for worker in self.workers if worker.seen)
 
         return self._run(all_of_them())
 
     def usage(self) -> EngineUsage:
-        """As `Engine.usage`; what a lost worker did since it was last asked is not in it."""
+        """Return the workers' usage; a lost worker counts up to its last report."""
 
         async def ask(worker: Worker) -> None:
             answer = _within(worker.actor.usage.remote(), self._patience_s)
-            told: EngineUsage | None = await self._survive(worker, answer)
-            if told is not None:
-                self._usages[worker] = told
+            usage: EngineUsage | None = await self._survive(worker, answer)
+            if usage is not None:
+                self._usages[worker] = usage
 
         async def all_of_them() -> EngineUsage:
             await asyncio.gather(*map(ask, tuple(self.workers)))
@@ -313,13 +315,13 @@ class RayEngine:
         """End the workers."""
 
         async def ask(worker: Worker) -> None:
-            with contextlib.suppress(Exception):  # it is gone already, or ends as it is
+            with contextlib.suppress(Exception):  # already gone, or killed below
                 await _within(worker.actor.close.remote(), CLOSE_S)
 
         async def all_of_them() -> None:
             await asyncio.gather(*map(ask, self.workers))
 
-        self.loop.cancel()  # rollouts nobody waits for
+        self.loop.cancel()  # abandoned rollouts
         self.loop.run(all_of_them())
         end([worker.actor for worker in self.workers])
 
@@ -328,9 +330,7 @@ class RayEngine:
 
         try:
             return self.loop.run(coroutine)
-        except (
-            ray.exceptions.RayTaskError
-        ) as error:  # raised inside a worker; its own kind says more than Ray's
+        except ray.exceptions.RayTaskError as error:  # raised in a worker: keep the error's class
             raise cause_of(error) from None
 
     async def play(
@@ -338,7 +338,7 @@ class RayEngine:
     ) -> tuple[Trajectory, list[Trajectory]]:
         """Play an episode in the least busy worker; if that one is lost, play it again in another.
 
-        Result: as of `RolloutWorker.play`.
+        Result: see `RolloutWorker.play`.
         """
         while True:
             worker = await self._pick()
@@ -354,8 +354,8 @@ class RayEngine:
     async def _while_it_lives(
         self, worker: Worker, answer: Any
     ) -> tuple[Trajectory, list[Trajectory]]:
-        """Wait for an episode as long as its worker answers: environments, engine and attempts have
-        deadlines there.
+        """Wait for an episode while its worker answers; the worker itself bounds environments,
+        engine and attempts.
         Errors: TimeoutError.
         """
         episode = asyncio.ensure_future(answer)
@@ -365,11 +365,11 @@ class RayEngine:
             played: tuple[Trajectory, list[Trajectory]] = await episode
             return played
         finally:
-            episode.cancel()  # of a lost worker, or of rollouts that nobody waits for
+            episode.cancel()  # if the worker is lost or the rollouts are abandoned
 
     async def _pick(self) -> Worker:
-        """The least busy worker; waits where none is left.
-        Errors: what ended the replacing of lost workers.
+        """Return the least busy worker; wait if there is none.
+        Errors: the one that ended the replacement of lost workers.
         """
         while True:
             if self._failure is not None:
@@ -380,10 +380,9 @@ class RayEngine:
             await self._changed.wait()  # `_replace` has the deadline
 
     async def _survive(self, worker: Worker, answer: Awaitable[T]) -> T | None:
-        """The worker's answer, or None where it is lost; another one then comes up in its place.
+        """Return the worker's answer, or None if it is lost; a replacement then starts.
 
-        A worker that cannot be reached counts as lost at once: what it still does is heard by
-        nobody.
+        An unreachable worker counts as lost at once, and its later answers are ignored.
         """
         import ray
 
@@ -397,7 +396,7 @@ class RayEngine:
 
     def _lose(self, worker: Worker, error: BaseException) -> None:
         if worker not in self.workers:
-            return  # another of its episodes was first
+            return  # another of its episodes has reported it
         self.workers.remove(worker)
         self._num_lost += 1
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -432,8 +431,8 @@ class RayEngine:
         self._changed.set()
 
     async def _bring_up(self, index: int) -> None:
-        """A new worker with the present weights.
-        One that is lost while it starts counts like any other.
+        """Start a worker with the newest weights.
+        A worker lost during its start counts like any other.
         """
         import ray
 
@@ -459,14 +458,14 @@ class RayEngine:
         self._changed.set()
 
     async def _update(self, worker: Worker) -> None:
-        """Bring the worker to the newest weights, which may change meanwhile, and compare its
+        """Bring the worker to the newest weights, even if these change meanwhile, and compare its
         canary.
         """
         while True:
             weights = self._weights
             if weights.sender is not None and worker.version != weights.version:
                 (error,) = await self._send(weights.sender, [worker])
-                # unless newer weights took their place
+                # a broken transport is no error once newer weights have replaced these
                 if error and (
                     weights is self._weights or not isinstance(cause_of(error), TransportBroken)
                 ):
@@ -487,8 +486,9 @@ class RayEngine:
                 return
 
     async def _send(self, sender: Sender, workers: Sequence[Worker]) -> list[BaseException | None]:
-        """To all of these at once; one sending after the other. Result: what each of them raised.
-        Errors: RankLost where the sender died.
+        """Send weights to these workers at once; one call of this method runs at a time.
+
+        Result: each worker's error, or None. Errors: RankLost if the sender died.
         """
         if not workers:
             return []
@@ -501,15 +501,15 @@ class RayEngine:
             receivers = [num_processes(self._cfg)] * len(workers)
             opening = asyncio.to_thread(sender.open, receivers)
             deliveries, sent = await self._of_sender(opening)
-            each = map(one, workers, deliveries)
-            ended = await asyncio.gather(*each, return_exceptions=True)
+            publishing = map(one, workers, deliveries)
+            errors = await asyncio.gather(*publishing, return_exceptions=True)
             if sent is not None:
-                with contextlib.suppress(TransportBroken):  # they say so themselves
+                with contextlib.suppress(TransportBroken):  # the workers report it
                     await self._of_sender(_within(sent, self._publish_s))
-        return ended
+        return errors
 
     async def _of_sender(self, answer: Awaitable[T]) -> T:
-        """Errors: the sender's own; RankLost where it died."""
+        """Wait for the sender. Errors: those that it raised; RankLost if it died."""
         import ray
 
         try:
@@ -525,7 +525,7 @@ class RayEngine:
 
 @dataclass(frozen=True)
 class WorkersAttempts:
-    """Plays episodes in the engine's workers, each until an attempt counts."""
+    """Player of episodes in the engine's workers, each until an attempt counts."""
 
     engine: RayEngine
     settings: EpisodeSettings
@@ -534,7 +534,7 @@ class WorkersAttempts:
         self,
         item: Item,
         sample: int,
-        barrier: Lockstep | None = None,  # never: `deterministic` is inline
+        barrier: Lockstep | None = None,  # unused: `deterministic` needs compute inline
         failed: Callable[[Trajectory], None] = lambda _: None,
     ) -> Trajectory:
         """Play an episode; see `Attempts.play`."""
@@ -545,7 +545,7 @@ class WorkersAttempts:
 
 
 async def _within(reference: Any, seconds: float) -> Any:
-    """Errors: TimeoutError, which says how long was waited."""
+    """Wait for a result. Errors: TimeoutError that states the limit."""
     try:
         return await asyncio.wait_for(reference, seconds)
     except TimeoutError:

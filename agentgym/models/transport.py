@@ -1,8 +1,8 @@
 """Weights on their way from a learner to the engines that sample with them: inside one process, in
 memory that processes of one machine share, through Ray's object store, or by collective broadcast.
 
-The sender computes a digest, and the receiver computes it again of what arrived, before it samples
-with it.
+The sender computes a digest, and the receiver computes it again from what arrived, before it
+samples with these weights.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import datetime
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import socket
 import time
@@ -26,19 +27,25 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.nn.functional import pad
 from torch.storage import TypedStorage
 
-from agentgym.models.tensorfiles import DTYPE_NAMES, DTYPES, TensorFile
+from agentgym.models.tensorfiles import DTYPE_NAMES, DTYPES, Shaped, TensorFile
 from agentgym.types import EngineMismatch
+from agentgym.types import TransportBroken as TransportBroken
+
+logger = logging.getLogger(__name__)
 
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch lists neither
 FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
 
 _SIOCGIFADDR, _IFREQ_BYTES, _ADDRESS = 0x8915, 40, slice(20, 24)  # netdevice(7)
 
+UNREADABLE = "unreadable"  # in place of a digest
 SUMS = "sums:"  # prefix of a digest made of sums
 WORDS = 1 << 16  # of 32 bits in a block
 BLOCKS_OF_GPU = 256  # blocks summed at once on a GPU: 64 MiB, and 256 MiB for the products
@@ -47,12 +54,8 @@ KEY = 0x5EED  # seed of the factors
 Place = tuple[str, int] | Path  # where processes meet: host and port, or a file
 
 
-class TransportBroken(RuntimeError):
-    """Weights did not get to all of a group: one of them died, hangs, or was too slow."""
-
-
 def weights_digest(weights: Mapping[str, Tensor], like: str = "") -> str:
-    """Return what tells weights apart from others.
+    """Return a digest of weights.
 
     For tensors in host memory this is the sha256 of the safetensors file that holds them. For
     tensors on a GPU it is made of sums that the GPU computes; a CPU computes the same ones.
@@ -100,7 +103,9 @@ def _sums(tensor: Tensor) -> Tensor:
 
 @cache
 def _factors(count: int, streams: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return odd random numbers, [len(streams), count] int64. More of a stream begin with fewer."""
+    """Return odd random numbers, [len(streams), count] int64.
+    A longer draw from a stream begins with the shorter one.
+    """
     rows = [
         np.random.Generator(np.random.Philox(key=[KEY, stream])).integers(
             1 << 64, size=count, dtype=np.uint64
@@ -111,7 +116,7 @@ def _factors(count: int, streams: tuple[int, ...], device: torch.device) -> Tens
 
 
 def require_arrived(arrived: str, sent: str, version: int, where: str) -> None:
-    """Compare two digests. Errors: EngineMismatch."""
+    """Raise EngineMismatch unless both digests are equal. where: the place of arrival."""
     if arrived != sent:
         raise EngineMismatch(
             f"weights version {version} arrived at {where} with digest {_short(arrived)}, sent was"
@@ -123,10 +128,10 @@ def _short(digest: str) -> str:
     return digest.removeprefix(SUMS)[:12]
 
 
-def require_newer(version: int, held: int) -> None:
-    """Errors: ValueError."""
-    if version <= held and not version == held == 0:
-        raise ValueError(f"weight versions must grow: engine holds {held}, got {version}")
+def require_newer(version: int, current: int) -> None:
+    """Raise ValueError unless the version is newer than the engine's; 0 may repeat."""
+    if version <= current and not version == current == 0:
+        raise ValueError(f"weight versions must grow: engine holds {current}, got {version}")
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -135,10 +140,22 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
         file.writelines(TensorFile.of(weights).pieces())
 
 
+def read_weights(path: Path, like: str) -> tuple[str, dict[str, Tensor]]:
+    """Return (digest, weights) of a safetensors file; UNREADABLE and none if it is cut or broken.
+    like: the digest to compare with.
+    """
+    try:
+        weights = load_file(path)
+    except (SafetensorError, OSError) as error:
+        logger.warning("weights in %s cannot be read: %s", path, error)
+        return UNREADABLE, {}
+    return weights_digest(weights, like), weights
+
+
 @contextmanager
 def memory_file() -> Iterator[Path]:
-    """Yield a file in memory, which processes of this user can open. It is gone when this process
-    is, and those that read it have closed it.
+    """Yield the path of a file in memory that other processes of this user can open. After the
+    block the memory is freed as soon as they have closed the file.
     """
     descriptor = os.memfd_create("weights")
     try:
@@ -148,8 +165,8 @@ def memory_file() -> Iterator[Path]:
 
 
 def shared_of(weights: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """Return what another process opens tensors of a GPU with, as plain values. The tensors stay
-    the sender's, who leaves them as they are until they were copied.
+    """Return handles, as plain values, with which another process opens these GPU tensors. The
+    sender must not change the tensors until the receiver has copied them.
     """
     shared = {}
     for name, tensor in weights.items():
@@ -160,7 +177,7 @@ def shared_of(weights: Mapping[str, Tensor]) -> dict[str, list[Any]]:
 
 
 def opened(shared: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
-    """Return the tensors of `shared_of`. Errors: RuntimeError where the driver refuses them."""
+    """Return the tensors of `shared_of`. Errors: RuntimeError if the driver refuses them."""
     return {
         name: rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
             Tensor, size, stride, offset, TypedStorage, DTYPES[dtype], *handles
@@ -177,14 +194,54 @@ class InProcess:
         self.digest = weights_digest(weights)
 
     async def weights(self) -> dict[str, Tensor]:
-        """Return a copy, in the memory that the learner's are in."""
+        """Return a copy on the device of the learner's weights."""
         return await asyncio.to_thread(self._copied)
 
     def _copied(self) -> dict[str, Tensor]:
-        copied = {name: each.detach().clone() for name, each in self.held.items()}
+        copied = {name: tensor.detach().clone() for name, tensor in self.held.items()}
         arrived = weights_digest(copied, self.digest)
         require_arrived(arrived, self.digest, self.version, "the engine")
         return copied
+
+
+def shapes_of(layout: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Tensor]:
+    """Return tensors without values. layout: see `layout_of`."""
+    return {
+        name: torch.empty(tuple(shape), dtype=DTYPES[dtype], device="meta")
+        for name, (dtype, shape) in layout.items()
+    }
+
+
+@dataclass(frozen=True)
+class FromProcess:
+    """A `Delivery` of another process of this machine; every value is plain.
+
+    The weights lie in a safetensors file that the sender holds open, or in a GPU's memory.
+    """
+
+    digest: str
+    version: int
+    layout: dict[str, tuple[str, tuple[int, ...]]]  # see `layout_of`
+    path: str = ""
+    shared: dict[str, list[Any]] | None = None  # see `shared_of`
+
+    @property
+    def shapes(self) -> dict[str, Tensor]:
+        """Tensors without values."""
+        return shapes_of(self.layout)
+
+    async def weights(self) -> dict[str, Tensor]:
+        """Return a copy. Errors: EngineMismatch; RuntimeError if the driver refuses the handles."""
+        return await asyncio.to_thread(self._read)
+
+    def _read(self) -> dict[str, Tensor]:
+        if self.shared is None:
+            arrived, weights = read_weights(Path(self.path), self.digest)
+        else:
+            weights = {name: tensor.clone() for name, tensor in opened(self.shared).items()}
+            arrived = weights_digest(weights, self.digest)
+        require_arrived(arrived, self.digest, self.version, "the engine")
+        return weights
 
 
 @dataclass(frozen=True)
@@ -198,31 +255,28 @@ class Broadcast:
     version: int
     layout: dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype as safetensors has it, shape
     backend: str  # gloo or nccl
-    timeout_s: float  # of the meeting, and from its beginning on of all that follows
-    rank: int = 0  # the sender's is 0, an engine's first process has this, the next this + 1
+    timeout_s: float  # of the whole exchange, from the start of the meeting
+    rank: int = 0  # 0: the sender; for an engine, of its first process, the others follow
     size: int = 0
-    host: str = ""  # where rank 0 opened a meeting place
+    host: str = ""  # address at which rank 0 opened a meeting place
     port: int = 0
     path: str = ""  # or the file in which they meet
 
     @property
     def shapes(self) -> dict[str, Tensor]:
-        """Without values."""
-        return {
-            name: torch.empty(shape, dtype=DTYPES[dtype], device="meta")
-            for name, (dtype, shape) in self.layout.items()
-        }
+        """Tensors without values."""
+        return shapes_of(self.layout)
 
     async def weights(self) -> dict[str, Tensor]:
-        """Errors: EngineMismatch, TransportBroken."""
+        """Receive the weights. Errors: EngineMismatch, TransportBroken."""
         device = torch.device("cuda" if self.backend == "nccl" else "cpu")
         received = await asyncio.to_thread(self.receive, device)
-        found = await asyncio.to_thread(weights_digest, received, self.digest)
-        require_arrived(found, self.digest, self.version, socket.gethostname())
+        arrived = await asyncio.to_thread(weights_digest, received, self.digest)
+        require_arrived(arrived, self.digest, self.version, socket.gethostname())
         return received
 
     def receive(self, device: torch.device) -> dict[str, Tensor]:
-        """In host memory, whatever the device they come to. Errors: TransportBroken."""
+        """Receive the weights on a device and move them to host memory. Errors: TransportBroken."""
         received: dict[str, Tensor] = {}
         with self._group(None) as broadcast:
             for name, (dtype, shape) in sorted(self.layout.items()):
@@ -232,31 +286,33 @@ class Broadcast:
         return received
 
     def send(self, weights: Mapping[str, Tensor], device: torch.device, meeting: Any) -> None:
-        """meeting: see `serve`; None where processes meet in a file. Errors: TransportBroken."""
+        """Send the weights. meeting: see `serve`; None if the processes meet in a file.
+        Errors: TransportBroken.
+        """
         with self._group(meeting) as broadcast:
             for name in sorted(self.layout):
                 broadcast(weights[name].to(device).contiguous())
 
     def at(self, rank: int) -> Broadcast:
-        """Another process's place."""
+        """Return the part of the process with this rank."""
         return replace(self, rank=rank)
 
     @contextmanager
     def _group(self, meeting: Any) -> Iterator[Callable[[Tensor], None]]:
-        """Apart from torch's default group, which this process may be in with others.
-        Result: sends, or fills, a tensor.
+        """Join a group apart from torch's default group, which this process may be in already.
+        Yield a function that sends a tensor, or fills it with what arrives.
         """
         deadline = time.monotonic() + self.timeout_s
-        place: Place = (self.host, self.port) if self.host else Path(self.path)
+        meeting_place: Place = (self.host, self.port) if self.host else Path(self.path)
 
         def ended(work: Any) -> None:
             work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
         group = None
         try:
-            group = self._joined(meeting or meet(place, self.size, self._limit))
+            group = self._joined(meeting or meet(meeting_place, self.size, self._limit))
             yield lambda tensor: ended(group.broadcast(_bytes_of(tensor), 0))
-            ended(group.barrier())  # nobody leaves while another reads
+            ended(group.barrier())  # no process leaves while another reads
         except (RuntimeError, OSError) as error:  # torch's own are subclasses
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise TransportBroken(
@@ -265,13 +321,13 @@ class Broadcast:
             ) from error
         finally:
             if group is not None and self.backend == "nccl":
-                group.abort()  # it holds memory of the GPU
+                group.abort()  # free the group's GPU memory
 
     def _joined(self, store: Any) -> Any:
         if self.backend == "nccl":
             kind: Any = dist.ProcessGroupNCCL
             options = kind.Options()
-            # else torch ends the whole process when another is lost
+            # without this, torch kills the whole process when another one is lost
             os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         else:
             kind = dist.ProcessGroupGloo
@@ -285,12 +341,16 @@ class Broadcast:
         return datetime.timedelta(seconds=self.timeout_s)
 
 
-def layout_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {name: (DTYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in weights.items()}
+def layout_of(weights: Mapping[str, Shaped]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {
+        name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in weights.items()
+    }
 
 
 def serve(host: str, size: int, timeout: datetime.timedelta) -> tuple[Any, tuple[str, int]]:
-    """Open a place where so many processes meet, on this address alone. Result: it, its address."""
+    """Open a meeting place for `size` processes, on this address only.
+    Result: (store, address).
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
         port, descriptor = listener.getsockname()[1], listener.detach()
@@ -306,18 +366,18 @@ def serve(host: str, size: int, timeout: datetime.timedelta) -> tuple[Any, tuple
     return store, (host, port)
 
 
-def meet(place: Place, size: int, timeout: datetime.timedelta) -> Any:
-    """Enter a place that another process opened, or a file."""
-    if isinstance(place, Path):
-        store = FileStore(str(place), size)
+def meet(meeting_place: Place, size: int, timeout: datetime.timedelta) -> Any:
+    """Enter a meeting place that another process opened, or a file."""
+    if isinstance(meeting_place, Path):
+        store = FileStore(str(meeting_place), size)
         store.set_timeout(timeout)
         return store
-    return TCPStore(*place, size, is_master=False, timeout=timeout)
+    return TCPStore(*meeting_place, size, is_master=False, timeout=timeout)
 
 
 def interface_of(address: str) -> str:
-    """Name of the network interface that has an IPv4 address, any of 127.0.0.0/8 included; ""
-    where none is found.
+    """Return the name of the network interface with an IPv4 address; "" if there is none.
+    All addresses of 127.0.0.0/8 are those of the loopback.
     """
     for _, name in socket.if_nameindex():
         with (
@@ -325,16 +385,16 @@ def interface_of(address: str) -> str:
             contextlib.suppress(OSError),
         ):
             reply = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(_IFREQ_BYTES, b"\0"))
-            found = socket.inet_ntoa(reply[_ADDRESS])
-            if found == address or (found.startswith("127.") and address.startswith("127.")):
+            candidate = socket.inet_ntoa(reply[_ADDRESS])
+            if candidate == address or (
+                candidate.startswith("127.") and address.startswith("127.")
+            ):
                 return name
     return ""
 
 
 def use_interface_of(address: str) -> None:
-    """What processes exchange goes through the interface with this address, unless somebody named
-    another.
-    """
+    """Make gloo and NCCL use the interface with this address, unless their variables are set."""
     name = interface_of(address)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
         os.environ.setdefault(variable, name)
@@ -350,5 +410,5 @@ def _gloo_device() -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """A view that every backend can send."""
+    """Return the tensor's bytes as a view, which every backend can send."""
     return tensor.reshape(-1).view(torch.uint8)

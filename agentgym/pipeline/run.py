@@ -1,7 +1,6 @@
-"""The steps of a run, their keys, and `run_step`: the one function every shell calls.
+"""Running a step: Prefect tasks, `agentgym step` and tests all call `run_step`.
 
-A step finds out itself whether it is done, half done or new.
-Prefect tasks, `agentgym step` and tests differ in nothing but how they show it.
+It finds out whether the step is done, half done or new.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from agentgym.pipeline.table import (
     steps_of,
     with_parents,
 )
+from agentgym.rollouts.policies.hosts import one_engine
 from agentgym.steps.context import METRICS, Environment, ForGate, NoProgress, Progress, StepContext
 from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.lease import LeaseHeld, when_free
@@ -50,7 +50,7 @@ from agentgym.types import Endpoints
 
 logger = logging.getLogger(__name__)
 
-# whatever the compute: they need no accelerator
+# with every compute: these need no accelerator
 STAYS_HERE = (Kind.PREPARE, Kind.DEMONSTRATE, Kind.INITIALIZE, Kind.REGISTER, Kind.REPORT)
 
 
@@ -64,9 +64,9 @@ def run_step(
     """Bring one step to its end: find it done, resume it, or run it.
 
     environment: offer_expert -> endpoints of running servers; without it the step starts and ends
-    its own.
-    Errors: ConfigError where the name is unknown or a parent is not done; LeaseHeld where another
-    process runs the step; DigestMismatch where stored content is not what was committed.
+    its own servers. It also starts and ends its own engine, except inside `one_engine`.
+    Errors: ConfigError if the name is unknown or a parent is not done; LeaseHeld if another process
+    runs the step; DigestMismatch if stored content is not what was committed.
     """
     table = steps_of(cfg)
     if name not in table:
@@ -87,7 +87,7 @@ def run_step(
     if cfg.compute in ("ray-job", "kuberay") and step.kind not in STAYS_HERE:
         return _run_elsewhere(step, cfg, store, key, environment)
     _prepare_process(cfg, store)
-    opened = store.open(name, key, [each.digest for each in parents.values()])
+    opened = store.open(name, key, [parent.digest for parent in parents.values()])
     with _closed_where_it_fails(cfg, store), opened as writer:
         head = writer.head
         if head is not None and head.done:  # another process was faster
@@ -107,24 +107,24 @@ def run_step(
             progress=progress or NoProgress(),
             gate=_for_gate(cfg, progress),
             on_commit=Paced(lambda manifest: deliver(cfg, store, step, manifest)),
-            trained=[each for stage, each in done.items() if step.stage and table[stage].stage],
+            trained=[commit for stage, commit in done.items() if step.stage and table[stage].stage],
         )
         begins = f"resumes after commit {head.seq}" if head else "starts"
         logger.info("step %s (%s): %s", name, key[:12], begins)
-        with reaching(cfg.tracking_uri), ctx:  # some steps speak to MLflow themselves
+        with one_engine(cfg), reaching(cfg.tracking_uri), ctx:  # some steps call MLflow
             manifest = _run_watched(ctx)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
 
 
-_looked: set[tuple[str, str]] = set()  # ledgers and stores this process looked through
+_looked: set[tuple[str, str]] = set()  # (MLflow, store) pairs that this process has cleaned up
 
 
 def _prepare_process(cfg: RunConfig, store: RunStore) -> None:
-    """Bound the memory of a pretrained model; once per process, close what earlier ones left
-    RUNNING in MLflow.
+    """Bound the memory of a pretrained model; once per process, close the MLflow runs that earlier
+    processes left RUNNING.
     """
     if cfg.model.source == "hub":
-        gc.collect()  # models of the step before that are in cycles
+        gc.collect()  # the last step's models may be in reference cycles
         return_memory()
         keep_blocks()
     if (cfg.tracking_uri, store.root) not in _looked:
@@ -134,7 +134,7 @@ def _prepare_process(cfg: RunConfig, store: RunStore) -> None:
 
 @contextlib.contextmanager
 def _closed_where_it_fails(cfg: RunConfig, store: RunStore) -> Iterator[None]:
-    """Where the step inside fails or is interrupted, close its run in MLflow."""
+    """If the step inside fails or is interrupted, close its run in MLflow."""
     try:
         yield
     except LeaseHeld:
@@ -142,7 +142,7 @@ def _closed_where_it_fails(cfg: RunConfig, store: RunStore) -> Iterator[None]:
     except BaseException:
         try:
             close_dead(cfg, store)
-        except Exception as error:  # what stopped the step is what the caller must hear of
+        except Exception as error:  # the caller must get the step's own exception
             logger.warning("MLflow may show the step as RUNNING: %s", error)
         raise
 
@@ -150,7 +150,7 @@ def _closed_where_it_fails(cfg: RunConfig, store: RunStore) -> Iterator[None]:
 def _run_elsewhere(
     step: Step, cfg: RunConfig, store: RunStore, key: str, environment: Environment | None
 ) -> Outcome:
-    """The step as a job on a cluster. Errors: as `run_as_job`."""
+    """Run the step as a job on a cluster. Errors: see `run_as_job`."""
     from agentgym.deploy.jobs import run_as_job
 
     head = store.head(step.name, key)
@@ -162,7 +162,7 @@ def _run_elsewhere(
 
 @contextlib.contextmanager
 def _with_servers(cfg: RunConfig, environment: Environment | None) -> Iterator[RunConfig]:
-    """The run as a job has it: fleets come up here, and there they are servers with names."""
+    """Yield the run's configuration for a job: start fleets here, and pass their addresses on."""
     if not any(env.deploy == "kubernetes" for env in cfg.envs):
         yield cfg
         return
@@ -173,7 +173,7 @@ def _with_servers(cfg: RunConfig, environment: Environment | None) -> Iterator[R
                 return env
             room = max(env.max_sessions, cfg.rollout.concurrency)  # a name stands for all servers
             there = {"deploy": "local", "replicas": "auto", "keep": False, "max_sessions": room}
-            urls = tuple(str(each) for each in endpoints[env.name])
+            urls = tuple(str(endpoint) for endpoint in endpoints[env.name])
             return env.model_copy(update={**there, "endpoints": urls})
 
         yield cfg.model_copy(update={"env": named(cfg.env), "mix": tuple(map(named, cfg.mix))})
@@ -184,7 +184,7 @@ def _own_servers(cfg: RunConfig) -> Environment:
 
 
 def _with_data(cfg: RunConfig, store: RunStore) -> RunConfig:
-    """The run as machines without its folders of data can have it."""
+    """Return the configuration for machines without the data folders: it has the data's digest."""
     if not is_elsewhere(cfg):
         return cfg
     kept = cfg.data.model_copy(update={"digest": keep_data(cfg, store)})
@@ -192,16 +192,16 @@ def _with_data(cfg: RunConfig, store: RunStore) -> RunConfig:
 
 
 def require_key(name: str, cfg: RunConfig, expected: str) -> None:
-    """That this machine would run the step that another one asked for.
-    Errors: ConfigError where source, data or what changes a result differ from there.
+    """Raise ConfigError unless the step has the expected key on this machine.
+    The keys differ if source, data or settings that change a result differ.
     """
     table, done = steps_of(cfg), finished(cfg, open_store(cfg))
     if name in table and all(parent in done for parent in table[name].parents):
-        found = key_of(table[name], cfg, done)
+        key = key_of(table[name], cfg, done)
     else:
-        found = "" if name in table else expected  # run_step tells of a name that is none
-    if found != expected:
-        came = f"has key {found[:12]}" if found else "lacks results that it builds on"
+        key = "" if name in table else expected  # run_step reports an unknown name
+    if key != expected:
+        came = f"has key {key[:12]}" if key else "lacks results that it builds on"
         raise ConfigError(
             f"step {name} was asked for with key {expected[:12]} and {came} here: the source, the"
             " data or the store of this machine is another one; use one image for flow and jobs"
@@ -209,7 +209,9 @@ def require_key(name: str, cfg: RunConfig, expected: str) -> None:
 
 
 def _for_gate(cfg: RunConfig, progress: Progress | None) -> ForGate:
-    """What registration may ask for; it takes seconds to import."""
+    """Return the functions that registration may call; each is imported when it is called, because
+    that takes seconds.
+    """
 
     def play_anew(policy: str) -> Any:
         from agentgym.pipeline.promotion import play_anew
@@ -225,7 +227,9 @@ def _for_gate(cfg: RunConfig, progress: Progress | None) -> ForGate:
 
 
 def _run_watched(ctx: StepContext) -> Manifest:
-    """Unless what was committed stops it. What stops it is in MLflow, where that can be reached."""
+    """Run the step unless an alarm on its commits stops it. If MLflow can be reached, it gets the
+    commit that raised the alarm.
+    """
     try:
         if stop := ctx.watch.stop:
             raise stop
@@ -240,9 +244,8 @@ def _run_watched(ctx: StepContext) -> Manifest:
 
 
 def _intact_head(store: RunStore, writer: StepWriter) -> Manifest | None:
-    """What a resumed run goes on from: where the newest commit's content is damaged, the one
-    before.
-    Errors: DigestMismatch, BlobMissing where there is none before it.
+    """Return the commit to resume from: the newest one whose content is not damaged.
+    Errors: DigestMismatch, BlobMissing if the oldest kept commit is damaged, too.
     """
     while writer.head is not None:
         try:
@@ -253,7 +256,7 @@ def _intact_head(store: RunStore, writer: StepWriter) -> Manifest | None:
                 raise
             before = writer.fall_back()
             logger.warning(
-                "%s; it goes on from commit %d, the one before", error, before.seq if before else 0
+                "%s; resuming from commit %d, the one before", error, before.seq if before else 0
             )
     return writer.head
 
@@ -261,12 +264,12 @@ def _intact_head(store: RunStore, writer: StepWriter) -> Manifest | None:
 def run_with_parents(
     name: str, cfg: RunConfig, *, wait_s: float = 0.0, progress: Progress | None = None
 ) -> list[Outcome]:
-    """Bring a step and all that it needs to their end, with one environment server that starts
-    when it is first needed.
+    """Run a step and all the steps that it needs, with one engine and with environment servers that
+    start when they are first needed.
 
     wait_s and errors: see `run_when_free`.
     """
-    with contextlib.ExitStack() as stack:
+    with one_engine(cfg), contextlib.ExitStack() as stack:
         running: list[Endpoints] = []  # once there are servers
 
         def environment(expert: bool) -> AbstractContextManager[Endpoints]:
@@ -291,8 +294,8 @@ def run_when_free(
     environment: Environment | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """`run_step`, after up to `wait_s` seconds for another process that is at work on the step;
-    then LeaseHeld.
+    """Run a step once no other process runs it.
+    Errors: LeaseHeld if that takes more than `wait_s` seconds; those of `run_step`.
     """
     return when_free(
         lambda: run_step(name, cfg, environment=environment, progress=progress), wait_s
@@ -300,7 +303,7 @@ def run_when_free(
 
 
 def confirm(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
-    """A finished step is only as good as its bytes: verify them, and bring MLflow up to date.
+    """Verify the content of a finished step, and bring MLflow up to date.
     Errors: DigestMismatch.
     """
     store.verify(manifest)
@@ -309,7 +312,7 @@ def confirm(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
 
 def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
     """Bring MLflow up to the last commit.
-    A small mark spares the import when nothing is new; points never repeat.
+    A mark file avoids the slow import of MLflow if nothing is new; no point is sent twice.
 
     Errors: LedgerUnavailable.
     """
@@ -317,8 +320,8 @@ def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
         return
     mark = delivery_mark(cfg, run_key(cfg), step.name, manifest.key)
     is_registration = step.kind is Kind.REGISTER
-    told = mark.read_text(encoding="utf-8") if mark.is_file() else ""
-    is_delivered = told == _mark(cfg, step, manifest)
+    recorded = mark.read_text(encoding="utf-8") if mark.is_file() else ""
+    is_delivered = recorded == _mark(cfg, step, manifest)
     if is_delivered and not (is_registration and _is_lost(cfg)):
         return
     deliver_step(
@@ -342,8 +345,10 @@ def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
 
 
 def _is_lost(cfg: RunConfig) -> bool:
-    """Whether a server has lost the registered model; of a file the mark says so. A server that
-    does not answer is not waited for. Errors: LedgerError where it lost the experiment.
+    """Return True if an MLflow server has lost the registered model; False if it does not answer.
+
+    A database file needs no such check: its identity is in the mark.
+    Errors: LedgerError if the server has lost the experiment.
     """
     if has_file(cfg):
         return False

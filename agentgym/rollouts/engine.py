@@ -23,13 +23,14 @@ from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.guide import Guide
 from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
-from agentgym.rollouts.policies.engines import engine_dtype, open_policy, tolerance_of
+from agentgym.rollouts.policies.engines import engine_dtype, tolerance_of
+from agentgym.rollouts.policies.opening import open_policy
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Endpoints, EngineUsage, Item, Policy, Trajectory
 
 
 class HasWeights(Protocol):
-    """What an engine asks of a learner."""
+    """The part of a learner that an engine uses."""
 
     def weights(self) -> dict[str, Tensor]: ...
     def score(self, batch: Batch) -> Tensor: ...
@@ -37,8 +38,8 @@ class HasWeights(Protocol):
 
 @dataclass
 class LocalEngine:
-    """Generates episodes.
-    `publish` and `collect` may be called from two threads: rollouts go on while weights change.
+    """An engine that plays episodes from this process.
+    `publish` and `collect` may be called from two threads: rollouts continue while weights change.
     """
 
     cfg: RunConfig
@@ -46,8 +47,8 @@ class LocalEngine:
     policy: Policy
     pool: EnvPools
     loop: LoopThread
-    instructions: Mapping[str, str]  # by environment; empty where episodes do not begin with them
-    seen: Seen | None = None  # by the last canary
+    instructions: Mapping[str, str]  # by environment; empty if episodes begin without them
+    seen: Seen | None = None  # result of the last canary
 
     @cached_property
     def canary(self) -> Canary:
@@ -65,7 +66,7 @@ class LocalEngine:
         read_last: bool = False,
         progress: Callable[[int], None] = lambda _: None,
     ) -> list[Trajectory]:
-        """Trajectories in admission order; see `agentgym.rollouts.collect.collect`."""
+        """Collect trajectories in admission order, see `agentgym.rollouts.collect.collect`."""
         rollout = self.cfg.rollout
         settings = episode_settings(
             self.cfg,
@@ -112,15 +113,15 @@ class LocalEngine:
         return self.seen.gap
 
     def usage(self) -> EngineUsage:
-        """As `Policy.usage`."""
+        """Return the usage of the policy, see `Policy.usage`."""
         return self.loop.run(self.policy.usage())
 
 
 def shares_device(cfg: RunConfig) -> bool:
     """Return True if an engine sleeps between rollouts, to leave its memory to a learner.
 
-    One process is both, or Ray may schedule a rank and a worker on one GPU. With `max_staleness`
-    it samples while the learner updates.
+    It does if both are in one process, or if Ray may place a rank and a worker on one GPU. With
+    `max_staleness` it never sleeps, because it samples while the learner updates.
     """
     if cfg.rollout.max_staleness:
         return False
@@ -133,7 +134,7 @@ def shares_device(cfg: RunConfig) -> bool:
 def canary_of(cfg: RunConfig, checkpoint: Checkpoint) -> Canary:
     tolerance = tolerance_of(cfg, checkpoint.dtype)
     limit = tolerance.canary
-    if cfg.lora.rank or cfg.ray.num_ranks > 1:  # learner and engine sum in another order
+    if cfg.lora.rank or cfg.ray.num_ranks > 1:  # learner and engine sum in different orders
         limit = max(limit, tolerance.forward)
     return Canary(
         checkpoint.tokenizer,
@@ -145,7 +146,7 @@ def canary_of(cfg: RunConfig, checkpoint: Checkpoint) -> Canary:
 def episode_settings(
     cfg: RunConfig, *, instructions: Mapping[str, str], **collection: Any
 ) -> EpisodeSettings:
-    """What the configuration says about every episode, and `collection` about this one."""
+    """Return an episode's settings: those of the configuration, and those in `collection`."""
     return EpisodeSettings(
         max_new_tokens=cfg.rollout.max_new_tokens,
         context_tokens=cfg.model.context_tokens,
@@ -156,8 +157,8 @@ def episode_settings(
 
 
 def openings(cfg: RunConfig, guides: Mapping[str, Guide]) -> dict[str, str]:
-    """Return what episodes of a run begin with, by environment; empty: with the observation.
-    Errors: ConfigError where an environment offers too few worked examples.
+    """Return the opening text of episodes by environment; empty if they begin with the observation.
+    Errors: ConfigError if an environment offers too few worked examples.
     """
     rollout = cfg.rollout
     if not rollout.instructions:
@@ -172,27 +173,27 @@ def openings(cfg: RunConfig, guides: Mapping[str, Guide]) -> dict[str, str]:
 def open_engine(
     cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
 ) -> Iterator[LocalEngine]:
-    """An engine that samples with the checkpoint's model, its own from here on.
-    Errors: where a server is not what training may use.
+    """Open an engine for the block; it takes over the checkpoint's model.
+    Errors: those of `open_policy`; those of `EnvPools.check` if a server is unfit for training.
     """
-    policy = open_policy(cfg, checkpoint, num_slots=cfg.rollout.concurrency, version=version)
-    # what lives by now lives on: collecting garbage need not look at a million imported objects
-    gc.freeze()
     with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, guides):
+        policy = open_policy(cfg, checkpoint, num_slots=cfg.rollout.concurrency, version=version)
+        # spare the garbage collector a million imported objects, which stay alive anyway
+        gc.freeze()
         try:
             yield LocalEngine(cfg, checkpoint, policy, pool, loop, openings(cfg, guides))
         finally:
-            loop.cancel()  # rollouts nobody waits for
+            loop.cancel()  # abandoned rollouts
             loop.run(policy.close())
-            gc.unfreeze()  # what ends with the step can be garbage: weights of gigabytes
+            gc.unfreeze()  # gigabytes of weights become garbage with the step
 
 
 @contextmanager
 def open_pool(
     cfg: RunConfig, endpoints: Endpoints, *, allow_expert: bool
 ) -> Iterator[tuple[EnvPools, LoopThread, dict[str, Guide]]]:
-    """A client of the servers, checked, the event loop it lives in, and what the servers tell a
-    language model, by environment.
+    """Yield a client of the servers, which are checked, its event loop, and the servers' guides for
+    a language model by environment.
     """
     loop = LoopThread()
     try:
@@ -201,7 +202,7 @@ def open_pool(
         try:
             yield pool, loop, loop.run(pool.check(cfg.envs, allow_expert=allow_expert))
         finally:
-            loop.cancel()  # rollouts nobody waits for must not see the pool close under them
+            loop.cancel()  # abandoned rollouts must not see the pool close
             loop.run(pool.__aexit__(None, None, None))
     finally:
         loop.close()

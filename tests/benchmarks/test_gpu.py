@@ -64,7 +64,7 @@ def test_a_lease_that_is_too_short_for_a_case_does_not_begin_it(gpu, monkeypatch
     monkeypatch.setattr(sys, "argv", ["benchmarks/gpu.py", "--dry", "--budget", "100"])
     assert gpu.main() == 0
     assert begun == [name for name in gpu.CASES if gpu.EXPECTED_S[name] < 100]
-    assert "staged: left out, 100 s are left of 700 expected" in capsys.readouterr().out
+    assert "staged: skipped, 100 s are left and 700 are needed" in capsys.readouterr().out
 
 
 @pytest.mark.integration

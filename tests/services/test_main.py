@@ -116,3 +116,24 @@ def test_a_port_that_was_asked_for_and_is_taken_is_an_error_the_usual_one_is_rep
             _listener(taken, 4200, "PREFECT_PORT")
         with _listener(None, taken, "PREFECT_PORT") as bound:
             assert bound.getsockname()[1] not in (0, taken)
+
+
+@pytest.mark.parametrize(
+    ("kept", "code"), [({}, 0), ({"engine": 1}, 0), ({"engine": None}, 1)], ids=str
+)
+def test_status_lists_a_kept_engine_and_is_0_if_all_services_run(
+    state, sleeper, capsys, kept, code
+):
+    """Engine: none is kept; it runs; it died too often."""
+    pids = dict.fromkeys(["prefect", "worker", "mlflow", "viewer"], sleeper.pid)
+    pids |= {name: sleeper.pid for name, runs in kept.items() if runs}
+    claim(state, sleeper.pid, process_start(sleeper.pid), pids=pids)
+    record = json.loads((state / "services.json").read_text())
+    record["given_up"] = [name for name, runs in kept.items() if not runs]
+    (state / "services.json").write_text(json.dumps(record))
+    Path("prefect.toml").write_text("# mine\n")
+    assert services.status(state) == code
+    printed = capsys.readouterr().out
+    assert ("engine   kept between runs" in printed) == bool(kept)
+    # a user's own prefect.toml has no login
+    assert "PREFECT_API_URL=$(python -m services api) prefect deployment run" in printed

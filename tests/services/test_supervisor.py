@@ -60,3 +60,14 @@ def test_once_a_step_has_lost_its_process_dead_runs_are_closed_now_and_after_a_l
         undertaker.look()
     undertaker.close()
     assert [at for at, _ in begun[1:]] == [21 * OVERDUE_CHECK_S, 24 * OVERDUE_CHECK_S]
+
+
+def test_an_engine_is_kept_where_the_parameter_file_has_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    state, params = tmp_path / ".agentgym", tmp_path / "params.yaml"
+    state.mkdir()
+    for text, kept in (("seed: 1", False), ("no_key: 1", False), ("rollout: {engine: vllm}", True)):
+        params.write_text(text)
+        assert list(supervisor._engine(state)) == ["engine"] * kept
+        assert (state / "engine").is_dir() == kept

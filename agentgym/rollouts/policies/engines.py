@@ -1,19 +1,25 @@
-"""Engines by name: the built-in ones, and whatever installed packages offer under the entry point
-group `agentgym.engines`. Nothing else names one.
+"""Engines by name: the built-in ones, and those that installed packages offer under the entry point
+group `agentgym.engines`. Other modules do not name engines.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import json
-from importlib.metadata import EntryPoint, entry_points
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, distributions, entry_points
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 from agentgym.config import ConfigError, RunConfig
+from agentgym.trust import untrusted_python
 from agentgym.types import Policy
 
-if TYPE_CHECKING:  # the table of steps asks for names alone
+if TYPE_CHECKING:  # the table of steps needs only names
     import torch
 
     from agentgym.models.adapter import Adapter
@@ -25,13 +31,20 @@ BUILT_IN = {
     "torch": "agentgym.rollouts.policies.torch:TorchPolicy",
     "vllm": "agentgym.rollouts.policies.vllm:VllmPolicy",
 }
-PACKAGES = {"vllm": "vllm"}  # engine -> what it needs beside this package's own dependencies
+PACKAGES = {"vllm": "vllm"}  # engine -> package it needs, not a dependency of ours
+HOSTED = frozenset({"vllm"})  # engines with a process of their own, see `hosts.py`
 INSTALL_VLLM = (
-    "`make vllm` makes an environment with its CPU build, `pip install -e '.[vllm]'` in the"
-    " checkout adds the CUDA build to this one"
+    "`make vllm` makes an environment with its CPU build, for rollout.engine_python"
+    " .venv-vllm/bin/python; `pip install -e '.[vllm]'` in the checkout adds the CUDA build to this"
+    " one"
 )
-# what vLLM 0.32 was seen to adapt: models by the model_type of their config.json, and their layers;
-# and the ranks that it may make room for
+VERSIONS = (
+    "{name: found.version for name in sys.argv[1:]"
+    " for found in list(importlib.metadata.distributions(name=name))[:1]}"
+)
+ASK_S = 60.0  # for another interpreter to list its packages
+# adapters that work in vLLM 0.32, as tried: model_type of config.json, names of layers; and the
+# values it accepts for max_lora_rank
 VLLM_MODELS = frozenset({"qwen2"})
 VLLM_LAYERS = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -40,64 +53,123 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class EngineClass(Policy, Protocol):
-    """What an entry point names: a class whose objects are policies."""
+    """The class that an entry point names; its instances are policies."""
 
-    # A SampleKey and the weights determine a token, as `agentgym.rollouts.policies.draw` says, so
-    # an audit can tell a draw from a choice. Of an engine without this, an audit can say how likely
-    # a token was, and no more.
+    # True if a SampleKey and the weights determine a token, see `agentgym.rollouts.policies.draw`:
+    # an audit then repeats the draw. If False, it can only compute how likely a token was.
     repeats_draws: ClassVar[bool]
     tolerances: ClassVar[Tolerances]
 
     @classmethod
     def open(cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Self:
-        """It samples with the checkpoint's model, its own from here on, on
-        `cfg.compute_device`; num_slots: episodes at a time. The checkpoint has an adapter where
-        `why_merged` allows it: this alone is then published.
+        """Open a policy on `cfg.compute_device`; it takes over the checkpoint's model.
+
+        num_slots: episodes at a time. If the checkpoint has an adapter, only that is published;
+        it has one only if `why_merged` allows it.
         """
         ...
 
 
-def open_policy(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Policy:
-    """The policy that `rollout.engine` names. Errors: ConfigError; whatever the engine raises."""
+def open_here(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Policy:
+    """Open the policy that `rollout.engine` names, in this process or its child processes.
+    Errors: ConfigError; those of the engine.
+    """
     chosen = engine_class(cfg.rollout.engine)
     if not hasattr(chosen, "usage"):
         raise ConfigError(
             f"rollout.engine {cfg.rollout.engine}: {chosen.__module__}:{chosen.__qualname__} has no"
             " method `usage`, which every engine has; return an `agentgym.types.EngineUsage`, an"
-            " empty one where nothing is measured"
+            " empty one if nothing is measured"
         )
     tolerance_of(cfg, checkpoint.dtype)
     return chosen.open(cfg, checkpoint, num_slots=num_slots, version=version)
 
 
 def engine_class(name: str) -> type[EngineClass]:
-    """Errors: ConfigError."""
+    """Return the class of an engine. Errors: ConfigError."""
     return cast(type[EngineClass], _entry(name).load())
 
 
 def check_engine(cfg: RunConfig) -> None:
-    """That what samples can be loaded here, where that is here. Errors: ConfigError."""
+    """Raise ConfigError if the engine runs on this machine and its package is not installed."""
     package = PACKAGES.get(cfg.rollout.engine)
     elsewhere = cfg.compute in ("ray-job", "kuberay") or (cfg.compute == "ray" and cfg.ray.address)
-    if package and not elsewhere and find_spec(package) is None:
+    if package and not elsewhere and not installed(engine_python(cfg), package):
+        where = f"in {cfg.rollout.engine_python}" if cfg.rollout.engine_python else "here"
         raise ConfigError(
             f"rollout.engine {cfg.rollout.engine} needs the package {package}, which is not"
-            f" installed here; {INSTALL_VLLM}, or use rollout.engine torch"
+            f" installed {where}; {INSTALL_VLLM}, or use rollout.engine torch"
         )
 
 
+def engine_python(cfg: RunConfig) -> str:
+    """Return the interpreter for a hosted engine; Ray's workers use their own.
+    Errors: ConfigError.
+    """
+    named = cfg.rollout.engine_python if cfg.rollout.engine in HOSTED else ""
+    if not named or cfg.compute != "inline":
+        return sys.executable
+    if refused := untrusted_python(named, sys.prefix, os.environ):
+        raise ConfigError(refused)
+    return named
+
+
+def installed(python: str, package: str) -> bool:
+    """Return True if an interpreter finds a package. Errors: ConfigError if it does not run."""
+    if python == sys.executable:
+        return find_spec(package) is not None
+    is_there: bool = _asked(python, "importlib.util.find_spec(sys.argv[1]) is not None", package)
+    return is_there
+
+
+def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
+    """Return the versions of the packages that an interpreter has. Errors: see `installed`."""
+    if python == sys.executable:
+        return _versions(packages)
+    versions: dict[str, str] = _asked(python, VERSIONS, *packages)
+    return versions
+
+
+def _versions(names: Sequence[str]) -> dict[str, str]:
+    lookups = ((name, next(iter(distributions(name=name)), None)) for name in names)
+    return {name: package.version for name, package in lookups if package}
+
+
+@functools.cache
+def _asked(python: str, expression: str, *arguments: str) -> Any:
+    code = f"import importlib.metadata, importlib.util, json, sys; print(json.dumps({expression}))"
+    try:
+        process = subprocess.run(
+            [python, "-c", code, *arguments],
+            capture_output=True,
+            check=True,
+            timeout=ASK_S,
+        )
+        return json.loads(process.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"rollout.engine_python {python} is no Python that runs here: {error}; name one such as"
+            " .venv-vllm/bin/python, or leave it empty"
+        ) from None
+
+
+def engine_entry(name: str) -> str:
+    """Return MODULE:CLASS of an engine. Errors: ConfigError."""
+    return _entry(name).value
+
+
 def start_timeout_s(cfg: RunConfig) -> float:
-    """Seconds that an engine may take to start, beyond those of the process it is in."""
+    """Seconds that an engine may take to start, in addition to the start of its process."""
     return cfg.vllm.start_timeout_s if cfg.rollout.engine == "vllm" else 0.0
 
 
 def num_processes(cfg: RunConfig) -> int:
-    """Of one engine: so many take weights of a broadcast."""
+    """Number of one engine's processes; each takes part in a broadcast of weights."""
     return cfg.vllm.tensor_parallel_size if cfg.rollout.engine == "vllm" else 1
 
 
 def why_merged(cfg: RunConfig, adapter: Adapter, architecture: str) -> str:
-    """Why the engine is published merged weights; empty: it takes the adapter alone.
+    """Return the reason why the engine needs merged weights; empty if it takes the adapter alone.
     architecture: config.json of the model.
     """
     engine, model = cfg.rollout.engine, json.loads(architecture)["model_type"]
@@ -105,20 +177,20 @@ def why_merged(cfg: RunConfig, adapter: Adapter, architecture: str) -> str:
         return f"engine {engine} takes no adapter"
     if model not in VLLM_MODELS:
         return f"vLLM is not known to adapt a model of type {model}"
-    if odd := {name.rpartition(".")[2] for name in adapter.target_modules} - VLLM_LAYERS:
-        return f"vLLM is not known to adapt {', '.join(sorted(odd))}"
+    if unknown := {name.rpartition(".")[2] for name in adapter.target_modules} - VLLM_LAYERS:
+        return f"vLLM is not known to adapt {', '.join(sorted(unknown))}"
     if adapter.rank > VLLM_RANKS[-1]:
         return f"rank {adapter.rank} is above {VLLM_RANKS[-1]}, vLLM's largest"
     return ""
 
 
 def engine_module(name: str) -> str:
-    """The module whose source computes what it samples. Errors: ConfigError."""
+    """Return the module that implements an engine. Errors: ConfigError."""
     return _entry(name).module
 
 
 def engine_dtype(cfg: RunConfig, weights: torch.dtype) -> torch.dtype:
-    """In which the engine computes with weights of this one."""
+    """Return the dtype in which the engine computes. weights: their dtype."""
     import torch
 
     name = cfg.rollout.engine_dtype
@@ -126,24 +198,24 @@ def engine_dtype(cfg: RunConfig, weights: torch.dtype) -> torch.dtype:
 
 
 def tolerance_of(cfg: RunConfig, weights: torch.dtype) -> Tolerance:
-    """Errors: ConfigError where the engine states none for weights of this dtype."""
+    """Return the engine's tolerance for weights of a dtype. Errors: ConfigError if it has none."""
     name, dtype = cfg.rollout.engine, engine_dtype(cfg, weights)
     stated = engine_class(name).tolerances
     if dtype not in stated:
         raise ConfigError(
-            f"engine {name!r} states no tolerance for weights of {dtype}, so nobody could tell"
-            f" whether it samples from the learner's; it has: {', '.join(map(str, stated))}"
+            f"engine {name!r} states no tolerance for weights of {dtype}, so the canary cannot"
+            f" compare it with the learner; it has: {', '.join(map(str, stated))}"
         )
     return stated[dtype]
 
 
 def _entry(name: str) -> EntryPoint:
-    if name in BUILT_IN:  # to look through all that is installed takes longer than a small batch
+    if name in BUILT_IN:  # searching all packages takes longer than a small batch
         return EntryPoint(name, BUILT_IN[name], ENTRY_POINT_GROUP)
-    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    if name not in found:
-        known = {*found, *BUILT_IN}
+    entries = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in entries:
+        known = {*entries, *BUILT_IN}
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
         raise ConfigError(f"rollout.engine: unknown engine {name!r}; {hint}")
-    return found[name]
+    return entries[name]

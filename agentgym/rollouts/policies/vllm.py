@@ -1,7 +1,7 @@
-"""vLLM as an engine: continuous batching in a process of its own, weights through shared memory, an
-adapter alone where `why_merged` allows it.
+"""vLLM as an engine: continuous batching in its own processes, weights through shared memory, and
+only the adapter's weights if `why_merged` allows that.
 
-Of what it draws no run repeats a token: its kernels' sums depend on what else is in the batch.
+No run can repeat its draws, because the sums of its kernels depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,35 +23,26 @@ import torch
 from torch import Tensor
 
 from agentgym.config import RunConfig, VllmConfig
-from agentgym.models.adapter import Adapter
-from agentgym.models.checkpoint import (
-    ARCHITECTURE,
-    SHARD_BYTES,
-    WEIGHTS,
-    Checkpoint,
-    save_adapter,
-)
+from agentgym.models.checkpoint import SHARD_BYTES, WEIGHTS, Checkpoint, save_adapter
 from agentgym.models.model import weights_of
-from agentgym.models.tensorfiles import (
-    Shaped,
-    StoredTensors,
-    export_tensors,
-    require_fit,
-)
+from agentgym.models.tensorfiles import StoredTensors, export_tensors, require_fit
 from agentgym.models.tolerance import VLLM, Tolerances
 from agentgym.models.transport import (
     Broadcast,
+    FromProcess,
     InProcess,
     TransportBroken,
     is_on_gpu,
     memory_file,
     require_arrived,
     require_newer,
+    shapes_of,
     shared_of,
     write_weights,
 )
 from agentgym.rollouts.policies.draw import seed_of
-from agentgym.rollouts.policies.engines import VLLM_RANKS, engine_dtype
+from agentgym.rollouts.policies.engine_settings import EngineSettings, settings_of, write_model
+from agentgym.rollouts.policies.engines import VLLM_RANKS
 from agentgym.rollouts.policies.meter import Meter
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
 from agentgym.types import Completion, Delivery, EngineUsage, Sampling
@@ -59,14 +50,14 @@ from agentgym.types import Completion, Delivery, EngineUsage, Sampling
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LOWEST = 0.01  # temperature but 0
-FIRST_ADAPTER = "adapter"  # folder of the one that it begins with
-MOST_BATCHED = 8192  # tokens of one forward, where a context is shorter
-# what vLLM's processes are told; whoever sets one means it
+LOWEST = 0.01  # lowest temperature above 0
+FIRST_ADAPTER = "adapter"  # folder of the adapter that it begins with
+MOST_BATCHED = 8192  # tokens of one forward; at least a context
+# variables for vLLM's processes; a variable that is already set keeps its value
 ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",  # nothing is sent to anybody
+    "VLLM_NO_USAGE_STATS": "1",  # send nothing out
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # this process has threads
-    # what it says to nobody who can do anything about it
+    # silence messages that users cannot act on
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TORCH_LOGS": "-torch._library",
@@ -74,13 +65,13 @@ ENVIRONMENT = {
 }
 
 
-def _parameters(**asked: Any) -> Any:
-    """Return vLLM's parameters of a request that is answered once, at its end, with numbers."""
+def _parameters(**options: Any) -> Any:
+    """Return vLLM's parameters for a request with one answer, at its end, and without text."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        **asked,
+        **options,
         detokenize=False,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -88,44 +79,33 @@ def _parameters(**asked: Any) -> Any:
 
 
 def _of_tokens(logprobs: Any, ids: Sequence[int]) -> list[float]:
-    """Return the log-probability of each token out of vLLM's flat lists; a prompt's first position
-    has none. A position's first entry is the token itself, whatever follows.
+    """Return the log-probability of each token from vLLM's flat lists.
+
+    A prompt's first position has none. The first entry of a position is the token itself.
     """
     first = len(logprobs) - len(ids)
-    places = logprobs.start_indices[first:]
-    found = [(logprobs.token_ids[place], logprobs.logprobs[place]) for place in places]
-    for token, (told, _) in zip(ids, found, strict=True):
-        if told != token:
-            raise RuntimeError(f"vLLM gave the log-probability of token {told} for {token}")
-    return [logprob for _, logprob in found]
+    starts = logprobs.start_indices[first:]
+    entries = [(logprobs.token_ids[start], logprobs.logprobs[start]) for start in starts]
+    for token, (returned, _) in zip(ids, entries, strict=True):
+        if returned != token:
+            raise RuntimeError(f"vLLM gave the log-probability of token {returned} for {token}")
+    return [logprob for _, logprob in entries]
 
 
 class VllmPolicy:
-    """Samples with vLLM's copy of the weights; `publish` is the only way they change."""
+    """Policy that samples with vLLM's copy of the weights; only `publish` changes them."""
 
     repeats_draws: ClassVar[bool] = False
     tolerances: ClassVar[Tolerances] = VLLM
 
-    def __init__(
-        self,
-        engine: Any,
-        folder: Path,
-        like: Mapping[str, Shaped],
-        *,
-        stop_ids: Collection[int],
-        context_tokens: int,
-        publish_timeout_s: float,
-        adapter: Adapter | None = None,
-    ) -> None:
-        """engine: an AsyncLLM. folder: this policy's own, for weights on their way; removed by
-        `close`. like: what is published to it. adapter: the kind of this, where it is one.
-        """
-        self._engine, self._folder, self._like = engine, folder, like
-        self._stop_ids, self._context = stop_ids, context_tokens
-        self._adapter = adapter
-        self._lora: Any = None  # what each request names; None: the weights alone
-        self._publish_timeout_s = publish_timeout_s
-        self._names = itertools.count()
+    def __init__(self, engine: Any, folder: Path, settings: EngineSettings) -> None:
+        """Wrap an engine. engine: an AsyncLLM. folder: this policy's own, removed by `close`."""
+        self._engine, self._folder = engine, folder
+        self._like, self._adapter = shapes_of(settings.layout), settings.adapter
+        self._stop_ids, self._context = settings.stop_ids, settings.context_tokens
+        self._lora: Any = None  # adapter that each request names; None: no adapter
+        self._publish_timeout_s = settings.publish_timeout_s
+        self._names, self._adapters = itertools.count(), itertools.count(1)
         self._num_running = self._num_waiting = self._num_publishing = 0
         self._num_slots = engine.vllm_config.scheduler_config.max_num_seqs
         self._meter = Meter()
@@ -133,48 +113,68 @@ class VllmPolicy:
         self._changed = asyncio.Condition()
         self._one_change = asyncio.Lock()
         self._awake = self._shares = True
-        self.version = 0
+        self.version, self.digest = 0, ""
 
     @classmethod
     def open(
         cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int
     ) -> VllmPolicy:
-        """On `cfg.compute_device`. Errors: what vLLM raises where it cannot serve the model."""
+        """Start an engine on `cfg.compute_device`, in child processes, with a checkpoint's weights.
+        Errors: those of vLLM if it cannot serve the model.
+        """
         folder, adapter = Path(tempfile.mkdtemp(prefix="agentgym-vllm-")), checkpoint.adapter
         try:
-            like = _write_model(folder, checkpoint)
-            with _environment(cfg.vllm, folder):
-                from vllm.v1.engine.async_llm import AsyncLLM
-
-                dtype = engine_dtype(cfg, checkpoint.dtype)
-                rank = 0 if adapter is None else adapter.rank
-                arguments = _arguments(cfg, dtype, folder, num_slots, rank)
-                engine = AsyncLLM.from_engine_args(arguments)
-            for each in folder.iterdir():  # read by now, and large
-                if each.is_file():
-                    each.unlink()
+            write_model(folder, checkpoint)
+            if adapter is None:
+                _write_weights(folder, checkpoint)
+            elif adapter.stored is not None:
+                save_adapter(folder / FIRST_ADAPTER, adapter, None)
+            policy = cls.start(settings_of(cfg, checkpoint, num_slots), folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        policy = cls(
-            engine,
-            folder,
-            like,
-            stop_ids=checkpoint.renderer.stop_ids,
-            context_tokens=cfg.model.context_tokens,
-            publish_timeout_s=cfg.rollout.publish_timeout_s,
-            adapter=adapter,
-        )
         policy.version = version
         if adapter is not None and adapter.stored is not None:
-            policy._lora = policy._request(version)  # the first of these reads the files
+            policy._lora = policy._request()  # the first request with it reads the files
         return policy
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        """One action: until a stop token or `max_new_tokens`.
+    @classmethod
+    def start(cls, settings: EngineSettings, folder: Path) -> VllmPolicy:
+        """Start an engine in child processes.
 
-        Errors: ValueError where prompt and action cannot fit the context; RuntimeError where the
-        engine itself fails.
+        folder: the policy's own from here on, with config.json and weights; without weights the
+        engine starts with random ones and gets the first in `begin`.
+        """
+        with _environment(settings, folder):
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            engine = AsyncLLM.from_engine_args(_arguments(settings, folder))
+        for path in folder.iterdir():  # vLLM has read these large files
+            if path.is_file():
+                path.unlink()
+        return cls(engine, folder, settings)
+
+    async def begin(self, digest: str, version: int, delivery: Delivery | None) -> None:
+        """Begin a session with this version of these weights; earlier versions no longer count.
+
+        digest: of the weights; empty: those below an adapter that is new. delivery: None if the
+        engine holds the weights.
+        Errors: see `publish`.
+        """
+        async with self._between_turns():
+            self._meter = Meter()
+            self.version = version if delivery is None else version - 1
+            if not digest:
+                self._lora, self.digest = None, ""
+            await self.wake()
+        if delivery is not None:
+            await self.publish(delivery)
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        """Sample one action, until a stop token or `max_new_tokens`.
+
+        Errors: ValueError if prompt and action cannot fit the context; RuntimeError if the engine
+        itself fails.
         """
         sampling.require_room(prompt_ids, self._context)
         if 0 < sampling.temperature < LOWEST:
@@ -189,52 +189,64 @@ class VllmPolicy:
             seed=seed_of(sampling.key),
             max_tokens=sampling.max_new_tokens,
             stop_token_ids=list(self._stop_ids),
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # of the sampled token only
         )
         async with self._turn():
             version = self.version
             output = await self._answer(prompt_ids, parameters)
         self._meter.prompt(len(prompt_ids), output.num_cached_tokens or 0)
-        said = output.outputs[0]
-        ids = tuple(said.token_ids)
+        action = output.outputs[0]
+        ids = tuple(action.token_ids)
         reason: Literal["stop", "length"] = "stop" if ids[-1] in self._stop_ids else "length"
-        logprobs = tuple(map(float, _of_tokens(said.logprobs, ids)))
+        logprobs = tuple(map(float, _of_tokens(action.logprobs, ids)))
         return Completion(ids, logprobs, reason, version)
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
-        """As `Policy.score`."""
+        """Score token sequences, see `Policy.score`."""
         parameters = _parameters(temperature=1.0, max_tokens=1, prompt_logprobs=0)
 
         async def one(ids: list[int]) -> Tensor:
-            told = (await self._answer(ids, parameters)).prompt_logprobs
-            return torch.tensor(_of_tokens(told, ids[1:]), dtype=torch.float32)
+            logprobs = (await self._answer(ids, parameters)).prompt_logprobs
+            return torch.tensor(_of_tokens(logprobs, ids[1:]), dtype=torch.float32)
 
-        async with self._between_turns():  # equal weights score alike to the bit
+        async with self._between_turns():  # alone, so that equal weights give equal bits
             if not self._awake:
                 raise RuntimeError("vLLM sleeps, so it scores nothing; wake it first")
             return [await one(ids) for ids in sequences]
 
     async def publish(self, delivery: Delivery) -> None:
-        """Every process of the engine first takes them and tells their digest; between turns all
-        change to them, and what was cached under the old ones is forgotten. It wakes.
+        """Change to new weights, and wake the engine.
 
-        Errors: as `Policy.publish`; TransportBroken. RuntimeError where it fails half way: it then
-        generates nothing any more.
+        Every process of the engine first receives the weights and computes their digest; between
+        turns all change to them and empty the prefix cache.
+        Errors: see `Policy.publish`; TransportBroken. RuntimeError if the change fails half way:
+        the engine then generates nothing any more.
         """
         for arrived in await self._stage(delivery):
             require_arrived(
                 arrived, delivery.digest, delivery.version, f"vLLM on {socket.gethostname()}"
             )
         async with self._between_turns():
-            require_newer(delivery.version, self.version)  # only now: others may have come first
+            # only now, because another publish may have been first
+            require_newer(delivery.version, self.version)
             await self.wake()
             await self._switch(delivery.digest, delivery.version)
 
     async def _stage(self, delivery: Delivery) -> list[str]:
-        """Return the digest that each process has of them. A broadcast comes to them; all else
-        comes to this process, which shares it with them.
+        """Bring weights to every process of the engine; return the digest that each computed.
+
+        A broadcast, and the weights of another process, go to these processes directly; other
+        weights go to this process, which shares them.
         """
         what = f"weights version {delivery.version}"
+        if isinstance(delivery, FromProcess):
+            require_fit(delivery.shapes, self._like, what)
+            if delivery.shared is None:
+                return await self._rpc("stage_file", delivery.path, delivery.digest)
+            answers = await self._rpc("stage_shared", delivery.shared, delivery.digest)
+            if refused := next((broken for _, broken in answers if broken), ""):
+                raise TransportBroken(refused)
+            return [digest for digest, _ in answers]
         if isinstance(delivery, Broadcast):
             require_fit(delivery.shapes, self._like, what)
             answers = await self._rpc("stage_broadcast", asdict(delivery))
@@ -266,7 +278,7 @@ class VllmPolicy:
                 if missing:
                     raise RuntimeError(f"{', '.join(missing[:3])} are not among the weights")
             else:
-                await self._switch_adapter(self._adapter, digest, version)
+                await self._switch_adapter(self._adapter, digest)
             if not await self._within("reset_prefix_cache", self._engine.reset_prefix_cache()):
                 raise RuntimeError("its prefix cache could not be emptied")
         except BaseException as error:  # cancelled, too: the old version has new weights
@@ -277,33 +289,38 @@ class VllmPolicy:
             if not isinstance(error, Exception):
                 raise
             raise self._failure from error
-        self.version = version
+        self.version, self.digest = version, digest
 
-    async def _switch_adapter(self, adapter: Adapter, digest: str, version: int) -> None:
-        self._lora = self._request(version)
-        asked = (digest, self._lora.lora_int_id, adapter.settings, str(self._folder))
-        await self._rpc("switch_adapter", *asked)
+    async def _switch_adapter(self, settings: dict[str, Any], digest: str) -> None:
+        self._lora = self._request()
+        arguments = (digest, self._lora.lora_int_id, settings, str(self._folder))
+        await self._rpc("switch_adapter", *arguments)
         shutil.rmtree(self._folder / FIRST_ADAPTER, ignore_errors=True)
 
-    def _request(self, version: int) -> Any:
-        """For that version's adapter. A process without it looks into a folder that the first
-        alone is in, and the engine ends.
+    def _request(self) -> Any:
+        """Return vLLM's request for the next adapter, under a new number.
+
+        A process that lacks this adapter looks for it in the folder of the first one; that folder
+        is removed, so the engine ends and cannot sample with the wrong adapter.
         """
         from vllm.lora.request import LoRARequest
 
-        return LoRARequest(f"version {version}", version + 1, str(self._folder / FIRST_ADAPTER))
+        number = next(self._adapters)
+        return LoRARequest(f"adapter {number}", number, str(self._folder / FIRST_ADAPTER))
 
     async def usage(self) -> EngineUsage:
         return self._meter.usage()
 
     async def sleep(self) -> None:
-        """Where it runs on a GPU, weights go to the host's memory and the cache is dropped."""
+        """Stop sampling; on a GPU, move the weights to host memory and drop the cache."""
         async with self._between_turns():
             self._awake = False
             if self._can_sleep:
                 await self._within("sleep", self._engine.sleep(level=1))
 
     async def wake(self) -> None:
+        """Sample again. Errors: RuntimeError if a process of the engine is gone."""
+        await self._within("check_health", self._engine.check_health())
         if self._can_sleep and not self._awake:
             await self._within("wake_up", self._engine.wake_up())
         async with self._changed:
@@ -320,13 +337,13 @@ class VllmPolicy:
             self._changed.notify_all()
         try:
             await asyncio.to_thread(self._engine.shutdown)
-            # vLLM does it once more when Python ends, with its modules gone
+            # vLLM would shut down again when Python exits, after its modules are gone
             self._engine.shutdown = lambda *_, **__: None
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _answer(self, ids: list[int], parameters: Any) -> Any:
-        """vLLM's last word on a request. Errors: RuntimeError."""
+        """Return vLLM's final output for a request. Errors: RuntimeError."""
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -340,20 +357,22 @@ class VllmPolicy:
         except (EngineDeadError, EngineGenerateError) as error:
             raise RuntimeError(f"engine failed: {type(error).__name__}: {error}") from error
         ended = last.outputs[0].finish_reason
-        if ended not in ("stop", "length"):  # a part of an action, of an engine that ends
+        if ended not in ("stop", "length"):  # a partial action, because the engine ends
             raise self._failure or RuntimeError(f"engine failed: a request ended with {ended!r}")
         return last
 
     async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """What each process of the engine answers. Errors: as `_within`."""
+        """Call every process of the engine; return their answers. Errors: see `_within`."""
         limit = self._publish_timeout_s
         answer = self._engine.collective_rpc(method, timeout=limit, args=arguments)
-        told: list[Any] = await self._within(method, answer)
-        return told
+        answers: list[Any] = await self._within(method, answer)
+        return answers
 
     async def _within(self, what: str, answer: Awaitable[T]) -> T:
-        """Errors: RuntimeError where the engine is dead, or does not answer in time: a late answer
-        would be taken for another's, so it is asked nothing any more.
+        """Wait for the engine's answer within the time limit.
+
+        Errors: RuntimeError if the engine is dead or too slow. After a timeout the engine is not
+        called again: a late answer would be taken for the answer to another call.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -368,7 +387,7 @@ class VllmPolicy:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Of one request; waits while weights change."""
+        """Count a request as running during the block; wait while weights change."""
         async with self._changed:
             while not (self._failure or (self._awake and not self._num_publishing)):
                 self._measure(waiting=1)
@@ -387,16 +406,16 @@ class VllmPolicy:
                 self._changed.notify_all()
 
     def _measure(self, *, running: int = 0, waiting: int = 0) -> None:
-        """So many requests more. vLLM begins as many of those it was given as it has slots."""
+        """Add to the number of requests. vLLM runs as many of its requests as it has slots."""
         self._num_running += running
         self._num_waiting += waiting
         begun = min(self._num_running, self._num_slots)
-        given = self._num_running + self._num_waiting
-        self._meter.requests(running=begun, waiting=given - begun)
+        total = self._num_running + self._num_waiting
+        self._meter.requests(running=begun, waiting=total - begun)
 
     @asynccontextmanager
     async def _between_turns(self) -> AsyncIterator[None]:
-        """No request runs, and none begins; one change at a time."""
+        """Let no request run or begin during the block; one such block at a time."""
         async with self._one_change:
             self._num_publishing += 1
             try:
@@ -412,80 +431,76 @@ class VllmPolicy:
 
 
 @contextmanager
-def _environment(settings: VllmConfig, folder: Path) -> Iterator[None]:
-    """In which vLLM starts its processes. folder: for their sockets, which it leaves behind."""
-    told = {
+def _environment(settings: EngineSettings, folder: Path) -> Iterator[None]:
+    """Set the variables with which vLLM starts its processes, for the block.
+
+    folder: for their sockets, which vLLM does not remove.
+    """
+    vllm = VllmConfig(**settings.vllm)
+    variables = {
         **ENVIRONMENT,
         OWNER: str(os.getpid()),
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(settings.start_timeout_s)),
-        "VLLM_CPU_KVCACHE_SPACE": str(settings.cpu_cache_gib),
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(vllm.start_timeout_s)),
+        "VLLM_CPU_KVCACHE_SPACE": str(vllm.cpu_cache_gib),
         "VLLM_RPC_BASE_PATH": str(folder),
     }
-    if settings.tensor_parallel_size > 1:  # the CPU build would ask for a NUMA node for each
-        told["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    if vllm.tensor_parallel_size > 1:  # the CPU build would ask for a NUMA node for each
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     before = dict(os.environ)
-    os.environ.update({**told, **before, OWNER: told[OWNER]})
+    os.environ.update({**variables, **before, OWNER: variables[OWNER]})
     try:
         yield
-    finally:  # vLLM sets more, for processes that are not ours to tell
+    finally:  # also remove variables that vLLM sets itself
         os.environ.clear()
         os.environ.update(before)
 
 
-def _arguments(
-    cfg: RunConfig, dtype: torch.dtype, folder: Path, num_slots: int, rank: int = 0
-) -> Any:
-    """What vLLM is started with. rank: of the adapter that it gets; 0: none."""
+def _arguments(settings: EngineSettings, folder: Path) -> Any:
+    """Return the arguments that vLLM is started with."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    settings, context, on_gpu = cfg.vllm, cfg.model.context_tokens, cfg.compute_device != "cpu"
+    vllm, context, on_gpu = (
+        VllmConfig(**settings.vllm),
+        settings.context_tokens,
+        settings.device != "cpu",
+    )
+    rank = settings.adapter["r"] if settings.adapter else 0
     return AsyncEngineArgs(
         model=str(folder),
+        load_format="auto" if any(folder.glob("*.safetensors")) else "dummy",
         skip_tokenizer_init=True,  # tokens go in and come out
-        dtype=str(dtype).removeprefix("torch."),
-        seed=cfg.seed % 2**32,  # numpy takes no more; each request has a seed of its own
+        dtype=settings.dtype,
+        seed=0,  # each request has a seed of its own
         max_model_len=context,
-        max_num_seqs=num_slots,
+        max_num_seqs=settings.num_slots,
         max_num_batched_tokens=max(MOST_BATCHED, context),
         # the CPU build cannot undo the draw of a prompt that it has read in part
         enable_chunked_prefill=on_gpu,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
-        generation_config="vllm",  # no top_p of the model's own
-        tensor_parallel_size=settings.tensor_parallel_size,
-        # in a Ray actor it would choose actors, for which nobody has reserved room
-        distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else None,
-        enforce_eager=not (on_gpu and settings.compile),
+        generation_config="vllm",  # ignore the model's own top_p
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        # in a Ray actor vLLM would start actors, for which no room is reserved
+        distributed_executor_backend="mp" if vllm.tensor_parallel_size > 1 else None,
+        enforce_eager=not (on_gpu and vllm.compile),
         enable_sleep_mode=on_gpu,
         worker_extension_cls=f"{WeightReceiver.__module__}.{WeightReceiver.__name__}",
         disable_log_stats=True,
         use_tqdm_on_load=False,
         trust_remote_code=False,
         **(
-            {"enable_lora": True, "max_lora_rank": min(each for each in VLLM_RANKS if each >= rank)}
+            {"enable_lora": True, "max_lora_rank": min(size for size in VLLM_RANKS if size >= rank)}
             if rank
             else {}
         ),
-        **({"gpu_memory_utilization": settings.memory_frac} if on_gpu else {}),
+        **({"gpu_memory_utilization": vllm.memory_frac} if on_gpu else {}),
     )
 
 
-def _write_model(folder: Path, checkpoint: Checkpoint) -> Mapping[str, Shaped]:
-    """What vLLM reads of a model: architecture, weights and an adapter of them. Result: what is
-    known of the last of these.
-    """
-    (folder / ARCHITECTURE).write_text(checkpoint.architecture, encoding="utf-8")
-    weights, adapter = checkpoint.weights, checkpoint.adapter
-    if adapter is not None:
-        adapter.base.verify()
-        export_tensors(adapter.base, folder, SHARD_BYTES)
-        if adapter.stored is not None:
-            save_adapter(folder / FIRST_ADAPTER, adapter, None)
-        return adapter.shapes(checkpoint.architecture)
+def _write_weights(folder: Path, checkpoint: Checkpoint) -> None:
+    weights = checkpoint.weights
     if isinstance(weights, StoredTensors):
         weights.verify()
         export_tensors(weights, folder, SHARD_BYTES)
-        return weights.tensors
-    tensors = weights_of(weights)
-    write_weights(folder / WEIGHTS, tensors)
-    return {name: each.to("meta") for name, each in tensors.items()}
+    else:
+        write_weights(folder / WEIGHTS, weights_of(weights))

@@ -1,6 +1,7 @@
-"""What runs inside vLLM's own processes: each takes its share of new weights in two steps, and none
-outlives the process it works for. vLLM imports this module there before it builds the model; OWNER
-tells it from every other process.
+"""Code inside vLLM's processes: each takes its part of new weights in two steps, and ends with the
+process that owns the engine.
+
+vLLM imports this module there before it builds the model; the variable OWNER marks these processes.
 """
 
 from __future__ import annotations
@@ -15,17 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from agentgym.models.adapter import write_adapter
-from agentgym.models.transport import Broadcast, TransportBroken, opened, weights_digest
+from agentgym.models.transport import (
+    Broadcast,
+    TransportBroken,
+    opened,
+    read_weights,
+    weights_digest,
+)
 
 HOST = torch.device("cpu")
 OWNER = "AGENTGYM_VLLM_OWNER"  # variable with the id of the process that samples with this engine
 
 
 class WeightReceiver:
-    """Methods that vLLM's worker gets beside its own; called by `collective_rpc`."""
+    """Methods that are added to vLLM's worker; `collective_rpc` calls them."""
 
     model_runner: Any
     rank: int  # among the engine's processes
@@ -33,23 +39,27 @@ class WeightReceiver:
     staged: tuple[str, dict[str, torch.Tensor]] | None = None  # digest, weights
 
     def stage_file(self, path: str, like: str) -> str:
-        """Take the weights in a safetensors file. like: their digest. Result: what it is here."""
-        return self._stage(load_file(path), like)
+        """Read weights from a safetensors file. like: the sender's digest. Result: ours."""
+        digest, weights = read_weights(Path(path), like)
+        self.staged = digest, weights
+        return digest
 
     def stage_shared(self, shared: dict[str, Any], like: str) -> tuple[str, str]:
-        """Take weights that lie on a GPU of this machine, see `shared_of`; they are copied when
-        they are switched to. Result: (their digest, why they cannot be opened).
+        """Open weights that lie on a GPU of this machine, see `shared_of`; the switch copies them.
+        Result: (their digest, reason if they cannot be opened).
         """
         try:
             return self._stage(opened(shared), like), ""
         except RuntimeError as error:
             return "", str(error)
 
-    def stage_broadcast(self, told: dict[str, Any]) -> tuple[str, str]:
-        """told: a `Broadcast`, with the place of the engine's first process.
-        Result: (their digest, what broke it); vLLM would forget an error's kind.
+    def stage_broadcast(self, delivery: dict[str, Any]) -> tuple[str, str]:
+        """Receive weights by broadcast.
+
+        delivery: a `Broadcast` with the rank of the engine's first process.
+        Result: (their digest, reason if it broke). An error would lose its class in vLLM.
         """
-        first = Broadcast(**told)
+        first = Broadcast(**delivery)
         here = first.at(first.rank + self.rank)
         try:
             weights = here.receive(self.device if here.backend == "nccl" else HOST)
@@ -62,20 +72,19 @@ class WeightReceiver:
         return self.staged[0]
 
     def switch_weights(self, digest: str) -> list[str]:
-        """From here on the weights are those that were staged. Nothing may be generated meanwhile.
+        """Load the staged weights into the model. No request may run meanwhile.
 
-        Result: parameters that were not in them. Errors: RuntimeError where others were staged.
+        Result: parameters that were not among them. Errors: RuntimeError if others are staged.
         """
         model, weights = self.model_runner.model, self._taken(digest)
         loaded = model.load_weights(weights.items())
         return sorted({name for name, _ in model.named_parameters()} - set(loaded))
 
     def switch_adapter(self, digest: str, number: int, settings: dict[str, Any], room: str) -> None:
-        """From here on the one adapter is that which was staged, under this number: whoever asks
-        for another finds none. Nothing may be generated meanwhile.
+        """Make the staged adapter the only one, under this number. No request may run meanwhile.
 
-        settings: an adapter's. room: a folder to write in, for vLLM reads it from files.
-        Errors: RuntimeError where another was staged; what vLLM raises where it cannot take it.
+        settings: of the adapter. room: folder for temporary files, from which vLLM reads it.
+        Errors: RuntimeError if another one is staged; those of vLLM if it cannot load it.
         """
         from vllm.lora.request import LoRARequest
 
@@ -85,21 +94,22 @@ class WeightReceiver:
             for old in runner.list_loras():
                 runner.remove_lora(old)
             runner.add_lora(LoRARequest(str(number), number, folder))
-        if (held := set(runner.list_loras())) != {number}:
-            raise RuntimeError(f"it holds adapters {sorted(held)} instead of {number}")
+        if (loaded := set(runner.list_loras())) != {number}:
+            raise RuntimeError(f"it holds adapters {sorted(loaded)} instead of {number}")
 
     def _taken(self, digest: str) -> dict[str, torch.Tensor]:
-        """What was staged, once."""
+        """Return the staged weights and forget them."""
         if self.staged is None or self.staged[0] != digest:
-            held = self.staged and self.staged[0][:12]
-            raise RuntimeError(f"weights {digest[:12]} were not staged, but {held}")
+            present = self.staged and self.staged[0][:12]
+            raise RuntimeError(f"weights {digest[:12]} were not staged, but {present}")
         weights, self.staged = self.staged[1], None
         return weights
 
 
 def keep_weights_as_they_are() -> None:
-    """vLLM's CPU build packs the weights of linear layers when a model is loaded, and drops the
-    originals: whatever is loaded later never reaches its kernels.
+    """Keep vLLM's CPU build from packing the weights of linear layers when it loads a model.
+
+    It would drop the originals, so that weights loaded later never reach its kernels.
     """
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
@@ -114,7 +124,7 @@ def keep_weights_as_they_are() -> None:
 
 
 def end_with(owner: int) -> None:
-    """However that process dies, vLLM's end too: of themselves they go on for ever."""
+    """End this process when the owner dies in any way; vLLM alone would run forever."""
     try:
         handle = os.pidfd_open(owner)
     except ProcessLookupError:
@@ -130,7 +140,7 @@ def end_with(owner: int) -> None:
 
 
 def _end() -> None:
-    above = os.getppid()  # vLLM's engine, where its workers are processes of their own
+    above = os.getppid()  # vLLM's engine, if workers have their own processes
     with contextlib.suppress(OSError):
         if Path(f"/proc/{above}/comm").read_text(encoding="utf-8").startswith("VLLM::"):
             os.kill(above, signal.SIGKILL)

@@ -15,7 +15,8 @@ def test_the_command_prints_what_was_changed_beside_its_default(tmp_path, capsys
     assert group_size.startswith("* group_size")
     assert "4 (default 8)" in group_size
     (concurrency,) = (line for line in lines if line.startswith("  concurrency"))
-    assert concurrency.split(maxsplit=2)[2] == "(default 256)  episodes in flight"
+    meaning = "episodes that run at the same time; lower it if memory or servers run short"
+    assert concurrency.split(maxsplit=2)[2] == f"(default 256)  {meaning}"
     assert main(["config", "--params", path, "--json"]) == 0
     values = {(e["section"], e["name"]): e for e in json.loads(capsys.readouterr().out)}
     assert values["rollout", "group_size"]["value"] == 4

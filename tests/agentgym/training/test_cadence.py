@@ -101,7 +101,7 @@ def test_a_damaged_newest_commit_costs_its_steps_and_is_told(
     path.write_bytes(path.read_bytes()[:-1] + b"\x00")
     assert str(run_step("stage-2", cfg)) == "resumed at commit 1"
     assert "model.safetensors of step stage-2 commit 1 is damaged" in caplog.text
-    assert "it goes on from commit 0, the one before" in caplog.text
+    assert "resuming from commit 0, the one before" in caplog.text
     run_step("stage-2", twin)
     finals = [finished(each, open_store(each))["stage-2"] for each in (cfg, twin)]
     assert finals[0].digest == finals[1].digest

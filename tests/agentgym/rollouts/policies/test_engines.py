@@ -16,10 +16,10 @@ from agentgym.rollouts.policies import engines
 from agentgym.rollouts.policies.engines import (
     engine_class,
     engine_module,
-    open_policy,
     tolerance_of,
     why_merged,
 )
+from agentgym.rollouts.policies.opening import open_policy
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.steps.context import METRICS
 from agentgym.store.keys import package_folders, source_digest, source_files

@@ -13,22 +13,32 @@ import pytest
 import torch
 
 from agentgym.audit import audit
-from agentgym.config import LoraConfig, OptimizerConfig, RunConfig, VllmConfig, load_config
+from agentgym.config import (
+    LoraConfig,
+    OptimizerConfig,
+    RunConfig,
+    VllmConfig,
+    load_config,
+)
+from agentgym.config.sections import StoreConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.adapter import Adapter, chosen_modules, is_matrix
 from agentgym.models.checkpoint import ADAPTER, new_checkpoint
 from agentgym.models.model import weights_of
 from agentgym.models.tensorfiles import Snapshot, TensorFile
 from agentgym.models.tolerance import VLLM
-from agentgym.models.transport import InProcess
+from agentgym.models.transport import InProcess, write_weights
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.canary import Canary
 from agentgym.rollouts.loop import LoopThread
+from agentgym.rollouts.policies import on_host
 from agentgym.rollouts.policies.draw import Distribution
-from agentgym.rollouts.policies.engines import open_policy
+from agentgym.rollouts.policies.engine_settings import settings_of
+from agentgym.rollouts.policies.hosts import one_engine
+from agentgym.rollouts.policies.opening import open_policy
 from agentgym.rollouts.policies.torch import TorchPolicy
-from agentgym.rollouts.policies.vllm import _arguments
+from agentgym.rollouts.policies.vllm import VllmPolicy, _arguments
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 from agentgym.types import EngineMismatch, SampleKey, Sampling
@@ -53,7 +63,7 @@ class Running:
         """more: of the checkpoint."""
         self.loop, self.tokenizer = LoopThread(), tokenizer
         checkpoint = replace(new_checkpoint(model, tokenizer), **more)
-        self.policy = open_policy(cfg, checkpoint, num_slots=16, version=0)
+        self.policy = VllmPolicy.open(cfg, checkpoint, num_slots=16, version=0)
 
     def run(self, coroutine):
         return self.loop.run(asyncio.wait_for(coroutine, 120))
@@ -276,7 +286,9 @@ def test_weights_that_do_not_fit_or_are_not_new_change_nothing(running, make_mod
     assert running.generate((PROMPT, sampling(1))) == before
 
 
-def test_several_processes_of_an_engine_are_its_own_and_no_actors(tmp_path, monkeypatch):
+def test_several_processes_of_an_engine_are_its_own_and_no_actors(
+    tmp_path, monkeypatch, make_model, tokenizer
+):
     # vLLM looks there before it chooses
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.util.get_current_placement_group", lambda: "of a worker")
@@ -285,7 +297,8 @@ def test_several_processes_of_an_engine_are_its_own_and_no_actors(tmp_path, monk
     assert ParallelConfig(tensor_parallel_size=2).distributed_executor_backend == "ray"
     for size, executor in ((1, "uni"), (2, "mp")):
         cfg = of_run().model_copy(update={"vllm": VllmConfig(tensor_parallel_size=size)})
-        asked = _arguments(cfg, torch.float32, tmp_path, 4).distributed_executor_backend
+        settings = settings_of(cfg, new_checkpoint(make_model(0), tokenizer), 4)
+        asked = _arguments(settings, tmp_path).distributed_executor_backend
         chosen = ParallelConfig(tensor_parallel_size=size, distributed_executor_backend=asked)
         assert chosen.distributed_executor_backend == executor
 
@@ -413,16 +426,116 @@ def of_vllm(process):
     return [each for each in below if each.name().startswith("VLLM::")]
 
 
+class Session(Running):
+    """As `Running`, on the run's host."""
+
+    def __init__(self, checkpoint, cfg, version=0):
+        self.loop = LoopThread()
+        self.policy = open_policy(cfg, checkpoint, num_slots=16, version=version)
+
+
+@pytest.mark.timeout(600)
+def test_a_host_serves_sessions_with_the_weights_that_each_begins_with(
+    make_model, tokenizer, stored, tmp_path, monkeypatch
+):
+    """First weights come to an engine that began without any."""
+    cfg = of_run().model_copy(update={"store": StoreConfig(path=tmp_path / "store")})
+    canary, moved, harm = Canary(tokenizer, VLLM[torch.float32].canary), [], []
+
+    def write(path, weights):
+        moved.append(len(weights))
+        write_weights(path, weights)
+        if harm:
+            with path.open("r+b") as file:
+                file.seek(-5, 2)
+                file.write(bytes([file.read(1)[0] ^ 1]))
+
+    def check(opened, model, version):
+        told = opened.run(opened.policy.score(canary.sequences))
+        expected = scores(model, canary.sequences, tokenizer)
+        assert canary.compare(expected, told, version).gap < NATS
+        (said,) = opened.generate((PROMPT, sampling(1)))
+        assert said.version == opened.policy.version == version
+        again = opened.run(opened.policy.score([[*PROMPT, *said.ids]]))[0][len(PROMPT) - 1 :]
+        assert torch.tensor(said.logprobs) == pytest.approx(again, abs=NATS)
+
+    monkeypatch.setattr(on_host, "write_weights", write)
+    with one_engine(cfg):
+        first = Session(new_checkpoint(make_model(0), tokenizer), cfg, version=5)
+        processes = of_vllm(psutil.Process())
+        check(first, make_model(0), 5)
+        harm.append(True)
+        with pytest.raises(EngineMismatch, match=r"version 6 arrived at vLLM on .* sent was"):
+            first.run(first.policy.publish(InProcess(weights_of(make_model(1)), 6)))
+        harm.clear()
+        with pytest.raises(ValueError, match="versions must grow: engine holds 5, got 5"):
+            first.run(first.policy.publish(InProcess(weights_of(make_model(1)), 5)))
+        check(first, make_model(0), 5)
+        first.run(first.policy.publish(InProcess(weights_of(make_model(1)), 6)))
+        first.close()
+        count = len(moved)
+        kept = replace(new_checkpoint(make_model(1), tokenizer), weights=stored(make_model(1)))
+        second = Session(kept, cfg, version=2)
+        assert len(moved) == count
+        check(second, make_model(1), 2)
+        assert of_vllm(psutil.Process()) == processes  # one engine
+        for each in processes:
+            each.kill()
+        with pytest.raises(RuntimeError, match="engine failed"):
+            second.generate((PROMPT, sampling(1)))
+        second.close()
+        third = Session(new_checkpoint(make_model(2), tokenizer), cfg, version=1)
+        check(third, make_model(2), 1)
+        third.close()
+        processes = of_vllm(psutil.Process())
+        assert processes
+    assert not psutil.wait_procs(processes, 30)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_host_serves_adapters_and_begins_without_one_where_it_is_new(
+    make_model, tokenizer, stored, tmp_path
+):
+    cfg = of_run().model_copy(update={"store": StoreConfig(path=tmp_path / "store")})
+    model, canary = make_model(0), Canary(tokenizer, VLLM[torch.float32].canary)
+    modules, base = chosen_modules(model, LoraConfig(rank=4)), stored(model)
+    new = Adapter(base, 4, 8, modules, alone=True)
+    architecture, draw = model.config.to_json_string(), torch.Generator().manual_seed(1)
+    matrices = {
+        name: 0.1 * torch.randn(each.shape, generator=draw)
+        for name, each in new.shapes(architecture).items()
+    }
+    trained = replace(new, stored=stored(Snapshot({ADAPTER: TensorFile.of(matrices)}))[ADAPTER])
+    plain = new_checkpoint(model, tokenizer)
+    with one_engine(cfg):
+        for adapter in (new, trained, trained, new):
+            plan = LearnerPlan(architecture, adapter.policy, OptimizerConfig(), 10, adapter=adapter)
+            learner = plan.build()
+            opened = Session(replace(plain, weights=adapter.policy, adapter=adapter), cfg)
+            for version in (0, 1):
+                if version:
+                    move(learner)
+                    opened.run(opened.policy.publish(InProcess(learner.weights(), version)))
+                told = opened.run(opened.policy.score(canary.sequences))
+                assert canary.compare(canary.score(learner), told, version).gap < NATS
+            opened.close()
+
+
 RUN = """
 import sys
 from agentgym.config import load_config
 from agentgym.pipeline.run import run_step
+from agentgym.rollouts.policies.hosts import one_engine
 if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        run_step(name, load_config(sys.argv[1], ["rollout.engine=vllm"]))
+    cfg = load_config(sys.argv[1], ["rollout.engine=vllm"])
+    with one_engine(cfg):
+        for name in sys.argv[2:]:
+            run_step(name, cfg)
 """
 
 
+@pytest.mark.timeout(600)
 def test_a_killed_run_leaves_no_engine_and_goes_on_to_the_end(tiny_params, tmp_path):
     path = tiny_params(tmp_path / "run")
     cfg, store = (found := load_config(path, ["rollout.engine=vllm"])), open_store(found)

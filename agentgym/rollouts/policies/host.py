@@ -1,0 +1,302 @@
+"""An engine in a process of its own, for the steps of a run one after the other.
+
+Started by its owner as `python -m agentgym.rollouts.policies.host FOLDER MODULE:CLASS KEEP_S`, it
+listens on a socket in a folder that only its user can enter, holds one engine, and ends when the
+owner does, even if that is killed. Each connection is a session; one has the engine at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import shutil
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol, Self, cast
+
+from agentgym.deploy.owned import end_with_owner
+from agentgym.models.transport import FromProcess
+from agentgym.rollouts.policies.engine_settings import EngineSettings
+from agentgym.rollouts.policies.wire import (
+    SOCKET,
+    HostBusy,
+    Outbox,
+    address_in,
+    door,
+    frame,
+    mismatch,
+    read,
+    sent_error,
+)
+from agentgym.types import Delivery, Policy, SampleKey, Sampling
+
+logger = logging.getLogger(__name__)
+
+DOOR_S = 30.0  # for a client to send its versions
+WHOLE_END_S = 2.0  # for an engine to end in order; shorter than the owner's wait
+
+
+class HostedEngine(Policy, Protocol):
+    """A policy that serves several sessions."""
+
+    digest: str  # of the weights it holds; empty: those below an adapter, or unknown ones
+
+    @classmethod
+    def start(cls, settings: EngineSettings, folder: Path) -> Self:
+        """Start an engine. folder: the engine's own, with the files of `write_model`."""
+        ...
+
+    async def begin(self, digest: str, version: int, delivery: Delivery | None) -> None:
+        """Begin a session, see `VllmPolicy.begin`."""
+        ...
+
+
+class Host:
+    """One engine, and the queue of the sessions that use it."""
+
+    def __init__(self, kind: type[HostedEngine], keep_s: float = 0.0) -> None:
+        """keep_s: seconds after which an unused engine is ended; 0: never."""
+        self.kind, self._keep_s = kind, keep_s
+        self.engine: HostedEngine | None = None
+        self.settings: EngineSettings | None = None
+        self.turn = asyncio.Lock()
+        self.user = ""  # the session that has the engine
+        self.ending: asyncio.Task[None] | None = None
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection, from its first frame to its end."""
+        session = Session(self, writer)
+        try:
+            here = door()
+            writer.write(frame(here))
+            async with asyncio.timeout(DOOR_S):
+                there = await read(reader)
+            if mismatch(here, there, "protocol", "source"):
+                return  # the client raises the error
+            while True:
+                for call in await read(reader):
+                    session.take(call)
+        except (ConnectionError, TimeoutError) as error:
+            logger.info("session of %s ends: %s", session.name, error)
+        finally:
+            await session.end()
+            writer.close()
+
+    async def start(self, settings: EngineSettings, folder: Path) -> None:
+        """Start an engine in place of the present one."""
+        await self.drop()
+        self.engine = await asyncio.to_thread(self.kind.start, settings, folder)
+        self.settings = settings
+
+    async def unused(self) -> None:
+        """End the engine unless a session takes it in time."""
+        if self._keep_s:
+            await asyncio.sleep(self._keep_s)
+            await self.drop()
+
+    async def drop(self) -> None:
+        """End the engine, if there is one."""
+        engine, self.engine, self.settings = self.engine, None, None
+        if engine is not None:
+            await engine.close()
+
+
+class Session:
+    """The calls of one client, until it leaves: each name in CALLS is a method here."""
+
+    def __init__(self, host: Host, writer: asyncio.StreamWriter) -> None:
+        self._host, self._out = host, Outbox(writer)
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._starting: asyncio.Task[None] | None = None
+        self._has_turn = self._failed = False
+        self._digest, self._version = "", 0  # of its first weights
+        self.name = f"process {_peer(writer)}"
+
+    def take(self, call: dict[str, Any]) -> None:
+        """Begin a call, or cancel one."""
+        if "cancel" in call:
+            if task := self._running.get(call["cancel"]):
+                task.cancel()
+            return
+        task = asyncio.create_task(self._answer(**call))
+        self._running[call["id"]] = task
+        task.add_done_callback(lambda _: self._running.pop(call["id"], None))
+
+    async def end(self) -> None:
+        """Cancel the running calls, and leave the engine to the next session, asleep."""
+        for task in [*self._running.values()]:
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        if self._starting is not None:  # it continues in its thread
+            await asyncio.wait([self._starting])
+        if not self._has_turn:
+            return
+        host = self._host
+        try:
+            if self._failed:
+                raise RuntimeError("it failed")
+            if host.engine is not None and host.settings is not None:
+                async with asyncio.timeout(host.settings.publish_timeout_s):
+                    await host.engine.sleep()
+        except Exception as error:  # an engine that fails is not handed on
+            logger.warning("the engine is ended: %s", error or type(error).__name__)
+            with contextlib.suppress(Exception):
+                await host.drop()
+        finally:
+            self._has_turn, host.user = False, ""
+            host.turn.release()
+            host.ending = asyncio.create_task(host.unused())
+
+    async def _answer(self, id: int, do: str, given: list[Any]) -> None:
+        try:
+            if do not in CALLS:
+                raise ValueError(f"an engine's host has no call {do!r}")
+            if do not in ("begin", "ping") and not self._has_turn:
+                raise RuntimeError(f"{do} of a session that has not begun")
+            self._out.put({"id": id, "done": await getattr(self, do)(*given)})
+        except Exception as error:
+            kind, text = sent_error(error)
+            self._failed |= do != "begin" and not kind  # errors with a kind leave it usable
+            self._out.put({"id": id, "error": [kind, text]})
+
+    @property
+    def _engine(self) -> HostedEngine:
+        if self._host.engine is None:
+            raise RuntimeError("the engine has not started")
+        return self._host.engine
+
+    async def ping(self) -> None:
+        """Prove that the host answers."""
+
+    async def begin(
+        self, settings: dict[str, Any], digest: str, version: int, wait_s: float
+    ) -> str:
+        """Take the engine once the session before leaves.
+
+        Result: what the client must send next: "model" (call `start`), "weights" (call `first`), or
+        "" if the engine holds these weights.
+        Errors: HostBusy.
+        """
+        host = self._host
+        try:
+            async with asyncio.timeout(wait_s):
+                await host.turn.acquire()
+        except TimeoutError:
+            raise HostBusy(f"the engine is used by {host.user}") from None
+        self._has_turn, host.user = True, self.name
+        if host.ending is not None:
+            host.ending.cancel()
+            await asyncio.wait([host.ending])
+        self._digest, self._version = digest, version
+        wanted = EngineSettings.from_json(settings)
+        if host.engine is None or host.settings is None or not host.settings.serves(wanted):
+            await host.drop()
+            return "model"
+        try:
+            return await self._begun()
+        except RuntimeError as error:
+            logger.warning("another engine is started: %s", error)
+            await host.drop()
+            return "model"
+
+    async def _begun(self) -> str:
+        await self._engine.wake()
+        if self._digest and self._engine.digest != self._digest:
+            return "weights"
+        await self._engine.begin(self._digest, self._version, None)
+        return ""
+
+    async def start(self, settings: dict[str, Any], folder: str) -> str:
+        """Start an engine. Result: see `begin`."""
+        wanted = EngineSettings.from_json(settings)
+        self._starting = asyncio.create_task(self._host.start(wanted, Path(folder)))
+        await asyncio.shield(self._starting)
+        return await self._begun()
+
+    async def first(self, delivery: dict[str, Any]) -> None:
+        """Begin with these weights. Errors: those of `Policy.publish`."""
+        sent = _delivery(delivery)
+        await self._engine.begin(sent.digest, sent.version, sent)
+
+    async def publish(self, delivery: dict[str, Any]) -> None:
+        await self._engine.publish(_delivery(delivery))
+
+    async def generate(self, prompt_ids: list[int], sampling: list[Any]) -> list[Any]:
+        """Sample one action. Result: the fields of a `Completion`."""
+        key, temperature, tokens = sampling
+        completion = await self._engine.generate(
+            prompt_ids, Sampling(SampleKey(*key), temperature, tokens)
+        )
+        return [completion.ids, completion.logprobs, completion.stop_reason, completion.version]
+
+    async def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        return [scores.tolist() for scores in await self._engine.score(sequences)]
+
+    async def usage(self) -> dict[str, Any]:
+        usage = asdict(await self._engine.usage())
+        return {**usage, "depth_s": sorted(usage["depth_s"].items())}  # JSON's keys are text
+
+    async def sleep(self) -> None:
+        await self._engine.sleep()
+
+    async def wake(self) -> None:
+        await self._engine.wake()
+
+
+CALLS = frozenset(
+    {"ping", "begin", "start", "first", "publish", "generate", "score", "usage", "sleep", "wake"}
+)
+
+
+def _delivery(tree: dict[str, Any]) -> FromProcess:
+    layout = {name: (dtype, tuple(shape)) for name, (dtype, shape) in tree["layout"].items()}
+    return FromProcess(**{**tree, "layout": layout})
+
+
+def _peer(writer: asyncio.StreamWriter) -> int:
+    """Return the id of the process at the other end."""
+    credentials = writer.get_extra_info("socket").getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
+    return int(struct.unpack("3i", credentials)[0])
+
+
+async def _run(folder: Path, host: Host) -> None:
+    """Serve until SIGTERM."""
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    with address_in(folder) as address, socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{address}.new")  # a client finds it once it listens
+        listening.listen()
+        (folder / f"{SOCKET}.new").rename(folder / SOCKET)
+        server = await asyncio.start_unix_server(host.serve, sock=listening)
+        await ended.wait()
+        server.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(host.drop(), WHOLE_END_S)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a host. arguments: folder of the socket; MODULE:CLASS of a `HostedEngine`; keep_s."""
+    end_with_owner()
+    folder, (kind, keep_s) = Path(arguments[0]), arguments[1:]
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    module, _, name = kind.partition(":")
+    engine = cast(type[HostedEngine], getattr(importlib.import_module(module), name))
+    folder.mkdir(mode=0o700, exist_ok=True)  # the host before this one may have removed it
+    for old in folder.glob(f"{SOCKET}*"):
+        old.unlink()
+    asyncio.run(_run(folder, Host(engine, float(keep_s))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,239 @@
+"""A policy whose engine lives in another process: a step's session with its run's engine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentgym.config import RunConfig
+from agentgym.models.checkpoint import Checkpoint
+from agentgym.models.transport import (
+    FromProcess,
+    InProcess,
+    TransportBroken,
+    is_on_gpu,
+    layout_of,
+    memory_file,
+    shared_of,
+    write_weights,
+)
+from agentgym.rollouts.policies.engine_settings import (
+    EngineSettings,
+    first_digest,
+    first_weights,
+    settings_of,
+    write_model,
+)
+from agentgym.rollouts.policies.hosts import Connection, take
+from agentgym.rollouts.policies.wire import HostLost, Outbox, raised, read
+from agentgym.types import Completion, Delivery, EngineUsage, Sampling
+
+logger = logging.getLogger(__name__)
+
+SLACK_S = 30.0  # beyond the host's own limit for its engine
+
+
+class HostPolicy:
+    """One session with an engine's host."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        settings: EngineSettings,
+        version: int,
+        close: Callable[[], None],
+    ) -> None:
+        """connection: a session that has begun. close: called at the end."""
+        self._connection, self._release = connection, close
+        self._context, self._limit_s = settings.context_tokens, settings.publish_timeout_s
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._out: Outbox | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._attaching = asyncio.Lock()
+        self._failure: RuntimeError | None = None
+        self._shares = True
+        self.version = version
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
+        """Sample one action, see `Policy.generate`."""
+        sampling.require_room(prompt_ids, self._context)
+        draw = [list(sampling.key), sampling.temperature, sampling.max_new_tokens]
+        ids, logprobs, reason, version = await self._call("generate", prompt_ids, draw)
+        return Completion(tuple(ids), tuple(logprobs), reason, version)
+
+    async def score(self, sequences: list[list[int]]) -> list[Tensor]:
+        """Score token sequences, see `Policy.score`."""
+        scores = await self._call("score", sequences)
+        return [torch.tensor(row, dtype=torch.float32) for row in scores]
+
+    async def publish(self, delivery: Delivery) -> None:
+        """Send weights to the engine. Errors: those of `Policy.publish`; TransportBroken."""
+        if isinstance(delivery, InProcess):
+            weights: Mapping[str, Tensor] = delivery.held
+        else:
+            weights = await delivery.weights()
+        sent = FromProcess(delivery.digest, delivery.version, layout_of(weights))
+        if not (self._shares and is_on_gpu(weights) and await self._shared(sent, weights)):
+            with memory_file() as path:
+                await asyncio.to_thread(write_weights, path, weights)
+                await self._call("publish", {**asdict(sent), "path": str(path)})
+        self.version = delivery.version
+
+    async def _shared(self, sent: FromProcess, weights: Mapping[str, Tensor]) -> bool:
+        """Publish weights that stay on the GPU. Return False if that is not possible."""
+        try:
+            await self._call("publish", {**asdict(sent), "shared": shared_of(weights)})
+        except TransportBroken as refused:
+            self._shares = False
+            logger.warning("vLLM gets weights through the host's memory from now on: %s", refused)
+        return self._shares
+
+    async def usage(self) -> EngineUsage:
+        """Return the usage since the session began."""
+        usage = await self._call("usage")
+        return EngineUsage(**{**usage, "depth_s": dict(usage["depth_s"])})
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        await self._call("wake")
+
+    async def close(self) -> None:
+        """Leave the engine to the next session; end it if it was started for this one."""
+        self._fail(RuntimeError("the engine was closed"))
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._writer is None:
+            self._connection.socket.close()
+        else:
+            self._writer.close()
+        await asyncio.to_thread(self._release)
+
+    async def _call(self, do: str, *given: Any) -> Any:
+        """Call the host. Errors: HostLost; those of the call."""
+        if self._out is None and self._failure is None:
+            await self._attach()
+        if self._failure is not None:
+            raise self._failure
+        assert self._out is not None
+        number, answer = next(self._ids), asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            self._out.put({"id": number, "do": do, "given": given})
+            return await answer
+        except asyncio.CancelledError:
+            self._out.put({"cancel": number})
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    async def _attach(self) -> None:
+        """Hand the socket to this event loop."""
+        async with self._attaching:
+            if self._out is None:
+                self._connection.socket.setblocking(False)
+                reader, self._writer = await asyncio.open_unix_connection(
+                    sock=self._connection.socket
+                )
+                self._out = Outbox(self._writer)
+                self._reading = asyncio.create_task(self._read(reader, self._out))
+
+    async def _read(self, reader: asyncio.StreamReader, out: Outbox) -> None:
+        """Hand out answers. Give up a host that does not answer a ping."""
+        coming, is_asked = asyncio.create_task(read(reader)), False
+        try:
+            while True:
+                done, _ = await asyncio.wait([coming], timeout=self._limit_s / 2)
+                if not done:
+                    if is_asked:
+                        limit = f"{self._limit_s:g} s"
+                        raise HostLost(f"the engine's host gave no sign of life within {limit}")
+                    out.put({"id": 0, "do": "ping", "given": []})
+                    is_asked = True
+                    continue
+                for answer in coming.result():
+                    self._take(answer)
+                coming, is_asked = asyncio.create_task(read(reader)), False
+        except ConnectionError:
+            self._fail(HostLost(await asyncio.to_thread(self._connection.lost)))
+        except HostLost as error:
+            self._fail(error)
+        finally:
+            coming.cancel()
+            self._fail(RuntimeError("the engine was closed"))  # no later answer is read
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        waiting = self._waiting.get(answer["id"])
+        if waiting is None or waiting.done():  # a ping, or its call was cancelled
+            return
+        if "error" in answer:
+            waiting.set_exception(raised(answer["error"]))
+        else:
+            waiting.set_result(answer["done"])
+
+    def _fail(self, failure: RuntimeError) -> None:
+        """End every waiting and every later call with this error."""
+        self._failure = self._failure or failure
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self._failure)
+
+
+def open_on_host(
+    cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int
+) -> HostPolicy:
+    """Begin a session with the run's engine, which then holds the checkpoint's weights.
+
+    version: their number from here on.
+    Errors: HostLost; RuntimeError with the engine's error if it does not start; ConfigError;
+    EngineMismatch if other weights arrived.
+    """
+    settings, digest = settings_of(cfg, checkpoint, num_slots), first_digest(checkpoint)
+    patience = settings.publish_timeout_s * 2 + SLACK_S
+
+    def begin(connection: Connection, wait_s: float) -> str:
+        needs: str = connection.ask(
+            "begin", asdict(settings), digest, version, wait_s, limit_s=wait_s + patience
+        )
+        return needs
+
+    taken = take(cfg, begin)
+    connection, needs = taken.connection, taken.needs
+    try:
+        if needs == "model":
+            needs = _started(connection, taken.enlarged(settings), checkpoint, cfg)
+        if needs == "weights":
+            weights = first_weights(checkpoint)
+            sent = InProcess(weights, version)
+            with memory_file() as path:
+                write_weights(path, weights)
+                delivery = FromProcess(sent.digest, version, layout_of(weights), str(path))
+                connection.ask("first", asdict(delivery), limit_s=patience)
+        return HostPolicy(connection, settings, version, taken.close)
+    except BaseException:
+        connection.socket.close()
+        taken.close()
+        raise
+
+
+def _started(
+    connection: Connection, settings: EngineSettings, checkpoint: Checkpoint, cfg: RunConfig
+) -> str:
+    """Make the host start an engine. Result: see `Session.begin`."""
+    folder = Path(tempfile.mkdtemp(prefix="vllm-", dir=connection.folder))
+    limit_s = cfg.vllm.start_timeout_s + settings.publish_timeout_s + SLACK_S
+    write_model(folder, checkpoint)
+    needs: str = connection.ask("start", asdict(settings), str(folder), limit_s=limit_s)
+    return needs

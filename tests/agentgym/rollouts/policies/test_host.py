@@ -1,0 +1,518 @@
+"""An engine in a process of its own: its sessions, weights that reach it, and how it ends."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from agentgym.audit import audit
+from agentgym.config import ConfigError, RunConfig, load_config
+from agentgym.deploy.owned import owned_process, tail
+from agentgym.models.checkpoint import new_checkpoint
+from agentgym.models.model import weights_of
+from agentgym.models.transport import InProcess
+from agentgym.pipeline.table import open_store
+from agentgym.rollouts.loop import LoopThread
+from agentgym.rollouts.policies import engines, hosts, on_host, wire
+from agentgym.rollouts.policies.engines import check_engine
+from agentgym.rollouts.policies.hosts import one_engine
+from agentgym.rollouts.policies.opening import open_policy
+from agentgym.rollouts.policies.torch import TorchPolicy
+from agentgym.rollouts.policies.wire import HostBusy, HostLost
+from agentgym.types import EngineMismatch, SampleKey, Sampling
+from tests.engines import checkpoint
+
+pytestmark = pytest.mark.integration
+ROOT = Path(__file__).parents[4]
+PROMPT = list(range(5, 40))
+ENGINE = "tests.engines:HostedTorch"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room(tmp_path_factory):
+    """Where hosts have their folders; the built-in engine is in vLLM's place."""
+    folder = tmp_path_factory.mktemp("hosts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(engines.BUILT_IN, "vllm", ENGINE)
+        patch.setenv("TEST_STARTS", str(folder / "starts"))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def cfg(room):
+    return config(room)
+
+
+@pytest.fixture(scope="module")
+def shared(cfg):
+    """The one engine of several tests."""
+    with one_engine(cfg):
+        yield
+
+
+def config(folder, **rollout):
+    return RunConfig(
+        rollout={
+            "engine": "vllm",
+            "max_new_tokens": 6,
+            "observation_tokens": 8,
+            "concurrency": 8,
+            "publish_timeout_s": 20.0,
+            **rollout,
+        },
+        model={"context_tokens": 256},
+        store={"path": folder / ".agentgym/store"},
+    )
+
+
+@pytest.fixture
+def num_starts(room):
+    """num_starts() of engines in this test."""
+
+    def count():
+        file = room / "starts"
+        return len(file.read_text().split()) if file.exists() else 0
+
+    before = count()
+    return lambda: count() - before
+
+
+@pytest.fixture(scope="module")
+def session(make_model, tokenizer):
+    """session(cfg, seed, version) opens a policy of that model in a loop of its own."""
+
+    @contextmanager
+    def opened(cfg, seed=0, version=0, num_slots=8, checkpoint=None):
+        loop = LoopThread()
+        checkpoint = checkpoint or new_checkpoint(make_model(seed), tokenizer)
+        try:
+            policy = open_policy(cfg, checkpoint, num_slots=num_slots, version=version)
+            try:
+                yield Session(policy, loop)
+            finally:
+                loop.run(policy.close())
+        finally:
+            loop.close()
+
+    return opened
+
+
+class Session:
+    def __init__(self, policy, loop):
+        self.policy, self._loop = policy, loop
+
+    def run(self, coroutine):
+        return self._loop.run(asyncio.wait_for(coroutine, 60))
+
+    def generate(self, *samples):
+        async def all_of_them():
+            asked = (self.policy.generate(PROMPT, sampling(each)) for each in samples)
+            return await asyncio.gather(*asked)
+
+        return self.run(all_of_them())
+
+    def publish(self, model, version):
+        self.run(self.policy.publish(InProcess(weights_of(model), version)))
+
+
+def sampling(sample):
+    return Sampling(SampleKey(0, 1, "babyai_3", sample, 0), 1.0, 6)
+
+
+def host():
+    """The process, and all below it."""
+    (found,) = [each for each in psutil.Process().children() if is_host(each)]
+    return [found, *found.children(recursive=True)]
+
+
+def is_host(process):
+    try:
+        return "agentgym.rollouts.policies.host" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def left_in(folder):
+    return [*folder.glob(f"{hosts.PREFIX}*")]
+
+
+def expected(model, tokenizer, version, *samples):
+    policy = TorchPolicy(model, stop_ids=[tokenizer.eos_token_id], num_slots=8, context_tokens=256)
+    policy.version = version
+
+    async def all_of_them():
+        return await asyncio.gather(*(policy.generate(PROMPT, sampling(each)) for each in samples))
+
+    return asyncio.run(all_of_them())
+
+
+def flip(path):
+    with open(path, "r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def halve(path):
+    os.truncate(path, os.stat(path).st_size // 2)
+
+
+OWNER = """
+import asyncio, os, sys, tempfile, time
+from agentgym.deploy.owned import owned_process, tail
+from agentgym.models.checkpoint import new_checkpoint
+from agentgym.rollouts.policies import engines
+from agentgym.rollouts.policies.hosts import one_engine
+from agentgym.rollouts.policies.opening import open_policy
+from tests.agentgym.rollouts.policies.test_host import ENGINE, PROMPT, config, sampling
+from tests.engines import checkpoint
+from pathlib import Path
+
+engines.BUILT_IN["vllm"] = ENGINE
+tempfile.tempdir = sys.argv[1]
+cfg = config(Path(sys.argv[1]))
+with one_engine(cfg):
+    policy = open_policy(cfg, checkpoint(), num_slots=8, version=0)
+
+    async def play():
+        await policy.generate(PROMPT, sampling(1))
+        print("playing", flush=True)
+        if sys.argv[2:]:
+            await asyncio.sleep(100)
+        await policy.close()
+
+    asyncio.run(play())
+"""
+
+
+def owner(folder, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(folder), *arguments],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+    )
+
+
+def test_sessions_share_one_engine_and_weights_it_holds_are_not_moved(
+    cfg, session, num_starts, make_model, tokenizer, monkeypatch, room
+):
+    moved = []
+    written = on_host.write_weights
+    monkeypatch.setattr(on_host, "write_weights", lambda *each: moved.append(written(*each)))
+    with one_engine(cfg):
+        with session(cfg, 0, version=7) as first:
+            assert first.generate(1, 2, 3) == expected(make_model(0), tokenizer, 7, 1, 2, 3)
+            first.publish(make_model(1), 8)
+            assert first.generate(1) == expected(make_model(1), tokenizer, 8, 1)
+        assert len(moved) == 2
+        with session(cfg, 1, version=3) as second:  # versions of another step begin anew
+            assert len(moved) == 2
+            assert second.generate(1) == expected(make_model(1), tokenizer, 3, 1)
+            with pytest.raises(ValueError, match="versions must grow: engine holds 3, got 3"):
+                second.publish(make_model(1), 3)
+        with session(cfg, 0) as third:
+            assert third.generate(1, 2) == expected(make_model(0), tokenizer, 0, 1, 2)
+        assert num_starts() == 1
+        processes = host()
+        assert len(processes) == 2
+    assert not psutil.wait_procs(processes, 10)[1]
+    assert not left_in(room)
+    assert hosts.ADDRESS not in os.environ
+
+
+def test_a_host_that_is_killed_ends_its_session_and_the_next_one_has_another(
+    cfg, session, num_starts
+):
+    with one_engine(cfg):
+        with session(cfg) as first:
+            first.generate(1)
+            process, *below = host()
+            process.kill()
+            for _ in range(2):
+                with pytest.raises(HostLost, match=r"host \(process \d+\) is lost, exit code -9"):
+                    first.generate(1)
+            for each in below:  # vLLM's own end by themselves, see test_vllm_worker.py
+                each.kill()
+        with session(cfg) as second:
+            second.generate(1)
+        assert num_starts() == 2
+
+
+def test_a_session_alone_ends_its_engine_and_a_host_that_is_silent_is_given_up(session, room):
+    cfg = config(room, publish_timeout_s=1.0)
+    with session(cfg) as opened:
+        opened.generate(1)
+        processes = host()
+        processes[0].send_signal(signal.SIGSTOP)
+        with pytest.raises(HostLost, match="no sign of life within 1 s"):
+            opened.generate(1)
+        processes[0].send_signal(signal.SIGCONT)
+    assert not psutil.wait_procs(processes, 10)[1]
+    assert not left_in(room)
+
+
+def test_an_engine_that_does_not_start_says_why(cfg, session, monkeypatch, room):
+    monkeypatch.setenv("TEST_ENGINE", "refuse")
+    with pytest.raises(RuntimeError, match="no memory for an engine"), session(cfg):
+        pass
+    monkeypatch.setattr(hosts, "engine_entry", lambda _: "tests.engines:Nothing")
+    with pytest.raises(HostLost, match=r"did not start\n[^$]*no attribute 'Nothing'"), session(cfg):
+        pass
+    assert not left_in(room)
+
+
+def test_nothing_is_left_of_an_engine_whose_owner_is_killed(tmp_path):
+    process = owner(tmp_path, "wait")
+    try:
+        assert process.stdout.readline() == "playing\n"
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert len(below) == 2
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+    assert not psutil.wait_procs(below, 10)[1]
+    assert not left_in(tmp_path)
+
+
+def test_a_kept_engine_serves_runs_and_is_ended_when_nobody_uses_it(session, num_starts, tmp_path):
+    """As `make up` keeps one: its owner and its sessions are different processes."""
+    cfg, folder = config(tmp_path), hosts.new_folder()
+    cfg.state_dir.mkdir()
+    (cfg.state_dir / hosts.KEPT).symlink_to(folder)
+    command, log = hosts.host_command(cfg, folder, keep_s=0.5), tmp_path / "log"
+    with owned_process(command, log_path=log, env=hosts.host_environment(cfg)) as process:
+        until = time.monotonic() + 60
+        while not (folder / wire.SOCKET).exists():
+            assert time.monotonic() < until, tail(log)
+            time.sleep(0.05)
+        below = psutil.Process(process.pid)
+        for _ in range(2):
+            with session(cfg) as opened:
+                opened.generate(1)
+        assert num_starts() == 1
+        while below.children():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        with session(cfg) as opened:
+            opened.generate(1)
+        assert num_starts() == 2
+    assert not folder.exists()
+
+
+def test_scores_usage_sleep_and_errors_cross_the_wire(shared, cfg, session, make_model, tokenizer):
+    with session(cfg) as opened:
+        policy = opened.policy
+        here = TorchPolicy(make_model(0), stop_ids=[1], num_slots=1, context_tokens=64)
+        sequences = [PROMPT, PROMPT[:3]]
+        for ours, theirs in zip(
+            asyncio.run(here.score(sequences)), opened.run(policy.score(sequences)), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+        opened.generate(1, 2)
+        usage = opened.run(policy.usage())
+        assert usage.prompt_tokens == 2 * len(PROMPT)
+        assert set(map(type, usage.depth_s)) == {int}
+        opened.run(policy.sleep())
+        with pytest.raises(TimeoutError):
+            opened.run(asyncio.wait_for(policy.generate(PROMPT, sampling(1)), 0.2))
+        opened.run(policy.wake())  # the one above was cancelled there, too
+        assert len(opened.generate(1)) == 1
+        with pytest.raises(ValueError, match="exceeds the context of 256"):
+            opened.run(policy.generate(PROMPT * 9, sampling(1)))
+        with pytest.raises(ValueError, match="an engine's host has no call 'close'"):
+            opened.run(policy._call("close"))
+
+
+def test_requests_of_one_tick_are_one_message(shared, cfg, session, monkeypatch):
+    frames, made = [], wire._framed
+    monkeypatch.setattr(wire, "_framed", lambda text: frames.append(text) or made(text))
+    with session(cfg) as opened:
+        opened.generate(1)
+        frames.clear()
+        opened.generate(*range(20))
+    assert [text.count(b'"generate"') for text in frames] == [20]
+
+
+@pytest.mark.parametrize("harm", [flip, halve, "swap"])
+def test_harm_on_the_way_is_found_before_a_token_is_sampled(
+    shared, cfg, session, make_model, monkeypatch, harm
+):
+    written = on_host.write_weights
+
+    def write(path, weights):
+        if harm == "swap":
+            names = ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]
+            weights = {**weights, names[0]: weights[names[1]], names[1]: weights[names[0]]}
+        written(path, weights)
+        if harm != "swap":
+            harm(path)
+
+    with session(cfg, 0, version=1) as opened:
+        before = opened.generate(1)
+        monkeypatch.setattr(on_host, "write_weights", write)
+        with pytest.raises(EngineMismatch, match=r"weights version 2 arrived at .* sent was"):
+            opened.publish(make_model(1), 2)
+        assert opened.generate(1) == before  # as it was
+        assert opened.policy.version == 1
+        monkeypatch.undo()
+        opened.publish(make_model(1), 2)
+
+
+def test_first_weights_that_were_harmed_begin_no_session(shared, cfg, session, monkeypatch):
+    written = on_host.write_weights
+
+    def write(path, weights):
+        written(path, weights)
+        flip(path)
+
+    monkeypatch.setattr(on_host, "write_weights", write)
+    with pytest.raises(EngineMismatch, match="weights version 0"), session(cfg, 2):
+        pass
+
+
+def test_an_engine_grows_with_what_is_asked_and_begins_as_large_as_the_run_needs(
+    shared, cfg, session, num_starts
+):
+    with session(cfg, num_slots=2):
+        begun = num_starts()  # by a test before, or now
+    for num_slots, more in ((8, 0), (9, 1), (1, 1)):
+        with session(cfg, num_slots=num_slots) as opened:
+            opened.generate(1)
+        assert num_starts() == begun + more
+
+
+def test_two_sessions_at_once_have_two_engines(shared, cfg, session, monkeypatch, caplog):
+    monkeypatch.setattr(hosts, "QUEUE_S", 0.1)
+    with session(cfg) as first, session(cfg) as second:
+        assert first.generate(1) == second.generate(1)
+        assert f"the engine is used by process {os.getpid()}" in caplog.text
+        folders = [each.policy._connection.folder for each in (first, second)]
+        assert folders[0] != folders[1]
+        connection = hosts.connect(folders[0], lambda: "", sys.executable)
+        with pytest.raises(HostBusy):
+            connection.ask("begin", {}, "", 0, 0.0, limit_s=5)
+
+
+@pytest.mark.parametrize("odd", ["protocol", "source", "packages"])
+def test_a_host_of_other_versions_is_refused_in_one_line(shared, cfg, session, monkeypatch, odd):
+    with session(cfg) as opened:
+        mine, folder = {**wire.door(), odd: "f" * 64}, opened.policy._connection.folder
+        monkeypatch.setattr(hosts, "door", lambda _: mine)
+        with pytest.raises(ConfigError, match=rf"not fit this process: {odd} .+ and f+ here; let"):
+            hosts.connect(folder, lambda: "", sys.executable)
+
+
+def test_the_interpreter_is_asked_what_it_has(tmp_path, monkeypatch):
+    beside = tmp_path / "other/bin/python"
+    beside.parent.mkdir(parents=True)
+    beside.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "mine"))
+    cfg = config(tmp_path, engine_python=str(beside))
+    monkeypatch.setitem(engines.PACKAGES, "vllm", "json")
+    check_engine(cfg)
+    monkeypatch.setitem(engines.PACKAGES, "vllm", "no_such_package")
+    with pytest.raises(ConfigError, match=f"no_such_package, which is not installed in {beside};"):
+        check_engine(cfg)
+    cfg = config(tmp_path, engine_python="/bin/false")
+    with pytest.raises(ConfigError, match=r"engine_python /bin/false lies in no .* export AGENT"):
+        check_engine(cfg)
+    monkeypatch.setenv("AGENTGYM_ENGINE_PYTHON", "/bin/false")
+    with pytest.raises(ConfigError, match="engine_python /bin/false is no Python"):
+        check_engine(cfg)
+
+
+def test_a_process_below_uses_the_engine_while_it_is_free(
+    shared, cfg, session, num_starts, tmp_path
+):
+    model = checkpoint()
+    with session(cfg, checkpoint=model) as opened:
+        opened.generate(1)
+    begun = num_starts()
+    for more, busy in ((0, False), (1, True)):
+        with session(cfg, checkpoint=model) if busy else nullcontext():
+            process = owner(tmp_path)
+            assert process.communicate(timeout=60)[0] == "playing\n"
+            assert process.returncode == 0
+        assert num_starts() == begun + more
+
+
+def test_folders_of_the_killed_are_swept(room):
+    old, used, young = (room / f"{hosts.PREFIX}{each}" for each in ("old", "used", "young"))
+    for each in (old, used, young):
+        each.mkdir()
+    for each in (old, used):
+        os.utime(each, (0, 0))
+    with wire.address_in(used):
+        new = hosts.new_folder()
+        assert not old.exists()
+        assert used.exists()
+        assert young.exists()
+    assert new.stat().st_mode & 0o777 == 0o700
+
+
+RUN = """
+import sys
+from agentgym.config import load_config
+from agentgym.pipeline.run import run_with_parents
+from agentgym.rollouts.policies import engines
+from tests.agentgym.rollouts.policies.test_host import ENGINE
+
+engines.BUILT_IN["vllm"] = ENGINE
+run_with_parents("report", load_config(sys.argv[1], ["rollout.engine=vllm"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_has_one_engine_and_goes_on_after_any_part_is_killed(tiny_params, tmp_path):
+    path, starts = tiny_params(tmp_path / "run"), tmp_path / "starts"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment["TEST_STARTS"] = str(starts)
+    cfg = load_config(path, ["rollout.engine=vllm"])
+
+    def run():
+        command = [sys.executable, "-c", RUN, str(path)]
+        return subprocess.Popen(command, cwd=ROOT, env=environment)
+
+    def count():
+        return len(starts.read_text().split()) if starts.exists() else 0
+
+    for part, step in (("host", "stage-1"), ("run", "stage-2"), ("run", "evaluate-stage-2")):
+        process, before, until = run(), count(), time.monotonic() + 200
+        try:
+            while not (
+                count() > before and any(each.step == step for each in open_store(cfg).heads())
+            ):
+                assert process.poll() is None, f"it ended before {step}"
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            below = psutil.Process(process.pid).children(recursive=True)
+            (holds,) = filter(is_host, below)
+            stand_ins = holds.children()
+            (holds if part == "host" else process).kill()
+            assert process.wait(60) != 0
+        finally:
+            process.kill()
+        for each in stand_ins if part == "host" else ():
+            each.kill()
+        assert not psutil.wait_procs(below, 15)[1]
+    before = count()
+    assert run().wait(300) == 0
+    assert count() == before + 1
+    assert not left_in(tmp_path)
+    report = audit(cfg, num_episodes=4)
+    assert report.ok, [check.failures for check in report.checks if not check.ok]
