@@ -1,0 +1,152 @@
+"""Counts of unplain text: docstrings that open as half a sentence, vague names, words of a dialect.
+
+`python benchmarks/plain.py` prints them; `python benchmarks/plain.py BEFORE` also counts the commit
+BEFORE and three other projects, and writes docs/results/plain.json.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import io
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("agentgym", "envs", "sites", "services", "tasks", "flows")
+CORPUS = "envs/searchqa/corpus"  # the simulator's own sentences
+ANCHORS = ("starlette", "httpx", "prefect")  # other projects, as installed
+# pronouns and genitives: what follows hangs on the signature or on a noun that is not named
+OPENERS = re.compile(
+    r"(What|Of|As|How|Where|Whether|Those|That|Which|Who|Whoever|Whom|Whose|When|Whatever)\b"
+)
+NAMES = ("each", "found", "told", "own", "held", "place", "most", "asked", "said", "beside")
+DIALECT = re.compile(
+    r"\b(told|tells|said|says|whoever|nobody|somebody|beside|where it|where they|goes on)\b", re.I
+)
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Text:
+    num_docstrings: int
+    openers_frac: float  # of these, those that open with a word of OPENERS
+    num_names: int  # bindings: parameters, targets of assignments, loops and comprehensions
+    vague_per_1000: float  # of these, those in NAMES
+    dialect_per_million: float  # matches per million characters of docstrings, comments, strings
+    most_common: dict[str, int]  # of openers, names and dialect together
+
+
+def text_of(sources: Iterable[str]) -> Text:
+    """Count Python sources."""
+    docstrings, openers, num_names, characters = 0, Counter[str](), 0, 0
+    vague, dialect = Counter[str](), Counter[str]()
+    for source in sources:
+        tree = ast.parse(source)
+        for _, docstring in docstrings_of(tree):
+            docstrings += 1
+            if opener := OPENERS.match(docstring):
+                openers[opener.group()] += 1
+        for name in bound_names(tree):
+            num_names += 1
+            if name in NAMES:
+                vague[name] += 1
+        for text in (*strings_of(tree), *comments_of(source)):
+            characters += len(text)
+            dialect.update(word.lower() for word in DIALECT.findall(text))
+    return Text(
+        docstrings,
+        round(openers.total() / max(docstrings, 1), 4),
+        num_names,
+        round(1000 * vague.total() / max(num_names, 1), 2),
+        round(1e6 * dialect.total() / max(characters, 1), 1),
+        dict((openers + vague + dialect).most_common(20)),
+    )
+
+
+def docstrings_of(tree: ast.Module) -> Iterator[tuple[Documented, str]]:
+    """Yield (node, docstring) of the module, its classes and its functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, Documented) and (docstring := ast.get_docstring(node)):
+            yield node, docstring
+
+
+def bound_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the name of every parameter and of every target."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def strings_of(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def comments_of(source: str) -> Iterator[str]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def sources_in(root: Path, *folders: str) -> list[str]:
+    return [
+        path.read_text(encoding="utf-8")
+        for folder in folders
+        for path in sorted((root / folder).rglob("*.py"))
+        if path.stat().st_size and not path.is_relative_to(root / CORPUS)
+    ]
+
+
+def count(root: Path, *folders: str) -> Text:
+    """Count the Python files below these folders."""
+    return text_of(sources_in(root, *(folders or PACKAGES)))
+
+
+def count_commit(commit: str) -> Text:
+    """Count the packages of a commit."""
+    archive = subprocess.run(
+        ["git", "archive", commit, *PACKAGES],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+            files.extractall(folder, filter="data")
+        return count(Path(folder))
+
+
+def count_package(name: str) -> Text:
+    """Count an installed package."""
+    (installed,) = importlib.util.find_spec(name).submodule_search_locations
+    return count(Path(installed).parent, name)
+
+
+def main(arguments: list[str]) -> None:
+    counts = {"now": asdict(count(ROOT))}
+    for commit in arguments:
+        counts["before"] = {"commit": commit, **asdict(count_commit(commit))}
+        counts |= {name: asdict(count_package(name)) for name in ANCHORS}
+        (ROOT / "docs/results/plain.json").write_text(
+            json.dumps(counts, indent=1) + "\n", encoding="utf-8"
+        )
+    sys.stdout.write(json.dumps(counts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
