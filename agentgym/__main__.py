@@ -1,6 +1,4 @@
-"""`python -m agentgym`: what `dvc.yaml` runs, independent of where console scripts are
-installed.
-"""
+"""`python -m agentgym`, for `dvc.yaml`: it needs no installed console script."""
 
 import sys
 

@@ -30,8 +30,8 @@ from envs.plain import log_to_stderr  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 failed, 2 bad input (nothing was started), 130 interrupted (state is
-    resumable).
+    """Run a command and return its exit code: 0 done, 1 failed, 2 bad input (nothing was started),
+    130 interrupted (state is resumable).
     """
     arguments = _parser().parse_args(argv)
     log_to_stderr(
@@ -45,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
             from agentgym.deploy.owned import end_with_owner
 
             end_with_owner()
-        own = arguments.params is None  # a comparison of runs names its parameters itself
-        cfg = RunConfig() if own else load_config(arguments.params, arguments.set)
+        has_no_params = arguments.params is None  # a comparison of runs names its parameters itself
+        cfg = RunConfig() if has_no_params else load_config(arguments.params, arguments.set)
         if name := arguments.run_of(arguments):
             from agentgym.pipeline.runs import config_of_run
 

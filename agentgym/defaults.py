@@ -1,5 +1,5 @@
-"""What every process of ours starts with: no telemetry, one thread, all state inside the
-project, no proxy for servers on this machine, and a collector that lets imports pass.
+"""Defaults of every process of this project: no telemetry, one thread, all state inside the
+project, no proxy for servers on this machine, and a garbage collector that does not slow imports.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ import os
 import sys
 from pathlib import Path
 
-# of container objects; imports make millions that stay, and by Python's own thresholds a third of
-# their time is spent looking for garbage among them
+# container objects: imports make millions that stay, and with Python's own thresholds the search
+# for garbage among them takes a third of their time
 COLLECT_AFTER = (100_000, 50, 100)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-VIEWER_PORT = 7340  # of `agentgym view`, where it is free; links that stay name it
+VIEWER_PORT = 7340  # of `agentgym view` if it is free; stored links name it
 
 
 def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
-    """Set environment variables that are not set yet.
-    Call before importing torch, mlflow, matplotlib or prefect.
+    """Set the garbage collector, and environment variables that are not set yet.
+
+    Call it before importing torch, mlflow, matplotlib or prefect.
     """
     gc.set_threshold(*COLLECT_AFTER)
-    atexit.register(gc.freeze)  # nor is garbage looked for among them in the end
+    atexit.register(gc.freeze)  # no search for garbage among them at exit
     _bypass_proxies()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a terminal may be ASCII
+        # like stderr, because a terminal may be ASCII
+        sys.stdout.reconfigure(errors="backslashreplace")
     state = state_dir.resolve()
     for name, value in {
         "DO_NOT_TRACK": "1",
@@ -41,7 +43,7 @@ def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
-        # compiled code; its default is a known name in /tmp
+        # the default for compiled code is a predictable name in /tmp
         "TORCHINDUCTOR_CACHE_DIR": str(state / "torchinductor"),
         "RAY_USAGE_STATS_ENABLED": "0",
         "PREFECT_HOME": str(state / "prefect"),
@@ -61,10 +63,9 @@ def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
 
 
 def _bypass_proxies() -> None:
-    """Add loopback to NO_PROXY: the proxy of an office network cannot reach our own servers there.
+    """Add loopback to NO_PROXY, because a network proxy cannot reach servers on this machine.
 
-    Both spellings are set, because programs read one or the other, and lower case wins where both
-    are there.
+    Both spellings are set, because programs read one or the other. Lower case wins if both exist.
     """
     listed = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")).split(",")
     hosts = [host.strip() for host in listed if host.strip()]

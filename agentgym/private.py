@@ -1,5 +1,5 @@
-"""What is this user's alone: the state folder, files with secrets, and the logins of this
-project's own servers.
+"""Private state of the user: the state folder, files with secrets, and the logins of this project's
+own servers.
 """
 
 from __future__ import annotations
@@ -23,28 +23,27 @@ from agentgym.trust import without_login as without_login
 from agentgym.types import Endpoint
 from envs.wire import TOKEN_VARIABLE
 
-STATE = Path(".agentgym")  # of the project in whose root the command was typed
-SERVICES = "services.json"  # in it: what `make up` runs, and the login of both servers
+STATE = Path(".agentgym")  # of the project whose root is the working directory
+SERVICES = "services.json"  # addresses and login of the servers of `make up`
 USER = "agentgym"  # the one account of our servers
 
-# what a run leaves beside its store; a folder that holds other things too is somebody's for other
-# uses
+# names that a run writes next to its store; a folder with other files has other uses
 _STATE_NAMES = {
     *("store", "logs", "delivered", "reports", "mlflow-artifacts", "cells"),
     *("evaluations", "fleets"),
 }
-# a default ACL (version 2: owner rwx, group and others nothing): whatever a program makes below is
-# the owner's alone, also by programs that ask for 0777 with the umask off, as DVC does
+# a default ACL (version 2: owner rwx, group and others nothing): only the owner can read what
+# programs create below, also if they ask for 0777 with the umask off, as DVC does
 _OWNER_ALONE = struct.pack(
     "<I" + 3 * "HHI", 2, *(0x01, 7, 2**32 - 1), *(0x04, 0, 2**32 - 1), *(0x20, 0, 2**32 - 1)
 )
 
 
 def private_folder(path: Path) -> Path:
-    """The folder, made or tightened so that its owner alone can enter it. Result: `path`.
+    """Create a folder, or restrict it so that only its owner can enter. Result: `path`.
 
-    Errors: ConfigError where it is somebody else's, leads to a place where others write, or was
-    open to others who left something in it.
+    Errors: ConfigError if it belongs to another user, links to a folder that others can write, or
+    has files of other users from when it was open.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -54,17 +53,18 @@ def private_folder(path: Path) -> Path:
     if folder.st_uid == os.geteuid():
         if stat.S_IMODE(folder.st_mode) != 0o700:
             path.chmod(0o700)
-            _check_content(path)  # only now can nobody add to it
-        # a file system without ACLs: the folder's own mode is what counts
+            _check_content(path)  # from now on no other user can add to it
+        # on a file system without ACLs the folder's own mode must do
         with contextlib.suppress(OSError):
             os.setxattr(path, "system.posix_acl_default", _OWNER_ALONE)
     return path
 
 
 def claim_state() -> None:
-    """Before a command does anything: the state folder is this user's alone.
-    Ends the process with exit code 2 where it cannot be; where PREFECT_HOME was set to lie
-    elsewhere, the folder above it is made too.
+    """Make the state folder private. Call it before a command does anything.
+
+    If that fails, the process ends with exit code 2. The parent folder of PREFECT_HOME is created,
+    too.
     """
     try:
         private_folder(STATE)
@@ -77,9 +77,10 @@ def claim_state() -> None:
 
 
 def private_state(path: Path) -> Path:
-    """`private_folder` for a run's state wherever it was configured to lie; a folder that holds
-    other things than state keeps its mode.
-    Errors: ConfigError, also where others can write in it.
+    """Make the configured state folder of a run private, see `private_folder`. Result: `path`.
+
+    A folder with other files than state keeps its mode.
+    Errors: ConfigError, also if others can write in it.
     """
     if path.is_dir() and path.name != STATE.name and not _is_state(path):
         _check(path)
@@ -93,9 +94,7 @@ def private_state(path: Path) -> Path:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """A file that its owner alone can read, whole or not at all, also where a wider one lay
-    before.
-    """
+    """Write a file atomically that only its owner can read, also over a file with a wider mode."""
     temporary = write_temp(path.parent, content, mode=0o600)
     try:
         temporary.replace(path)
@@ -104,20 +103,18 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def new_login() -> str:
-    """`user:password` for one run of a server."""
+    """Return a new `user:password` for one run of a server."""
     return f"{USER}:{secrets.token_urlsafe(32)}"
 
 
 def with_login(url: str, login: str) -> str:
-    """The same address with `login` in it; clients send it to that server alone."""
+    """Return the address with `login` in it; clients send it to that server alone."""
     parts = urlsplit(url)
     return parts._replace(netloc=f"{login}@{_address(parts)}").geturl()
 
 
 def own_login(url: str) -> str | None:
-    """The login of the server at `url` where it is one of this project's `make up`; None for
-    anybody else's.
-    """
+    """Return the login of a server that `make up` of this project started; None for any other."""
     parts, services = urlsplit(url), _services()
     if process_start(int(services.get("pid", 0))) != services.get("started", ""):
         return None
@@ -136,24 +133,24 @@ def _address(parts: SplitResult) -> str:
 
 def _services(state: Path = STATE) -> dict[str, Any]:
     try:
-        said = json.loads((state / SERVICES).read_bytes())
+        services = json.loads((state / SERVICES).read_bytes())
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return services if isinstance(services, dict) else {}
 
 
 def _check(path: Path) -> None:
-    """Errors: ConfigError where another user than root decides what lies there."""
+    """Raise ConfigError if a user other than this one and root controls the folder."""
     try:
         entry, folder = path.lstat(), path.stat()
     except OSError as error:
         raise ConfigError(f"{path} cannot be used for state: {error.strerror}; remove it") from None
     if not stat.S_ISDIR(folder.st_mode):
         raise ConfigError(f"{path} is for state and is no folder; remove it")
-    for found in (entry, folder):
-        if found.st_uid not in (os.geteuid(), 0):
+    for status in (entry, folder):
+        if status.st_uid not in (os.geteuid(), 0):
             raise ConfigError(
-                f"{path} belongs to user {found.st_uid}, this is user {os.geteuid()}; {_ADVICE}"
+                f"{path} belongs to user {status.st_uid}, this is user {os.geteuid()}; {_ADVICE}"
             )
     shared = bool(folder.st_mode & 0o002) and (
         stat.S_ISLNK(entry.st_mode) or folder.st_uid != os.geteuid()
@@ -166,14 +163,14 @@ _ADVICE = "remove it, or link it to a folder of your own"
 
 
 def _check_content(path: Path) -> None:
-    """Errors: ConfigError where another user left something while the folder was open."""
+    """Raise ConfigError if another user left a file while the folder was open."""
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
-            found = Path(folder, name)
-            owner = found.lstat().st_uid
+            entry = Path(folder, name)
+            owner = entry.lstat().st_uid
             if owner not in (os.geteuid(), 0):
                 raise ConfigError(
-                    f"{path} was open to others, and {found} belongs to user {owner}; look at it,"
+                    f"{path} was open to others, and {entry} belongs to user {owner}; look at it,"
                     " then remove it"
                 )
 
@@ -184,17 +181,18 @@ def _is_state(path: Path) -> bool:
 
 
 def token_of(endpoint: str, env: str = "") -> str:
-    """What this server asks for: a server of ours its own, a configured one what this process's
-    environment says, of that environment's servers (AGENTGYM_ENV_TOKEN_BABYAI) or of all.
+    """Return the token that an environment server requires.
 
-    No file or log ever has either, and neither is sent to the other kind.
+    A server that this project started has its own token. For a configured server it is in an
+    environment variable, of this environment (AGENTGYM_ENV_TOKEN_BABYAI) or of all.
+    No token is ever in a file or log, and none is sent to the other kind of server.
     """
     if isinstance(endpoint, Endpoint):
         return endpoint.token
-    own = os.environ.get(token_variable(env), "").strip() if env else ""
-    return own or os.environ.get(TOKEN_VARIABLE, "").strip()
+    token = os.environ.get(token_variable(env), "").strip() if env else ""
+    return token or os.environ.get(TOKEN_VARIABLE, "").strip()
 
 
 def token_variable(env: str) -> str:
-    """Names the token of one environment's servers, for example AGENTGYM_ENV_TOKEN_HIGHER_LOWER."""
+    """Name of the variable with one environment's token, e.g. AGENTGYM_ENV_TOKEN_HIGHER_LOWER."""
     return f"{TOKEN_VARIABLE}_{re.sub('[^A-Z0-9]', '_', env.upper())}"

@@ -1,7 +1,7 @@
-"""Episodes as they are kept: gzipped JSON lines, one trajectory each.
+"""File format of episodes: gzipped JSON lines, one trajectory each.
 
-A line says which schema it has: 2 has an id, and of each turn what was said beyond the action, the
-environment's info and the times. Lines of schema 1, which has none of these, are read as well.
+Each line has the number of its schema. Schema 2 has an id, and for each turn the text beyond the
+action, the environment's info and the times. Schema 1 lacks these and can be read, too.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ import pydantic_core
 from agentgym.types import Item, Learned, Status, Trajectory, Turn, Usage, flat
 
 TRAJECTORIES = "trajectories.jsonl.gz"  # a record of a commit
-ATTEMPTS = "attempts.jsonl.gz"  # the same, of attempts at an evaluation's episode that failed
+ATTEMPTS = "attempts.jsonl.gz"  # the same, for failed attempts at an evaluation's episodes
 DEMOS = "demos.jsonl.gz"  # a blob of the step that plays demonstrations
 SCHEMA = 2
-_COMPRESSION = 3  # gzip's; more costs more time than it saves room
-# bytes that a file of episodes may unfold to, and as many more for each of its own; gzip would
-# take a thousand, and episodes with tokens have four to ten
+_COMPRESSION = 3  # level of gzip; higher ones cost more time than the space is worth
+# limit of a file's unpacked size: MAX_UNFOLDED bytes plus MAX_RATIO times its packed size. Episodes
+# with tokens have a ratio of four to ten; gzip allows a thousand.
 MAX_UNFOLDED, MAX_RATIO = 64 * 2**20, 32
-_PIECE = 2**20  # bytes of a line that are unfolded at a time
-# what content raises that is damaged, or was made to look so
+_PIECE = 2**20  # bytes of a line that are unpacked at a time
+# exceptions from damaged or forged content
 DAMAGE = (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, RecursionError)
 
 
 class RecordError(ValueError):
-    """What was read is no record of ours, or one of a later version."""
+    """Content that is not a record of this project, or one of a later version."""
 
 
 def encode_trajectories(trajectories: Iterable[Trajectory]) -> bytes:
-    """Equal trajectories give equal bytes, but for their times."""
+    """Return the file content. Equal trajectories give equal bytes, apart from their times."""
     return joined(map(encode_line, trajectories))
 
 
 def encode_line(trajectory: Trajectory) -> bytes:
-    """For `joined`."""
+    """Return one trajectory as a line for `joined`."""
     row = to_json(trajectory)
     try:
         line = pydantic_core.to_json(row, inf_nan_mode="constants")  # json takes five times as long
@@ -52,18 +52,19 @@ def encode_line(trajectory: Trajectory) -> bytes:
 
 
 def joined(lines: Iterable[bytes]) -> bytes:
-    """What `encode_trajectories` makes of the trajectories of these lines."""
+    """Return the file content with these lines, see `encode_trajectories`."""
     return gzip.compress(b"".join(lines), compresslevel=_COMPRESSION, mtime=0)
 
 
 def decode_trajectories(data: bytes) -> list[Trajectory]:
-    """The inverse of `encode_trajectories`. Errors: RecordError."""
+    """Return the trajectories of a file's content. Errors: RecordError."""
     return list(read_trajectories(io.BytesIO(data)))
 
 
 def read_trajectories(file: BinaryIO) -> Iterator[Trajectory]:
-    """One after the other, so that a reader holds no more than it wants.
-    Errors: RecordError naming the line.
+    """Yield trajectories one by one, so that they need not all be in memory.
+
+    Errors: RecordError that names the line.
     """
     number = 1
     try:
@@ -79,8 +80,9 @@ def read_trajectories(file: BinaryIO) -> Iterator[Trajectory]:
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a gzip file. Errors: RecordError where it unfolds to more than episodes do;
-    those of `DAMAGE`.
+    """Yield the lines of a gzip file.
+
+    Errors: RecordError if it unpacks to more than episodes can; those of `DAMAGE`.
     """
     packed, size = _Counted(file), 0
     line: list[bytes] = []
@@ -102,7 +104,7 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 class _Counted(io.RawIOBase):
-    """A file to read, and how much of it was read."""
+    """A file that counts the bytes read from it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.num_bytes = file, 0
@@ -117,8 +119,9 @@ class _Counted(io.RawIOBase):
 
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
-    """Plain JSON types; `from_json` gives an equal object back.
-    By hand: `asdict` copies token by token, 20 times slower. What has its default is left out.
+    """Return a trajectory in plain JSON types, for `from_json`. Fields with defaults are left out.
+
+    `asdict` would copy token by token, 20 times slower.
     """
     row: dict[str, Any] = {"schema": SCHEMA} | _told(trajectory, _TRAJECTORY)
     row["item"] = flat(trajectory.item)
@@ -131,8 +134,10 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def from_json(row: dict[str, Any]) -> Trajectory:
-    """Errors: KeyError or TypeError where the row is not one of ours, RecordError where it is of
-    a later version.
+    """Return the trajectory of a row from `to_json`.
+
+    Errors: KeyError or TypeError if the row is no trajectory, RecordError if it is of a later
+    version.
     """
     row = dict(checked_row(row))
     row.pop("schema", None)
@@ -152,7 +157,10 @@ def from_json(row: dict[str, Any]) -> Trajectory:
 
 
 def checked_row(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, which this version can read. Errors: RecordError; TypeError where it is no row."""
+    """Return the row if this version can read it.
+
+    Errors: RecordError for a later version; TypeError if it is no dict.
+    """
     if not isinstance(row, dict):
         raise TypeError(f"an object was expected, not {row!r:.40}")
     schema = row.get("schema", 1)
@@ -164,15 +172,13 @@ def checked_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Fields:
-    """Names and defaults of a record's fields; MISSING, which equals nothing, where there is no
-    default.
-    """
+    """Names and defaults of a record's fields; MISSING, which equals nothing, if one has none."""
 
     def __init__(self, kind: type[Trajectory | Turn | Learned]) -> None:
-        self.names = tuple(each.name for each in fields(kind))
+        self.names = tuple(field.name for field in fields(kind))
         self.defaults = tuple(
-            each.default if each.default_factory is MISSING else each.default_factory()
-            for each in fields(kind)
+            field.default if field.default_factory is MISSING else field.default_factory()
+            for field in fields(kind)
         )
         self.values = attrgetter(*self.names)
 

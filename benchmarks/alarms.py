@@ -1,8 +1,8 @@
-"""Are ordinary runs left in peace: `python benchmarks/alarms.py [NAME ...]`.
+"""Check that ordinary runs raise no alarm: `python benchmarks/alarms.py [NAME ...]`.
 
-Every recipe trains once as params.yaml says, the default one also with rollouts beside the update.
-What the alarms look at is written to docs/results/alarms.json, a row of numbers per metric, with
-the worst that each alarm measured; runs that are in it already are not run again.
+Every recipe trains once with params.yaml, the default one also with rollouts during the update.
+docs/results/alarms.json receives the metrics that the alarms read, a row of numbers per metric, and
+the worst value that each alarm measured; runs that the file contains are not repeated.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def main() -> int:
                 result |= {
                     "machine": machine(),
                     "command": "python benchmarks/alarms.py",
-                    "worst": {each: worst(points(row)) for each, row in result["runs"].items()},
+                    "worst": {
+                        name_of_run: worst(points(row))
+                        for name_of_run, row in result["runs"].items()
+                    },
                 }
                 chosen.out.write_text(text_of(result), encoding="utf-8")
             tripping = sorted(alarms_of(points(result["runs"][name])))
@@ -59,26 +62,28 @@ def main() -> int:
 
 
 def run(changes: Sequence[str], folder: str) -> list[Point]:
-    """The points of one run's training."""
+    """Train one run; return the points of its training."""
     cfg = load_config(ROOT / "params.yaml", [*changes, f"store.path={folder}/store"])
     names = [stage.name for stage in stages(cfg.horizon)]
     run_with_parents(names[-1], cfg)
     store = open_store(cfg)
-    done = finished(cfg, store)
-    return [point for name in names for point in committed_points(store, name, done[name].key)]
+    completed = finished(cfg, store)
+    return [point for name in names for point in committed_points(store, name, completed[name].key)]
 
 
 def rows(history: Iterable[Point]) -> dict[str, list[float | None]]:
-    """What alarms look at, in 5 digits, a value per optimizer step; None where it was not
+    """Metrics that the alarms read, in 5 digits, a value per optimizer step; None if it was not
     measured.
     """
     metrics = [point.metrics for point in history]
-    found = {name: [_short(each.get(name)) for each in metrics] for name in METRICS}
-    return {name: row for name, row in found.items() if any(value is not None for value in row)}
+    series = {
+        name: [_short(step_metrics.get(name)) for step_metrics in metrics] for name in METRICS
+    }
+    return {name: row for name, row in series.items() if any(value is not None for value in row)}
 
 
 def points(row: Mapping[str, Sequence[float | None]]) -> list[Point]:
-    """The inverse of `rows`, with steps from 1."""
+    """Points of a row; the inverse of `rows`, with steps from 1."""
     return [
         Point(
             step,
@@ -99,14 +104,14 @@ def alarms_of(history: Sequence[Point]) -> set[str]:
 
 
 def worst(history: Sequence[Point]) -> dict[str, float]:
-    """Of each alarm that could be measured, the value nearest to its limit, or farthest beyond."""
-    found = {}
+    """Value of each measurable alarm that is nearest to its limit, or farthest beyond it."""
+    worst_values = {}
     for name, rule in RULES.items():
         values = [measured(rule, history[:end])[1] for end in range(1, len(history) + 1)]
         known = [value for value in values if value is not None]
         if known:
-            found[name] = float(f"{(min if rule.at_least else max)(known):.3g}")
-    return found
+            worst_values[name] = float(f"{(min if rule.at_least else max)(known):.3g}")
+    return worst_values
 
 
 def text_of(result: Mapping[str, Any]) -> str:

@@ -1,7 +1,9 @@
-"""The expert and chance on all five environments, by the command that evaluates everything else:
-`python benchmarks/baselines.py`.
+"""Success of the expert and the random policy on all five environments.
 
-What of `expert` falls short is named, item by item. Writes docs/results/baselines.json.
+    python benchmarks/baselines.py
+
+Both run through the command that evaluates every other policy. Items on which `expert` fails are
+listed by name. Writes docs/results/baselines.json.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline import ROOT, machine  # of this folder
+from pipeline import ROOT, machine  # benchmarks/pipeline.py
 
 from agentgym.defaults import set_process_defaults
 
@@ -25,7 +27,7 @@ from agentgym.evaluation.request import EvaluationRequest  # noqa: E402
 from agentgym.pipeline.evaluation import evaluate_policy  # noqa: E402
 
 RESULTS = ROOT / "docs/results/baselines.json"
-# environment -> test items, turns (those of `random` are the published ones), episodes in flight
+# environment -> test items, turns (`random` gets the published ROUNDS), episodes in flight
 PLAYED = {
     "babyai": (90, 60, 16),
     "textcraft": (100, 60, 16),
@@ -38,11 +40,11 @@ ROUNDS = {"babyai": 20, "textcraft": 30, "sciworld": 30, "searchqa": 30, "webare
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--items", type=int, help="of each environment, at most")
+    parser.add_argument("--items", type=int, help="most items per environment")
     parser.add_argument("--env", action="append", choices=PLAYED, help="may be repeated")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument(
-        "--state", type=Path, help="a folder to keep, to go on from (default: none)"
+        "--state", type=Path, help="folder to keep and to resume from (default: none)"
     )
     arguments = parser.parse_args()
     table: dict[str, Any] = {}
@@ -65,10 +67,10 @@ def main() -> int:
     return 0
 
 
-def played(policy: str, env: str, most: int | None, folder: Path) -> dict[str, Any]:
+def played(policy: str, env: str, limit: int | None, folder: Path) -> dict[str, Any]:
     num_items, turns, in_flight = PLAYED[env]
     changes = {
-        "items": {"num": min(num_items, most or num_items)},
+        "items": {"num": min(num_items, limit or num_items)},
         "num_samples": 1,
         "greedy": False,
         "max_turns": turns if policy == "expert" else ROUNDS[env],
@@ -76,26 +78,28 @@ def played(policy: str, env: str, most: int | None, folder: Path) -> dict[str, A
         "episode_timeout_s": 900.0,
         "min_coverage": 0.0,
     }
-    # each environment as it is by default: `env` of params.yaml is BabyAI with levels of its own
+    # default options: `env` of params.yaml is BabyAI with custom levels
     cfg = load_config(
         ROOT / "params.yaml",
         [f"store.path={folder}/state/store", "env.options={}", f"data.path={ROOT}/data/{DATA}"],
     )
-    found = evaluate_policy(cfg, EvaluationRequest(policy=policy, envs=(env,), changes=changes))
-    own = found.result.numbers[env]
+    evaluation = evaluate_policy(
+        cfg, EvaluationRequest(policy=policy, envs=(env,), changes=changes)
+    )
+    numbers = evaluation.result.numbers[env]
     exceptions = [
         f"{slot.item_id}: {slot.outcome}{f' {slot.failed[-1].error}' if slot.failed else ''}"
-        for slot in found.result.slots
+        for slot in evaluation.result.slots
         if not slot.success
     ]
     return {
-        "items": own["num_items"],
+        "items": numbers["num_items"],
         "max_turns": changes["max_turns"],
-        "coverage": own["coverage"],
-        "success": own["summary"].get("avg_at_1"),
-        "failed_as_failures": own["failed_as_failures"].get("avg_at_1"),
-        "by_family": own["by_family"],
-        "invalid_actions": own["invalid_actions"],
+        "coverage": numbers["coverage"],
+        "success": numbers["summary"].get("avg_at_1"),
+        "failed_as_failures": numbers["failed_as_failures"].get("avg_at_1"),
+        "by_family": numbers["by_family"],
+        "invalid_actions": numbers["invalid_actions"],
         "exceptions": exceptions if policy == "expert" else [],
     }
 

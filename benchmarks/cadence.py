@@ -1,9 +1,9 @@
-"""Does a run end the same however often it commits and however often it is killed:
-`python benchmarks/cadence.py [--every 1 5 1000] [--kills 10]`.
+"""Check that a run ends the same for every commit cadence and number of kills.
 
-For each `store.commit_every` a deterministic run of two stages that nobody touches, and one that is
-killed at random moments of its training, each time started again.
-Writes docs/results/cadence.json; fails where the two differ, or a point stands twice in MLflow.
+`python benchmarks/cadence.py [--every 1 5 1000] [--kills 10]`. For each `store.commit_every` it
+trains one deterministic run of two stages without interruption, and one that is killed at random
+moments of its training and restarted each time.
+Writes docs/results/cadence.json; fails if the two differ, or if MLflow contains a point twice.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--every", type=int, nargs="+", default=[1, 5, 1000])
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random kill times")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/cadence.json")
     chosen = parser.parse_args()
     os.chdir(ROOT)
-    chance, rows = random.Random(chosen.seed), []  # noqa: S311  (moments, no secrets)
+    rng, rows = random.Random(chosen.seed), []  # noqa: S311  (kill times, no secrets)
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder, "base")
         run_with_parents("warm-start", settings(base, 1))
         for every in chosen.every:
             twin, victim = Path(folder, f"twin-{every}"), Path(folder, f"victim-{every}")
-            for each in (twin, victim):
-                shutil.copytree(base, each)
+            for copy_folder in (twin, victim):
+                shutil.copytree(base, copy_folder)
             began = time.monotonic()
             run_with_parents("stage-2", settings(twin, every))
             alone_s = time.monotonic() - began
-            landed = kill_often(victim, every, chosen.kills, alone_s, chance)
+            landed = kill_often(victim, every, chosen.kills, alone_s, rng)
             rows.append(compared(settings(twin, every), settings(victim, every), every, landed))
             sys.stdout.write(f"{rows[-1]}\n")
     result = {
@@ -99,15 +99,17 @@ def overrides(folder: Path, every: int) -> list[str]:
 
 
 def kill_often(
-    folder: Path, every: int, kills: int, alone_s: float, chance: random.Random
+    folder: Path, every: int, kills: int, alone_s: float, rng: random.Random
 ) -> list[int]:
-    """`kills` kills, then a run to the end. Result: the optimizer step each kill left durable."""
+    """Kill the run `kills` times, then let it end. Result: the durable optimizer step after each
+    kill.
+    """
     landed: list[int] = []
     while len(landed) < kills:
-        # with rare commits a kill costs a whole stage
+        # with rare commits, each kill may lose a whole stage
         process = started(folder, every)
         try:
-            process.wait(chance.uniform(0.2, 0.8 * alone_s))
+            process.wait(rng.uniform(0.2, 0.8 * alone_s))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait(30)
@@ -115,7 +117,7 @@ def kill_often(
         else:
             if process.returncode:
                 raise RuntimeError(f"a run ended with code {process.returncode}")
-            break  # it was over before all kills were done
+            break  # the run ended before all kills were done
     process = started(folder, every)
     if process.wait(LIMIT_S):
         raise RuntimeError(f"the run after the kills ended with code {process.returncode}")
@@ -123,7 +125,7 @@ def kill_often(
 
 
 def started(folder: Path, every: int) -> subprocess.Popen[bytes]:
-    """A run of both stages that is about to begin."""
+    """Start a run of both stages; return it once it is about to begin."""
     command = [sys.executable, "-c", CHILD, *overrides(folder, every)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -137,9 +139,11 @@ def durable_step(cfg: RunConfig) -> int:
 
 
 def compared(twin: RunConfig, victim: RunConfig, every: int, landed: list[int]) -> dict[str, Any]:
-    ours, theirs = history(victim), history(twin)
+    victim_commits, twin_commits = history(victim), history(twin)
     written = sum(
-        blob.size for each in theirs for blob in (*each.blobs.values(), *each.records.values())
+        blob.size
+        for manifest in twin_commits
+        for blob in (*manifest.blobs.values(), *manifest.records.values())
     )
     with sqlite3.connect(victim.state_dir / "mlflow.db") as database:
         (repeated,) = database.execute(
@@ -150,24 +154,25 @@ def compared(twin: RunConfig, victim: RunConfig, every: int, landed: list[int]) 
         "commit_every": every,
         "kills": len(landed),
         "durable_step_after_each": landed,
-        "optimizer_steps": len(theirs),
-        "commits": sum(bool(each.blobs) for each in theirs),
-        "identical": [identity(each) for each in ours] == [identity(each) for each in theirs],
-        "final": ours[-1].digest[:12],
+        "optimizer_steps": len(twin_commits),
+        "commits": sum(bool(manifest.blobs) for manifest in twin_commits),
+        "identical": [identity(manifest) for manifest in victim_commits]
+        == [identity(manifest) for manifest in twin_commits],
+        "final": victim_commits[-1].digest[:12],
         "repeated_points": repeated,
         "audit": audit(victim, num_episodes=8).ok,
-        "mib_per_optimizer_step": round(written / len(theirs) / 2**20, 2),
+        "mib_per_optimizer_step": round(written / len(twin_commits) / 2**20, 2),
     }
 
 
 def identity(manifest: Manifest) -> tuple[Any, ...]:
-    """Weights where the commit holds them, items, draws and results."""
+    """Return the commit's weights (if it has any), items, draws and results."""
     return manifest.digest, manifest.state, manifest.blobs
 
 
 def history(cfg: RunConfig) -> list[Manifest]:
-    store, done = open_store(cfg), finished(cfg, open_store(cfg))
-    return [each for name in STAGES for each in store.history(name, done[name].key)]
+    store, completed = open_store(cfg), finished(cfg, open_store(cfg))
+    return [manifest for name in STAGES for manifest in store.history(name, completed[name].key)]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""How many sessions one environment server holds on this machine: `python benchmarks/capacity.py`.
+"""Sessions that one environment server can keep on this machine: `python benchmarks/capacity.py`.
 
-One server at a time, as it is started for a run; the load comes from this process, on kept
-connections. So many sessions are opened, and then all of them act as fast as they are answered; a
-session whose episode ends is closed and another takes its place. With each number of sessions:
-steps per second, latency, errors, memory.
-A server is at its limit where a session is refused, an action fails, or its memory is used up.
-Writes docs/results/capacity.json, which agentgym/deploy/capacity.py is held to, and a table beside
-it.
+One server at a time, started as for a run; the load comes from this process over keep-alive
+connections. All sessions are opened first; then each sends its next action as soon as it has an
+answer, and replaces an ended episode by a new session. For each number of sessions it measures
+steps per second, latency, errors and memory.
+A server has reached its limit if a session is refused, an action fails, or its memory is used up.
+Writes docs/results/capacity.json, with which agentgym/deploy/capacity.py must agree, and next to it
+a table.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ COUNTS = {
     "sciworld": (1, 4, 8, 16, 32, 64),
     "webarena": (1, 4, 8, 16, 32),
 }
-SLOW = {"sciworld": 2.0, "webarena": 2.0}  # times as long is measured
-TASKS = {"webarena": 97}  # ids from 0 that are played; elsewhere 500
+SLOW = {"sciworld": 2.0, "webarena": 2.0}  # factor on the duration of the measurement
+TASKS = {"webarena": 97}  # number of task ids, from 0; 500 in the others
 OPENED_AT_ONCE = 32
 TIMEOUT_S = 60.0  # of one request
 
@@ -52,13 +52,13 @@ TIMEOUT_S = 60.0  # of one request
 class Row:
     env: str
     sessions: int
-    held: int  # of them were opened
+    held: int  # sessions that were opened
     steps_per_s: float
     p50_ms: float
     p99_ms: float
-    open_p50_ms: float  # of a session, while so many others are opened
-    cpu_ms_per_step: float  # of the server and what it started
-    rss_mib: float  # of the same, at the end
+    open_p50_ms: float  # to open a session while all the others are being opened
+    cpu_ms_per_step: float  # of the server and its child processes
+    rss_mib: float  # of the same processes, at the end
     errors: int
 
 
@@ -82,8 +82,8 @@ class Load:
         return reply["session_id"]
 
     async def _ask(self, connection: Connection, route: str, body: Any) -> Any:
-        """Once more on a new connection where the server has closed an idle one: what is asked
-        again is not done again.
+        """Post a request; if the server has closed the idle connection, repeat it on a new one.
+        Repeated requests are idempotent.
         """
         try:
             return await asyncio.wait_for(connection.post(route, body), TIMEOUT_S)
@@ -93,13 +93,13 @@ class Load:
             return await asyncio.wait_for(connection.post(route, body), TIMEOUT_S)
 
     async def _action(self, connection: Connection, session: str, turn: int) -> str:
-        if self.env not in ACTIONS:  # the expert knows one
+        if self.env not in ACTIONS:  # ask the expert for an action
             reply = await self._ask(connection, "/expert", {"session_id": session})
             return reply["action"]
         return ACTIONS[self.env][turn % len(ACTIONS[self.env])]
 
     async def hold(self) -> tuple[Connection, str] | None:
-        """A session, or None where it was refused."""
+        """Open a session. Return None if it is refused."""
         async with self._gate:
             connection = Connection(self.url, self.token)
             try:
@@ -110,7 +110,7 @@ class Load:
                 return None
 
     async def act(self, connection: Connection, session: str, until: float) -> None:
-        """Episode after episode, until then."""
+        """Play one episode after the other until the given time."""
         try:
             turn = 0
             while time.perf_counter() < until:
@@ -133,10 +133,12 @@ class Load:
 async def measure(env: str, endpoint: Endpoint, count: int, seconds: float) -> tuple[Row, Load]:
     load = Load(env, endpoint)
     processes = processes_at(int(str(endpoint).rpartition(":")[2]))
-    held = [each for each in await asyncio.gather(*(load.hold() for _ in range(count))) if each]
+    sessions = [
+        session for session in await asyncio.gather(*(load.hold() for _ in range(count))) if session
+    ]
     opened = statistics.median(load.opened) if load.opened else 0.0
     cpu_s, began = cpu_seconds(processes), time.perf_counter()
-    await asyncio.gather(*(load.act(*each, began + seconds) for each in held))
+    await asyncio.gather(*(load.act(*session, began + seconds) for session in sessions))
     wall_s = time.perf_counter() - began
     processes = processes_at(int(str(endpoint).rpartition(":")[2]))
     ordered = sorted(load.times) or [0.0]
@@ -147,25 +149,25 @@ async def measure(env: str, endpoint: Endpoint, count: int, seconds: float) -> t
     row = Row(
         env=env,
         sessions=count,
-        held=len(held),
+        held=len(sessions),
         steps_per_s=round(len(load.times) / wall_s, 1),
         p50_ms=at(0.5),
         p99_ms=at(0.99),
         open_p50_ms=round(1000 * opened, 1),
         cpu_ms_per_step=round(1000 * (cpu_seconds(processes) - cpu_s) / len(ordered), 3),
-        rss_mib=round(sum(each.memory_info().rss for each in processes) / 2**20, 1),
+        rss_mib=round(sum(process.memory_info().rss for process in processes) / 2**20, 1),
         errors=len(load.errors),
     )
     return row, load
 
 
 def climb(env: str, seconds: float, most_mib: float, log: Path) -> tuple[list[Row], str]:
-    """Rows of growing numbers of sessions, and where the server is at its limit, why."""
+    """Rows of growing numbers of sessions, and the reason if the server reached its limit."""
     counts = COUNTS[env]
     config = EnvConfig(name=env, options=OPTIONS.get(env, {}), max_sessions=max(counts))
     rows: list[Row] = []
     with local_env(config, expert=env not in ACTIONS, log_path=log) as (endpoint,):
-        if env in SLOW:  # browsers and compilers begin cold
+        if env in SLOW:  # warm up browsers and compilers
             asyncio.run(measure(env, endpoint, counts[1], seconds))
         for count in counts:
             row, load = asyncio.run(measure(env, endpoint, count, seconds * SLOW.get(env, 1.0)))
@@ -179,7 +181,7 @@ def climb(env: str, seconds: float, most_mib: float, log: Path) -> tuple[list[Ro
 
 
 def to_markdown(result: dict[str, Any]) -> str:
-    """The table people read, from what capacity.json holds."""
+    """Markdown table of the contents of capacity.json."""
     cpu, cores = ", ".join(result["machine"]["cpu"]), result["machine"]["cores"]
     columns = {
         "held": "sessions",
@@ -205,7 +207,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"|---|{'---|' * len(columns)}",
     ]
     for row in result["rows"]:
-        lines.append(f"| {row['env']} | {' | '.join(f'{row[each]:g}' for each in columns)} |")
+        lines.append(f"| {row['env']} | {' | '.join(f'{row[column]:g}' for column in columns)} |")
     lines += ["", "Where a server was at its limit:", ""]
     lines += [f"- {env}: {why or 'it met none'}" for env, why in result["limits"].items()]
     return "\n".join(lines) + "\n"
@@ -218,7 +220,7 @@ def main() -> None:
         "--seconds",
         type=float,
         default=5.0,
-        help="of each measurement; twice as many where a step takes milliseconds",
+        help="duration of each measurement; twice as long for servers with slow steps",
     )
     parser.add_argument("--memory", type=float, default=4096.0, help="MiB that a server may take")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/capacity.json")

@@ -1,11 +1,12 @@
-"""Kills parts of a run at random times, from outside, and checks what is left: `python
-benchmarks/chaos.py`.
+"""Kill parts of a run at random times, from outside, and check the result.
 
-In copies of this repository, two at a time, a tiny run is started; at a random moment one of its
-parts is killed, the disk is filled, or a second learner comes; the same command is then given again
-until it ends.
-After each fault the run must be audited, no item lost or trained twice, no point or model version
-doubled, nothing left running.
+    python benchmarks/chaos.py
+
+In copies of this repository, two at a time, a tiny run is started. At a random moment one of its
+parts is killed, the disk is filled, or a second learner starts; then the same command is repeated
+until it succeeds.
+After each fault the run must pass its audit, no item may be lost or trained twice, no point or
+model version doubled, and no process left running.
 Writes docs/results/faults.md and faults.json.
 """
 
@@ -49,18 +50,18 @@ from chaos_project import (
 )
 from pipeline import machine
 
-MAX_COMMANDS = 5  # until one must have ended well
-WATCH_S = 0.25  # between two looks at an undisturbed run
+MAX_COMMANDS = 5  # repetitions; one of them must succeed
+WATCH_S = 0.25  # poll interval of an undisturbed run
 TRIES = 8  # for each fault that must hit
-TOO_LATE_S = 2.0  # a command that ends well so soon after its death had ended before
+TOO_LATE_S = 2.0  # a command that succeeds so soon after the fault had ended before it
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """State to begin with: nothing, or a copy of a preparation that went well."""
+    """State to begin with: nothing, or a copy of a successful preparation."""
 
     project: Project
-    copy: Path  # made when it is first needed
+    copy: Path  # created at the first use
 
     def set_up(self, setting: Setting) -> None:
         self.project.clear()
@@ -74,17 +75,17 @@ class Prepared:
 def observe(
     project: Project, prepared: Prepared, setting: Setting, kinds: Sequence[Kind]
 ) -> Reference:
-    """Run the setting's command undisturbed; see when each victim is alive."""
+    """Run the setting's command undisturbed; record when each victim is alive."""
     prepared.set_up(setting)
     with setting.around(project) as overrides:
         log = project.scratch / "reference.log"
         began = time.monotonic()
         process = project.start(setting.words(overrides), log)
-        seen: dict[str, list[float]] = {kind.name: [] for kind in kinds}
+        times_alive: dict[str, list[float]] = {kind.name: [] for kind in kinds}
         while process.poll() is None:
             for kind in kinds:
                 if kind.victims(project, process):
-                    seen[kind.name].append(time.monotonic() - began)
+                    times_alive[kind.name].append(time.monotonic() - began)
             if time.monotonic() - began > COMMAND_TIMEOUT_S:
                 raise RuntimeError(
                     f"the undisturbed run does not end\n{log.read_text(encoding='utf-8')[-2000:]}"
@@ -96,28 +97,28 @@ def observe(
                 f"the undisturbed run ended with {process.returncode}\n"
                 + log.read_text(encoding="utf-8")[-2000:]
             )
-        spans = {name: (times[0], times[-1]) for name, times in seen.items() if times}
+        spans = {name: (times[0], times[-1]) for name, times in times_alive.items() if times}
         return Reference(wall_s, spans, *project.lineage(overrides), num_versions(project))
 
 
 def attempt(
     project: Project, prepared: Prepared, kind: Kind, reference: Reference, seed: int, number: int
 ) -> Trial:
-    """Start the command, do the harm at a random time while its victim is there, give the
-    command until it ends, check.
+    """Start the command, inject the fault at a random time while its victim is alive, repeat the
+    command until it succeeds, and check the result.
     """
     trial = Trial(kind.name, number)
-    chance = random.Random(f"{seed} {kind.name} {number}")  # noqa: S311 - no secret
+    rng = random.Random(f"{seed} {kind.name} {number}")  # noqa: S311 - no secret
     prepared.set_up(kind.setting)
     with kind.setting.around(project) as overrides:
         words = kind.setting.words(overrides)
         log = project.scratch / f"{kind.name}-{number}.log"
         process = project.start(words, log)
         began = time.monotonic()
-        scene = Scene(project, kind.setting, process, log, chance, trial)
+        scene = Scene(project, kind.setting, process, log, rng, trial)
         first_s, last_s = reference.spans[kind.name]
-        # a faster run than the one observed is hit, too
-        moment = began + chance.uniform(first_s, first_s + 0.9 * (last_s - first_s))
+        # leave a margin: this run may be faster than the one observed
+        moment = began + rng.uniform(first_s, first_s + 0.9 * (last_s - first_s))
         while time.monotonic() < moment and process.poll() is None:
             time.sleep(min(POLL_S, max(0.0, moment - time.monotonic())))
         project.look_at_ports()
@@ -166,14 +167,14 @@ def attempt(
 
 
 def keep_logs(project: Project, folder: Path) -> None:
-    """What the commands and the servers of a trial that failed said."""
+    """Copy the logs of a failed trial's commands and servers into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for log in [*project.scratch.glob("*.log"), *project.state.glob("logs/*.log")]:
         shutil.copy(log, folder)
 
 
 def ended(process: subprocess.Popen[bytes], log: Path, trial: Trial) -> int:
-    """Its exit code; a command that does not end is itself a failure, and is killed."""
+    """Return the exit code. Kill a command that does not end, and record it as a failure."""
     try:
         return process.wait(COMMAND_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -185,7 +186,7 @@ def ended(process: subprocess.Popen[bytes], log: Path, trial: Trial) -> int:
 
 
 def to_markdown(result: dict[str, Any]) -> str:
-    """The table people read, from what faults.json holds."""
+    """Markdown table of the contents of faults.json."""
     trials = [Trial(**trial) for trial in result["trials"]]
     hits = [trial for trial in trials if trial.hit]
     struck = sorted({trial.kind for trial in hits})
@@ -209,21 +210,21 @@ def to_markdown(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, what in result["kinds"].items():
-        own = [trial for trial in hits if trial.kind == name]
+        kind_hits = [trial for trial in hits if trial.kind == name]
         if name in result["not_run"]:
             lines.append(f"| {what} | not run: {result['not_run'][name]} | | | | |")
-        elif own:
-            places = Counter(trial.phase.partition(",")[0] for trial in own)
+        elif kind_hits:
+            places = Counter(trial.phase.partition(",")[0] for trial in kind_hits)
             where = ", ".join(
-                f"{place} {count}" if count > 1 else place for place, count in places.items()
+                f"{phase} {count}" if count > 1 else phase for phase, count in places.items()
             )
-            most, longest = (
-                max(len(trial.codes) for trial in own),
-                max(trial.recovery_s for trial in own),
+            max_commands, longest = (
+                max(len(trial.codes) for trial in kind_hits),
+                max(trial.recovery_s for trial in kind_hits),
             )
             lines.append(
-                f"| {what} | {len(own)} | {where} | {most} | {longest:.0f} |"
-                f" {sum(trial.ok for trial in own)} of {len(own)} |"
+                f"| {what} | {len(kind_hits)} | {where} | {max_commands} | {longest:.0f} |"
+                f" {sum(trial.ok for trial in kind_hits)} of {len(kind_hits)} |"
             )
         else:
             lines.append(f"| {what} | 0 | | | | |")
@@ -264,7 +265,7 @@ def main() -> int:
     parser.add_argument(
         "--kills", type=int, default=32, help="faults that hit, over all kinds (default 32)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random times")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random times")
     parser.add_argument(
         "--short", action="store_true", help=f"one fault each of {', '.join(SHORT)}"
     )
@@ -283,11 +284,11 @@ def main() -> int:
         "--out",
         type=Path,
         default=ROOT / "docs/results/faults.md",
-        help="report; the figures lie beside it as .json",
+        help="report; the figures are next to it as .json",
     )
     arguments = parser.parse_args()
     names = arguments.kinds or (list(SHORT) if arguments.short else list(KINDS))
-    # SIGINT: a shell's background job ignores it, and so would all it starts
+    # a shell's background job ignores SIGINT, and its child processes would inherit that
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
     kills = len(names) if arguments.short else arguments.kills
@@ -306,8 +307,8 @@ def main() -> int:
         arguments.out.write_text(to_markdown(result), encoding="utf-8")
         for part in (out, out.with_suffix(".json")):
             part.unlink(missing_ok=True)
-        kept = [trial for trial in earlier["trials"] if trial["kind"] not in names]
-        kills += sum(trial["hit"] for trial in kept)
+        other_trials = [trial for trial in earlier["trials"] if trial["kind"] not in names]
+        kills += sum(trial["hit"] for trial in other_trials)
     print(to_markdown(result))
     if len(result["not_run"]) == len(names):
         return 1
@@ -318,24 +319,24 @@ def main() -> int:
 def instead(
     earlier: dict[str, Any], result: dict[str, Any], names: Sequence[str]
 ) -> dict[str, Any]:
-    """The earlier report with the named kinds tried anew, and with both commands."""
-    kept = [trial for trial in earlier["trials"] if trial["kind"] not in names]
+    """Merge the new trials of the named kinds into the earlier report, with both commands."""
+    other_trials = [trial for trial in earlier["trials"] if trial["kind"] not in names]
     union = {key: {**earlier[key], **result[key]} for key in ("kinds", "not_run", "references")}
     command = f"{earlier['command']}`, then `{result['command']}"
-    names_of = [each for part in (earlier, result) for each in part["machine"]["cpu"]]
+    names_of = [cpu_name for part in (earlier, result) for cpu_name in part["machine"]["cpu"]]
     return {
         **earlier,
         **union,
         "machine": {**earlier["machine"], "cpu": list(dict.fromkeys(names_of))},
         "command": command,
         "wall_s": earlier["wall_s"] + result["wall_s"],
-        "trials": kept + result["trials"],
+        "trials": other_trials + result["trials"],
     }
 
 
 @dataclass
 class Campaign:
-    """All trials of a call, shared by the lanes that run them, each in a project of its own."""
+    """All trials of a call, shared by the lanes that run them, each in its own project."""
 
     kinds: Sequence[Kind]
     wanted: dict[str, int]  # kind -> faults that must hit
@@ -350,8 +351,8 @@ class Campaign:
     stopped: bool = False
 
     def next(self) -> tuple[Kind, int] | None:
-        """(kind, number of the trial), once one may begin; None when all is done.
-        Not every fault hits: up to 4 tries for each.
+        """Return (kind, number of the trial) once one may begin; None when all are done.
+        Not every fault hits its victim: up to TRIES trials for each.
         """
         with self.lock:
             while not self.stopped:
@@ -379,15 +380,15 @@ class Campaign:
             return None
 
     def disturb(self, kind: Kind, other: Kind) -> bool:
-        """May the two not run side by side: Ray's clusters share a machine's memory, and a
-        setting is observed once.
+        """Return True if the two must not run at the same time: Ray clusters share a machine's
+        memory, and a setting is observed only once.
         """
         return (kind.setting.is_ray and other.setting.is_ray) or (
             kind.setting == other.setting and kind.setting not in self.references
         )
 
     def run(self, lane: Project) -> None:
-        """Trials, one after the other, until none is left."""
+        """Run trials one after the other until none is left."""
         prepared = Prepared(lane, lane.folder.parent / "prepared")
         while (work := self.next()) is not None:
             kind, number = work
@@ -411,7 +412,7 @@ class Campaign:
                 KeyError,
                 subprocess.SubprocessError,
                 psutil.Error,
-            ) as error:  # the others still count
+            ) as error:  # the other trials still count
                 lane.end()
                 trial = Trial(
                     kind.name,
@@ -425,7 +426,7 @@ class Campaign:
                 self.lock.notify_all()
 
     def note(self, lane: Project, kind: Kind, trial: Trial) -> None:
-        """Into the report; what a failed trial said is kept beside it."""
+        """Record the trial in the report; copy the logs of a failed one next to it."""
         now = time.monotonic() - self.began
         print(
             f"{now:6.0f} s  {kind.what}: {'ok' if trial.ok else 'FAILED'} {asdict(trial)}",
@@ -442,7 +443,7 @@ class Campaign:
             keep_logs(lane, self.out.with_suffix("") / f"{trial.kind}-{trial.number}")
 
     def stop(self, lanes: Sequence[Project]) -> None:
-        """No lane begins anything more, and what it has running is killed."""
+        """Stop all lanes: none begins another trial, and running processes are killed."""
         with self.lock:
             self.stopped = True
             self.lock.notify_all()
@@ -451,7 +452,7 @@ class Campaign:
 
 
 def run(kinds: Sequence[Kind], kills: int, seed: int, out: Path, parallel: int) -> dict[str, Any]:
-    """All trials; the report is written after each, so that an interrupted run has one."""
+    """Run all trials. The report is written after each, so that an interrupted run has one."""
     not_run = {kind.name: reason for kind in kinds if (reason := kind.setting.missing())}
     kinds = [kind for kind in kinds if kind.name not in not_run]
     result: dict[str, Any] = {

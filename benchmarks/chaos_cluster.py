@@ -1,4 +1,4 @@
-"""Harm to a run whose environment servers are pods of a cluster: a real API server, scheduler and
+"""Faults of a run whose environment servers are pods of a cluster: a real API server, scheduler and
 controllers, and two nodes that run the pods' real commands (tests/k8s/node).
 """
 
@@ -27,20 +27,20 @@ from chaos_project import POLL_S, ROOT, START_TIMEOUT_S, Project
 from agentgym.deploy.manifests import FLEETS, RUN_LABEL, find_kubectl, rendered
 from agentgym.deploy.owned import owned_process
 
-CONTROL_PLANE = "AGENTGYM_TEST_CONTROL_PLANE"  # names the program that starts one
+CONTROL_PLANE = "AGENTGYM_TEST_CONTROL_PLANE"  # path of the program that starts one
 AWAY_S = 60.0
 LEFT = "deployments,services,poddisruptionbudgets,endpoints,endpointslices,leases,replicasets,pods"
-OVERRIDES = (  # pods and their probes take a machine's time
+OVERRIDES = (  # small: pods and their probes use CPU time
     *("warm_start.num_demos=16", "warm_start.steps=20", "evaluation.num_items=4"),
     *("env.deploy=kubernetes", "env.replicas=2", "env.max_sessions=256"),
     *("kubernetes.overlay=test", "kubernetes.lease_s=30", "kubernetes.ready_timeout_s=300"),
 )
-BEFORE = ("before the first step", "after")  # no step has begun
+BEFORE = ("before the first step", "after")  # phases in which no step is running
 
 
 @dataclass
 class Cluster:
-    """As an operator would run one: a lost node is replaced."""
+    """A test cluster, operated as usual: a lost node is replaced."""
 
     folder: Path
     stack: contextlib.ExitStack
@@ -51,8 +51,8 @@ class Cluster:
         return self.folder / "control-plane/kubeconfig"
 
     def kubectl(self, *words: str, objects: list[Any] | None = None) -> str:
-        """Errors: RuntimeError with what it said."""
-        done = subprocess.run(
+        """Run kubectl; return its output. Errors: RuntimeError with kubectl's message."""
+        completed = subprocess.run(
             [find_kubectl(), *words],
             input=objects and json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
             env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
@@ -62,79 +62,86 @@ class Cluster:
             check=False,
             encoding="utf-8",
         )
-        if done.returncode:
-            raise RuntimeError(f"kubectl {' '.join(words)}: {done.stderr[-500:]}")
-        return done.stdout
+        if completed.returncode:
+            raise RuntimeError(f"kubectl {' '.join(words)}: {completed.stderr[-500:]}")
+        return completed.stdout
 
     def add_nodes(self, *names: str, app: Path = ROOT) -> None:
-        """app: what their containers have at /app."""
-        place = self.folder / f"nodes-{len(self.programs)}"
+        """Start nodes and wait until they are ready. app: what their containers have at /app."""
+        node_folder = self.folder / f"nodes-{len(self.programs)}"
         command = [sys.executable, str(ROOT / "tests/k8s/node"), *names]
-        command += ["--kubeconfig", str(self.kubeconfig), "--folder", str(place), "--backoff", "2"]
+        command += [
+            "--kubeconfig",
+            str(self.kubeconfig),
+            "--folder",
+            str(node_folder),
+            "--backoff",
+            "2",
+        ]
         command += ["--app", str(app)]
         self.stack.enter_context(
-            owned_process(command, log_path=self.folder / f"{place.name}.log", env={})
+            owned_process(command, log_path=self.folder / f"{node_folder.name}.log", env={})
         )
-        self.programs.append(place)
+        self.programs.append(node_folder)
         deadline = time.monotonic() + START_TIMEOUT_S
         while set(names) - self.nodes().keys() or self.not_ready(names):
             if time.monotonic() > deadline:
-                log = (self.folder / f"{place.name}.log").read_text(encoding="utf-8")
+                log = (self.folder / f"{node_folder.name}.log").read_text(encoding="utf-8")
                 raise RuntimeError(f"nodes {names} do not come up\n{log[-2000:]}")
             time.sleep(POLL_S)
 
     def not_ready(self, names: tuple[str, ...]) -> list[str]:
-        told = json.loads(self.kubectl("get", "nodes", "--output=json"))["items"]
+        listed = json.loads(self.kubectl("get", "nodes", "--output=json"))["items"]
         ready = {
-            each["metadata"]["name"]
-            for each in told
-            for condition in each["status"].get("conditions", ())
+            node["metadata"]["name"]
+            for node in listed
+            for condition in node["status"].get("conditions", ())
             if (condition["type"], condition["status"]) == ("Ready", "True")
         }
         return [name for name in names if name not in ready]
 
     def nodes(self) -> dict[str, psutil.Process]:
-        """Name -> its process, of the nodes that live."""
-        found = {}
-        for place in self.programs:
+        """Live nodes: name -> process."""
+        alive = {}
+        for program in self.programs:
             with contextlib.suppress(OSError, ValueError):
-                told = json.loads((place / "nodes.json").read_text(encoding="utf-8"))["nodes"]
-                for name, pid in told.items():
+                pids = json.loads((program / "nodes.json").read_text(encoding="utf-8"))["nodes"]
+                for name, pid in pids.items():
                     with contextlib.suppress(psutil.Error):
                         process = psutil.Process(pid)
                         if process.status() != psutil.STATUS_ZOMBIE:
-                            found[name] = process
-        return found
+                            alive[name] = process
+        return alive
 
     def containers(self, *command: str) -> list[psutil.Process]:
-        """First processes of pods' containers whose command begins so."""
-        found = []
+        """First processes of pods' containers whose command begins with these words."""
+        matches = []
         for node in self.nodes().values():
             with contextlib.suppress(psutil.Error):
                 for child in node.children(recursive=True):
                     with contextlib.suppress(psutil.Error):
                         if child.cmdline()[: len(command)] == list(command):
-                            found.append(child)
-        return found
+                            matches.append(child)
+        return matches
 
     def servers(self) -> list[psutil.Process]:
         """The environment servers in pods."""
         return self.containers("python", "-m", "envs", "serve")
 
     def left(self) -> list[str]:
-        """Whatever bears a run's label."""
-        told = self.kubectl("get", LEFT, "-n", FLEETS, f"-l{RUN_LABEL}", "--output=name")
-        return told.split()
+        """Names of all objects that have a run's label."""
+        names = self.kubectl("get", LEFT, "-n", FLEETS, f"-l{RUN_LABEL}", "--output=name")
+        return names.split()
 
     def check_nothing_left(self) -> None:
-        """Errors: RuntimeError where something of a run is."""
+        """Raise RuntimeError if an object of a run is left."""
         if left := self.left():
             raise RuntimeError(f"left in the cluster: {', '.join(left)}")
 
 
 @contextlib.contextmanager
 def control_plane() -> Iterator[Cluster]:
-    """An API server, scheduler and controllers, without a node that takes pods."""
+    """Start an API server, scheduler and controllers, without a node that accepts pods."""
     folder = Path(tempfile.mkdtemp(prefix="agentgym-cluster-"))
     script = os.environ[CONTROL_PLANE]
     plane = folder / "control-plane"
@@ -144,46 +151,46 @@ def control_plane() -> Iterator[Cluster]:
         subprocess.run(
             [script, "up", str(plane)], check=True, timeout=START_TIMEOUT_S, capture_output=True
         )
-        made = Cluster(folder, stack)
-        hollow = made.kubectl("get", "nodes", "--output=name").split()
-        made.kubectl("cordon", *hollow)  # no container runs there
-        yield made
+        kube_cluster = Cluster(folder, stack)
+        hollow = kube_cluster.kubectl("get", "nodes", "--output=name").split()
+        kube_cluster.kubectl("cordon", *hollow)  # no container runs there
+        yield kube_cluster
 
 
 @contextlib.contextmanager
-def known_to(project: Project, made: Cluster, **variables: str) -> Iterator[None]:
-    """What stands around the command, and what its environment says of that."""
-    own = {"KUBECONFIG": str(made.kubeconfig), **variables}
-    project.server = made
-    project.environment |= own
+def known_to(project: Project, kube_cluster: Cluster, **variables: str) -> Iterator[None]:
+    """Make the cluster known to the project, and set the variables of its commands."""
+    settings = {"KUBECONFIG": str(kube_cluster.kubeconfig), **variables}
+    project.server = kube_cluster
+    project.environment |= settings
     try:
         yield
     finally:
         project.server = None
-        for name in own:
+        for name in settings:
             del project.environment[name]
 
 
 @contextlib.contextmanager
 def cluster(project: Project) -> Iterator[tuple[str, ...]]:
-    """Two nodes, and the namespaces that k8s/base prepares. In the end nothing of a run is left.
-    Errors: RuntimeError where something is.
+    """Start two nodes and create the namespaces of k8s/base.
+    Errors: RuntimeError if an object of a run is left in the end.
     """
     token = secrets.token_hex(16)
-    with control_plane() as made, known_to(project, made, AGENTGYM_FLEET_KEY=token):
-        made.add_nodes("node-1", "node-2")
-        made.kubectl("apply", "--server-side", "--filename=-", objects=_base())
+    with control_plane() as kube_cluster, known_to(project, kube_cluster, AGENTGYM_FLEET_KEY=token):
+        kube_cluster.add_nodes("node-1", "node-2")
+        kube_cluster.kubectl("apply", "--server-side", "--filename=-", objects=_base())
         yield OVERRIDES
-        made.check_nothing_left()
+        kube_cluster.check_nothing_left()
 
 
 def _base() -> list[Any]:
     return [
-        each
-        for each in rendered("test", manifests=ROOT / "k8s")
-        if "agentgym.io/environment" not in each["metadata"].get("labels", {})
-        # the flow is outside: no claim, no Prefect, no MLflow
-        and each["kind"] not in ("PersistentVolumeClaim", "Deployment")
+        manifest
+        for manifest in rendered("test", manifests=ROOT / "k8s")
+        if "agentgym.io/environment" not in manifest["metadata"].get("labels", {})
+        # the flow runs outside the cluster: no claim, no Prefect, no MLflow
+        and manifest["kind"] not in ("PersistentVolumeClaim", "Deployment")
     ]
 
 
@@ -193,16 +200,16 @@ def no_cluster() -> str:
     return "" if os.geteuid() == 0 else "pods get networks of their own from root alone"
 
 
-# --- who is struck, and how
+# --- victims and faults
 # ---------------------------------------------------------------------------------------------
 
 
 def servers(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The pods' servers, once a step plays there."""
+    """Environment servers of the pods, once a step uses them."""
     if process.poll() is not None or project.phase().startswith(BEFORE):
         return []
-    found: list[psutil.Process] = project.server.servers()
-    return found
+    pod_servers: list[psutil.Process] = project.server.servers()
+    return pod_servers
 
 
 def nodes_that_serve(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -214,14 +221,14 @@ def while_it_plays(project: Project, process: subprocess.Popen[bytes]) -> list[p
 
 
 def while_it_comes_up(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The flow, from its first pod on until a step begins."""
+    """The flow, from its first pod until a step begins."""
     if project.phase() != BEFORE[0] or not project.server.servers():
         return []
     return the_command(project, process)
 
 
 def kill_pod(scene: Scene, victims: list[psutil.Process]) -> None:
-    """Its server, and then the pod: another takes its place."""
+    """Kill a pod's server, then delete the pod: another pod replaces it."""
     victim = scene.chance.choice(victims)
     with contextlib.suppress(psutil.Error, OSError):
         pod = (
@@ -231,27 +238,27 @@ def kill_pod(scene: Scene, victims: list[psutil.Process]) -> None:
             .split()[1]
         )
         send(signal.SIGKILL)(scene, [victim])
-        made = scene.project.server
-        made.kubectl("delete", "pod", pod, "-n", FLEETS, "--force", "--ignore-not-found")
+        kube_cluster = scene.project.server
+        kube_cluster.kubectl("delete", "pod", pod, "-n", FLEETS, "--force", "--ignore-not-found")
         scene.trial.notes.append(pod)
         return
     scene.trial.hit = False
 
 
 def lose_node(scene: Scene, victims: list[psutil.Process]) -> None:
-    """The node and its pods; its object is removed, and another node joins in its place."""
-    made = scene.project.server
+    """Kill a node with its pods and remove its object; another node joins instead."""
+    kube_cluster = scene.project.server
     victim = scene.chance.choice(victims)
-    (name,) = (name for name, process in made.nodes().items() if process == victim)
+    (name,) = (name for name, process in kube_cluster.nodes().items() if process == victim)
     send(signal.SIGKILL)(scene, [victim])
     time.sleep(scene.chance.uniform(0.0, 10.0))
-    made.kubectl("delete", "node", name)
-    made.add_nodes("node-3")
+    kube_cluster.kubectl("delete", "node", name)
+    kube_cluster.add_nodes("node-3")
     scene.trial.notes.append(f"{name} was lost")
 
 
 def be_away(scene: Scene, _: list[psutil.Process]) -> None:
-    """The API server answers nobody for a minute: neither the flow nor nodes and controllers."""
+    """Stop the API server for a minute: neither the flow nor nodes and controllers get answers."""
     pid = int(
         (scene.project.server.folder / "control-plane/apiserver.pid").read_text(encoding="utf-8")
     )

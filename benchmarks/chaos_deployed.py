@@ -1,5 +1,5 @@
-"""What k8s/README.md deploys for flow runs, on nodes of the tests: Prefect's server, its worker and
-MLflow as pods, with their own accounts, probes and logins.
+"""The deployment for flow runs that k8s/README.md describes, on the tests' nodes: Prefect's server,
+its worker and MLflow as pods, with their own accounts, probes and logins.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from agentgym.deploy.manifests import ENVIRONMENT_LABEL, rendered
 from agentgym.deploy.owned import owned_process, tail
 
 USER = "agentgym"
-STATE, PREFECT, MLFLOW = (f"agentgym-{each}" for each in ("state", "prefect", "mlflow"))  # claims
+STATE, PREFECT, MLFLOW = (f"agentgym-{name}" for name in ("state", "prefect", "mlflow"))  # claims
 PORTS = {"prefect": 4200, "mlflow": 5000}
-BEGIN_S = 900.0  # of all three, on a machine that is very busy
+BEGIN_S = 900.0  # until all three are ready on a very busy machine
 AWS = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test",
@@ -38,12 +38,14 @@ AWS = {
 
 @dataclass
 class Deployed:
-    """An installation: its namespaces are `namespace`, and with -flows and -fleets after it."""
+    """An installation. Its namespaces are `namespace`, `namespace`-flows and `namespace`-fleets."""
 
     kubectl: Callable[..., str]
     namespace: str
     volumes: Mapping[str, Path]  # claim -> folder of this machine
-    credentials: Mapping[str, str] = field(default_factory=dict)  # of flow runs, beside MLflow's
+    credentials: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of flow runs, in addition to MLflow's
     password: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
@@ -65,20 +67,20 @@ class Deployed:
         return dict(zip(names, (USER, self.password), strict=True))
 
     def objects(self) -> list[Any]:
-        """Of the overlay `test` all but environments, with volumes and Secrets."""
-        own = [
-            each
-            for each in rendered("test", installation=self.namespace, manifests=ROOT / "k8s")
-            if ENVIRONMENT_LABEL not in each["metadata"].get("labels", {})
+        """All objects of the overlay `test` except environments, with volumes and Secrets."""
+        manifests = [
+            manifest
+            for manifest in rendered("test", installation=self.namespace, manifests=ROOT / "k8s")
+            if ENVIRONMENT_LABEL not in manifest["metadata"].get("labels", {})
         ]
         uri = f"http://mlflow.{self.namespace}.svc:5000"
-        told = {"MLFLOW_TRACKING_URI": uri, **self.mlflow_login, **self.credentials}
+        credentials = {"MLFLOW_TRACKING_URI": uri, **self.mlflow_login, **self.credentials}
         logins = {
             "agentgym-prefect": {"PREFECT_API_AUTH_STRING": self.login},
-            "agentgym-credentials": told,
+            "agentgym-credentials": credentials,
         }
         return [
-            *own,
+            *manifests,
             *(self._volume(claim, folder) for claim, folder in self.volumes.items()),
             self._secret(self.flows, "agentgym-fleet-key", {"AGENTGYM_FLEET_KEY": self.token}),
             *(
@@ -107,12 +109,12 @@ class Deployed:
         }
 
     def _secret(self, namespace: str, name: str, values: Mapping[str, str]) -> Any:
-        data = {key: base64.b64encode(each.encode()).decode() for key, each in values.items()}
+        data = {key: base64.b64encode(value.encode()).decode() for key, value in values.items()}
         meta = {"name": name, "namespace": namespace}
         return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data}
 
     def bring_up(self) -> None:
-        """Errors: RuntimeError with what is not ready, and what it said."""
+        """Apply all objects; wait until all are ready. Errors: RuntimeError with the first log."""
         self.kubectl("apply", "--server-side", "--filename=-", objects=self.objects())
         deadline = time.monotonic() + BEGIN_S
         while waiting := self.not_ready():
@@ -121,11 +123,11 @@ class Deployed:
             time.sleep(POLL_S)
 
     def not_ready(self) -> list[str]:
-        """Names of Deployments of services."""
+        """Names of the services' Deployments that are not ready."""
         return [
-            each["metadata"]["name"]
-            for each in self.get("deployments", "app.kubernetes.io/component=services")
-            if each.get("status", {}).get("readyReplicas", 0) < each["spec"]["replicas"]
+            deployment["metadata"]["name"]
+            for deployment in self.get("deployments", "app.kubernetes.io/component=services")
+            if deployment.get("status", {}).get("readyReplicas", 0) < deployment["spec"]["replicas"]
         ]
 
     def logs(self, deployment: str) -> str:
@@ -134,36 +136,36 @@ class Deployed:
 
     def get(self, kinds: str, *labels: str, namespace: str = "") -> list[Any]:
         words = ("get", kinds, "-n", namespace or self.namespace, "--output=json")
-        told = self.kubectl(*words, *(f"--selector={','.join(labels)}" for _ in labels[:1]))
-        found: list[Any] = json.loads(told)["items"]
-        return found
+        output = self.kubectl(*words, *(f"--selector={','.join(labels)}" for _ in labels[:1]))
+        items: list[Any] = json.loads(output)["items"]
+        return items
 
     def pods(self, role: str, namespace: str = "") -> dict[str, str]:
-        """Name -> address, of those that run and are to stay."""
+        """Pods that run and are not being deleted: name -> address."""
         return {
-            each["metadata"]["name"]: each["status"].get("podIP", "")
-            for each in self.get("pods", f"agentgym.io/role={role}", namespace=namespace)
-            if each["status"].get("phase") == "Running"
-            and "deletionTimestamp" not in each["metadata"]
+            pod["metadata"]["name"]: pod["status"].get("podIP", "")
+            for pod in self.get("pods", f"agentgym.io/role={role}", namespace=namespace)
+            if pod["status"].get("phase") == "Running"
+            and "deletionTimestamp" not in pod["metadata"]
         }
 
     def address(self, service: str) -> str:
-        """`host:port` of the ready pod behind it. Errors: RuntimeError."""
-        for each in self.get("endpoints"):
-            if each["metadata"]["name"] == service:
-                for subset in each.get("subsets") or ():
+        """Return `host:port` of the ready pod behind the service. Errors: RuntimeError."""
+        for endpoints in self.get("endpoints"):
+            if endpoints["metadata"]["name"] == service:
+                for subset in endpoints.get("subsets") or ():
                     for address in subset.get("addresses") or ():
                         return f"{address['ip']}:{PORTS[service]}"
         raise RuntimeError(f"no pod is ready behind service {service}")
 
     def remove(self) -> None:
-        """Of the cluster what has no namespace; the rest goes with the control plane."""
+        """Remove the objects without a namespace; the rest goes with the control plane."""
         for claim in self.volumes:
             self.kubectl("delete", "persistentvolume", f"{self.namespace}-{claim}", "--wait=false")
 
 
 def first_process(pod: str) -> int:
-    """Process 1 of a pod's container, as this machine counts it. Errors: RuntimeError."""
+    """Return the host's pid of process 1 of a pod's container. Errors: RuntimeError."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
             hosts = (path / "root/etc/hosts").read_text(encoding="utf-8").splitlines()
@@ -180,14 +182,15 @@ def first_process(pod: str) -> int:
 
 
 def kill_container(pod: str) -> None:
-    """All of it, as the kernel ends what takes too much memory."""
+    """Kill the whole container, as the kernel does on an out-of-memory error."""
     os.kill(first_process(pod), signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def forwarded(deployed: Deployed, service: str) -> Iterator[str]:
-    """`host:port` here that leads to the pod behind a Service, and to the next one after it; as
-    `kubectl port-forward`, which asks more of a node than those of the tests know.
+    """Yield a local `host:port` that leads to the pod behind a Service, also after its replacement.
+
+    `kubectl port-forward` does the same, but needs features that the tests' nodes lack.
     """
     known: list[str] = []
 
@@ -200,15 +203,15 @@ def forwarded(deployed: Deployed, service: str) -> Iterator[str]:
                 return socket.create_connection((host, int(port)), timeout=5)
             except OSError:
                 known.clear()
-        raise OSError("nobody answers")
+        raise OSError("no pod answers")
 
     def pump(source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 target.sendall(data)
-        for each in (source, target):
+        for connection in (source, target):
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def serve(client: socket.socket) -> None:
         with client, contextlib.suppress(OSError, RuntimeError), reach() as pod:
@@ -224,7 +227,7 @@ def forwarded(deployed: Deployed, service: str) -> Iterator[str]:
                 client, _ = listener.accept()
                 threading.Thread(target=serve, args=(client,), daemon=True).start()
 
-    # the Service's own port, which MLflow asks for in the name it is called by
+    # the Service's own port: MLflow checks it in the Host header
     host = ".".join(["127", *(str(1 + secrets.randbelow(250)) for _ in range(3))])
     with socket.create_server((host, PORTS[service])) as listener:
         threading.Thread(target=accept, args=(listener,), daemon=True).start()
@@ -235,7 +238,9 @@ def forwarded(deployed: Deployed, service: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def s3_for_pods(host: str, folder: Path, bucket: str) -> Iterator[tuple[Any, dict[str, str]]]:
-    """(a client, the variables of pods) of an S3 server (moto) that pods reach at that address."""
+    """Yield (a client, the variables of pods) of an S3 server (moto) that pods reach at that
+    address.
+    """
     import boto3
 
     port, log = folder / "s3-port", folder / "s3.log"
@@ -261,8 +266,8 @@ def s3_for_pods(host: str, folder: Path, bucket: str) -> Iterator[tuple[Any, dic
 def prefect_command(
     words: Sequence[str], api: str, login: str, home: Path, timeout_s: float = 180.0
 ) -> str:
-    """What `prefect WORDS` prints, as an operator types it. Errors: RuntimeError."""
-    done = subprocess.run(
+    """Run `prefect WORDS` as an operator does; return its output. Errors: RuntimeError."""
+    completed = subprocess.run(
         [sys.executable, "-m", "prefect", "--no-prompt", *words],
         env={
             **os.environ,
@@ -277,6 +282,8 @@ def prefect_command(
         check=False,
         encoding="utf-8",
     )
-    if done.returncode:
-        raise RuntimeError(f"prefect {' '.join(words)}: {(done.stdout + done.stderr)[-2000:]}")
-    return done.stdout
+    if completed.returncode:
+        raise RuntimeError(
+            f"prefect {' '.join(words)}: {(completed.stdout + completed.stderr)[-2000:]}"
+        )
+    return completed.stdout

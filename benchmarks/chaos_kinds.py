@@ -1,6 +1,4 @@
-"""Ways to do harm to a run: what is started, who is struck, how, and what an operator does
-about it.
-"""
+"""Kinds of faults of a run: the command, the victim, the fault, and the operator's repair."""
 
 from __future__ import annotations
 
@@ -44,8 +42,8 @@ from agentgym.store.manifest import decode_commit
 FLOW = ("-m", "flows.pipeline")
 STAGE = ("-m", "agentgym", "step", "stage-1")
 QUICK_POLL_S = 0.01
-RAY_GONE_WITHIN_S = 90.0  # agents of a cluster that was killed try for 60 s to tell it
-OURS = ("agentgym", "flows.pipeline")  # whose last line says what failed
+RAY_GONE_WITHIN_S = 90.0  # agents of a killed cluster try for 60 s to reach it
+OURS = ("agentgym", "flows.pipeline")  # commands whose last line names the error
 SHORT = ("flow", "step", "environment", "two-learners", "damaged")
 
 
@@ -67,24 +65,23 @@ Victims = Callable[[Project, "subprocess.Popen[bytes]"], list[psutil.Process]]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is started, on what, and what stands around it."""
+    """The command, its initial state and the servers around it."""
 
     command: tuple[str, ...]
-    prepared: bool = False  # begin where the preparation is done; else with nothing
+    prepared: bool = False  # start from a finished preparation; else from an empty state
     # -> overrides
     around: Callable[[Project], AbstractContextManager[tuple[str, ...]]] = lambda _: (
         contextlib.nullcontext(())
     )
-    missing: Callable[[], str] = lambda: ""  # why it cannot be had here; empty: it can
+    missing: Callable[[], str] = lambda: ""  # reason why it is unavailable here; empty: available
     is_ray: bool = False
-    # matches the processes that stand around it, and what goes on by itself when the command has
-    # ended
+    # pattern of the processes around the command, and of those that continue after its end
     stays: str = ""
-    gone_within_s: float = GONE_WITHIN_S  # everything else, once the command ended
-    takes_overrides: bool = True  # the command; else they are for those who look at the run
+    gone_within_s: float = GONE_WITHIN_S  # all other processes, after the command's end
+    takes_overrides: bool = True  # the command does; else only the checks use them
 
     def words(self, overrides: Sequence[str]) -> tuple[str, ...]:
-        """The command with its overrides, as a user types it."""
+        """Return the command with its overrides, as a user types it."""
         if not self.takes_overrides:
             return self.command
         if self.command[1] == "agentgym":
@@ -92,28 +89,28 @@ class Setting:
                 *self.command,
                 *(word for override in overrides for word in ("--set", override)),
             )
-        # a deployment takes none: its servers are the project's own
+        # a deployment takes no --set: it uses the project's own servers
         return (*self.command, *overrides)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to do harm."""
+    """A kind of fault."""
 
     name: str
     what: str  # for the table
     setting: Setting
     victims: Victims
     strike: Callable[[Scene, list[psutil.Process]], None]
-    codes: tuple[int, ...]  # the first command may end so
+    codes: tuple[int, ...]  # allowed exit codes of the first command
 
 
-# --- what is killed, and how
+# --- victims and faults
 # ---------------------------------------------------------------------------------------------
 
 
 def send(number: signal.Signals) -> Callable[[Scene, list[psutil.Process]], None]:
-    """To every victim at once. No hit where all of them were gone."""
+    """Return a fault that sends a signal to all victims. It is no hit if all of them were gone."""
 
     def strike(scene: Scene, victims: list[psutil.Process]) -> None:
         num_sent = 0
@@ -127,31 +124,31 @@ def send(number: signal.Signals) -> Callable[[Scene, list[psutil.Process]], None
 
 
 def matching(pattern: str) -> Victims:
-    """Every process of the project whose command line has it."""
+    """Return a rule for victims: all processes of the project whose command line matches."""
     return lambda project, _: project.processes(pattern)
 
 
 def the_command(_: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The process that was started."""
+    """Return the process that was started."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [psutil.Process(process.pid)] if process.poll() is None else []
     return []
 
 
 def everything(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The process that was started and all it has started, as when the machine is lost."""
+    """Return the started process and all its descendants, as if the machine were lost."""
     return project.processes() if process.poll() is None else []
 
 
 def kill_one(scene: Scene, victims: list[psutil.Process]) -> None:
-    """SIGKILL to any one of them."""
+    """Send SIGKILL to one random victim."""
     send(signal.SIGKILL)(scene, [scene.chance.choice(victims)])
 
 
 def together(
     first: str, second: str
 ) -> Callable[[Project, subprocess.Popen[bytes]], list[psutil.Process]]:
-    """The processes that match either, while there are both."""
+    """Return a rule for victims: the processes that match either pattern, while both have some."""
 
     def victims(project: Project, _: subprocess.Popen[bytes]) -> list[psutil.Process]:
         both = project.processes(first), project.processes(second)
@@ -161,7 +158,7 @@ def together(
 
 
 def fill_disk(scene: Scene, _: list[psutil.Process]) -> None:
-    """Not a byte is left where the project keeps its state, until the command has ended."""
+    """Fill the disk that contains the project's state until the command has ended."""
     filler = scene.project.state / "filler"
     with filler.open("wb") as file, contextlib.suppress(OSError):
         while True:
@@ -170,25 +167,27 @@ def fill_disk(scene: Scene, _: list[psutil.Process]) -> None:
 
     def mend() -> None:
         filler.unlink()
-        said = scene.log.read_text(errors="replace", encoding="utf-8")
-        if scene.process.returncode and not re.search(r"(?i)no space left|disk is full", said):
+        log_text = scene.log.read_text(errors="replace", encoding="utf-8")
+        if scene.process.returncode and not re.search(r"(?i)no space left|disk is full", log_text):
             scene.trial.failures["command"] = [
-                f"the error does not say that the disk is full: {said[-300:]!r}"
+                f"the error does not say that the disk is full: {log_text[-300:]!r}"
             ]
 
     scene.mend = mend
 
 
 def collect_beside(scene: Scene, _: list[psutil.Process]) -> None:
-    """Neither age nor number keeps a step here: what the flow still needs, it must know itself."""
+    """Collect garbage during the flow, with rules that keep no step: the flow must protect what it
+    still needs.
+    """
     words = ("-m", "agentgym", "gc", "--remove", "--json", "--set", "seed=77")
     rules = ("--set", "store.gc_keep_days=0", "--set", "store.gc_keep_runs=0")
-    told = json.loads(scene.project.must(*words, *rules))
-    scene.trial.notes.append(f"{told['collected']} of {told['steps']} steps were collected")
+    report = json.loads(scene.project.must(*words, *rules))
+    scene.trial.notes.append(f"{report['collected']} of {report['steps']} steps were collected")
 
 
 def collect_and_be_killed(scene: Scene, victims: list[psutil.Process]) -> None:
-    """A collection beside the flow that does not get to its end; a second one finishes it."""
+    """Kill a garbage collection during the flow; a second one finishes it."""
     words = ("-m", "agentgym", "gc", "--remove", "--set", "seed=77")
     rules = ("--set", "store.gc_keep_days=0", "--set", "store.gc_keep_runs=0")
     collecting = scene.project.start((*words, *rules), scene.project.scratch / "gc.log")
@@ -200,54 +199,56 @@ def collect_and_be_killed(scene: Scene, victims: list[psutil.Process]) -> None:
 
 
 def is_writing(process: psutil.Process, folder: str) -> bool:
-    """Whether it has a file open that is on its way into that folder of a step."""
+    """Return True if the process has a temporary file of that step folder open."""
     with contextlib.suppress(psutil.Error):
-        return any(f"/{folder}/.tmp-" in each.path for each in process.open_files())
+        return any(f"/{folder}/.tmp-" in file.path for file in process.open_files())
     return False
 
 
 def writing(folder: str, pattern: str) -> Victims:
-    """The processes that match, while they write something of stage 1 into that folder."""
+    """Return a rule for victims: matching processes that write into that folder of stage 1."""
 
     def victims(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
         if not any(project.state.glob(f"store/steps/stage-1-*/{folder}/.tmp-*")):
             return []
-        found = project.processes(pattern) if pattern else the_command(project, process)
-        return [each for each in found if is_writing(each, folder)]
+        candidates = project.processes(pattern) if pattern else the_command(project, process)
+        return [candidate for candidate in candidates if is_writing(candidate, folder)]
 
     return victims
 
 
 def num_commits(project: Project) -> int:
-    """Of stage 1, wherever its store is."""
+    """Number of stage 1's commits, in whichever store it uses."""
     if isinstance(project.server, S3Server):
         return len(project.server.commits())
     return len(list(project.state.glob("store/steps/stage-1-*/manifests/*.json")))
 
 
 def committed(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The process that was started, once the stage has a commit."""
+    """Return the started process once the stage has a commit."""
     return the_command(project, process) if num_commits(project) else []
 
 
 def kill_after_two(scene: Scene, victims: list[psutil.Process]) -> None:
-    """Once there is a commit before the newest one."""
+    """Kill the victims once there are two commits."""
     while num_commits(scene.project) < 2 and scene.process.poll() is None:
         time.sleep(QUICK_POLL_S)
     send(signal.SIGKILL)(scene, victims)
 
 
 def damage_shard(scene: Scene, victims: list[psutil.Process]) -> None:
-    """The run is killed, and a byte of what its newest commit names is another one."""
+    """Kill the run, then change a byte of a file of its newest commit."""
     kill_after_two(scene, victims)
 
     def mend() -> None:
         folder = next(scene.project.state.glob("store/steps/stage-1-*"))
         newest = decode_commit(max(folder.glob("manifests/*.json")).read_bytes())[-1]
         if newest.done:
-            scene.trial.hit = False  # too late: what is done is not made again by itself
+            scene.trial.hit = False  # too late: a finished step is not recomputed
             return
-        name = scene.chance.choice([each for each in newest.blobs if "safetensors" in each])
+        name = scene.chance.choice(
+            [name_of_blob for name_of_blob in newest.blobs if "safetensors" in name_of_blob]
+        )
         path = folder / "blobs" / newest.blobs[name].digest
         data = bytearray(path.read_bytes())
         data[scene.chance.randrange(len(data))] ^= 1
@@ -258,7 +259,7 @@ def damage_shard(scene: Scene, victims: list[psutil.Process]) -> None:
 
 
 def lose_object(scene: Scene, victims: list[psutil.Process]) -> None:
-    """The run is killed, and the bucket no longer has a file of its newest commit."""
+    """Kill the run, then delete a file of its newest commit from the bucket."""
     kill_after_two(scene, victims)
 
     def mend() -> None:
@@ -268,7 +269,9 @@ def lose_object(scene: Scene, victims: list[psutil.Process]) -> None:
         if newest.done:
             scene.trial.hit = False
             return
-        lost = scene.chance.choice([each for each in newest.blobs if "safetensors" in each])
+        lost = scene.chance.choice(
+            [name_of_blob for name_of_blob in newest.blobs if "safetensors" in name_of_blob]
+        )
         server.client.delete_object(
             Bucket=server.bucket,
             Key=name.partition("manifests/")[0] + f"blobs/{newest.blobs[lost].digest}",
@@ -279,8 +282,8 @@ def lose_object(scene: Scene, victims: list[psutil.Process]) -> None:
 
 
 def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
-    """Another process on the same stage is refused with who holds it; then the holder is
-    killed, and the stage is free.
+    """Start another process on the same stage, which must be refused with the holder's name. Then
+    kill the holder, which frees the stage.
     """
     other = subprocess.run(
         scene.process.args,
@@ -298,7 +301,7 @@ def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
         rf" {re.escape(socket.gethostname())}, since \d{{4}}-.*\(epoch \d+\)"
     )
     if scene.process.poll() is not None or "stage-1: done" in other.stdout:
-        scene.trial.hit = False  # too late to meet it
+        scene.trial.hit = False  # too late: the stage was no longer taken
         return
     scene.trial.notes += line
     if other.returncode != 1 or not re.search(holder, line[0]):
@@ -310,22 +313,22 @@ def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
 
 
 def holds_stage(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The process that was started, once the stage is its own."""
+    """Return the started process once it has the stage's lease."""
     return the_command(project, process) if project.phase().startswith("stage-1,") else []
 
 
-# --- what stands around a command
+# --- servers around a command
 # ----------------------------------------------------------------------------------------
 
 
 @dataclass
 class MlflowServer:
-    """As an operator would run it, brought back on the same port."""
+    """An MLflow server, operated as usual: it restarts on the same port."""
 
     project: Project
     port: int
     process: subprocess.Popen[bytes] | None = None
-    hosts: str = ""  # that it answers to, beside those of its own
+    hosts: str = ""  # allowed Host names, in addition to the default ones
 
     def start(self) -> None:
         database, artifacts = (
@@ -368,7 +371,7 @@ def mlflow_server(project: Project) -> Iterator[tuple[str, ...]]:
 
 
 def kill_mlflow(scene: Scene, _: list[psutil.Process]) -> None:
-    """The server is away for some seconds."""
+    """Kill the server and restart it some seconds later."""
     server: MlflowServer = scene.project.server
     server.kill()
     away_s = scene.chance.uniform(0, 20)
@@ -385,15 +388,15 @@ def small_disk(project: Project) -> Iterator[tuple[str, ...]]:
     try:
         yield ()
     finally:
-        for process in project.processes():  # nothing may hold the disk
+        for process in project.processes():  # open files would block the unmount
             process.kill()
         subprocess.run(["umount", "--lazy", str(project.state)], check=True)
 
 
 @contextlib.contextmanager
 def services(project: Project) -> Iterator[tuple[str, ...]]:
-    """`make up`: a Prefect server, a worker and MLflow under a supervisor."""
-    # the usual ones may be somebody's
+    """Run `make up`: a Prefect server, a worker and MLflow under a supervisor."""
+    # the default ports may be in use
     ports = ("--prefect-port", str(free_port()), "--mlflow-port", str(free_port()))
     project.must("-m", "services", "up", *ports)
     try:
@@ -414,7 +417,7 @@ os.fsync = slowly
 
 @contextlib.contextmanager
 def slow_disk(project: Project) -> Iterator[tuple[str, ...]]:
-    """A disk that takes its time to make a file durable, in every process of the project."""
+    """Slow down fsync in every process of the project."""
     folder = project.scratch / "slow"
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(SLOW_DISK, encoding="utf-8")
@@ -428,16 +431,16 @@ def slow_disk(project: Project) -> Iterator[tuple[str, ...]]:
 
 @dataclass
 class S3Server:
-    """A bucket of its own, in moto."""
+    """A bucket in a moto server."""
 
     bucket: str
     client: Any
 
     def commits(self) -> list[str]:
         """Keys of stage 1's commits, in order."""
-        found = self.client.list_objects_v2(Bucket=self.bucket, Prefix="run/steps/stage-1-")
+        listed = self.client.list_objects_v2(Bucket=self.bucket, Prefix="run/steps/stage-1-")
         return sorted(
-            row["Key"] for row in found.get("Contents", ()) if "/manifests/" in row["Key"]
+            row["Key"] for row in listed.get("Contents", ()) if "/manifests/" in row["Key"]
         )
 
     def newest(self) -> tuple[str, bytes]:
@@ -464,7 +467,7 @@ def s3_server(project: Project) -> Iterator[tuple[str, ...]]:
 def on_s3(project: Project, endpoint: str) -> Iterator[tuple[str, ...]]:
     import boto3
 
-    (project.home / "aws").touch()  # nobody's own settings
+    (project.home / "aws").touch()  # an empty file instead of the user's settings
     settings = {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "test",
@@ -517,7 +520,7 @@ cluster.shutdown()
 
 @dataclass
 class RayCluster:
-    """Two nodes on this machine, as an operator would run them: a lost one is replaced."""
+    """Two Ray nodes on this machine, operated as usual: a lost node is replaced."""
 
     project: Project
     folder: Path
@@ -525,15 +528,15 @@ class RayCluster:
 
     def facts(self) -> dict[str, Any]:
         """Address, dashboard, and the process of the second node."""
-        place, deadline = self.folder / "facts.json", time.monotonic() + START_TIMEOUT_S
-        while not place.exists():
+        path, deadline = self.folder / "facts.json", time.monotonic() + START_TIMEOUT_S
+        while not path.exists():
             if time.monotonic() > deadline or self.process.poll() is not None:
                 raise RuntimeError(
                     "the Ray cluster does not come"
                     f" up\n{(self.project.scratch / 'ray.log').read_text(encoding='utf-8')[-2000:]}"
                 )
             time.sleep(POLL_S)
-        facts: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return facts
 
     def second_node(self) -> list[psutil.Process]:
@@ -552,8 +555,9 @@ class RayCluster:
 
 @contextlib.contextmanager
 def ray_cluster(project: Project, fact: str) -> Iterator[tuple[str, ...]]:
-    """Overrides: the address of a cluster of two nodes of two CPUs each, `fact` says which; an
-    environment server for both.
+    """Start a Ray cluster of two nodes with two CPUs each, and an environment server for both.
+
+    Yields overrides; `fact` chooses the cluster's address or its dashboard.
     """
     folder = Path(tempfile.mkdtemp(prefix="agc-", dir="/tmp"))  # a socket's path has 107 bytes
     project.environment |= {
@@ -562,15 +566,15 @@ def ray_cluster(project: Project, fact: str) -> Iterator[tuple[str, ...]]:
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     command = [sys.executable, "-c", RAY_CLUSTER, str(folder), str(folder / "facts.json")]
-    (folder / "ray").mkdir()  # where Ray notes the address
-    place = {
+    (folder / "ray").mkdir()  # Ray writes the address here
+    popen_options = {
         "cwd": project.folder,
         "env": {**project.environment, "TMPDIR": str(folder)},
         "start_new_session": True,
     }
     with (project.scratch / "ray.log").open("wb") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, **place
+            command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, **popen_options
         )
     project.server = RayCluster(project, folder, process)
     options = json.dumps(
@@ -578,7 +582,7 @@ def ray_cluster(project: Project, fact: str) -> Iterator[tuple[str, ...]]:
             "options"
         ]
     )
-    # the loopback of this machine, under a name that another node is not refused
+    # a loopback address that counts as another host: the nodes may use it
     host, port = "127.0.0.2", free_port()
     serve = (
         "-m",
@@ -623,15 +627,19 @@ def dashboard(project: Project) -> AbstractContextManager[tuple[str, ...]]:
 
 
 def second_node(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The second node, while it has work."""
-    found = project.server.second_node() if process.poll() is None else []
+    """Processes of the second node, while it has work."""
+    node = project.server.second_node() if process.poll() is None else []
     with contextlib.suppress(psutil.NoSuchProcess):
-        return found if any("ray::" in " ".join(each.cmdline()) for each in found[1:]) else []
+        return (
+            node
+            if any("ray::" in " ".join(process_of_node.cmdline()) for process_of_node in node[1:])
+            else []
+        )
     return []
 
 
 def lose_node(scene: Scene, victims: list[psutil.Process]) -> None:
-    """The node and everything on it; another joins in its place."""
+    """Kill the node and everything on it; another node joins instead."""
     send(signal.SIGKILL)(scene, victims)
     scene.project.server.replace_node()
 
@@ -653,7 +661,7 @@ def no_services() -> str:
 def no_mount() -> str:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder],
                 capture_output=True,
                 text=True,
@@ -662,20 +670,20 @@ def no_mount() -> str:
             )
         except FileNotFoundError:
             return "this system has no mount"
-        if done.returncode:
-            return f"a disk of its own cannot be mounted here ({done.stderr.strip()}); run as root"
+        if result.returncode:
+            return (
+                f"a disk of its own cannot be mounted here ({result.stderr.strip()}); run as root"
+            )
         subprocess.run(["umount", folder], check=True)
     return ""
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until the server answers. Errors: RuntimeError where it does not."""
+    """Wait until the server answers. Errors: RuntimeError if it does not."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not answers(url):
         if time.monotonic() > deadline or process.poll() is not None:
-            raise RuntimeError(
-                f"nobody answers at {url}\n{log.read_text(encoding='utf-8')[-2000:]}"
-            )
+            raise RuntimeError(f"no answer from {url}\n{log.read_text(encoding='utf-8')[-2000:]}")
         time.sleep(POLL_S)
 
 
@@ -732,7 +740,11 @@ TWO_RANKS = Setting(
 ON_S3 = Setting((*STAGE, "--with-parents"), around=s3_server)
 WORKER, RUN = r"-m services\.supervisor worker", r"-m prefect\.engine"
 KILLED, BROKEN = (-signal.SIGKILL,), (0, 1)
-INTERRUPTED = (130, -signal.SIGTERM, -signal.SIGINT)  # in order; before Python had its handlers
+INTERRUPTED = (
+    130,
+    -signal.SIGTERM,
+    -signal.SIGINT,
+)  # after a clean shutdown; before Python installed its handlers
 KINDS = {
     kind.name: kind
     for kind in (

@@ -1,5 +1,5 @@
-"""Harm to a flow run that Prefect's worker has started on a cluster, and to a step whose Ray
-cluster is a RayJob's: Prefect, MLflow and the run are pods with their claims, a stand-in plays
+"""Faults of a flow run that Prefect's worker started on a cluster, and of a step whose Ray cluster
+belongs to a RayJob. Prefect, MLflow and the run are pods with their claims; a stand-in replaces
 KubeRay's operator.
 """
 
@@ -53,7 +53,7 @@ from agentgym.deploy.kuberay import RAY_CLUSTER
 from agentgym.deploy.manifests import FLEETS, SERVICES
 from agentgym.deploy.owned import owned_process, tail
 
-# as `prefect deployment run pipeline/kubernetes --watch`, through the time that its server is away
+# like `prefect deployment run pipeline/kubernetes --watch`, but survives a server outage
 RUN = """
 import os, sys, time
 from services.overdue import ask
@@ -76,7 +76,7 @@ while True:
 print(found["run_count"], "attempts,", found["state_type"], found["state"]["message"])
 sys.exit(found["state_type"] != "COMPLETED")
 """
-TINY = {  # over the tiny run of the other kinds
+TINY = {  # changes to the tiny run of the other kinds
     "env": {"deploy": "kubernetes", "replicas": 1, "max_sessions": 256},
     "warm_start": {"num_demos": 16, "steps": 20},
     "evaluation": {"num_items": 4},
@@ -89,7 +89,7 @@ ON_KUBERAY = ("compute=kuberay", "kuberay.mode=HTTPMode", "deterministic=true")
 
 @contextlib.contextmanager
 def differing(project: Project) -> Iterator[None]:
-    """A parameter file for pods: the project's own, with TINY over it."""
+    """Replace the project's parameter file by one for pods, with TINY over it."""
     path = project.folder / "params.yaml"
     before = path.read_text(encoding="utf-8")
     params = yaml.safe_load(before)
@@ -104,51 +104,51 @@ def differing(project: Project) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deployed(project: Project) -> Iterator[tuple[str, ...]]:
-    """Prefect, its worker and MLflow in pods; the run's claim is a small disk. In the end nothing
-    of a run is left. Errors: RuntimeError where something is.
+    """Run Prefect, its worker and MLflow in pods; the run's claim is a small disk.
+    Errors: RuntimeError if an object of a run is left in the end.
     """
     with (
         small_disk(project),
         differing(project),
-        control_plane() as made,
+        control_plane() as kube_cluster,
         contextlib.ExitStack() as stack,
     ):
-        made.add_nodes("node-1", app=project.folder)
-        places = {each: made.folder / each for each in (PREFECT, MLFLOW)}
-        volumes = {STATE: project.state, **places}
-        standing = Deployed(made.kubectl, SERVICES, volumes)
-        standing.bring_up()
-        (project.state / "mlflow.db").symlink_to(places[MLFLOW] / "mlflow.db")
+        kube_cluster.add_nodes("node-1", app=project.folder)
+        folders = {claim: kube_cluster.folder / claim for claim in (PREFECT, MLFLOW)}
+        volumes = {STATE: project.state, **folders}
+        installation = Deployed(kube_cluster.kubectl, SERVICES, volumes)
+        installation.bring_up()
+        (project.state / "mlflow.db").symlink_to(folders[MLFLOW] / "mlflow.db")
         prefect, mlflow = (
-            stack.enter_context(forwarded(standing, name)) for name in ("prefect", "mlflow")
+            stack.enter_context(forwarded(installation, name)) for name in ("prefect", "mlflow")
         )
         variables = {
-            "AGENTGYM_FLEET_KEY": standing.token,
+            "AGENTGYM_FLEET_KEY": installation.token,
             "PREFECT_API_URL": f"http://{prefect}/api",
-            "PREFECT_API_AUTH_STRING": standing.login,
-            **standing.mlflow_login,
+            "PREFECT_API_AUTH_STRING": installation.login,
+            **installation.mlflow_login,
         }
-        with known_to(project, made, **variables):
+        with known_to(project, kube_cluster, **variables):
             yield (f"tracking.uri=http://{mlflow}",)
-            made.check_nothing_left()
+            kube_cluster.check_nothing_left()
 
 
 def of_service(name: str) -> Any:
-    """Victims: the process of that pod, while the command goes on."""
+    """Return a rule for victims: the process of that service's pod, while the command runs."""
 
     def victims(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
         if process.poll() is not None:
             return []
-        found: list[psutil.Process] = project.server.containers(
+        pod_processes: list[psutil.Process] = project.server.containers(
             "python", "-m", "services.cluster", name
         )
-        return found
+        return pod_processes
 
     return victims
 
 
 def send_mlflow_away(scene: Scene, _: list[psutil.Process]) -> None:
-    """For some seconds it has no pod."""
+    """Scale MLflow down to no pod for some seconds."""
     scale = ("scale", "deployment/mlflow", "--namespace", SERVICES)
     scene.project.server.kubectl(*scale, "--replicas=0")
     away_s = scene.chance.uniform(*AWAY_S)
@@ -177,18 +177,22 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def local_ray(token: str) -> Iterator[str]:
-    """Address of the dashboard of a Ray cluster of one node."""
+    """Start a Ray cluster of one node; yield its dashboard's address."""
     with tempfile.TemporaryDirectory(prefix="agr-", dir="/tmp") as folder:
-        place, log = Path(folder, "dashboard"), Path(folder, "log")
-        own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
-        command = [sys.executable, "-c", RAY, folder, str(place)]
-        with owned_process(command, log_path=log, env={**own, "PYTHONPATH": ""}) as process:
+        address_file, log = Path(folder, "dashboard"), Path(folder, "log")
+        variables = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": token,
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        command = [sys.executable, "-c", RAY, folder, str(address_file)]
+        with owned_process(command, log_path=log, env={**variables, "PYTHONPATH": ""}) as process:
             deadline = time.monotonic() + START_TIMEOUT_S
-            while not place.exists():
+            while not address_file.exists():
                 if time.monotonic() > deadline or process.poll() is not None:
                     raise RuntimeError(f"no Ray cluster\n{tail(log)}")
                 time.sleep(POLL_S)
-            yield place.read_text(encoding="utf-8")
+            yield address_file.read_text(encoding="utf-8")
 
 
 def stand_in() -> Any:
@@ -203,7 +207,7 @@ def stand_in() -> Any:
 
 @dataclass
 class OfKubeRay:
-    """What stands around a step that runs as RayJobs."""
+    """The parts around a step that runs as RayJobs."""
 
     operator: Any
     commits: Callable[[], list[str]]  # of stage 1
@@ -211,38 +215,41 @@ class OfKubeRay:
 
 @contextlib.contextmanager
 def kuberay(project: Project) -> Iterator[tuple[str, ...]]:
-    """An API server, a stand-in for KubeRay's operator with a local Ray cluster, a store on S3 and
-    MLflow by its address.
+    """Start an API server, a stand-in for KubeRay's operator with a local Ray cluster, a store on
+    S3, and MLflow.
     """
     port, token = free_port(), secrets.token_hex(32)
-    # to the rules that is another machine, to the resolver this one
+    # 127.1 counts as another machine for the rules, and resolves to this one
     server = MlflowServer(project, port, hosts=f"127.1:{port},127.0.0.1:{port}")
     with (
         s3_server(project) as store,
-        control_plane() as made,
+        control_plane() as kube_cluster,
         local_ray(token) as dashboard,
-        contextlib.closing(connect(kubeconfig=made.kubeconfig, namespace=FLEETS)) as kube,
+        contextlib.closing(connect(kubeconfig=kube_cluster.kubeconfig, namespace=FLEETS)) as kube,
         contextlib.ExitStack() as stack,
     ):
         server.start()
         stack.callback(server.kill)
         bucket = project.server
-        own = {name: project.environment[name] for name in (*AWS, "AWS_ENDPOINT_URL")}
-        made.kubectl("create", "namespace", FLEETS)
+        credentials = {name: project.environment[name] for name in (*AWS, "AWS_ENDPOINT_URL")}
+        kube_cluster.kubectl("create", "namespace", FLEETS)
         secret: dict[str, Any] = {"apiVersion": "v1", "kind": "Secret"}
         secret["metadata"] = {"name": "agentgym-rollout"}
-        secret["data"] = {k: base64.b64encode(v.encode()).decode() for k, v in own.items()}
+        secret["data"] = {
+            name_of_key: base64.b64encode(value.encode()).decode()
+            for name_of_key, value in credentials.items()
+        }
         kube.create(secret)
-        jobs = made.folder / "jobs"
+        jobs = kube_cluster.folder / "jobs"
         jobs.mkdir()
         client = jobs_client(dashboard, token)
         operator = stack.enter_context(stand_in().StandIn(kube, client, jobs))
-        stack.enter_context(known_to(project, made, AGENTGYM_IMAGE="registry/agentgym:1"))
+        stack.enter_context(known_to(project, kube_cluster, AGENTGYM_IMAGE="registry/agentgym:1"))
         project.server = OfKubeRay(operator, bucket.commits)
         tracking = f"tracking.uri=http://127.1:{port}"
         yield (*store, *ON_KUBERAY, tracking, "store.lease_ttl_s=5")
         if left := kube.list(RAY_CLUSTER).items + kube.list(Resource("ray.io/v1", "RayJob")).items:
-            raise RuntimeError(f"left: {[each['metadata']['name'] for each in left]}")
+            raise RuntimeError(f"left: {[resource['metadata']['name'] for resource in left]}")
         if operator.errors:
             raise RuntimeError(f"the stand-in failed: {operator.errors[:3]}")
 
@@ -254,13 +261,13 @@ def jobs_client(dashboard: str, token: str) -> Any:
 
 
 def on_a_cluster(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The process that was started, once the stage's own RayJob computes and has a commit."""
+    """Return the started process once the stage's own RayJob runs and has a commit."""
     runs = any(name.endswith("-s1-a1") for name in project.server.operator.ran)
     return the_command(project, process) if runs and project.server.commits() else []
 
 
 def lose_ray_cluster(scene: Scene, _: list[psutil.Process]) -> None:
-    """It is deleted, with its processes."""
+    """Delete the Ray cluster with its processes."""
     operator = scene.project.server.operator
     scene.trial.hit = operator.lose_cluster(operator.ran[-1])
     scene.trial.notes.append(operator.ran[-1])

@@ -1,5 +1,5 @@
-"""A copy of this repository with a run small enough to be repeated, what can be seen of it from
-outside, and what must be true of it.
+"""A copy of this repository with a run small enough to be repeated: its state as seen from outside,
+and the checks that its result must pass.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).parents[1]
-# in the environment of every process of a project; how they are found
+# variable in the environment of every process of a project, by which they are found
 OWNER = "AGENTGYM_CHAOS_OWNER"
-TINY = {  # its every optimizer step finds something to learn
+TINY = {  # every optimizer step has a learning signal
     "env": {
         "options": {
             "levels": ["GoToRedBallNoDists"],
@@ -48,9 +48,9 @@ TINY = {  # its every optimizer step finds something to learn
         "chunk_items": 4,
     },
 }
-PREPARATION = "warm-start"  # what stage-1 stands on, with all that it needs
+PREPARATION = "warm-start"  # the step before stage-1; it includes all earlier steps
 
-# what the store holds, by the project's own source: keys change with it
+# read the store with the project's own source, because step keys depend on it
 LINEAGE = """
 import json, sys
 from agentgym.config import load_config
@@ -65,24 +65,22 @@ print(json.dumps([list(done), items]))
 
 POLL_S = 0.1
 GONE_WITHIN_S = 30.0  # after a command ended
-COMMAND_TIMEOUT_S = 600.0  # a run that lost its worker while it was starting is found after 300
+COMMAND_TIMEOUT_S = 600.0  # a run that lost its worker while starting is detected after 300 s
 START_TIMEOUT_S = 300.0
 MAX_TAIL = 20  # lines of a server's log below an error
 
 
 class Project:
-    """A copy of this repository with a small run, the commands typed in it, and what can be
-    seen of them from outside.
-    """
+    """A copy of this repository with a small run: its commands, and its state from outside."""
 
     def __init__(self, folder: Path, sections: Mapping[str, Mapping[str, Any]] = TINY) -> None:
-        """sections: over those of params.yaml."""
+        """Copy the repository and prepare its data. sections: changes to those of params.yaml."""
         self.folder, self.home, self.scratch = folder / "project", folder / "home", folder / "tmp"
         self.state = self.folder / ".agentgym"
-        self.server: Any = None  # what stands around the command, for whoever strikes it
-        self.ports: set[int] = set()  # every one a process of ours was seen listening on
+        self.server: Any = None  # the server around the command, for the faults
+        self.ports: set[int] = set()  # all ports on which a process of the project listened
         self.closed = False
-        # none of them can be ours; looking at each again takes a good part of a core
+        # not the project's; to inspect each at every poll would take much of a core
         self.others = set(psutil.process_iter())
         names = subprocess.run(
             ["git", "ls-files"],
@@ -100,8 +98,8 @@ class Project:
         for section, values in sections.items():
             params[section] |= values
         (self.folder / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-        for place in (self.home, self.scratch):
-            place.mkdir()
+        for folder_path in (self.home, self.scratch):
+            folder_path.mkdir()
         foreign = (
             "PREFECT_",
             "DVC_",
@@ -110,7 +108,7 @@ class Project:
             "MPL",
             "RAY_",
             "PYTHONDONTWRITEBYTECODE",
-        )  # the last: a process is started often here
+        )  # the last: processes start often here, and need their bytecode cache
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(foreign)
         }
@@ -130,10 +128,10 @@ class Project:
         self.must("-m", "dvc", "pull")
 
     def must(self, *command: str) -> str:
-        """Result: what it said. Errors: RuntimeError where it failed."""
+        """Run a command; return its output. Errors: RuntimeError if it fails."""
         self.check_open()
         words = [sys.executable, *command] if command[0].startswith("-") else list(command)
-        done = subprocess.run(
+        result = subprocess.run(
             words,
             cwd=self.folder,
             env=self.environment,
@@ -143,16 +141,17 @@ class Project:
             check=False,
             encoding="utf-8",
         )
-        if done.returncode:
+        if result.returncode:
             raise RuntimeError(
-                f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"[
-                    -3000:
-                ]
+                (
+                    f"{' '.join(words)} ended with {result.returncode}:\n"
+                    f"{result.stdout}{result.stderr}"
+                )[-3000:]
             )
-        return done.stdout
+        return result.stdout
 
     def check_open(self) -> None:
-        """Errors: RuntimeError where this program is ending."""
+        """Raise RuntimeError if this program is ending."""
         if self.closed:
             raise RuntimeError("interrupted")
 
@@ -166,15 +165,14 @@ class Project:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that a killed group is the command's own
+                start_new_session=True,  # the fault kills the command's process group only
             )
 
     def processes(self, pattern: str = "") -> list[psutil.Process]:
-        """Everything alive that was started here, however long its chain of parents, whose command
-        line matches.
+        """Return all live processes started here, at any depth, whose command line matches.
 
-        Ray's workers write over their environment: they are known by their parents and by where
-        they work.
+        Ray's workers overwrite their environment, so they are recognized by their parents and their
+        working directory.
         """
         ours: dict[int, psutil.Process] = {}
         for process in sorted(
@@ -183,17 +181,17 @@ class Project:
             with contextlib.suppress(psutil.Error):
                 if process.ppid() in ours or self.is_ours(process):
                     ours[process.pid] = process
-        found = []
+        matches = []
         for process in ours.values():
             with contextlib.suppress(psutil.Error):
                 if process.status() != psutil.STATUS_ZOMBIE and re.search(
                     pattern, " ".join(process.cmdline())
                 ):
-                    found.append(process)
-        return found
+                    matches.append(process)
+        return matches
 
     def is_ours(self, process: psutil.Process) -> bool:
-        """By what it was started with, or by where it works."""
+        """Return True if the process has this project's variable or working directory."""
         with contextlib.suppress(psutil.Error):
             if process.environ().get(OWNER) == self.environment[OWNER]:
                 return True
@@ -211,8 +209,8 @@ class Project:
                 }
 
     def phase(self) -> str:
-        """Which step holds its lease, and after which commit it is."""
-        # a copy keeps it
+        """Return the step that has its lease, and the number of its commits."""
+        # copies keep the modification time
         leases = sorted(
             self.state.glob("store/steps/*/leases/*.json"), key=lambda path: path.stat().st_mtime
         )
@@ -225,21 +223,21 @@ class Project:
         return f"{step}, {len(list(last.parents[1].glob('manifests/*.json')))} commits made"
 
     def lineage(self, overrides: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(steps that are done, ids of the items trained on in the order of the committed
+        """Return (finished steps, ids of the items trained on in the order of the committed
         optimizer steps).
         """
-        done, items = json.loads(self.must("-c", LINEAGE, *overrides).splitlines()[-1])
-        return tuple(done), tuple(items)
+        steps, items = json.loads(self.must("-c", LINEAGE, *overrides).splitlines()[-1])
+        return tuple(steps), tuple(items)
 
     def clear(self) -> None:
-        """Forget every run. The place itself stays: it may be a disk of its own."""
+        """Forget every run. The state folder itself stays: it may be a mount point."""
         self.ports.clear()
         self.state.mkdir(exist_ok=True)
         for entry in [*self.state.iterdir(), *self.scratch.iterdir()]:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
     def end(self) -> None:
-        """Kill whatever is left, and what that may just have started."""
+        """Kill all remaining processes, and those that they may just have started."""
         deadline = time.monotonic() + GONE_WITHIN_S
         while (left := self.processes()) and time.monotonic() < deadline:
             for process in left:
@@ -248,13 +246,13 @@ class Project:
             time.sleep(POLL_S)
 
     def close(self) -> None:
-        """For the end of this program, however it comes: nothing starts here any more."""
+        """Close the project at the end of this program: no further process starts here."""
         self.closed = True
         self.end()
 
     def answers(self, port: int) -> bool:
-        """Is one of our processes, or one that nobody here started, to be reached there.
-        A neighbour may have been given a port that was ours.
+        """Return True if a process of the project, or an unknown one, listens on the port.
+        A neighbor project may have been given a port that was ours.
         """
         if not is_open(port):
             return False
@@ -274,14 +272,14 @@ class Project:
 
 @dataclass
 class Trial:
-    """One fault and what came of it."""
+    """One fault and its result."""
 
     kind: str
     number: int
     at_s: float = 0.0  # after the command was started
     phase: str = ""
     hit: bool = False  # a fault without a victim does not count
-    # exit codes of the command, one for each time it was given
+    # exit codes of the command, one for each time it was run
     codes: list[int] = field(default_factory=list)
     recovery_s: float = 0.0  # from the fault to the end of the last command
     failures: dict[str, list[str]] = field(default_factory=dict)  # check -> what is wrong
@@ -294,17 +292,19 @@ class Trial:
 
 @dataclass(frozen=True)
 class Reference:
-    """The same command when nobody disturbs it."""
+    """The same command without a fault."""
 
     wall_s: float
-    spans: dict[str, tuple[float, float]]  # kind -> seconds between which its victim is there
+    spans: dict[
+        str, tuple[float, float]
+    ]  # kind -> (first, last) second at which its victim is alive
     steps: tuple[str, ...]  # done in the end
     consumed: tuple[str, ...]  # items, in the order of the committed optimizer steps
     versions: int  # registered models
 
     def faster(self, wall_s: float) -> Reference:
-        """The same where a run that nobody met took no longer than this: the machine was busier
-        when it was observed.
+        """Scale the times down if an undisturbed run took at most `wall_s`: the machine was busier
+        during the observation.
         """
         scale = min(1.0, wall_s / self.wall_s)
         spans = {name: (first * scale, last * scale) for name, (first, last) in self.spans.items()}
@@ -312,12 +312,12 @@ class Reference:
 
 
 def check_gone(project: Project, trial: Trial, keep: str, within_s: float = GONE_WITHIN_S) -> None:
-    """No process of the project, and nobody on a port it had; `keep` matches what stays."""
+    """Record the project's remaining processes and open ports. keep: matches allowed ones."""
     deadline = time.monotonic() + within_s
     while True:
         staying = {process.pid for process in project.processes(keep)} if keep else set()
         left = [process for process in project.processes() if process.pid not in staying]
-        # a process that is ending shows nothing of itself, and still has its port
+        # an ending process has no command line any more, but still has its port
         open_ports = set() if keep else {port for port in project.ports if project.answers(port)}
         if not (left or open_ports) or time.monotonic() > deadline:
             break
@@ -341,9 +341,7 @@ def is_open(port: int) -> bool:
 def check_result(
     project: Project, overrides: Sequence[str], reference: Reference, trial: Trial
 ) -> None:
-    """What the run says of itself, and what its store and its ledger hold, read without its
-    help.
-    """
+    """Check the run with its audit, and its store and MLflow database directly."""
     settings = [word for override in overrides for word in ("--set", override)]
     words = [sys.executable, "-m", "agentgym", "audit", "--json", "--episodes", "4", *settings]
     audit = subprocess.run(
@@ -357,9 +355,9 @@ def check_result(
         encoding="utf-8",
     )
     trial.failures["audit"] = audit_failures(audit)
-    done, items = project.lineage(overrides)
+    steps, items = project.lineage(overrides)
     trial.failures["steps"] = (
-        [] if done == reference.steps else [f"done are {done}, undisturbed {reference.steps}"]
+        [] if steps == reference.steps else [f"done are {steps}, undisturbed {reference.steps}"]
     )
     trial.failures["items"] = (
         []
@@ -388,7 +386,7 @@ def audit_failures(audit: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def repeated_points(database: Path) -> list[str]:
-    """(metric, step) that one MLflow run holds more than once."""
+    """Descriptions of (metric, step) pairs that one MLflow run contains more than once."""
     query = (
         "select run_uuid, key, step, count(*) from metrics group by run_uuid, key, step having"
         " count(*) > 1"
@@ -412,8 +410,8 @@ def repeated_models(database: Path) -> list[str]:
 
 
 def num_versions(project: Project) -> int:
-    found = rows(project.state / "mlflow.db", "select count(*) from model_versions")
-    return int(found[0][0]) if found else 0
+    counts = rows(project.state / "mlflow.db", "select count(*) from model_versions")
+    return int(counts[0][0]) if counts else 0
 
 
 def rows(database: Path, query: str) -> list[tuple[Any, ...]]:
@@ -426,16 +424,16 @@ def rows(database: Path, query: str) -> list[tuple[Any, ...]]:
 
 
 def leftovers(state: Path) -> list[str]:
-    """Temporary names in the state directory, but for what the next commit of that step removes
+    """Temporary files in the state directory, except those that the step's next commit removes
     (blobs, leases, manifests).
     """
-    found = [
+    paths = [
         path
         for path in state.rglob(".tmp-*")
         if path.parent.name not in ("blobs", "leases", "manifests")
     ]
-    found += [path for path in (state / "logs").glob("*") if path.suffix not in (".log", ".lock")]
-    return [str(path.relative_to(state)) for path in found]
+    paths += [path for path in (state / "logs").glob("*") if path.suffix not in (".log", ".lock")]
+    return [str(path.relative_to(state)) for path in paths]
 
 
 def last_line(log: Path) -> str:
@@ -445,8 +443,8 @@ def last_line(log: Path) -> str:
 
 
 def failure(log: Path) -> str:
-    """The line at its end that says what failed, or nothing; below it may stand the end of a
-    server's log.
+    """Return the line near the log's end that names the error, or "". The end of a server's log may
+    follow it.
     """
     lines = log.read_text(errors="replace", encoding="utf-8").splitlines()[-MAX_TAIL:]
     return next((line[:300] for line in reversed(lines) if line.startswith("failed: ")), "")

@@ -1,13 +1,13 @@
-"""What one process of several holds and waits for, where a large model is built, committed and
-resumed: `python benchmarks/checkpoints.py [--out FILE]`.
+"""Memory and time per process when a large model is built, committed and resumed.
 
-A model of 0.5 billion parameters is made on the spot and trained for an optimizer step by one
-process and by two (gloo). Memory is the anonymous part of each process above what it had before the
-model, at its peak in each phase; time is compared with a copy of as many bytes on the same disk.
-Before a commit, a resume and a copy the page cache is emptied, where that is allowed, and memory
-that is free is touched: a virtual machine hands it back to its host, from where it comes at up to
-two seconds a GB. Commit, resume and copy take turns, and medians are compared, because other
-machines use the same disk.
+`python benchmarks/checkpoints.py [--out FILE]`. A model of 0.5 billion parameters is created and
+trained for one optimizer step by one process and by two (gloo). Memory is each process's anonymous
+memory above its value before the model, at its peak in each phase; time is compared with a copy of
+as many bytes on the same disk.
+Before a commit, a resume and a copy the page cache is dropped, if that is permitted, and free
+memory is touched: a virtual machine returns it to its host, and getting it back takes up to two
+seconds a GB. Commit, resume and copy alternate, and medians are compared, because other machines
+use the same disk.
 Writes docs/results/checkpoints.json; fails above the limits.
 """
 
@@ -59,17 +59,17 @@ STEP, KEY = "stage-1", "c" * 64
 SAMPLE_S = 0.002
 COPY_BYTES = 16 << 20
 SETTLED_BYTES = 4 << 30
-SPARED_BYTES = 1 << 30  # of free memory that is left untouched
-TOUCHED = 8  # times a model's weights: two copies of them and of the optimizer, and room
+SPARED_BYTES = 1 << 30  # free memory that stays untouched
+TOUCHED = 8  # multiple of the weights' size: two copies of weights and optimizer, and a reserve
 LIMIT_S = 1800.0
 ROUNDS = 3
-Start = Callable[[list[str]], Any]  # of a process, which can be waited for and killed
+Start = Callable[[list[str]], Any]  # starts a process that has wait() and kill()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/checkpoints.json")
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         result = compared(Path(folder), LARGE, ROUNDS)
@@ -77,8 +77,8 @@ def main() -> int:
     chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
     within = [
-        *(each <= MEMORY_LIMIT for each in result["memory_of_two_to_one"].values()),
-        *(each <= TIME_LIMIT for row in result["ranks"] for each in row["time_to_copy"].values()),
+        *(ratio <= MEMORY_LIMIT for ratio in result["memory_of_two_to_one"].values()),
+        *(ratio <= TIME_LIMIT for row in result["ranks"] for ratio in row["time_to_copy"].values()),
     ]
     return 0 if all(within) else 1
 
@@ -86,24 +86,27 @@ def main() -> int:
 def compared(
     folder: Path, size: dict[str, int], num_rounds: int, start: Start = subprocess.Popen
 ) -> dict[str, Any]:
-    """Both numbers of processes, one after the other, on a model of this size."""
+    """Measure one process, then two, on a model of this size."""
     text = architecture(size)
-    place = StorePlace(str(folder / "store"), 30.0)
-    weights = made(place, text)
+    store_place = StorePlace(str(folder / "store"), 30.0)
+    weights = made(store_place, text)
     rows = []
     for num_ranks in (1, 2):
         rounds = [
-            of_round(folder / f"{num_ranks}-{each}", num_ranks, place, text, weights, start)
-            for each in range(num_rounds)
+            of_round(folder / f"{num_ranks}-{number}", num_ranks, store_place, text, weights, start)
+            for number in range(num_rounds)
         ]
-        seconds = {phase: [each["seconds"][phase] for each in rounds] for phase in TIMED}
-        medians = {phase: statistics.median(each) for phase, each in seconds.items()}
+        seconds = {
+            phase: [round_result["seconds"][phase] for round_result in rounds] for phase in TIMED
+        }
+        medians = {phase: statistics.median(samples) for phase, samples in seconds.items()}
         rows.append(
             {
                 "ranks": num_ranks,
                 "bytes": rounds[0]["bytes"],
                 "anonymous_mib_above_idle": {
-                    phase: [max(each["mib"][phase]) for each in rounds] for phase in PHASES
+                    phase: [max(round_result["mib"][phase]) for round_result in rounds]
+                    for phase in PHASES
                 },
                 "seconds": seconds,
                 "time_to_copy": {
@@ -114,7 +117,7 @@ def compared(
         )
     one, two = rows
     return {
-        "num_parameters": sum(each.numel() for each in empty(text).parameters()),
+        "num_parameters": sum(parameter.numel() for parameter in empty(text).parameters()),
         "ranks": rows,
         "memory_of_two_to_one": {
             phase: round(
@@ -130,40 +133,40 @@ def compared(
 def of_round(
     folder: Path,
     num_ranks: int,
-    place: StorePlace,
+    store_place: StorePlace,
     architecture: str,
     weights: dict[str, Any],
     start: Start,
 ) -> dict[str, Any]:
-    """What a commit, a copy and a resume take, once. folder: begins the names of what is made."""
+    """Measure one commit, copy and resume. folder: prefix of the created folders' names."""
 
-    def told(phase: str, kept: dict[str, Any]) -> list[dict[str, Any]]:
-        place_of = folder.with_name(f"{folder.name}-{phase}")
-        return ranks(place_of, num_ranks, architecture, weights, kept, start=start)
+    def measurements(phase: str, blobs: dict[str, Any]) -> list[dict[str, Any]]:
+        rank_folder = folder.with_name(f"{folder.name}-{phase}")
+        return ranks(rank_folder, num_ranks, architecture, weights, blobs, start=start)
 
-    first = told("first", {})
-    kept = {name: blob for each in first for name, blob in each["blobs"].items()}
+    first = measurements("first", {})
+    blobs = {name: blob for rank_result in first for name, blob in rank_result["blobs"].items()}
     settle(weights)
-    copy_s = copied(folder.with_name("copy"), place, kept)
-    again = told("again", kept)
-    removed(place, kept)
+    copy_s = copied(folder.with_name("copy"), store_place, blobs)
+    resumed = measurements("again", blobs)
+    removed(store_place, blobs)
     return {
-        "bytes": sum(blob["size"] for blob in kept.values()),
+        "bytes": sum(blob["size"] for blob in blobs.values()),
         "mib": {
-            "build": [each["build_mib"] for each in first],
-            "commit": [each["commit_mib"] for each in first],
-            "resume": [each["build_mib"] for each in again],
+            "build": [rank_result["build_mib"] for rank_result in first],
+            "commit": [rank_result["commit_mib"] for rank_result in first],
+            "resume": [rank_result["build_mib"] for rank_result in resumed],
         },
         "seconds": {
-            "commit": max(each["commit_s"] for each in first),
-            "resume": max(each["build_s"] for each in again),
+            "commit": max(rank_result["commit_s"] for rank_result in first),
+            "resume": max(rank_result["build_s"] for rank_result in resumed),
             "copy": round(copy_s, 2),
         },
     }
 
 
 def architecture(size: Mapping[str, Any]) -> str:
-    """config.json of a Qwen2."""
+    """Return the config.json of a Qwen2 model."""
     return json.dumps(
         {
             "architectures": ["Qwen2ForCausalLM"],
@@ -175,9 +178,9 @@ def architecture(size: Mapping[str, Any]) -> str:
     )
 
 
-def removed(place: StorePlace, blobs: Mapping[str, Any]) -> None:
+def removed(store_place: StorePlace, blobs: Mapping[str, Any]) -> None:
     for blob in blobs.values():
-        (Path(place.root) / folder_of() / "blobs" / blob["digest"]).unlink(missing_ok=True)
+        (Path(store_place.root) / folder_of() / "blobs" / blob["digest"]).unlink(missing_ok=True)
 
 
 def empty(architecture: str) -> Any:
@@ -188,18 +191,18 @@ def folder_of() -> str:
     return f"steps/{folder_name(STEP, KEY)}"
 
 
-def made(place: StorePlace, architecture: str) -> dict[str, Any]:
-    """Drawn weights, stored. Result: their blobs."""
-    with place.open().open(STEP, KEY):
-        pass  # makes the folder
+def made(store_place: StorePlace, architecture: str) -> dict[str, Any]:
+    """Store randomly drawn weights; return their blobs."""
+    with store_place.open().open(STEP, KEY):
+        pass  # creates the folder
     generator = torch.Generator().manual_seed(0)
     tensors = {
-        name: torch.randn(each.shape, generator=generator).mul_(0.02)
-        if each.ndim > 1
-        else torch.ones(each.shape)
-        for name, each in empty(architecture).named_parameters()
+        name: torch.randn(parameter.shape, generator=generator).mul_(0.02)
+        if parameter.ndim > 1
+        else torch.ones(parameter.shape)
+        for name, parameter in empty(architecture).named_parameters()
     }
-    written = Snapshot({WEIGHTS: TensorFile.of(tensors)}).write(place, STEP, KEY)
+    written = Snapshot({WEIGHTS: TensorFile.of(tensors)}).write(store_place, STEP, KEY)
     return {name: blob.model_dump() for name, blob in written.items()}
 
 
@@ -208,22 +211,23 @@ def ranks(
     size: int,
     architecture: str,
     weights: dict[str, Any],
-    kept: dict[str, Any],
+    blobs: dict[str, Any],
     program: Path = Path(__file__),
     start: Start = subprocess.Popen,
 ) -> list[dict[str, Any]]:
-    """What each process tells of a step from these weights, or of a resume from what was kept, if
-    something was. program: whose `--rank FOLDER RANK SIZE` it is; start: what begins one.
+    """Run the processes; return each one's measurements of a step from these weights, or of a
+    resume from `blobs` if there are any.
+    program: the script that accepts `--rank FOLDER RANK SIZE`; start: starts a process.
     """
     folder.mkdir()
-    asked = {
+    request = {
         "root": str(folder.parent / "store"),
         "architecture": architecture,
         "weights": weights,
-        "blobs": kept or weights,
-        "resumes": bool(kept),
+        "blobs": blobs or weights,
+        "resumes": bool(blobs),
     }
-    (folder / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
+    (folder / "asked.json").write_text(json.dumps(request), encoding="utf-8")
     processes = [
         start([sys.executable, str(program), "--rank", str(folder), str(rank), str(size)])
         for rank in range(size)
@@ -244,8 +248,8 @@ def ranks(
 def asked_of(
     folder: Path, rank: int, size: int
 ) -> tuple[dict[str, Any], StorePlace, LearnerPlan, ProcessGroup]:
-    """What `ranks` asks for, where it is stored, and the processes it is asked of."""
-    asked = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
+    """Read the request of `ranks`. Result: (request, store, learner plan, process group)."""
+    request = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
     manifest = Manifest(
         step=STEP,
         key=KEY,
@@ -254,39 +258,39 @@ def asked_of(
         parents={},
         config={},
         state={},
-        blobs={name: Blob(**blob) for name, blob in asked["blobs"].items()},
+        blobs={name: Blob(**blob) for name, blob in request["blobs"].items()},
         results={},
     )
-    place = StorePlace(asked["root"], 30.0)
-    store = place.open()
-    states = {OPTIMIZER: StoredTensors.of(store, manifest, OPTIMIZER)} if asked["resumes"] else {}
+    store_place = StorePlace(request["root"], 30.0)
+    store = store_place.open()
+    states = {OPTIMIZER: StoredTensors.of(store, manifest, OPTIMIZER)} if request["resumes"] else {}
     plan = LearnerPlan(
-        asked["architecture"],
+        request["architecture"],
         StoredTensors.of(store, manifest, WEIGHTS),
         OptimizerConfig(lr=1e-5, warmup_steps=0),
         10,
         optimizer_states=states,
     )
     group = joined(folder, rank, size)
-    # what is loaded at the first use is no part of a model
+    # warm up: code loaded at the first use is not part of a model's memory
     LocalLearner(empty(SMALL), plan.optimizer, total_steps=1, ranks=group).snapshot()
-    return asked, place, plan, group
+    return request, store_place, plan, group
 
 
 def rank_main(folder: Path, rank: int, size: int) -> None:
     torch.set_num_threads(1)
-    asked, place, plan, group = asked_of(folder, rank, size)
-    told: dict[str, Any] = {}
-    settle(asked["weights"], rank, size)
-    with measured(told, "build"):
+    request, store_place, plan, group = asked_of(folder, rank, size)
+    measurements: dict[str, Any] = {}
+    settle(request["weights"], rank, size)
+    with measured(measurements, "build"):
         learner = plan.build(group)
-    if not asked["resumes"]:
+    if not request["resumes"]:
         learner.sft_step(batch(), step=1)
-        settle(asked["weights"], rank, size)
-        with measured(told, "commit"):
-            written = learner.snapshot().write(place, STEP, KEY)
-        told["blobs"] = {name: blob.model_dump() for name, blob in written.items()}
-    (folder / f"told-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+        settle(request["weights"], rank, size)
+        with measured(measurements, "commit"):
+            written = learner.snapshot().write(store_place, STEP, KEY)
+        measurements["blobs"] = {name: blob.model_dump() for name, blob in written.items()}
+    (folder / f"told-{rank}.json").write_text(json.dumps(measurements), encoding="utf-8")
     if size > 1:
         dist.destroy_process_group()
 
@@ -317,7 +321,7 @@ def joined(folder: Path, rank: int, size: int) -> ProcessGroup:
 
 
 def batch() -> Batch:
-    """Two short sequences: the step is there for the optimizer's state."""
+    """Two short sequences: the step is only needed to create the optimizer's state."""
     starts = torch.tensor([0, 8, 16])
     mask = torch.ones(16, dtype=torch.bool)
     mask[starts[:-1]] = False
@@ -326,9 +330,11 @@ def batch() -> Batch:
 
 
 @contextlib.contextmanager
-def measured(told: dict[str, Any], phase: str) -> Iterator[None]:
-    """Seconds of the block, and the peak of anonymous memory above what was there at the first."""
-    told.setdefault("idle_kib", anonymous_kib())
+def measured(measurements: dict[str, Any], phase: str) -> Iterator[None]:
+    """Measure the block's seconds, and its peak of anonymous memory above the value before the
+    first block.
+    """
+    measurements.setdefault("idle_kib", anonymous_kib())
     peak, over = [anonymous_kib()], threading.Event()
 
     def watch() -> None:
@@ -340,10 +346,10 @@ def measured(told: dict[str, Any], phase: str) -> Iterator[None]:
     try:
         yield
     finally:
-        told[f"{phase}_s"] = round(time.perf_counter() - began, 2)
+        measurements[f"{phase}_s"] = round(time.perf_counter() - began, 2)
         over.set()
         watcher.join()
-        told[f"{phase}_mib"] = round((peak[0] - told["idle_kib"]) / 1024)
+        measurements[f"{phase}_mib"] = round((peak[0] - measurements["idle_kib"]) / 1024)
 
 
 def anonymous_kib() -> int:
@@ -354,23 +360,25 @@ def anonymous_kib() -> int:
 
 
 def settle(weights: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
-    """See above; entered by all ranks. weights: the blobs of a model's. A small one's times mean
-    nothing anyway, and others may be at work on the machine.
+    """Drop the page cache and touch free memory, see the module's docstring; all ranks enter.
+
+    weights: the blobs of a model. A small model is skipped: its times mean nothing, and other
+    programs may use the machine.
     """
-    most = TOUCHED * sum(blob["size"] for blob in weights.values())
-    if most < SETTLED_BYTES:
+    size_to_touch = TOUCHED * sum(blob["size"] for blob in weights.values())
+    if size_to_touch < SETTLED_BYTES:
         return
     if rank == 0:
         os.sync()
         with contextlib.suppress(OSError):
             Path("/proc/sys/vm/drop_caches").write_text("3\n", encoding="utf-8")
-        command = [sys.executable, "-c", TOUCH, str(most)]
+        command = [sys.executable, "-c", TOUCH, str(size_to_touch)]
         subprocess.run(command, check=True, timeout=LIMIT_S)
     if size > 1:
         dist.barrier()
 
 
-# in a process of its own, whose memory is free again when it ends
+# in a separate process, so that the memory is free again when it ends
 TOUCH = f"""
 import mmap, pathlib, sys
 lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
@@ -383,12 +391,12 @@ if size > 0:
 """
 
 
-def copied(target: Path, place: StorePlace, kept: dict[str, Any]) -> float:
+def copied(target: Path, store_place: StorePlace, blobs: dict[str, Any]) -> float:
     """Seconds that the disk needs to copy these files and make the copies durable."""
     target.mkdir()
     began = time.perf_counter()
-    for blob in kept.values():
-        source = Path(place.root) / folder_of() / "blobs" / blob["digest"]
+    for blob in blobs.values():
+        source = Path(store_place.root) / folder_of() / "blobs" / blob["digest"]
         with source.open("rb") as read, (target / blob["digest"]).open("wb") as write:
             shutil.copyfileobj(read, write, COPY_BYTES)
             write.flush()

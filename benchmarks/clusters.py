@@ -1,19 +1,20 @@
-"""How often an interval over items, alone or in families, holds the truth: `python
-benchmarks/clusters.py` (`make coverage`).
+"""Coverage of confidence intervals over items, with and without families.
+
+    python benchmarks/clusters.py    # or make coverage
 
 Writes docs/results/clusters.json.
-Worlds are made here, so their truth is known; the interval is the product's own,
+The worlds are simulated, so their truth is known; the interval is the product's own,
 `agentgym.evaluation.clustered.clustered_intervals`.
-Of one world:
+In one world:
 
 - an item is harder or easier by a normal amount on the logit scale, `items_sd`, and so is a family,
-  `families_sd`; families are drawn, so the truth is the mean over all of their kind;
-- `samples` episodes per item succeed or not, and each item's value is what `metric` makes of them;
-- a `difference` is a policy less another on the same items, whose success lies half way between
-  the first one's and 50 %; half of a family's deviation is each policy's own.
+  `families_sd`; families are drawn, so the truth is the mean over their whole population;
+- `samples` episodes per item succeed or not, and `metric` computes each item's value from them;
+- a `difference` is a policy minus another on the same items, whose success is half way between the
+  first one's and 50 %; half of a family's deviation is specific to each policy.
 
-Three intervals are set side by side: the product's, one that takes every item for itself, and the
-percentile bootstrap that draws whole families.
+Three intervals are compared: the product's, one that treats all items as independent, and the
+percentile bootstrap over whole families.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from agentgym.evaluation.passk import curves
 FloatArray = NDArray[np.float64]
 OUT = Path(__file__).parents[1] / "docs/results/clusters.json"
 METHODS = ("ours", "items", "bootstrap")
-CLUSTERS = 50  # the band is promised from so many on, and for a truth from .1 to .9
-_DRAWS = 1000  # of a bootstrap
+CLUSTERS = 50  # the band is promised from this number on, and for a truth from .1 to .9
+_DRAWS = 1000  # per bootstrap
 _CHUNK = 1_000_000  # values at a time
 
 
@@ -50,14 +51,14 @@ class World:
     """One cell of the simulation."""
 
     kind: Literal["share", "difference"]
-    metric: Literal["avg", "pass_at", "pass_hat"]  # of as many as there are samples
+    metric: Literal["avg", "pass_at", "pass_hat"]  # at k = samples
     success: float
     items: int
     samples: int
     items_sd: float
-    families: int  # 0: every item for itself
+    families: int  # 0: independent items
     families_sd: float = 0.0
-    unequal: bool = False  # families of sizes that fall from one to the next
+    unequal: bool = False  # family sizes fall from one to the next
 
     @property
     def truth(self) -> float:
@@ -113,7 +114,7 @@ def worlds() -> Iterator[World]:
 
 
 def simulate(world: World, num: int, generator: np.random.Generator) -> dict[str, Any]:
-    """`num` tables of one world, each with its intervals."""
+    """Simulate `num` tables of one world, each with its intervals."""
     outside = dict.fromkeys(METHODS, 0)
     width = dict.fromkeys(METHODS, 0.0)
     codes, truth = world.codes(), world.truth
@@ -142,7 +143,7 @@ def simulate(world: World, num: int, generator: np.random.Generator) -> dict[str
 
 @cache
 def middle(success: float, sd: float) -> float:
-    """Logit of the middle item, where the mean over items is `success`."""
+    """Logit of the middle item if the mean over items is `success`."""
     if not sd:
         return float(np.log(success / (1 - success)))
     logits, means = mean_of_logit(sd)
@@ -152,12 +153,14 @@ def middle(success: float, sd: float) -> float:
 def _values(
     world: World, codes: NDArray[np.int_] | None, num: int, generator: np.random.Generator
 ) -> FloatArray:
-    """[num, items]"""
+    """Values of the simulated items, [num, items]."""
     ease = world.items_sd * generator.standard_normal((num, world.items))
-    shared, *own = (generator.standard_normal((num, max(world.families, 1))) for _ in range(3))
+    shared, *by_policy = (
+        generator.standard_normal((num, max(world.families, 1))) for _ in range(3)
+    )
 
-    def row(success: float, mine: FloatArray) -> FloatArray:
-        of_family = shared if world.kind == "share" else (shared + mine) / np.sqrt(2)
+    def row(success: float, by_one_policy: FloatArray) -> FloatArray:
+        of_family = shared if world.kind == "share" else (shared + by_one_policy) / np.sqrt(2)
         shift = 0.0 if codes is None else world.families_sd * of_family[:, codes]
         chance = 1 / (1 + np.exp(-(middle(success, world.sd) + ease + shift)))
         hits = generator.binomial(world.samples, chance)
@@ -167,14 +170,14 @@ def _values(
         chosen = (at if world.metric == "pass_at" else hat)[:, -1]
         return np.asarray(chosen.reshape(hits.shape))
 
-    ours = row(world.success, own[0])
-    return ours if world.kind == "share" else ours - row(world.other, own[1])
+    ours = row(world.success, by_policy[0])
+    return ours if world.kind == "share" else ours - row(world.other, by_policy[1])
 
 
 def _drawn(
     world: World, codes: NDArray[np.int_] | None, generator: np.random.Generator
 ) -> FloatArray:
-    """[draws, families or items] How often each is drawn."""
+    """Number of times that each family or item is drawn, [draws, families or items]."""
     num = world.families if codes is not None else world.items
     return generator.multinomial(num, np.full(num, 1 / num), size=_DRAWS).astype(np.float64)
 
@@ -193,8 +196,8 @@ def _bootstrapped(
 
 def report(cells: list[dict[str, Any]], simulations: int) -> dict[str, Any]:
     def span(inside: bool, method: str) -> dict[str, Any]:
-        found = [each["coverage"][method] for each in cells if each["inside"] is inside]
-        return {"cells": len(found), "lowest": min(found), "highest": max(found)}
+        coverages = [cell["coverage"][method] for cell in cells if cell["inside"] is inside]
+        return {"cells": len(coverages), "lowest": min(coverages), "highest": max(coverages)}
 
     return {
         "confidence": CONFIDENCE,
@@ -202,14 +205,15 @@ def report(cells: list[dict[str, Any]], simulations: int) -> dict[str, Any]:
         "simulations": simulations,
         "inside": {method: span(True, method) for method in METHODS},
         "outside": {method: span(False, method) for method in METHODS},
-        "outside_band": [each for each in cells if not within(each)],
+        "outside_band": [cell for cell in cells if not within(cell)],
         "cells": cells,
     }
 
 
 def within(cell: dict[str, Any]) -> bool:
-    """The band itself. One episode of each of 50 items can come to 51 results, and Wilson's
-    interval of these covers 97.03 % at 10 and at 90 %, exactly: such a cell is told as outside.
+    """Return True if the coverage is in the band. One episode of each of 50 items has 51 possible
+    results, and Wilson's interval of these covers exactly 97.03 % at 10 and at 90 %: such a cell is
+    reported as outside.
     """
     ours = cell["coverage"]["ours"]
     return bool(ours >= BAND[0] and (ours <= BAND[1] or not cell["inside"]))
@@ -222,30 +226,32 @@ def main() -> int:
     parser.add_argument("--parallel", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=OUT)
     chosen = parser.parse_args()
-    asked = list(worlds())
-    streams = np.random.SeedSequence(chosen.seed).spawn(len(asked))
+    all_worlds = list(worlds())
+    streams = np.random.SeedSequence(chosen.seed).spawn(len(all_worlds))
     cells = []
     with ProcessPoolExecutor(chosen.parallel) as pool:
-        for each in pool.map(_simulated, asked, [chosen.simulations] * len(asked), streams):
-            cells.append(each)
-            print(f"{len(cells)}/{len(asked)} {each['coverage']} {each}", file=sys.stderr)
+        for cell in pool.map(
+            _simulated, all_worlds, [chosen.simulations] * len(all_worlds), streams
+        ):
+            cells.append(cell)
+            print(f"{len(cells)}/{len(all_worlds)} {cell['coverage']} {cell}", file=sys.stderr)
     result = report(cells, chosen.simulations)
     command = "python benchmarks/clusters.py" + (
         f" --simulations {chosen.simulations}" if chosen.simulations != 10_000 else ""
     )
     result |= {"machine": machine(), "command": command}
     chosen.out.write_text(dump(result), encoding="utf-8")
-    for place in ("inside", "outside"):
-        for method, found in result[place].items():
+    for name in ("inside", "outside"):
+        for method, span in result[name].items():
             print(
-                f"{place} the range, {method}: {found['cells']} cells, coverage"
-                f" {found['lowest']:.1%} to {found['highest']:.1%}"
+                f"{name} the range, {method}: {span['cells']} cells, coverage"
+                f" {span['lowest']:.1%} to {span['highest']:.1%}"
             )
     return 0 if not result["outside_band"] else 1
 
 
 def _simulated(world: World, num: int, stream: np.random.SeedSequence) -> dict[str, Any]:
-    """A stream per cell: how many processes there are changes nothing."""
+    """Simulate with one random stream per cell: the number of processes changes nothing."""
     return simulate(world, num, np.random.Generator(np.random.Philox(stream)))
 
 

@@ -1,10 +1,12 @@
-"""Three recipes in three environments from one file, killed once in the middle: `python
-benchmarks/columns.py` (`make columns`).
+"""Three recipes in three environments from one file, killed once in the middle.
 
-Runs comparisons/three-environments.yaml by `flows.compare`. Once KILL_AFTER of its nine cells are
-done the command and all it started are killed, and the same command is given again. What was done
-then must be done still, with the same commits. Writes docs/results/three-environments.{json,md,png}
-and its other figures, and beside them docs/results/columns.json, which tells of the kill.
+    python benchmarks/columns.py    # or make columns
+
+Runs comparisons/three-environments.yaml with `flows.compare`. Once KILL_AFTER of its nine cells are
+done, the command and all its descendants are killed, and the same command runs again. All steps
+done before the kill must still be done, with the same commits. Writes
+docs/results/three-environments.{json,md,png} and its other figures, and docs/results/columns.json,
+which describes the kill.
 """
 
 from __future__ import annotations
@@ -67,25 +69,25 @@ def main() -> int:
 
 
 def interrupted(command: list[str], cells: tuple[Cell, ...], after: int) -> list[str]:
-    """Run it until so many cells are done, then kill it and everything it started. Result: the
-    cells that were done.
+    """Run the command until `after` cells are done, then kill it and everything it started.
+    Result: the cells that were done.
     """
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     deadline = time.monotonic() + DEADLINE_S
     while process.poll() is None and sum(cell.is_done() for cell in cells) < after:
         if time.monotonic() > deadline:
             break
-        time.sleep(15.0)  # to look costs what it is looked at
-    done = [cell.title for cell in cells if cell.is_done()]
+        time.sleep(15.0)  # polling uses CPU time that the cells need
+    titles = [cell.title for cell in cells if cell.is_done()]
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(60)
-    time.sleep(5.0)  # cells end with who started them
-    return done
+    time.sleep(5.0)  # cells end with their parent process
+    return titles
 
 
 def commits(state: Path) -> dict[str, Any]:
-    """Every commit in the store, by its file."""
+    """All commits in the store: file -> content."""
     return {
         str(path.relative_to(state)): path.read_bytes()
         for path in sorted((state / "store/steps").glob("*/manifests/*.json"))

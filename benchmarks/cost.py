@@ -1,10 +1,10 @@
-"""CPU-seconds of the default pipeline at two commits, in alternation on one machine:
-`python benchmarks/cost.py BEFORE [AFTER] [--before-set KEY=VALUE ...] [--after-set ...]`.
+"""CPU-seconds of the default pipeline at two commits, in alternation on one machine.
 
-The overrides are what makes the two play equal items and samples in equal optimizer steps.
-The CPU time is that of the command and everything it started; the sampled success is that of the
-last evaluation. Writes docs/results/cost.json under the name `--case`, beside what other cases say
-there.
+    python benchmarks/cost.py BEFORE [AFTER] [--before-set KEY=VALUE ...] [--after-set ...]
+
+The overrides make both play the same number of items and samples in as many optimizer steps.
+CPU time is that of the command and all its descendants; the sampled success is that of the last
+evaluation. Writes docs/results/cost.json under the name `--case`; other cases stay.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def main() -> int:
                     runs[side].append(run(tree, home, [f"seed={turn}", *overrides[side]]))
                     sys.stdout.write(f"{commits[side]} {runs[side][-1]}\n")
                     sys.stdout.flush()
-    told = [
-        {"commit": commit, "set": chosen_set, "runs": done}
-        for commit, chosen_set, done in zip(commits, overrides, runs, strict=True)
+    cases = [
+        {"commit": commit, "set": chosen_set, "runs": case_runs}
+        for commit, chosen_set, case_runs in zip(commits, overrides, runs, strict=True)
     ]
     ratio = total(runs[1], "cpu_s") / total(runs[0], "cpu_s")
     result = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
     result[chosen.case] = {
         "machine": machine(),
         "command": " ".join(["python", "benchmarks/cost.py", *sys.argv[1:]]),
-        "before": told[0],
-        "after": told[1],
+        "before": cases[0],
+        "after": cases[1],
         "cpu_ratio": round(ratio, 3),
     }
     OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -66,13 +66,13 @@ def main() -> int:
 
 
 def total(runs: list[dict[str, float]], name: str) -> float:
-    return statistics.fmean(each[name] for each in runs)
+    return statistics.fmean(run_numbers[name] for run_numbers in runs)
 
 
 def run(tree: Path, home: Path, overrides: list[str]) -> dict[str, float]:
-    """One whole run of a checkout from an empty state. Errors: RuntimeError where it fails."""
+    """Run a checkout's whole pipeline from an empty state. Errors: RuntimeError if it fails."""
     home.mkdir()
-    shown = subprocess.run(
+    pulled = subprocess.run(
         [sys.executable, "-m", "dvc", "pull", "--quiet"],
         cwd=tree,
         capture_output=True,
@@ -80,22 +80,24 @@ def run(tree: Path, home: Path, overrides: list[str]) -> dict[str, float]:
         timeout=RUN_S,
         encoding="utf-8",
     )
-    if shown.returncode:
-        raise RuntimeError(shown.stderr[-3000:])
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    if pulled.returncode:
+        raise RuntimeError(pulled.stderr[-3000:])
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
+    }
     before = os.times()
-    told = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "flows.pipeline", *overrides, f"store.path={home / 'store'}"],
         cwd=tree,
-        env={**kept, "PYTHONPATH": str(tree), "PREFECT_HOME": str(home / "prefect")},
+        env={**variables, "PYTHONPATH": str(tree), "PREFECT_HOME": str(home / "prefect")},
         capture_output=True,
         text=True,
         timeout=RUN_S,
         encoding="utf-8",
     )
     now = os.times()
-    if told.returncode:
-        raise RuntimeError(f"{tree}\n{(told.stdout + told.stderr)[-3000:]}")
+    if completed.returncode:
+        raise RuntimeError(f"{tree}\n{(completed.stdout + completed.stderr)[-3000:]}")
     spent = now.children_user + now.children_system - before.children_user - before.children_system
     return {"cpu_s": round(spent, 1), "wall_s": round(now.elapsed - before.elapsed, 1)} | {
         "sampled_success": last_success(home / "store")
@@ -103,7 +105,7 @@ def run(tree: Path, home: Path, overrides: list[str]) -> dict[str, float]:
 
 
 def last_success(store: Path) -> float:
-    """Mean success at temperature 1 of the last stage's evaluation, as its manifest says."""
+    """Mean success at temperature 1 in the manifest of the last stage's evaluation."""
     manifests = sorted((store / "steps").glob("evaluate-stage-*/manifests/*.json"))
     summary: dict[str, Any] = json.loads(manifests[-1].read_text(encoding="utf-8"))["results"][
         "summary"

@@ -1,20 +1,21 @@
-"""How often an interval over seeds and items holds the truth: `python benchmarks/coverage.py`
-(`make coverage`).
+"""Coverage of confidence intervals over seeds and items.
+
+    python benchmarks/coverage.py    # or make coverage
 
 Writes docs/results/coverage.json.
-Worlds are made here, so their truth is known; the interval is the product's own,
+The worlds are simulated, so their truth is known; the interval is the product's own,
 `agentgym.evaluation.seeds.crossed_intervals`.
-Of one world:
+In one world:
 
-- a seed's success is normal around `success` with standard deviation `spread`, cut to 0 .. 1 (where
-  a cut moves the mean, the truth is the mean after it);
+- a seed's success is normal around `success` with standard deviation `spread`, clipped to 0 .. 1
+  (if clipping moves the mean, the truth is the mean after it);
 - an item is harder or easier by a normal amount on the logit scale, `items_sd`, for all seeds and
-  both rows alike; every seed's mean over items is kept;
+  both rows alike; every seed's mean over items is preserved;
 - an episode succeeds or not; `samples` episodes per item and seed.
 
 A `share` is one row's success.
-A `difference` is a row less another of the same items and as many seeds of its own, whose success
-lies half way between the first one's and 50 %.
+A `difference` is a row minus another with the same items and its own seeds (as many), whose success
+is half way between the first one's and 50 %.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from agentgym.evaluation.seeds import Kind, crossed_intervals
 FloatArray = NDArray[np.float64]
 OUT = Path(__file__).parents[1] / "docs/results/coverage.json"
 CONFIDENCE = 0.95
-BAND = (0.93, 0.97)  # inside the range; outside it only the lower end counts
+BAND = (0.93, 0.97)  # applies inside the range; outside it only the lower end counts
 SPREADS, SEEDS = (0.0, 0.02, 0.05, 0.12), (3, 5, 10)
 _CHUNK = 4_000_000  # values at a time
 
@@ -63,7 +64,7 @@ class World:
 class Found:
     world: World
     coverage: float
-    below: float  # share of intervals that lie below the truth
+    below: float  # share of intervals below the truth
     above: float
     width: float  # mean
 
@@ -90,7 +91,7 @@ def worlds() -> Iterator[World]:
 
 
 def simulate(world: World, num: int, generator: np.random.Generator) -> Found:
-    """`num` tables of one world, each with its interval."""
+    """Simulate `num` tables of one world, each with its interval."""
     ends = [0, 0]
     width = 0.0
     truth = _truth(world)
@@ -117,7 +118,7 @@ def _truth(world: World) -> float:
 
 
 def cut_mean(mean: float, sd: float) -> float:
-    """Of a normal variable cut to 0 .. 1."""
+    """Mean of a normal variable clipped to 0 .. 1."""
     if sd == 0:
         return mean
     low, high = -mean / sd, (1 - mean) / sd
@@ -126,7 +127,7 @@ def cut_mean(mean: float, sd: float) -> float:
 
 
 def _tables(world: World, num: int, generator: np.random.Generator) -> FloatArray:
-    """[num, seeds, items]"""
+    """Simulated tables, [num, seeds, items]."""
     ease = generator.standard_normal((num, 1, world.items))
     ours = _row(world, world.success, ease, generator)
     return (
@@ -168,12 +169,15 @@ def main() -> int:
     chosen = parser.parse_args()
     cells = list(worlds())
     streams = np.random.SeedSequence(chosen.seed).spawn(len(cells))
-    found = []
+    simulated = []
     with ProcessPoolExecutor(chosen.parallel) as pool:
-        for each in pool.map(_simulated, cells, [chosen.simulations] * len(cells), streams):
-            found.append(each)
-            print(f"{len(found)}/{len(cells)} {each.coverage:.3f} {each.world}", file=sys.stderr)
-    result = report(found, chosen.simulations)
+        for cell_result in pool.map(_simulated, cells, [chosen.simulations] * len(cells), streams):
+            simulated.append(cell_result)
+            print(
+                f"{len(simulated)}/{len(cells)} {cell_result.coverage:.3f} {cell_result.world}",
+                file=sys.stderr,
+            )
+    result = report(simulated, chosen.simulations)
     command = "python benchmarks/coverage.py" + (
         f" --simulations {chosen.simulations}" if chosen.simulations != 10_000 else ""
     )
@@ -185,13 +189,15 @@ def main() -> int:
 
 
 def _simulated(world: World, num: int, stream: np.random.SeedSequence) -> Found:
-    """A stream per cell: how many processes there are changes nothing."""
+    """Simulate with one random stream per cell: the number of processes changes nothing."""
     return simulate(world, num, np.random.Generator(np.random.Philox(stream)))
 
 
-def report(found: list[Found], simulations: int) -> dict[str, Any]:
+def report(simulated: list[Found], simulations: int) -> dict[str, Any]:
     def span(inside: bool) -> dict[str, Any]:
-        values = [each.coverage for each in found if each.world.inside is inside]
+        values = [
+            cell_result.coverage for cell_result in simulated if cell_result.world.inside is inside
+        ]
         return (
             {"cells": len(values), "lowest": min(values), "highest": max(values)} if values else {}
         )
@@ -202,18 +208,18 @@ def report(found: list[Found], simulations: int) -> dict[str, Any]:
         "simulations": simulations,
         "inside": span(True),
         "outside": span(False),
-        "outside_band": [_flat(each) for each in found if not each.ok],
-        "cells": [_flat(each) for each in found],
+        "outside_band": [_flat(cell_result) for cell_result in simulated if not cell_result.ok],
+        "cells": [_flat(cell_result) for cell_result in simulated],
     }
 
 
-def _flat(found: Found) -> dict[str, Any]:
+def _flat(simulated: Found) -> dict[str, Any]:
     return {
-        **asdict(found.world),
-        "coverage": found.coverage,
-        "below": found.below,
-        "above": found.above,
-        "width": found.width,
+        **asdict(simulated.world),
+        "coverage": simulated.coverage,
+        "below": simulated.below,
+        "above": simulated.above,
+        "width": simulated.width,
     }
 
 
@@ -235,11 +241,11 @@ def dump(result: dict[str, Any]) -> str:
 def text(result: dict[str, Any]) -> str:
     lines = []
     for name in ("inside", "outside"):
-        each = result[name]
-        if each:
+        span = result[name]
+        if span:
             lines.append(
-                f"{name} the range: {each['cells']} cells, coverage {each['lowest']:.1%} to"
-                f" {each['highest']:.1%}"
+                f"{name} the range: {span['cells']} cells, coverage {span['lowest']:.1%} to"
+                f" {span['highest']:.1%}"
             )
     lines += [f"out of the band: {cell}" for cell in result["outside_band"]]
     return "\n".join(lines)

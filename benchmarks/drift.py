@@ -1,10 +1,9 @@
-"""Does a run stay where it has come: `python benchmarks/drift.py [NAME ...] [--seeds 10]`.
+"""Check that a run keeps the success that it has reached: `python benchmarks/drift.py [NAME ...]`.
 
-Every run trains once as params.yaml says, with the changes a NAME of RECIPES stands for.
-The weights of every fifth optimizer step play 512 items that no list holds, in the place of its own
+Every run trains once with params.yaml and the changes of a NAME in RECIPES, per seed of `--seeds`.
+The weights of every fifth optimizer step play 512 items outside all lists, instead of the run's
 validation, and the last ones the test items.
-Runs that are in docs/results/drift.json already are not run again; that file is rewritten after
-each.
+Runs that docs/results/drift.json contains are not repeated; that file is rewritten after each.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from agentgym.types import Item, Trajectory
 
 OUT = ROOT / "docs/results/drift.json"
 EVERY, NUM_ITEMS = 5, 512
-FIRST_ID = 1_000_000  # of items that no list holds
+FIRST_ID = 1_000_000  # of items outside all lists
 SUCCESS = "validation/success"
 ACTOR = ("actor/ratio_kl", "actor/grad_norm", "actor/entropy", "actor/rows_with_signal_frac")
-FORMER = [  # what params.yaml said before
+FORMER = [  # earlier values of params.yaml
     "rollout.items_per_step=8",
     "horizon.max_turns=[5,8,12]",
     "horizon.stage_steps=[20,20,30]",
@@ -61,9 +60,12 @@ def main() -> int:
     result = (
         json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else {"runs": []}
     )
-    done = {(run["recipe"], run["seed"]) for run in result["runs"]}
+    finished_runs = {(run["recipe"], run["seed"]) for run in result["runs"]}
     wanted = [
-        (name, seed) for seed in chosen.seeds for name in chosen.names if (name, seed) not in done
+        (name, seed)
+        for seed in chosen.seeds
+        for name in chosen.names
+        if (name, seed) not in finished_runs
     ]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -72,7 +74,7 @@ def main() -> int:
         jobs = [workers.submit(run, name, seed, chosen.state or folder) for name, seed in wanted]
         for job in as_completed(jobs):
             result["runs"].append(job.result())
-            result["runs"].sort(key=lambda each: (each["recipe"], each["seed"]))
+            result["runs"].sort(key=lambda row: (row["recipe"], row["seed"]))
             result |= {
                 "machine": machine(),
                 "command": "python benchmarks/drift.py",
@@ -80,11 +82,11 @@ def main() -> int:
                 "summary": summary(result["runs"]),
             }
             chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            each = job.result()
+            row = job.result()
             sys.stdout.write(
-                f"{each['recipe']} seed {each['seed']}: ends {each['last']:.1%}, falls"
-                f" {each['fall']:.1%} at most;"
-                f" {' '.join(f'{100 * value:.0f}' for value in each['success'])}\n"
+                f"{row['recipe']} seed {row['seed']}: ends {row['last']:.1%}, falls"
+                f" {row['fall']:.1%} at most;"
+                f" {' '.join(f'{100 * value:.0f}' for value in row['success'])}\n"
             )
             sys.stdout.flush()
     for name, figures in result["summary"].items():
@@ -93,7 +95,7 @@ def main() -> int:
 
 
 def run(name: str, seed: int, folder: str) -> dict[str, Any]:
-    """One recipe under one seed; what two share, the warm start, is computed once."""
+    """Train one recipe under one seed; runs of a seed share the warm start."""
     logging.disable(logging.WARNING)
     cfg = load_config(
         ROOT / "params.yaml",
@@ -122,16 +124,16 @@ def run(name: str, seed: int, folder: str) -> dict[str, Any]:
         run_with_parents(last, cfg, wait_s=3600)
     run_with_parents(f"evaluate-{last}", cfg, wait_s=3600)
     store = open_store(cfg)
-    done = finished(cfg, store)
+    completed = finished(cfg, store)
     points = [
         point
         for stage in stages(cfg.horizon)
-        for commit in store.history(stage.name, done[stage.name].key)
+        for commit in store.history(stage.name, completed[stage.name].key)
         for point in decode_points(store.read(commit, METRICS))
     ]
     played = [point for point in points if SUCCESS in point.metrics]
     success = [round(point.metrics[SUCCESS], 4) for point in played]
-    final = done[f"evaluate-{last}"].results["summary"]
+    final = completed[f"evaluate-{last}"].results["summary"]
     return {
         "recipe": name,
         "seed": seed,
@@ -151,32 +153,34 @@ def run(name: str, seed: int, folder: str) -> dict[str, Any]:
 
 
 def unlisted(cfg: RunConfig) -> list[Item]:
-    """Items of no list, and of no world that a test item has."""
+    """Items outside all lists whose world differs from every test item's."""
     store = open_store(cfg)
     splits = splits_from_json(store.read(finished(cfg, store)["prepare"], "splits.json"))
     (env,) = cfg.envs
     ids = list(range(FIRST_ID, FIRST_ID + 2 * NUM_ITEMS))
     tested = [item.task_id for item in splits.test]
     known = task_identities(env, tested + ids)
-    seen = set(known[: len(tested)])
+    tested_worlds = set(known[: len(tested)])
     fresh = [
-        task for task, world in zip(ids, known[len(tested) :], strict=True) if world not in seen
+        task
+        for task, world in zip(ids, known[len(tested) :], strict=True)
+        if world not in tested_worlds
     ]
     return [Item(env.name, task, "validation") for task in fresh[:NUM_ITEMS]]
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over the seeds of each recipe."""
+    """Summary of each recipe over its seeds."""
     table = {}
     for name in sorted({run["recipe"] for run in runs}):
-        own = [run for run in runs if run["recipe"] == name]
-        last = [run["last"] for run in own]
+        recipe_runs = [run for run in runs if run["recipe"] == name]
+        last = [run["last"] for run in recipe_runs]
         table[name] = {
-            "seeds": len(own),
+            "seeds": len(recipe_runs),
             "last_mean": round(statistics.mean(last), 4),
             "last_least": round(min(last), 4),
-            "falls": sorted(round(run["fall"], 4) for run in own),
-            "train_cpu_s": round(statistics.mean(run["train_cpu_s"] for run in own), 1),
+            "falls": sorted(round(run["fall"], 4) for run in recipe_runs),
+            "train_cpu_s": round(statistics.mean(run["train_cpu_s"] for run in recipe_runs), 1),
         }
     return table
 

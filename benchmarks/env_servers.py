@@ -1,11 +1,12 @@
-"""How fast an environment server steps, over HTTP on kept connections: `python
-benchmarks/env_servers.py [ENV ...]`.
+"""Speed of environment servers over HTTP on keep-alive connections.
+
+    python benchmarks/env_servers.py [ENV ...]
 
 Each server is one process; the load comes from another.
-Without `--server` ours are started, one of each environment, and asked in both dialects.
-`--server NAME=DIALECT=URL` measures a server that runs already, ours or AgentGym's, in the same
-run; `NAME` says what actions to send.
-Closed loop: every session sends its next action when the last one is answered, and begins another
+Without `--server` it starts ours, one of each environment, and measures both dialects.
+`--server NAME=DIALECT=URL` measures a running server, ours or AgentGym's, in the same run; `NAME`
+selects the actions to send.
+Closed loop: every session sends its next action once the last one is answered, and begins another
 episode after STEPS actions.
 Prints steps per second, latency and memory, and writes docs/results/envs.json.
 """
@@ -35,7 +36,7 @@ from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
 
 ROOT = Path(__file__).parents[1]
-STEPS = 20  # of one episode
+STEPS = 20  # per episode
 ACTIONS = {
     "babyai": (
         "turn left",
@@ -67,8 +68,8 @@ ACTIONS = {
         "<search>founded the company</search>",
     ),
 }
-# sessions: AgentGym's own servers on 2 cores under load, one process (steps/s, two runs); the same
-# actions were not sent
+# sessions: AgentGym's own servers on 2 cores under load, one process (steps/s, two runs); they got
+# other actions
 PUBLISHED = {32: {"textcraft": (1258, 1898), "babyai": (367, 540)}, 8: {"sciworld": (2.5, 4.7)}}
 OPTIONS = {
     "babyai": {"levels": "agentgym", "view": "agentgym", "actions": "high", "reward": "minigrid"}
@@ -81,7 +82,7 @@ class Target:
     dialect: str  # native | agentgym
     url: str
     label: str
-    token: str = field(default="", repr=False)  # it asks for
+    token: str = field(default="", repr=False)  # that the server requires
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Measured:
     p50_ms: float
     p99_ms: float
     create_ms: float  # median, of create and reset together
-    # of the server and the processes it started; None where they are not on this machine
+    # of the server and the processes it started; None if they are not on this machine
     rss_mib: float | None
     cpu_ms_per_step: float | None  # of the same processes, opening episodes included
     server_ms_per_step: float | None  # of these, the server without the processes it started
@@ -103,8 +104,8 @@ class Measured:
 
 
 class Connection:
-    """One kept connection that costs the load generator as little as may be: it is on the same
-    machine.
+    """One keep-alive connection with little overhead, because the load generator runs on the same
+    machine as the server.
     """
 
     def __init__(self, url: str, token: str) -> None:
@@ -144,7 +145,7 @@ class Connection:
 
 
 async def episode(connection: Connection, target: Target, number: int, times: list[float]) -> float:
-    """STEPS actions. Result: seconds until the first observation."""
+    """Play STEPS actions. Result: seconds until the first observation."""
     began = time.perf_counter()
     if target.dialect == "native":
         key = f"{id(times)}-{number}"
@@ -169,9 +170,9 @@ async def episode(connection: Connection, target: Target, number: int, times: li
             "action": next(actions),
             **({"turn": turn} if target.dialect == "native" else {}),
         }
-        asked = time.perf_counter()
+        sent_s = time.perf_counter()
         answer = await connection.post("/step", body)
-        times.append(time.perf_counter() - asked)
+        times.append(time.perf_counter() - sent_s)
         if answer.get("done") or answer.get("terminated") or answer.get("truncated"):
             break
     await connection.post("/close", end)
@@ -241,7 +242,7 @@ async def measure(target: Target, num_sessions: int, seconds: float) -> Measured
 
 
 def processes_at(port: int) -> list[psutil.Process]:
-    """The process of this machine that listens there, and those it started."""
+    """The local process that listens on the port, and its descendants."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             for connection in process.net_connections(kind="tcp"):
@@ -255,7 +256,7 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
 
 
 def engine_seconds(url: str) -> float:
-    """What the server's metrics say of its simulator; 0 where they say nothing."""
+    """CPU-seconds of the simulator in the server's metrics; 0 if they contain none."""
     with contextlib.suppress(OSError):
         address = f"{url.removesuffix('/agentgym')}/metrics"
         text = urllib.request.urlopen(address, timeout=10).read().decode()  # noqa: S310
@@ -276,32 +277,32 @@ def main() -> None:
         "envs", nargs="*", choices=[*ACTIONS, []], help=f"default: {', '.join(ACTIONS)}"
     )
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each measurement")
     parser.add_argument(
         "--warm",
         type=float,
         default=0.0,
-        help="seconds of the same before each, not counted: a compiler at work",
+        help="seconds of warm-up load before each measurement, for JIT compilers",
     )
     parser.add_argument(
         "--server",
         action="append",
         default=[],
         metavar="NAME=DIALECT=URL",
-        help="one that runs already",
+        help="a running server",
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/envs.json")
     arguments = parser.parse_args()
-    given = [
+    running = [
         Target(env, dialect, url.rstrip("/"), url)
         for env, dialect, url in (text.split("=", 2) for text in arguments.server)
     ]
     uvloop.install()
     rows: list[Measured] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        targets = list(given)
+        targets = list(running)
         for env in arguments.envs or (
-            ACTIONS if not given else sorted({target.env for target in given})
+            ACTIONS if not running else sorted({target.env for target in running})
         ):
             config = EnvConfig(name=env, options=OPTIONS.get(env, {}), max_sessions=512)
             (url,) = stack.enter_context(

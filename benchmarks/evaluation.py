@@ -1,8 +1,8 @@
-"""What an evaluation costs beside client and server: `python benchmarks/evaluation.py`.
+"""Overhead of an evaluation over its client and server: `python benchmarks/evaluation.py`.
 
-TextCraft on a server process of its own, a policy that always says the same. Bare: the same
-sessions and steps by the same client, of which nothing is kept. Both in one run, the bare client
-before and after, so that a machine that slows down slows both.
+TextCraft on a separate server process, with a policy that always gives the same action. The bare
+client plays the same sessions and steps and records nothing. Both run in one call, the bare client
+before and after the evaluation, so that a slow machine slows both.
 Writes docs/results/evaluation.json.
 """
 
@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline import ROOT, machine  # of this folder
+from pipeline import ROOT, machine  # benchmarks/pipeline.py
 
 from agentgym.defaults import set_process_defaults
 
@@ -38,7 +38,7 @@ from envs.wire import TOKEN_VARIABLE  # noqa: E402
 
 RESULTS = ROOT / "docs/results/evaluation.json"
 ACTION, TURNS, CONCURRENCY = "inventory", 10, 64
-BARE_EPISODES = 20_000  # before, and again after
+BARE_EPISODES = 20_000  # before the evaluation, and again after it
 
 
 def main() -> int:
@@ -79,7 +79,7 @@ async def bare(endpoints: Sequence[str], items: Sequence[Item], num: int) -> flo
     """Actions per second of the client alone."""
     waiting = iter(range(num))
     async with EnvPool(endpoints, request_timeout_s=60) as pool:
-        # a server that is known gets requests in batches, as in an evaluation
+        # after this check, requests are sent in batches, as in an evaluation
         await pool.check(EnvConfig(name="textcraft"), allow_expert=False)
 
         async def work() -> None:
@@ -97,33 +97,37 @@ async def bare(endpoints: Sequence[str], items: Sequence[Item], num: int) -> flo
 def evaluated(
     endpoints: Sequence[str], items: Sequence[Item], samples: int, folder: Path
 ) -> dict[str, Any]:
-    """The same by `evaluate_policy`, all of it kept."""
+    """Play the same with `evaluate_policy`, which records everything."""
     protocol = folder / "protocol.yaml"
     env = {"name": "textcraft", "endpoints": [str(endpoint) for endpoint in endpoints]}
-    own = {
+    env_protocol = {
         "env": env,
         "items": {"ids": [item.item_id for item in items]},
         "num_samples": samples,
         "max_turns": TURNS,
         "instructions": False,
     }
-    protocol.write_text(json.dumps({"envs": [own], "concurrency": CONCURRENCY}), encoding="utf-8")
+    protocol.write_text(
+        json.dumps({"envs": [env_protocol], "concurrency": CONCURRENCY}), encoding="utf-8"
+    )
     cfg = load_config(ROOT / "params.yaml", [f"store.path={folder}/state/store"])
     os.environ[TOKEN_VARIABLE] = endpoints[0].token  # type: ignore[attr-defined]
     began = time.perf_counter()
-    found = evaluate_policy(cfg, EvaluationRequest(policy=f"echo:{ACTION}", protocol=str(protocol)))
+    evaluation = evaluate_policy(
+        cfg, EvaluationRequest(policy=f"echo:{ACTION}", protocol=str(protocol))
+    )
     wall_s = time.perf_counter() - began
-    num = sum(slot.num_turns for slot in found.result.slots)
-    assert found.result.coverage == 1.0, found.result.outcomes
+    num = sum(slot.num_turns for slot in evaluation.result.slots)
+    assert evaluation.result.coverage == 1.0, evaluation.result.outcomes
     assert num == len(items) * samples * TURNS
     unit = 1024 if sys.platform == "linux" else 1
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    size = sum(path.stat().st_size for path in found.folder.iterdir())
+    size = sum(path.stat().st_size for path in evaluation.folder.iterdir())
     return {
-        "episodes": len(found.result.slots),
-        "actions_per_s": round(num / found.result.clock["took_s"], 1),
+        "episodes": len(evaluation.result.slots),
+        "actions_per_s": round(num / evaluation.result.clock["took_s"], 1),
         "actions_per_s_with_files": round(num / wall_s, 1),
-        "took_s": found.result.clock["took_s"],
+        "took_s": evaluation.result.clock["took_s"],
         "wall_s": round(wall_s, 2),
         "peak_gib": round(peak / 2**30, 3),
         "files_mib": round(size / 2**20, 1),

@@ -1,10 +1,12 @@
-"""What it takes to bring many fleets up and down on a cluster: `python benchmarks/fleets.py`.
+"""Time and API requests to bring many fleets up and down on a cluster.
 
-Fleets of TextCraft, one server each, in a namespace of their own: sent by several threads, as flows
-are, waited for, taken down, and every kind of object looked for afterwards. Seconds and requests to
-the API server, per fleet. The cluster is that of KUBECONFIG, or a control plane that the script
-AGENTGYM_TEST_CONTROL_PLANE starts; there nodes are hollow and start no container, so that what is
-measured is the way through the API server, scheduler and controllers alone.
+    python benchmarks/fleets.py
+
+Fleets of TextCraft, one server each, in a new namespace: several threads send them, as flows do,
+wait until they are ready and take them down; then every kind of object is searched for leftovers.
+Measured are seconds and requests to the API server, per fleet. The cluster is that of KUBECONFIG,
+or a control plane that the script AGENTGYM_TEST_CONTROL_PLANE starts; its nodes are hollow and
+start no container, so that only API server, scheduler and controllers are measured.
 Writes docs/results/fleets.json.
 """
 
@@ -43,7 +45,7 @@ NAMESPACE = Kind("v1", "Namespace")
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Path]:
-    """A kubeconfig."""
+    """Yield a kubeconfig."""
     script = os.environ.get("AGENTGYM_TEST_CONTROL_PLANE")
     if not script:
         yield Path(os.environ.get("KUBECONFIG", Path.home() / ".kube/config"))
@@ -58,7 +60,7 @@ def cluster() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def namespace(kubeconfig: Path) -> Iterator[Kube]:
-    """A client in an empty namespace without a quota."""
+    """Yield a client in an empty namespace without a quota."""
     name = f"agentgym-fleets-{secrets.token_hex(4)}"
     with contextlib.closing(
         connect(kubeconfig=kubeconfig, namespace=name, creates_per_s=1000.0, deletes_per_s=1000.0)
@@ -90,13 +92,13 @@ def life(kube: Kube, objects: list[Any], run: str) -> dict[str, float]:
 
 
 def left_over(kube: Kube) -> dict[str, int]:
-    """Objects of any run, by kind."""
+    """Number of remaining objects of any run, by kind."""
     kinds = [*kinds_of(kube), POD, kind_of_addresses(kube)]
     return {k.kind: len(kube.list(k, labels={RUN_LABEL: None}).items) for k in kinds}
 
 
 def measure(kubeconfig: Path, count: int, threads: int) -> dict[str, Any]:
-    """So many fleets, so many of them at once."""
+    """Run `count` fleets, `threads` of them at a time."""
     with namespace(kubeconfig) as kube:
         newer = kube.serves(Kind("policy/v1", "PodDisruptionBudget"))
         overlay = "kind" if newer else "test"
@@ -120,8 +122,12 @@ def measure(kubeconfig: Path, count: int, threads: int) -> dict[str, Any]:
             "objects_per_fleet": len(next(iter(objects.values()))) + 1,  # and the lease
             "wall_s_per_fleet": round(wall_s / count, 3),
             "rendered_s_per_fleet": round(rendered_s / count, 3),
-            "median_s": {part: _median([each[part] for each in times]) for part in times[0]},
-            "longest_s": {part: round(max(each[part] for each in times), 2) for part in times[0]},
+            "median_s": {
+                part: _median([fleet_times[part] for fleet_times in times]) for part in times[0]
+            },
+            "longest_s": {
+                part: round(max(fleet_times[part] for fleet_times in times), 2) for part in times[0]
+            },
             "calls_per_fleet": {
                 verb: round(number / count, 2) for verb, number in sorted(calls.items())
             },
@@ -141,14 +147,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     with cluster() as kubeconfig:
-        found = measure(kubeconfig, arguments.fleets, arguments.threads)
+        numbers = measure(kubeconfig, arguments.fleets, arguments.threads)
     command = f"python benchmarks/fleets.py --fleets {arguments.fleets}"
-    result = {"machine": machine(), "command": command, **found}
+    result = {"machine": machine(), "command": command, **numbers}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(
-        f"{found['fleets']} fleets, {found['at_once']} at once: {found['wall_s_per_fleet']} s and"
-        f" {found['all_calls_per_fleet']} requests per fleet; median seconds {found['median_s']};"
-        f" left over {sum(found['left_over'].values())}"
+        f"{numbers['fleets']} fleets, {numbers['at_once']} at once:"
+        f" {numbers['wall_s_per_fleet']} s and"
+        f" {numbers['all_calls_per_fleet']} requests per fleet;"
+        f" median seconds {numbers['median_s']};"
+        f" left over {sum(numbers['left_over'].values())}"
     )
 
 

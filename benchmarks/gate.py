@@ -1,10 +1,9 @@
-"""How often the gate promotes a model that is no better, and what it sees: `python
-benchmarks/gate.py` (`make gate`).
+"""False promotions and power of the gate: `python benchmarks/gate.py` (`make gate`).
 
-Writes docs/results/gate.json. The gate is the product's own, `agentgym.evaluation.gate.judge` under
-the rules of params.yaml, on pairs made as `benchmarks/decisions.py` makes them: both of the same
-success, the candidate better by a few points, worse by as much. `looks`: twenty equal candidates,
-one after the other, against one champion's outcomes on one set of items.
+Writes docs/results/gate.json. The gate is the product's own, `agentgym.evaluation.gate.judge` with
+the rules of params.yaml, on pairs that `benchmarks/decisions.py` draws: both with equal success,
+the candidate better by a few points, or worse by as many. `looks`: twenty equal candidates, one
+after the other, against one champion's outcomes on one set of items.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from agentgym.evaluation.passk import wilson_interval
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs/results/gate.json"
-CONFIDENCE, MOST_FALSE = 0.95, 0.06  # of promotions of equal models, upper bound, of each design
+CONFIDENCE, MOST_FALSE = 0.95, 0.06  # limit of each design's false promotions, upper bound
 GAINS = (-0.05, 0.0, 0.05, 0.1)
 LOOKS = 20
 DESIGNS = ((200, 1, 0), (200, 4, 0), (512, 1, 0), (512, 4, 0), (512, 4, 10))  # items, samples,
@@ -45,34 +44,36 @@ def simulate(
     families = tuple(f"f{i % case.families}" if case.families else None for i in range(case.items))
     codes = family_codes(families) if case.families else None
     names = tuple(map(str, range(case.items)))
-    said: Counter[str] = Counter()
+    verdicts: Counter[str] = Counter()
     for _ in range(num):
         before, after = drawn_pair(case, codes, generator)
         pair = Pair(names, families, before, after, before.size)
-        said[judge(rules, Evidence({"babyai": pair}, True)).verdict] += 1
-    shares = {verdict: round(said[verdict] / num, 4) for verdict in ("PROMOTE", "HOLD", "REJECT")}
-    upper = wilson_interval(said["PROMOTE"], num, CONFIDENCE).high
+        verdicts[judge(rules, Evidence({"babyai": pair}, True)).verdict] += 1
+    shares = {
+        verdict: round(verdicts[verdict] / num, 4) for verdict in ("PROMOTE", "HOLD", "REJECT")
+    }
+    upper = wilson_interval(verdicts["PROMOTE"], num, CONFIDENCE).high
     return {**asdict(case), **shares, "promote_upper": round(upper, 4)}
 
 
 def looked_at_often(num: int, rules: GateConfig, generator: np.random.Generator) -> float:
-    """Share of sets on which one at least of LOOKS equal candidates is promoted."""
-    case, names, found = Case(512, 4, 0, 0.0), tuple(map(str, range(512))), 0
+    """Share of item sets on which at least one of LOOKS equal candidates is promoted."""
+    case, names, num_promoted = Case(512, 4, 0, 0.0), tuple(map(str, range(512))), 0
     for _ in range(num):
         chance = drawn_chances(case, generator)[:, None]
         champion, *others = (
             (generator.random((case.items, case.samples)) < chance).astype(float)
             for _ in range(LOOKS + 1)
         )
-        pairs = (Pair(names, (None,) * case.items, champion, each) for each in others)
-        found += any(
+        pairs = (Pair(names, (None,) * case.items, champion, candidate) for candidate in others)
+        num_promoted += any(
             judge(rules, Evidence({"babyai": pair}, True)).verdict == "PROMOTE" for pair in pairs
         )
-    return round(found / num, 4)
+    return round(num_promoted / num, 4)
 
 
 def drawn_chances(case: Case, generator: np.random.Generator) -> np.ndarray[Any, Any]:
-    """[items] of both models' success."""
+    """Draw both models' chance of success on each item, [items]."""
     from clusters import middle
     from decisions import ITEMS_SD
 
@@ -87,40 +88,48 @@ def text(result: dict[str, Any]) -> str:
         f" {result['highest']:.1%} at most (upper bound {result['highest_upper']:.1%})",
         f"one of {LOOKS} equal candidates on one set of items: {result['looks']:.1%}",
     ]
-    for each in result["cases"]:
-        told = f"{each['families']} families" if each["families"] else "no families"
-        verdicts = ", ".join(f"{name} {each[name]:.3f}" for name in ("PROMOTE", "HOLD", "REJECT"))
+    for row in result["cases"]:
+        families = f"{row['families']} families" if row["families"] else "no families"
+        verdicts = ", ".join(f"{name} {row[name]:.3f}" for name in ("PROMOTE", "HOLD", "REJECT"))
         lines.append(
-            f"{each['items']} x {each['samples']}, {told}, {100 * each['gain']:+.0f}: {verdicts}"
+            f"{row['items']} x {row['samples']}, {families}, {100 * row['gain']:+.0f}: {verdicts}"
         )
     return "\n".join(lines)
 
 
 def _run(job: tuple[Case, int, GateConfig, np.random.SeedSequence]) -> dict[str, Any]:
-    """A stream per case: how many processes there are changes nothing."""
+    """Simulate with one random stream per case: the number of processes changes nothing."""
     case, num, rules, stream = job
     return simulate(case, num, rules, np.random.Generator(np.random.Philox(stream)))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--simulations", type=int, default=5000, help="of equal models, per design")
-    parser.add_argument("--unequal", type=int, default=1000, help="of unequal ones")
+    parser.add_argument(
+        "--simulations", type=int, default=5000, help="pairs of equal models, per design"
+    )
+    parser.add_argument(
+        "--unequal", type=int, default=1000, help="pairs of unequal models, per design"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--parallel", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=OUT)
     chosen = parser.parse_args()
     rules = load_config(ROOT / "params.yaml").gate
-    asked = [Case(*design, gain) for design in DESIGNS for gain in GAINS]
-    *streams, last = np.random.SeedSequence(chosen.seed).spawn(len(asked) + 1)
+    all_cases = [Case(*design, gain) for design in DESIGNS for gain in GAINS]
+    *streams, last = np.random.SeedSequence(chosen.seed).spawn(len(all_cases) + 1)
     jobs = [
         (case, chosen.unequal if case.gain else chosen.simulations, rules, stream)
-        for case, stream in zip(asked, streams, strict=True)
+        for case, stream in zip(all_cases, streams, strict=True)
     ]
     with ProcessPoolExecutor(chosen.parallel) as pool:
         cases = list(pool.map(_run, jobs))
-    equal = [each for each in cases if not each["gain"]]
-    default = next(e for e in equal if (e["items"], e["samples"], e["families"]) == (512, 4, 0))
+    equal = [case_result for case_result in cases if not case_result["gain"]]
+    default = next(
+        case_result
+        for case_result in equal
+        if (case_result["items"], case_result["samples"], case_result["families"]) == (512, 4, 0)
+    )
     looks = looked_at_often(
         max(1, chosen.unequal // 5), rules, np.random.Generator(np.random.Philox(last))
     )
@@ -133,8 +142,8 @@ def main() -> int:
         "simulations_unequal": chosen.unequal,
         "false_promotions": default["PROMOTE"],
         "false_promotions_upper": default["promote_upper"],
-        "highest": max(each["PROMOTE"] for each in equal),
-        "highest_upper": max(each["promote_upper"] for each in equal),
+        "highest": max(case_result["PROMOTE"] for case_result in equal),
+        "highest_upper": max(case_result["promote_upper"] for case_result in equal),
         "looks": looks,
         "machine": machine(),
         "command": command,

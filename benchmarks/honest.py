@@ -1,9 +1,9 @@
-"""Runs that nobody forged, of every kind, each audited: `python benchmarks/honest.py`.
+"""Unmodified runs of every kind, each audited: `python benchmarks/honest.py`.
 
 Twenty runs at `.ci/run`'s budget (free-running, deterministic, overlapping, on Ray, on S3, killed
 and resumed) and three of the default pipeline, one after the other in a copy of this repository.
-An audit that fails one of them is wrong.
-Goes on where an earlier call stopped; writes docs/results/honest.json.
+If an audit fails on one of them, the audit is wrong.
+It resumes after an earlier call; writes docs/results/honest.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipeline import machine
 
 from agentgym.deploy.owned import owned_process
 
-BUDGET = ("evaluation.num_items=128", "horizon.stage_steps=[10,10,15]")  # that of .ci/run
+BUDGET = ("evaluation.num_items=128", "horizon.stage_steps=[10,10,15]")  # as in .ci/run
 KINDS: dict[str, tuple[str, ...]] = {
     "free-running": (),
     "deterministic": ("deterministic=true",),
@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "ray": ("compute=ray", "ray.num_workers=2", "ray.placement_timeout_s=300"),
     "s3": (),
 }
-# (kind, how often it is killed), 20 in all
+# (kind, number of kills), 20 in all
 PLAN = (
     ("free-running", 1),
     ("s3", 1),
@@ -57,17 +57,17 @@ NUM_DEFAULT = 3
 
 @dataclass
 class Run:
-    """One honest run and what its audit said."""
+    """One honest run and its audit's result."""
 
     number: int
     kind: str
     command: list[str]
-    codes: list[int] = field(default_factory=list)  # of the command, each time it was given
+    codes: list[int] = field(default_factory=list)  # exit code of each repetition of the command
     killed_at_s: list[float] = field(default_factory=list)
     wall_s: float = 0.0
     audit_s: float = 0.0
     audit_code: int = -1
-    # name -> what was compared, or what failed
+    # name -> counts, or failures
     checks: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
 
@@ -77,14 +77,14 @@ class Run:
 
 
 def play(project: Project, run: Run, overrides: tuple[str, ...], num_kills: int) -> None:
-    """Give the command until it ends well, killing it `num_kills` times, then audit."""
-    chance = random.Random(f"honest {run.number}")  # noqa: S311 - no secret
+    """Repeat the command until it succeeds, killing it `num_kills` times; then audit."""
+    rng = random.Random(f"honest {run.number}")  # noqa: S311 - no secret
     project.clear()
     began = time.monotonic()
     for attempt in range(num_kills + 2):
         log = project.scratch / f"{run.number}-{attempt}.log"
         process = project.start(("-m", "flows.pipeline", *overrides), log)
-        limit_s = chance.uniform(30, 150) if attempt < num_kills else COMMAND_TIMEOUT_S
+        limit_s = rng.uniform(30, 150) if attempt < num_kills else COMMAND_TIMEOUT_S
         try:
             run.codes.append(process.wait(limit_s))
         except subprocess.TimeoutExpired:
@@ -103,7 +103,7 @@ def play(project: Project, run: Run, overrides: tuple[str, ...], num_kills: int)
         return
     settings = [word for override in overrides for word in ("--set", override)]
     began = time.monotonic()
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "agentgym", "audit", "--json", *settings],
         cwd=project.folder,
         env=project.environment,
@@ -113,27 +113,27 @@ def play(project: Project, run: Run, overrides: tuple[str, ...], num_kills: int)
         check=False,
         encoding="utf-8",
     )
-    run.audit_s, run.audit_code = round(time.monotonic() - began, 1), done.returncode
+    run.audit_s, run.audit_code = round(time.monotonic() - began, 1), completed.returncode
     try:
-        report = json.loads(done.stdout)
+        report = json.loads(completed.stdout)
     except ValueError:
-        run.problem = f"audit ended with {done.returncode}: {done.stderr[-500:]}"
+        run.problem = f"audit ended with {completed.returncode}: {completed.stderr[-500:]}"
         return
     run.checks = {"seed": report["seed"]}
     for check in report["checks"]:
-        found = {
+        details = {
             name: check[name]
             for name in ("counted", "skipped", "note", "not_checked")
             if check[name]
         }
         run.checks[check["name"]] = (
-            found if check["ok"] else {**found, "failures": check["failures"]}
+            details if check["ok"] else {**details, "failures": check["failures"]}
         )
 
 
 def wait_gone(project: Project) -> None:
-    """What a killed command leaves ends by itself; a second command at the same moment would be
-    another test.
+    """Wait until the remaining processes of a killed command have ended: a second command during
+    that time would be another test.
     """
     deadline = time.monotonic() + GONE_WITHIN_S
     while project.processes() and time.monotonic() < deadline:
@@ -142,25 +142,27 @@ def wait_gone(project: Project) -> None:
 
 @contextlib.contextmanager
 def s3_store(project: Project) -> Iterator[tuple[str, ...]]:
-    """An S3 server on loopback and a bucket in it. Result: overrides."""
-    place = project.scratch.parent / f"s3-{secrets.token_hex(4)}"
-    place.mkdir()
-    port = place / "port"
+    """Start an S3 server on loopback with a bucket; yield the overrides."""
+    server_folder = project.scratch.parent / f"s3-{secrets.token_hex(4)}"
+    server_folder.mkdir()
+    port = server_folder / "port"
     command = [sys.executable, "-P", str(ROOT / "tests/s3_server.py"), str(port)]
-    with owned_process(command, log_path=place / "log", env={}) as server:
+    with owned_process(command, log_path=server_folder / "log", env={}) as server:
         deadline = time.monotonic() + 120
         while not port.exists():
             if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the S3 server does not come up: {last_line(place / 'log')}")
+                raise RuntimeError(
+                    f"the S3 server does not come up: {last_line(server_folder / 'log')}"
+                )
             time.sleep(0.1)
-        (place / "aws").touch()
+        (server_folder / "aws").touch()
         project.environment |= {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port.read_text(encoding='utf-8')}",
             "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test",
             "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_CONFIG_FILE": str(place / "aws"),
-            "AWS_SHARED_CREDENTIALS_FILE": str(place / "aws"),
+            "AWS_CONFIG_FILE": str(server_folder / "aws"),
+            "AWS_SHARED_CREDENTIALS_FILE": str(server_folder / "aws"),
         }
         project.must("-c", "import boto3; boto3.client('s3').create_bucket(Bucket='honest')")
         yield ("store.uri=s3://honest/run",)
@@ -174,12 +176,15 @@ def main() -> int:
         nargs="+",
         default=range(len(PLAN) + NUM_DEFAULT),
         metavar="NUMBER",
-        help="these runs alone, by their places in the plan, in this order (default: all)",
+        help="only these runs, by their indices in the plan, in this order (default: all)",
     )
     parser.add_argument(
-        "--minutes", type=float, default=240.0, help="begin none after so many (default 240)"
+        "--minutes",
+        type=float,
+        default=240.0,
+        help="start no run after so many minutes (default 240)",
     )
-    parser.add_argument("--anew", action="store_true", help="forget what an earlier call wrote")
+    parser.add_argument("--anew", action="store_true", help="ignore the results of an earlier call")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/honest.json")
     arguments = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -191,7 +196,7 @@ def main() -> int:
     }
     if arguments.out.is_file() and not arguments.anew:
         result = json.loads(arguments.out.read_text(encoding="utf-8"))
-    done, began = {run["number"] for run in result["runs"]}, time.monotonic()
+    finished_numbers, began = {run["number"] for run in result["runs"]}, time.monotonic()
     plan = [
         *((kind, kills, BUDGET) for kind, kills in PLAN),
         *[("free-running", 0, ())] * NUM_DEFAULT,
@@ -201,21 +206,25 @@ def main() -> int:
         try:
             for number in arguments.only:
                 kind, kills, budget = plan[number]
-                if number in done:
+                if number in finished_numbers:
                     continue
                 if time.monotonic() - began > 60 * arguments.minutes:
                     break
                 overrides = (*budget, *KINDS[kind], f"seed={number}")
-                with s3_store(project) if kind == "s3" else contextlib.nullcontext(()) as place:
+                with (
+                    s3_store(project)
+                    if kind == "s3"
+                    else contextlib.nullcontext(()) as store_overrides
+                ):
                     run = Run(
                         number,
                         kind if budget else "default",
                         ["python", "-m", "flows.pipeline", *overrides],
                     )
-                    play(project, run, (*overrides, *place), kills)
+                    play(project, run, (*overrides, *store_overrides), kills)
                 result["runs"].append({**asdict(run), "ok": run.ok})
                 result["passed"] = (
-                    f"{sum(each['ok'] for each in result['runs'])} of {len(result['runs'])}"
+                    f"{sum(row['ok'] for row in result['runs'])} of {len(result['runs'])}"
                 )
                 arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
                 print(

@@ -1,13 +1,15 @@
-"""What no policy may say to escape its score: `python benchmarks/hostile.py [ENV ...]`.
+"""Hostile actions that no policy may use to escape its score.
 
-Each environment's real server gets actions that nobody means well: every Unicode category, digits
-by the thousand, control and bidirectional characters, halves of surrogate pairs, NUL, a megabyte,
-and the environment's own grammar filled with those.
-Ordinary episodes on the same server say how long an ordinary action takes.
-Fails where an action ends its session as an environment's failure, or takes over a second that no
-ordinary one took.
-On a busy machine any step may once wait that long, so the episode of a slow one is played again,
-and the step counts where it is slow each time.
+    python benchmarks/hostile.py [ENV ...]
+
+Each environment's real server gets malicious actions: every Unicode category, thousands of digits,
+control and bidirectional characters, halves of surrogate pairs, NUL, a megabyte, and the
+environment's own grammar filled with those.
+Ordinary episodes on the same server measure how long an ordinary action takes.
+Fails if an action ends its session as an environment's failure, or takes over a second and longer
+than every ordinary one.
+On a busy machine any step may once take that long, so the episode of a slow step is replayed, and
+the step counts only if it is slow each time.
 Writes docs/results/hostile.json; rows of environments that are not named stay.
 """
 
@@ -39,7 +41,7 @@ from agentgym.rollouts.pools import EnvPool, EnvSession
 from agentgym.types import Item
 
 ROOT = Path(__file__).parents[1]
-LIMIT_S = 1.0  # of a step, where no ordinary one takes longer
+LIMIT_S = 1.0  # of a step, unless an ordinary one takes longer
 REPLAYS = 3  # of the episode of a slow step
 STEPS = 25  # of one episode
 MEGABYTE = 1_000_000
@@ -63,13 +65,14 @@ LENGTHS = (0, 1, 2, 3, 20, 199, 201, 1_000, 4_000, 4_301, 16_000, 16_384, 16_385
 
 @dataclass(frozen=True)
 class Case:
-    """One server and what its grammar looks like: `{}` is filled with something hostile, `{id}` and
-    `{thing}` with what was shown, `{key}` with a key."""
+    """One server and the forms of its grammar: `{}` is filled with a hostile text, `{id}` and
+    `{thing}` with parts of the observation, `{key}` with a key.
+    """
 
     env: str
     forms: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
-    # ordinary uses of what the expert does without; `{}` is a few words
+    # ordinary actions that the expert does not use; `{}` is a few words
     plain: tuple[str, ...] = ()
     sessions: int = 1
     num_tasks: int = 50
@@ -179,70 +182,68 @@ type [{id}] [{} {} {} {}] [0]
 
 @cache
 def categories() -> dict[str, list[str]]:
-    """Every character by its general category; those without a name and those of private use
-    are many and alike.
-    """
-    found = defaultdict(list)
+    """All characters by general category; unassigned and private-use ones are many and alike."""
+    by_category = defaultdict(list)
     for code in range(sys.maxunicode + 1):
-        found[unicodedata.category(chr(code))].append(chr(code))
-    return dict(found)
+        by_category[unicodedata.category(chr(code))].append(chr(code))
+    return dict(by_category)
 
 
-def hostile(chance: random.Random, most: int = MEGABYTE) -> str:
-    """Text of at most `most` characters."""
-    kind = chance.randrange(6)
-    length = chance.choice((*LENGTHS, *[chance.randrange(50)] * 12))
+def hostile(rng: random.Random, max_length: int = MEGABYTE) -> str:
+    """Random hostile text of at most `max_length` characters."""
+    kind = rng.randrange(6)
+    length = rng.choice((*LENGTHS, *[rng.randrange(50)] * 12))
     if kind == 0:
-        text = "".join(chance.choices(chance.choice(list(categories().values())), k=length))
+        text = "".join(rng.choices(rng.choice(list(categories().values())), k=length))
     elif kind == 1:
-        some = [chance.choice(characters) for characters in categories().values() for _ in range(8)]
-        text = "".join(chance.choices(some, k=length))
+        some = [rng.choice(characters) for characters in categories().values() for _ in range(8)]
+        text = "".join(rng.choices(some, k=length))
     elif kind == 2:
-        text = chance.choice(PARTS) * length
+        text = rng.choice(PARTS) * length
     elif kind == 3:
-        text = "".join(chance.choices(PARTS, k=length))
+        text = "".join(rng.choices(PARTS, k=length))
     elif kind == 4:
-        text = f"{chance.choice(PARTS)}{chance.choice(PARTS) * length}{chance.choice(PARTS)}"
+        text = f"{rng.choice(PARTS)}{rng.choice(PARTS) * length}{rng.choice(PARTS)}"
     else:
-        text = chance.choice("90²٣１ ½") * chance.choice(
-            (4_299, 4_300, 4_301, 16_000, MEGABYTE if chance.random() < 0.05 else 17)
+        text = rng.choice("90²٣１ ½") * rng.choice(
+            (4_299, 4_300, 4_301, 16_000, MEGABYTE if rng.random() < 0.05 else 17)
         )
-    return text[:most]
+    return text[:max_length]
 
 
-def action(case: Case, chance: random.Random, observation: str, said: list[str]) -> str:
-    """said: what the expert said, to be damaged."""
-    if said and chance.random() < 0.15:
-        text = chance.choice(said)
-        place, rest = chance.randrange(len(text) + 1), chance.randrange(3)
+def action(case: Case, rng: random.Random, observation: str, expert_actions: list[str]) -> str:
+    """Return a hostile action. expert_actions: actions of the expert, to be damaged."""
+    if expert_actions and rng.random() < 0.15:
+        text = rng.choice(expert_actions)
+        position, rest = rng.randrange(len(text) + 1), rng.randrange(3)
         return (
-            text[:place] + hostile(chance, chance.choice((1, 1, 5, 20_000))) + text[place + rest :]
+            text[:position] + hostile(rng, rng.choice((1, 1, 5, 20_000))) + text[position + rest :]
         )
-    return filled(chance.choice(case.forms), chance, observation, hostile)
+    return filled(rng.choice(case.forms), rng, observation, hostile)
 
 
 def filled(
-    form: str, chance: random.Random, observation: str, text: Callable[[random.Random], str]
+    form: str, rng: random.Random, observation: str, text: Callable[[random.Random], str]
 ) -> str:
     ids = re.findall(r"\[(\d+)\]", observation) or ["1"]
     things = re.findall(r"\b(?:an?|the) (\w[\w ]{2,30})", observation) or ["agent"]
-    given = {
-        "id": lambda: chance.choice(ids),
-        "thing": lambda: chance.choice(things),
-        "key": lambda: chance.choice(_KEYS),
+    fillers = {
+        "id": lambda: rng.choice(ids),
+        "thing": lambda: rng.choice(things),
+        "key": lambda: rng.choice(_KEYS),
     }
-    return re.sub(r"\{(\w*)\}", lambda found: given.get(found[1], lambda: text(chance))(), form)
+    return re.sub(r"\{(\w*)\}", lambda match: fillers.get(match[1], lambda: text(rng))(), form)
 
 
-def words(chance: random.Random) -> str:
-    """Half a line of plain English."""
+def words(rng: random.Random) -> str:
+    """Ten words of plain English."""
     plain = "where is the red mug that my sister saw in your shop last week and what does it cost"
-    return " ".join(chance.choices(plain.split(), k=10))
+    return " ".join(rng.choices(plain.split(), k=10))
 
 
 @dataclass
 class Played:
-    """What came of one server's episodes."""
+    """Results of one server's episodes."""
 
     num_steps: int = 0
     num_episodes: int = 0
@@ -272,8 +273,8 @@ async def episode(
     played: Played,
     until: Callable[[], bool],
 ) -> None:
-    """One episode of what `say` says.
-    An environment's failure is noted with the action it followed.
+    """Play one episode with the actions that `say` returns.
+    An environment's failure is recorded with the action before it.
     """
     total, texts = 0.0, list[str]()
     try:
@@ -301,25 +302,30 @@ async def episode(
 
 
 async def ordinary(pool: EnvPool, case: Case, seconds: float) -> tuple[Played, list[str]]:
-    """Episodes of the expert and of plain uses, as many at once as there will be hostile ones;
-    and what the expert said.
+    """Play episodes of the expert and of plain actions, as many at a time as in the attack.
+    Result: (results, the expert's actions).
     """
-    played, said, numbers, ends = Played(), [], itertools.count(), time.monotonic() + seconds
+    played, expert_actions, numbers, ends = (
+        Played(),
+        [],
+        itertools.count(),
+        time.monotonic() + seconds,
+    )
 
     def over() -> bool:
         return time.monotonic() > ends
 
     async def ask(session: EnvSession) -> str:
-        said.append(await session.expert())
-        return said[-1]
+        expert_actions.append(await session.expert())
+        return expert_actions[-1]
 
     async def player() -> None:
         while not over():
             number = next(numbers)
-            chance = random.Random(f"ordinary {number}")  # noqa: S311
+            rng = random.Random(f"ordinary {number}")  # noqa: S311
 
-            async def say(session: EnvSession, chance: random.Random = chance) -> str:
-                return filled(chance.choice(case.plain), chance, session.observation, words)
+            async def say(session: EnvSession, rng: random.Random = rng) -> str:
+                return filled(rng.choice(case.plain), rng, session.observation, words)
 
             expert = not case.plain or number % 2 == 0
             await episode(
@@ -333,11 +339,11 @@ async def ordinary(pool: EnvPool, case: Case, seconds: float) -> tuple[Played, l
             )
 
     await asyncio.gather(*(player() for _ in range(case.sessions)))
-    return played, said
+    return played, expert_actions
 
 
 async def attack(
-    pool: EnvPool, case: Case, said: list[str], num_steps: int, seconds: float, seed: int
+    pool: EnvPool, case: Case, expert_actions: list[str], num_steps: int, seconds: float, seed: int
 ) -> Played:
     played, numbers, ends = Played(), itertools.count(), time.monotonic() + seconds
 
@@ -347,13 +353,13 @@ async def attack(
     async def attacker() -> None:
         while not over():
             number = next(numbers)
-            chance = random.Random(f"hostile {seed} {case.env} {number}")  # noqa: S311
+            rng = random.Random(f"hostile {seed} {case.env} {number}")  # noqa: S311
 
-            async def say(session: EnvSession, chance: random.Random = chance) -> str:
-                return action(case, chance, session.observation, said)
+            async def say(session: EnvSession, rng: random.Random = rng) -> str:
+                return action(case, rng, session.observation, expert_actions)
 
             await episode(
-                pool, case, f"hostile {number}", chance.randrange(case.num_tasks), say, played, over
+                pool, case, f"hostile {number}", rng.randrange(case.num_tasks), say, played, over
             )
 
     await asyncio.gather(*(attacker() for _ in range(case.sessions)))
@@ -361,7 +367,7 @@ async def attack(
 
 
 async def again(pool: EnvPool, case: Case, task: int, texts: list[str], key: str) -> float:
-    """Seconds that the last of these actions takes, all of them played from the start."""
+    """Replay these actions from the start; return the seconds of the last one."""
     seconds = 0.0
     async with pool.session(Item(case.env, task), key) as session:
         for text in texts:
@@ -374,13 +380,13 @@ async def again(pool: EnvPool, case: Case, task: int, texts: list[str], key: str
 async def play(
     endpoints: list[str], case: Case, num_steps: int, seconds: float, seed: int
 ) -> dict[str, Any]:
-    """One server's row. `problems` says what must not be."""
+    """Play one server's episodes; return its row. `problems` lists the failures."""
     async with EnvPool(endpoints, request_timeout_s=130) as pool:
-        usual, said = await ordinary(pool, case, case.ordinary_s)
-        came = await attack(pool, case, said, num_steps, seconds, seed)
+        usual, expert_actions = await ordinary(pool, case, case.ordinary_s)
+        attacked = await attack(pool, case, expert_actions, num_steps, seconds, seed)
         limit_s = max(LIMIT_S, usual.slowest[0][0])
-        over = [slow for slow in came.slow if slow[0] > limit_s]
-        problems = came.failures[:20]
+        over = [slow for slow in attacked.slow if slow[0] > limit_s]
+        problems = attacked.failures[:20]
         for number, (took, task, texts) in enumerate(sorted(over, reverse=True)[:20]):
             least = min(
                 [
@@ -404,14 +410,14 @@ async def play(
     return {
         "options": case.options,
         "hostile": {
-            "steps": came.num_steps,
-            "episodes": came.num_episodes,
-            "env_errors": len(came.failures),
+            "steps": attacked.num_steps,
+            "episodes": attacked.num_episodes,
+            "env_errors": len(attacked.failures),
             "over_limit_once": len(over),
-            "over_limit_each_time": len(problems) - len(came.failures[:20]),
-            "slowest_s": came.slowest[0][0],
-            "slowest": [f"{took} s: {text}" for took, text in came.slowest],
-            "rewards": {str(reward): count for reward, count in sorted(came.rewards.items())},
+            "over_limit_each_time": len(problems) - len(attacked.failures[:20]),
+            "slowest_s": attacked.slowest[0][0],
+            "slowest": [f"{took} s: {text}" for took, text in attacked.slowest],
+            "rewards": {str(reward): count for reward, count in sorted(attacked.rewards.items())},
         },
         "ordinary": {
             "steps": usual.num_steps,
@@ -428,9 +434,12 @@ def main() -> None:
     parser.add_argument(
         "cases", nargs="*", metavar="ENV", help=f"of {', '.join(CASES)}; default: all"
     )
-    parser.add_argument("--steps", type=int, default=20_000, help="hostile actions of each")
+    parser.add_argument("--steps", type=int, default=20_000, help="hostile actions per environment")
     parser.add_argument(
-        "--seconds", type=float, default=600.0, help="for the hostile actions of each, at most"
+        "--seconds",
+        type=float,
+        default=600.0,
+        help="time limit of the hostile actions, per environment",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/hostile.json")

@@ -1,4 +1,7 @@
-"""How the code is built: `python benchmarks/house.py` prints what tests/test_house.py bounds."""
+"""Measures of the code's structure: `python benchmarks/house.py` prints them as JSON.
+
+tests/test_house.py bounds them.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 class House:
     circles: list[list[str]]  # of modules, and of rooms
     wide_lines: list[str]  # path:line
-    any_frac: float  # of the annotations of parameters and results, those that are `Any`
+    any_frac: float  # share of `Any` among the annotations of parameters and results
     long_functions: dict[str, int]  # "path name" -> lines
     loose_files: list[str]  # at the root of agentgym/
-    no_encodings: list[str]  # path:line that reads or writes text in whatever the locale says
+    no_encodings: list[str]  # path:line that reads or writes text in the locale's encoding
 
 
 def house() -> House:
@@ -39,7 +42,10 @@ def house() -> House:
         for path, tree in trees.items()
     }
     annotations = [
-        each for found in functions.values() for function in found for each in annotated(function)
+        annotation
+        for definitions in functions.values()
+        for function in definitions
+        for annotation in annotated(function)
     ]
     return House(
         circles=[*circles(imports()), *circles(between_rooms(imports()))],
@@ -49,12 +55,15 @@ def house() -> House:
             for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").splitlines(), 1)
             if len(line) > COLUMNS
         ],
-        any_frac=sum(isinstance(each, ast.Name) and each.id == "Any" for each in annotations)
+        any_frac=sum(
+            isinstance(annotation, ast.Name) and annotation.id == "Any"
+            for annotation in annotations
+        )
         / len(annotations),
         long_functions={
             f"{path} {function.name}": length
-            for path, found in functions.items()
-            for function in found
+            for path, definitions in functions.items()
+            for function in definitions
             if (length := (function.end_lineno or 0) - function.lineno + 1) > LINES
         },
         loose_files=sorted(
@@ -69,8 +78,8 @@ def house() -> House:
 
 
 def files(*folders: str) -> list[str]:
-    """The Python files under version control."""
-    told = subprocess.run(
+    """Return the Python files under version control."""
+    listing = subprocess.run(
         ["git", "ls-files", *(f"{folder}/*.py" for folder in folders)],
         cwd=ROOT,
         check=True,
@@ -79,11 +88,11 @@ def files(*folders: str) -> list[str]:
         timeout=60,
         encoding="utf-8",
     )
-    return [line for line in told.stdout.splitlines() if (ROOT / line).exists()]
+    return [line for line in listing.stdout.splitlines() if (ROOT / line).exists()]
 
 
 def no_encodings(source: str) -> list[int]:
-    """Lines of calls that open text, or a process whose output is text, without `encoding`."""
+    """Return lines of calls that open text, or a process with text output, without `encoding`."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     return sorted(call.lineno for call in calls if is_text(call) and not names_encoding(call))
 
@@ -91,7 +100,7 @@ def no_encodings(source: str) -> list[int]:
 def is_text(call: ast.Call) -> bool:
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     modes = [*call.args, *(word.value for word in call.keywords if word.arg == "mode")]
-    texts = [each.value for each in modes if isinstance(each, ast.Constant)]
+    texts = [mode.value for mode in modes if isinstance(mode, ast.Constant)]
     mode = next((text for text in texts if re.fullmatch("[rwax][bt+]*", str(text))), "")
     if name in ("read_text", "write_text", "FileHandler", "TextIOWrapper"):
         return True
@@ -109,39 +118,39 @@ def names_encoding(call: ast.Call) -> bool:
 
 def annotated(function: Function) -> Iterator[ast.expr]:
     inner = function.args
-    for each in (*inner.posonlyargs, *inner.args, *inner.kwonlyargs, inner.vararg, inner.kwarg):
-        if each is not None and each.annotation is not None:
-            yield each.annotation
+    for argument in (*inner.posonlyargs, *inner.args, *inner.kwonlyargs, inner.vararg, inner.kwarg):
+        if argument is not None and argument.annotation is not None:
+            yield argument.annotation
     if function.returns is not None:
         yield function.returns
 
 
 def imports() -> dict[str, set[str]]:
-    """module -> modules of ours that it imports, inside of functions, too."""
+    """Return module -> modules of ours that it imports, also inside functions."""
     graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True)
     return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
 
 
 def between_rooms(modules: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
-    """The same between folders: `agentgym.store`, `envs.babyai`, `sites`."""
+    """Return folder -> folders that it imports: `agentgym.store`, `envs.babyai`, `sites`."""
     rooms: dict[str, set[str]] = {}
     for module, imported in modules.items():
-        found = rooms.setdefault(room(module), set())
-        found |= {room(other) for other in imported} - {room(module)}
+        imported_rooms = rooms.setdefault(room(module), set())
+        imported_rooms |= {room(other) for other in imported} - {room(module)}
     return rooms
 
 
 def room(module: str) -> str:
-    """The others are a room each."""
+    """Return a module's folder below agentgym or envs, or its top-level package."""
     return ".".join(module.split(".")[: 2 if module.startswith(("agentgym.", "envs.")) else 1])
 
 
 def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Strongly connected sets of more than one (Tarjan 1972)."""
+    """Return strongly connected components with more than one node (Tarjan 1972)."""
     index: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    components: list[list[str]] = []
 
     def visit(name: str) -> None:
         index[name] = lowest[name] = len(index)
@@ -157,13 +166,13 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
             while members[-1] != name:
                 members.append(stack.pop())
             if len(members) > 1:
-                found.append(sorted(members))
+                components.append(sorted(members))
 
     sys.setrecursionlimit(10_000)
     for name in sorted(graph):
         if name not in index:
             visit(name)
-    return found
+    return components
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Does it learn, honestly: `python benchmarks/learn.py [--parallel N]` runs comparisons/learn.yaml,
-offline.yaml and unlock.yaml and judges them.
+"""Evidence that training works, from comparisons/learn.yaml, offline.yaml and unlock.yaml.
 
-Writes docs/results/learn.json, .md and figures: the tables, a verdict on every point of the proof
-with its figures, and which of the published claims show at this scale.
-Every sentence is made from the figures.
-`--only-read` judges what the store holds, `--from-items` what an earlier run left in the folder of
-results: each item's outcome is kept there, in learn_items.json.gz. `--continue` runs only the cells
-that are not in that folder, so that the work of hours can be shared out over machines and days.
+`python benchmarks/learn.py [--parallel N]` runs these comparisons and judges them.
+Writes docs/results/learn.json, .md and figures: the tables, a verdict with its figures on every
+point of the proof, and which of the published claims hold at this scale.
+Every sentence is generated from the figures.
+`--only-read` judges the content of the store, `--from-items` the files of an earlier run in the
+folder of results: learn_items.json.gz contains each item's outcome. `--continue` runs only the
+cells that are missing in that folder, so that hours of work can be split over machines and days.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from agentgym.evaluation.passk import FloatArray
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs/results"
-# what each recipe must reach, and how near its own best it must end
+# success that each recipe must reach, and its largest allowed fall from its own best
 SUCCESS, FROM_BEST = 0.85, 0.10
 ITEMS, SEEDS = 512, 5
 ITEMS_FILE = "learn_items.json.gz"
@@ -52,7 +52,7 @@ PUBLISHED_GRPO = (47.0, 23.33, 12.5, 16.0, 7.78, 10.0)
 
 @dataclass(frozen=True)
 class Verdict:
-    """One point of the proof. ok: None where there is nothing to judge yet."""
+    """One point of the proof. ok: None if it cannot be judged yet."""
 
     what: str
     ok: bool | None
@@ -69,23 +69,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parallel", type=int, default=os.cpu_count())
     parser.add_argument(
-        "--only-read", action="store_true", help="run nothing, judge what the store holds"
+        "--only-read", action="store_true", help="run nothing, judge the content of the store"
     )
     parser.add_argument(
         "--from-items",
         action="store_true",
-        help="neither: compute it again from learn.json and learn_items.json.gz",
+        help="run nothing, recompute everything from learn.json and learn_items.json.gz",
     )
     parser.add_argument(
         "--continue",
         dest="goes_on",
         action="store_true",
-        help="what an earlier run left there is not run again",
+        help="do not repeat cells of an earlier run in the folder of results",
     )
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for every cell")
     arguments = parser.parse_args()
-    # the comparison under way ends with this process
+    # raise on SIGTERM, so that the running comparison ends with this process
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.chdir(ROOT)
     files = ["comparisons/learn.yaml"]
@@ -121,21 +121,27 @@ def main() -> int:
 
 
 def merged(cells: Sequence[Cell], *parts: Sequence[Row]) -> list[Row]:
-    """Rows in the cells' order, of results that lie in several places."""
-    known = {each.cell.title: each for rows in parts for row in rows for each in row.cells}
-    found: dict[str, list[CellResult]] = {}
+    """Combine results from several sources into rows, in the cells' order."""
+    known = {
+        cell_result.cell.title: cell_result
+        for rows in parts
+        for row in rows
+        for cell_result in row.cells
+    }
+    by_row: dict[str, list[CellResult]] = {}
     for cell in cells:
         if cell.title in known:
-            found.setdefault(cell.row, []).append(known[cell.title])
-    return [Row(name, tuple(results)) for name, results in found.items()]
+            by_row.setdefault(cell.row, []).append(known[cell.title])
+    return [Row(name, tuple(results)) for name, results in by_row.items()]
 
 
 def only(file: str, missing: Sequence[Cell]) -> dict[str, Any]:
-    """The comparison of a file with these of its cells alone."""
+    """Return the comparison of a file, restricted to these cells."""
     tree: dict[str, Any] = yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
     extra = {
-        each.get("name") or f"{each.get('recipe', '')} {each.get('horizon', '')}".strip(): each
-        for each in tree.get("cells", ())
+        cell_tree.get("name")
+        or f"{cell_tree.get('recipe', '')} {cell_tree.get('horizon', '')}".strip(): cell_tree
+        for cell_tree in tree.get("cells", ())
     }
     seeds: dict[str, list[int]] = {}
     for cell in missing:
@@ -143,13 +149,13 @@ def only(file: str, missing: Sequence[Cell]) -> dict[str, Any]:
         extra.setdefault(cell.row, {"recipe": cell.recipe, "horizon": cell.horizon})
     tree["params"] = str((ROOT / file).parent / tree["params"])
     tree["matrix"] = {"recipes": [], "horizons": []}
-    tree["cells"] = [{**extra[row], "seeds": each} for row, each in seeds.items()]
+    tree["cells"] = [{**extra[row], "seeds": row_seeds} for row, row_seeds in seeds.items()]
     tree["contrasts"] = []
     return tree
 
 
 def run(file: str, missing: Sequence[Cell], parallel: int, overrides: Sequence[str]) -> None:
-    """These cells; one that fails leaves its row out, and its verdict says so."""
+    """Run these cells. A failed cell leaves its row out, and its verdict reports that."""
     with tempfile.TemporaryDirectory() as out:
         part = Path(out) / Path(file).name
         part.write_text(yaml.safe_dump(only(file, missing)), encoding="utf-8")
@@ -174,10 +180,10 @@ def write(
     out: Path,
     command: str,
 ) -> None:
-    """One JSON file with everything, one text, and the figures of each table."""
+    """Write one JSON file with everything, one text, and the figures of each table."""
     out.mkdir(parents=True, exist_ok=True)
-    for each in tables:
-        for name, content in result_files(each).items():
+    for table_content in tables:
+        for name, content in result_files(table_content).items():
             if name.endswith(".png"):
                 (out / name).write_bytes(content)
     result = {
@@ -195,20 +201,18 @@ def write(
         f"| {verdict.what} | {words[verdict.ok]} | {verdict.figures} |" for verdict in verdicts
     ]
     text += ["", "## Published claims at this scale", "", *(f"- {claim}" for claim in claims)]
-    for each in tables:
-        text += ["", table_markdown(each).replace("# ", "## ", 1)]
+    for table_content in tables:
+        text += ["", table_markdown(table_content).replace("# ", "## ", 1)]
         text += [
-            f"![results]({each['name']}.png)",
+            f"![results]({table_content['name']}.png)",
             "",
-            f"![learning curves]({each['name']}_curves.png)",
+            f"![learning curves]({table_content['name']}_curves.png)",
         ]
     (out / "learn.md").write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
 def save_items(rows: Sequence[Row], out: Path) -> None:
-    """What each item came to, by cell: with it every interval can be computed again, and no run
-    is needed.
-    """
+    """Save each item's outcome by cell, so that every interval can be recomputed without a run."""
 
     def plain(tables: Mapping[str, FloatArray] | None) -> Any:
         return tables and {
@@ -228,16 +232,16 @@ def save_items(rows: Sequence[Row], out: Path) -> None:
 
 
 def saved_rows(cells: Sequence[Cell], out: Path) -> tuple[list[Row], list[Cell]]:
-    """As `compare.read_rows`, from the files of an earlier run.
-    Errors: OSError where it left none.
+    """Read rows like `compare.read_rows`, but from the files of an earlier run.
+    Errors: OSError if there are none.
     """
     saved = json.loads(gzip.decompress((out / ITEMS_FILE).read_bytes()))
     known = {
         row["name"]: row
-        for each in json.loads((out / "learn.json").read_text(encoding="utf-8"))["tables"]
-        for row in each["rows"]
+        for table_content in json.loads((out / "learn.json").read_text(encoding="utf-8"))["tables"]
+        for row in table_content["rows"]
     }
-    found: dict[str, list[CellResult]] = {}
+    by_row: dict[str, list[CellResult]] = {}
     missing = [cell for cell in cells if cell.title not in saved]
     for cell in cells:
         if cell.title in saved:
@@ -249,20 +253,22 @@ def saved_rows(cells: Sequence[Cell], out: Path) -> tuple[list[Row], list[Cell]]
             row = known[cell.row]
             at = row["seeds"].index(cell.seed)
             curve = row["curves"][at] if "curves" in row else {"success": []}
-            axes = [axis for axis in AXES if axis in curve]  # an earlier version knew fewer
+            axes = [
+                axis for axis in AXES if axis in curve
+            ]  # files of earlier versions contain fewer axes
             points = [
-                Checkpoint({axis: curve[axis][place] for axis in axes}, success)
-                for place, success in enumerate(curve["success"])
+                Checkpoint({axis: curve[axis][index] for axis in axes}, success)
+                for index, success in enumerate(curve["success"])
             ]
             cost = {axis: values[at] for axis, values in row.get("cost", {}).items()}
-            found.setdefault(cell.row, []).append(
+            by_row.setdefault(cell.row, []).append(
                 CellResult(cell, after, start, tuple(points), cost, (), ())
             )
-    return [Row(name, tuple(results)) for name, results in found.items()], missing
+    return [Row(name, tuple(results)) for name, results in by_row.items()], missing
 
 
 def judge(rows: Sequence[Row]) -> list[Verdict]:
-    """Every point of the proof, in its order."""
+    """Verdicts on every point of the proof, in its order."""
     named = {row.name: row for row in rows}
     recipes = by_recipe(rows)
     chosen = {recipe: best_validated(candidates) for recipe, candidates in recipes.items()}
@@ -279,18 +285,22 @@ def judge(rows: Sequence[Row]) -> list[Verdict]:
     hard = next((row for row in rows if row.first.group == "hard"), None)
     verdicts.append(_gains("greedy on a level with room", hard, "greedy"))
     for name in SUPERVISED:
-        own = next(
+        supervised_row = next(
             (row for row in rows if row.first.cfg.algorithm.recipe == name and not row.first.group),
             None,
         )
         verdicts.append(
-            _gains(f"{name} improves on its own start", own, average(own) if own else "")
+            _gains(
+                f"{name} improves on its own start",
+                supervised_row,
+                average(supervised_row) if supervised_row else "",
+            )
         )
     return verdicts
 
 
 def published(rows: Sequence[Row]) -> list[str]:
-    """What the paper says and what these rows show, in words chosen by the intervals."""
+    """Compare the paper's claims with these rows, in words chosen by the intervals."""
     named = {row.name: row for row in rows}
     claims = []
     staged = [(recipe, "") for recipe in ("ppo", "reinforce++", "grpo")] + [
@@ -303,19 +313,21 @@ def published(rows: Sequence[Row]) -> list[str]:
         )
         if growing and fixed:
             paper = PUBLISHED_SCALING.get(recipe)
-            said = (
+            paper_points = (
                 f"{min(paper):+.1f} to {max(paper):+.1f} points over a fixed horizon"
                 if paper
                 else "not published as a pair"
             )
-            what = f"ScalingInter over fixed {horizon} with {recipe}{task} (paper: {said})"
+            what = f"ScalingInter over fixed {horizon} with {recipe}{task} (paper: {paper_points})"
             claims.append(_claim(what, growing, fixed))
     for horizon in ("short", "long", "ScalingInter"):
         pair = named.get(f"grpo {horizon}"), named.get(f"reinforce++ {horizon}")
         if pair[0] and pair[1]:
-            said = f"{min(PUBLISHED_GRPO):+.1f} to {max(PUBLISHED_GRPO):+.1f} points"
+            paper_points = f"{min(PUBLISHED_GRPO):+.1f} to {max(PUBLISHED_GRPO):+.1f} points"
             claims.append(
-                _claim(f"GRPO over REINFORCE++, {horizon} (paper: {said})", pair[0], pair[1])
+                _claim(
+                    f"GRPO over REINFORCE++, {horizon} (paper: {paper_points})", pair[0], pair[1]
+                )
             )
     for recipe in ("grpo", "ppo", "reinforce++"):
         row = named.get(f"{recipe} long")
@@ -331,21 +343,21 @@ def published(rows: Sequence[Row]) -> list[str]:
 
 
 def by_recipe(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """recipe -> its rows on the common level; groups are controls and other levels."""
-    found: dict[str, list[Row]] = {}
+    """Rows of each recipe on the common level; groups are controls and other levels."""
+    recipe_rows: dict[str, list[Row]] = {}
     for row in rows:
         if (
             not row.first.group
             and row.gain("greedy") is not None
             and row.first.cfg.algorithm.recipe not in SUPERVISED
         ):
-            found.setdefault(row.first.recipe, []).append(row)
-    return found
+            recipe_rows.setdefault(row.first.recipe, []).append(row)
+    return recipe_rows
 
 
 def best_validated(rows: Sequence[Row]) -> Row:
-    """The horizon a user would keep, who has validation items only: the highest last validation
-    success, mean over seeds.
+    """Return the row that a user would choose by validation: the highest last validation success,
+    mean over seeds.
     """
     return max(rows, key=lambda row: sum(last for _, last in _validations(row)) / len(row.cells))
 
@@ -355,7 +367,7 @@ def average(row: Row) -> str:
 
 
 def points(estimate: Estimate) -> str:
-    """With the seed for which it is least."""
+    """Text of an estimate in points, with its lowest seed."""
     interval = estimate.interval
     worst = f", least {100 * min(estimate.per_seed):+.1f}" if len(estimate.per_seed) > 1 else ""
     return (
@@ -377,7 +389,7 @@ def _design(rows: Sequence[Row]) -> Verdict:
     tested = [row for row in rows if row.first.cfg.evaluation.split == "test"]
     items = min((row.first.cfg.evaluation.num_items for row in tested), default=0)
     seeds = min((len(row.seeds) for row in tested), default=0)
-    # one horizon for all rows of a task
+    # all rows of a task must have the same horizon
     turns = sorted(
         {(str(row.first.cfg.env.options), row.first.cfg.evaluation.max_turns) for row in tested}
     )
@@ -385,7 +397,7 @@ def _design(rows: Sequence[Row]) -> Verdict:
     return Verdict(
         "test items, seeds, one horizon per task",
         ok,
-        f"at least {items} items, {seeds} seeds, {[most for _, most in turns]} turns in"
+        f"at least {items} items, {seeds} seeds, {[limit for _, limit in turns]} turns in"
         f" {len(tested)} rows",
     )
 
@@ -448,12 +460,15 @@ def _supervised_control(sft: Row | None, grpo: Row | None, task: str = "") -> Ve
     what = f"{task or 'control (b)'}: SFT for the same CPU time is below GRPO"
     if sft is None or grpo is None:
         return Verdict(what, None, "its row is not done")
-    theirs, ours = (
+    sft_cpu_s, grpo_cpu_s = (
         sum(cell.cost["cpu_s"] for cell in row.cells) / len(row.cells) for row in (sft, grpo)
     )
     gap = grpo.minus(sft, average(grpo))
-    figures = f"GRPO minus SFT {points(gap)}; CPU-seconds of training {ours:.0f} and {theirs:.0f}"
-    if theirs < 0.95 * ours:
+    figures = (
+        f"GRPO minus SFT {points(gap)};"
+        f" CPU-seconds of training {grpo_cpu_s:.0f} and {sft_cpu_s:.0f}"
+    )
+    if sft_cpu_s < 0.95 * grpo_cpu_s:
         return Verdict(
             what,
             False,

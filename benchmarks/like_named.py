@@ -1,12 +1,12 @@
-"""How many modules have a test of their own name that runs most of their lines, alone.
+"""Share of modules whose like-named test alone runs most of their lines.
 
     python benchmarks/like_named.py [--only PART] [--jobs N]
 
 The test of agentgym/store/keys.py is tests/agentgym/store/test_keys.py; that of a package's own
-code is test_<package>.py, in the package's room or beside it. Each runs by itself under coverage,
-without what is slow or needs a GPU or Ray; what other processes run for it does not count.
+code is test_<package>.py, in the package's folder or its parent. Each runs alone under coverage,
+without tests that are slow or need a GPU or Ray; lines that other processes run do not count.
 A test that fails runs nothing. Writes docs/results/like_named.json, which tests/test_suite.py
-bounds; with --only the other rows stay.
+checks; with --only the other rows stay.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ LIBRARIES = (
     "uvicorn",
     "boto3",
 )
-SHARED = "AGENTGYM_TEST_SHARED"  # names the folder of logs, and of what several tests prepare once
+SHARED = "AGENTGYM_TEST_SHARED"  # folder of logs and of files that several tests share
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--only", nargs="*", default=[""], help="parts of the paths to measure anew"
+        "--only", nargs="*", default=[""], help="measure only paths that contain one of these"
     )
     parser.add_argument("--jobs", type=int, default=2)
-    asked = parser.parse_args()
-    found = {path: like_named(path) for path in modules()}
-    anew = {path for path in found if any(part in path for part in asked.only)}
-    tests = sorted({test for path, test in found.items() if test and path in anew})
-    ran = measured(tests, asked.jobs)
-    from pipeline import machine  # it imports what is measured
+    arguments = parser.parse_args()
+    test_of_module = {path: like_named(path) for path in modules()}
+    chosen_paths = {path for path in test_of_module if any(part in path for part in arguments.only)}
+    tests = sorted({test for path, test in test_of_module.items() if test and path in chosen_paths})
+    ran = measured(tests, arguments.jobs)
+    from pipeline import machine  # late: it imports modules under measurement
 
     before = {row["module"]: row for row in known()}
     rows = [
         before[path]
-        if path not in anew and path in before and before[path]["test"] == test
+        if path not in chosen_paths and path in before and before[path]["test"] == test
         else {"module": path, "test": test, "share": ran.get(test, {}).get(path, 0.0)}
-        for path, test in found.items()
+        for path, test in test_of_module.items()
     ]
     for row in sorted(rows, key=lambda row: row["share"]):
         sys.stdout.write(f"{row['share']:4.0%}  {row['module']}  {row['test'] or ''}\n")
@@ -82,8 +82,10 @@ def main() -> int:
 
 
 def measured(tests: Sequence[str], jobs: int) -> dict[str, dict[str, float]]:
-    """What each test file runs: in a process that has imported the libraries, and none of ours."""
-    sys.path.remove(str(Path(__file__).parent))  # a file of it is called coverage.py
+    """Measure the lines that each test file runs, in a forked process that has imported the
+    libraries but none of our modules.
+    """
+    sys.path.remove(str(Path(__file__).parent))  # this folder contains a coverage.py
     for name in LIBRARIES:
         importlib.import_module(name)
     ran: dict[str, dict[str, float]] = {}
@@ -91,15 +93,15 @@ def measured(tests: Sequence[str], jobs: int) -> dict[str, dict[str, float]]:
     context = multiprocessing.get_context("fork")
     with context.Pool(jobs, maxtasksperchild=1) as pool:
         waiting = {test: pool.apply_async(lines_run, (test,)) for test in tests}
-        for test, each in waiting.items():
-            ran[test] = each.get(LIMIT_S)
+        for test, pending_result in waiting.items():
+            ran[test] = pending_result.get(LIMIT_S)
             sys.stderr.write(f"{test}{'' if ran[test] else ' FAILED: ' + shared}\n")
     sys.path.insert(0, str(Path(__file__).parent))
     return ran
 
 
 def known() -> list[dict[str, Any]]:
-    """What was measured last."""
+    """Rows of the last measurement."""
     rows: list[dict[str, Any]] = (
         json.loads(OUT.read_text(encoding="utf-8"))["modules"] if OUT.exists() else []
     )
@@ -107,7 +109,7 @@ def known() -> list[dict[str, Any]]:
 
 
 def modules(packages: Sequence[str] = PACKAGES) -> list[str]:
-    """Paths of what holds code: a package that only says what it is for has nothing to test."""
+    """Paths of modules with code: a package with only a docstring has nothing to test."""
     return [
         str(path.relative_to(ROOT))
         for package in packages
@@ -119,25 +121,24 @@ def modules(packages: Sequence[str] = PACKAGES) -> list[str]:
 def has_code(path: Path) -> bool:
     body = ast.parse(path.read_text(encoding="utf-8")).body
     return any(
-        not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)) for each in body
+        not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+        for statement in body
     )
 
 
 def like_named(module: str) -> str | None:
-    """The test file of a module's name, where there is one."""
+    """Return the test file that has the module's name, if it exists."""
     path = Path("tests") / module
     if path.name == "__init__.py":
-        own = f"test_{path.parent.name}.py"
-        places = [path.with_name(own), path.parent.with_name(own)]
+        file_name = f"test_{path.parent.name}.py"
+        candidates = [path.with_name(file_name), path.parent.with_name(file_name)]
     else:
-        places = [path.with_name(f"test_{path.stem.strip('_')}.py")]
-    return next((str(each) for each in places if (ROOT / each).is_file()), None)
+        candidates = [path.with_name(f"test_{path.stem.strip('_')}.py")]
+    return next((str(candidate) for candidate in candidates if (ROOT / candidate).is_file()), None)
 
 
 def lines_run(test: str) -> dict[str, float]:
-    """Of each module, the share of its lines that a test file runs in its own process: this one,
-    which nothing else has used.
-    """
+    """Share of each module's lines that a test file runs in this process, which must be fresh."""
     import pytest
     from coverage import Coverage
 
@@ -152,16 +153,20 @@ def lines_run(test: str) -> dict[str, float]:
     measured.start()
     ended = pytest.main(command)
     measured.stop()
-    if ended not in (0, 5):  # 5: nothing in it runs without what is left out
+    if ended not in (0, 5):  # 5: all its tests are deselected
         return {}
     measured.save()
-    # by another process: what a test has done to this one's stack may keep it from parsing
+    # in another process: the test may have left this one unable to parse files (deep stacks)
     report = [sys.executable, "-m", "coverage", "json", "--data-file", f"{shared}/{name}.data"]
     subprocess.run([*report, "-o", f"{shared}/{name}.json"], check=True, timeout=LIMIT_S)
     files = json.loads(Path(f"{shared}/{name}.json").read_text(encoding="utf-8"))["files"]
     return {
-        path: round(each["summary"]["covered_lines"] / max(each["summary"]["num_statements"], 1), 3)
-        for path, each in files.items()
+        path: round(
+            file_report["summary"]["covered_lines"]
+            / max(file_report["summary"]["num_statements"], 1),
+            3,
+        )
+        for path, file_report in files.items()
     }
 
 

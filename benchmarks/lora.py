@@ -1,9 +1,9 @@
-"""Does an adapter learn the default task: `python benchmarks/lora.py [--seeds 0 1 2]`.
+"""Check that an adapter learns the default task: `python benchmarks/lora.py [--seeds 0 1 2]`.
 
-Each seed trains as params.yaml says, but an adapter of CHANGES on the warm start's weights.
-The last adapter then plays the test items greedily as it is, beside the frozen weights, and merged
-into them, as every engine gets it: both must say the same actions.
-Writes docs/results/lora.json after each seed; those that are in it are not run again.
+Each seed trains with params.yaml, except for an adapter of CHANGES on the warm start's weights.
+The last adapter then plays the test items greedily, once separate from the frozen weights and once
+merged into them, as every engine gets it: both must choose the same actions.
+Writes docs/results/lora.json after each seed; seeds that it contains are not repeated.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from agentgym.types import Item
 
 OUT = ROOT / "docs/results/lora.json"
 CHANGES = ["lora.rank=16", "lora.alpha=32", "optimizer.lr=0.002"]
-PATIENCE = [  # with a busy machine; nothing depends on it but whether a seed comes to its end
+PATIENCE = [  # long timeouts for a busy machine; they change no result
     "rollout.episode_timeout_s=3600",
     "env.request_timeout_s=1800",
     "env.session_ttl_s=3600",
@@ -59,7 +59,11 @@ def main() -> int:
     set_threads()
     known = json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else {}
     runs = known["runs"] if known.get("changes") == CHANGES else []
-    for seed in [each for each in chosen.seeds if each not in {run["seed"] for run in runs}]:
+    for seed in [
+        wanted_seed
+        for wanted_seed in chosen.seeds
+        if wanted_seed not in {run["seed"] for run in runs}
+    ]:
         with tempfile.TemporaryDirectory() as folder:
             runs.append(run(seed, Path(folder)))
         result = {
@@ -76,8 +80,8 @@ def main() -> int:
 
 
 def verdict(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Whether each seed's gain over its warm start is beyond its interval, and each adapter acts
-    as its merged weights do.
+    """Check that each seed's gain over its warm start is significant, and that each adapter acts as
+    its merged weights do.
     """
     return {
         "ok": all(
@@ -92,20 +96,20 @@ def verdict(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run(seed: int, state: Path) -> dict[str, Any]:
-    own = [f"seed={seed}", f"store.path={state / 'store'}"]
-    cfg = load_config(ROOT / "params.yaml", [*own, *CHANGES, *PATIENCE])
+    state_settings = [f"seed={seed}", f"store.path={state / 'store'}"]
+    cfg = load_config(ROOT / "params.yaml", [*state_settings, *CHANGES, *PATIENCE])
     last = stages(cfg.horizon)[-1].name
     run_with_parents(f"evaluate-{last}", cfg, wait_s=3600)
     store = open_store(cfg)
-    done = finished(cfg, store)
-    before, after = (done[f"evaluate-{name}"].results for name in ("warm-start", last))
-    trained, base = done[last], done["warm-start"]
+    completed = finished(cfg, store)
+    before, after = (completed[f"evaluate-{name}"].results for name in ("warm-start", last))
+    trained, base = completed[last], completed["warm-start"]
     return {
         "seed": seed,
         "start": before["summary"]["avg_at_4"],
         "end": after["summary"]["avg_at_4"],
         "gain": after["paired"]["avg_at_4"],
-        "greedy": compared(cfg, store, trained, done["prepare"]),
+        "greedy": compared(cfg, store, trained, completed["prepare"]),
         "bytes": {
             "weights": size_of(base, WEIGHTS),
             "their_optimizer": size_of(resumable(store, base), OPTIMIZER),
@@ -113,15 +117,15 @@ def run(seed: int, state: Path) -> dict[str, Any]:
             "its_optimizer": size_of(resumable(store, trained), OPTIMIZER),
         },
         "train_s": round(
-            sum(done[stage.name].timings["wall_s"] for stage in stages(cfg.horizon)), 1
+            sum(completed[stage.name].timings["wall_s"] for stage in stages(cfg.horizon)), 1
         ),
     }
 
 
 def resumable(store: RunStore, manifest: Manifest) -> Manifest:
-    """The newest commit of a step that holds the optimizer's state: the last one need not."""
+    """Return a step's newest commit with the optimizer's state: the last one may have none."""
     history = store.history(manifest.step, manifest.key)
-    return [each for each in history if files_of(each, OPTIMIZER)][-1]
+    return [commit for commit in history if files_of(commit, OPTIMIZER)][-1]
 
 
 def size_of(manifest: Manifest, name: str) -> int:
@@ -129,20 +133,22 @@ def size_of(manifest: Manifest, name: str) -> int:
 
 
 def compared(cfg: RunConfig, store: RunStore, trained: Manifest, data: Manifest) -> dict[str, Any]:
-    """Greedy episodes of all test items, of the adapter and of its merged weights."""
+    """Play all test items greedily with the adapter and with its merged weights; compare."""
     items = splits_from_json(store.read(data, "splits.json")).test[: cfg.evaluation.num_items]
     merged = load_checkpoint(store, trained)
-    beside = actions(cfg, unmerged(store, trained, merged), items)
-    ours = actions(cfg, merged, items)
+    adapter_actions = actions(cfg, unmerged(store, trained, merged), items)
+    merged_actions = actions(cfg, merged, items)
     return {
         "items": len(items),
-        "actions": sum(map(len, ours)),
-        "same": sum(one == other for one, other in zip(beside, ours, strict=True)),
+        "actions": sum(map(len, merged_actions)),
+        "same": sum(
+            one == other for one, other in zip(adapter_actions, merged_actions, strict=True)
+        ),
     }
 
 
 def unmerged(store: RunStore, trained: Manifest, merged: Checkpoint) -> Checkpoint:
-    """A checkpoint whose model has the adapter's layers beside the frozen weights."""
+    """Return a checkpoint whose model keeps the adapter separate from the frozen weights."""
     adapter = adapter_of(store, trained)
     assert adapter is not None
     optimizer = load_config(ROOT / "params.yaml").optimizer
@@ -151,7 +157,7 @@ def unmerged(store: RunStore, trained: Manifest, merged: Checkpoint) -> Checkpoi
 
 
 def actions(cfg: RunConfig, checkpoint: Checkpoint, items: Sequence[Item]) -> list[list[str]]:
-    """What each greedy episode did, turn by turn."""
+    """Actions of each greedy episode, turn by turn."""
     with (
         environment_servers(cfg, False) as endpoints,
         open_engine(cfg, checkpoint, endpoints, version=0) as engine,
@@ -164,7 +170,7 @@ def actions(cfg: RunConfig, checkpoint: Checkpoint, items: Sequence[Item]) -> li
             temperature=0.0,
             seed=cfg.evaluation.seed,
         )
-    return [[turn.action for turn in each.turns] for each in played]
+    return [[turn.action for turn in trajectory.turns] for trajectory in played]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""One rank of many without memory and without the others: the learner's own code runs, its tensors
-have shapes and no values, and every byte it would hold is counted as it comes and goes.
+"""One rank of many, without memory and without the others: the learner's own code runs on tensors
+that have shapes and no values, and every byte that it would allocate is counted.
 
-Floating-point tensors are torch's fake ones; what says where things lie (integers, masks) is real,
-so that the code decides as it does. torch's fake process group stands for the other ranks.
+Floating-point tensors are torch's fake ones; index tensors (integers, masks) are real, so that the
+code takes its real branches. torch's fake process group replaces the other ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed._tools import fake_collectives  # noqa: F401  # what collectives result in
+from torch.distributed._tools import fake_collectives  # noqa: F401  # fake collectives
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -33,18 +33,18 @@ from agentgym.models.tensorfiles import TensorFile, file_name
 
 ALL_GATHER = torch.ops.c10d._allgather_base_.default
 REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default
-WHOLE = torch.ops._c10d_functional.all_gather_into_tensor.default  # of DTensor.full_tensor
+WHOLE = torch.ops._c10d_functional.all_gather_into_tensor.default  # used by DTensor.full_tensor
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 COPY_OUT = torch.ops.fsdp.split_with_sizes_copy.default
 COPY_IN = torch.ops.fsdp.chunk_cat.default
 COPY = torch.ops.aten._to_copy.default
 ITEM = torch.ops.aten._local_scalar_dense.default
-NEAR = 1.01  # a composition is looked at again where the total has grown by so much
+NEAR = 1.01  # record the composition of the peak again when it has grown by this factor
 HOST, OTHER = "host memory", "activations"
 
 
 def moved(func: Any, args: Any) -> tuple[str, int]:
-    """Of a collective operation: its name, and the bytes of what it makes whole or takes whole."""
+    """Name of a collective operation, and the bytes of the tensor that it gathers or reduces."""
     if func is ALL_GATHER:
         return "all-gather", args[0].nbytes
     if func is WHOLE:
@@ -53,7 +53,7 @@ def moved(func: Any, args: Any) -> tuple[str, int]:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts what a real learner moves."""
+    """Counter of the bytes that a real learner moves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it asks again, of its own part
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
+            return NotImplemented  # DTensor calls again with its local part
         name, size = moved(func, args)
         self.moved[name] += size
         return func(*args, **(kwargs or {}))
@@ -80,12 +80,12 @@ class _Block:
 
 
 class Ledger(TorchDispatchMode):
-    """Within it no floating-point tensor has values, and the bytes of all are counted by kind."""
+    """Mode in which floating-point tensors have no values; it counts the bytes of all by kind."""
 
     def __init__(self, vocab_size: int, *, on_gpu: bool) -> None:
-        """vocab_size: tensors as wide as this are logits. on_gpu: copies "to the CPU" are in
-        another memory than all else; where they are not, the group is gloo's, which takes a copy
-        of what it makes whole, and of what it takes whole.
+        """Start an empty ledger. vocab_size: tensors as wide as this are logits. on_gpu: copies "to
+        the CPU" are in separate host memory; else the process group is gloo, which copies what it
+        gathers or reduces.
         """
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -96,28 +96,28 @@ class Ledger(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """A phase: what was the most until now is forgotten."""
+        """Begin a phase: forget the peak so far."""
         live = list(self._blocks.values())
-        self._apart = sum(each.size for each in live if self._is_apart(each.kind))
-        self._total = sum(each.size for each in live) - self._apart
+        self._apart = sum(block.size for block in live if self._is_apart(block.kind))
+        self._total = sum(block.size for block in live) - self._apart
         self._peak, self._apart_peak = self._total, self._apart
-        self._then = [(each, each.size) for each in live]
+        self._then = [(block, block.size) for block in live]
         self.moved: Counter[str] = Counter()
 
     def most(self) -> dict[str, int]:
-        """Bytes by kind when most were held on the device; of host memory the most."""
-        found: Counter[str] = Counter()
+        """Bytes by kind at the device's peak; for host memory, its own peak."""
+        by_kind: Counter[str] = Counter()
         for block, size in self._then:
             if not self._is_apart(block.kind):
-                found[block.kind] += size
-        found[OTHER] += self._peak - found.total()  # since it was last looked at
+                by_kind[block.kind] += size
+        by_kind[OTHER] += self._peak - by_kind.total()  # growth since the composition was recorded
         if self._on_gpu:
-            found[HOST] = self._apart_peak
-        return {kind: size for kind, size in found.items() if size}
+            by_kind[HOST] = self._apart_peak
+        return {kind: size for kind, size in by_kind.items() if size}
 
     @contextlib.contextmanager
     def of(self, kind: str) -> Iterator[None]:
-        """What is made meanwhile is of that kind."""
+        """Count tensors that are created in the block as this kind."""
         before, self._kind = self._kind, kind
         try:
             yield
@@ -125,10 +125,10 @@ class Ledger(TorchDispatchMode):
             self._kind = before
 
     def are(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """They turn out to be of that kind."""
-        for each in tensors:
-            own = each.to_local() if isinstance(each, DTensor) else each
-            if block := self._blocks.get(id(own.untyped_storage())):
+        """Count these tensors as this kind from now on."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if block := self._blocks.get(id(local.untyped_storage())):
                 block.kind = kind
 
     def __enter__(self) -> Ledger:
@@ -148,33 +148,33 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it asks again, of its own part
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
+            return NotImplemented  # DTensor calls again with its local part
         kwargs = kwargs or {}
-        if active_fake_mode() is not None:  # DTensor works out a shape
+        if active_fake_mode() is not None:  # DTensor computes a shape
             return func(*args, **kwargs)
-        given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
-        is_fake = any(isinstance(each, FakeTensor) for each in given)
+        inputs = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+        is_fake = any(isinstance(value, FakeTensor) for value in inputs)
         if func is ITEM and is_fake:
             return 1.0
-        if func is WAIT:  # on paper it would be a copy
+        if func is WAIT:  # its fake version would copy
             return args[0]
         self._told(func, args, kwargs)
-        if is_fake or _makes_floats(given, kwargs):
+        if is_fake or _makes_floats(inputs, kwargs):
             with self._fake:
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        to_host = (  # the gradient of a cast names a device, too
-            func is COPY and kwargs.get("device") is not None and given[0].dtype == result.dtype
+        to_host = (  # a cast's gradient also passes a device
+            func is COPY and kwargs.get("device") is not None and inputs[0].dtype == result.dtype
         )
-        for each in tree_flatten(result)[0]:
-            if isinstance(each, Tensor) and each.device.type != "meta":
-                self._seen(each, HOST if to_host else self._kind)
+        for output in tree_flatten(result)[0]:
+            if isinstance(output, Tensor) and output.device.type != "meta":
+                self._seen(output, HOST if to_host else self._kind)
         return result
 
     def _told(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """What an operation says of its tensors."""
+        """Record traffic, and the kinds of the operation's tensors."""
         name, size = moved(func, args)
         if size:
             self.moved[name] += size
@@ -222,48 +222,52 @@ class Ledger(TorchDispatchMode):
         if self._total > self._peak:
             self._peak = self._total
             if self._peak > NEAR * sum(size for _, size in self._then):
-                self._then = [(each, each.size) for each in self._blocks.values()]
+                self._then = [(block, block.size) for block in self._blocks.values()]
 
 
-def _makes_floats(given: list[Tensor], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation makes a floating-point tensor of nothing, or like one without memory."""
-    if any(each.device.type != "meta" for each in given) or (given and not kwargs.get("device")):
+def _makes_floats(inputs: list[Tensor], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if the operation creates a floating-point tensor from nothing or from a meta
+    tensor.
+    """
+    if any(tensor.device.type != "meta" for tensor in inputs) or (
+        inputs and not kwargs.get("device")
+    ):
         return False
     if torch.device(kwargs.get("device") or "cpu").type == "meta":
         return False
-    dtype = kwargs.get("dtype") or (given[0].dtype if given else None)
+    dtype = kwargs.get("dtype") or (inputs[0].dtype if inputs else None)
     return bool(dtype and dtype.is_floating_point)
 
 
 class _Paper:
-    """What a process group cannot have here: values of sums, and what is stored."""
+    """Methods that a fake process group cannot have: values of sums, and stored files."""
 
     bytes_read = 0
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """Of integers: they are real, and are asked for their values."""
+        """Return zeros: sums of integers are real tensors, because their values are read."""
         return torch.zeros(tensor.shape, dtype=torch.int64)
 
     def load(self, tensors: Mapping[str, Tensor], stored: Any) -> None:
-        own = map(self.own, tensors.values())
-        self.bytes_read += sum(each.nbytes for each in own)  # type: ignore[attr-defined]
+        own_parts = map(self.own, tensors.values())
+        self.bytes_read += sum(part.nbytes for part in own_parts)  # type: ignore[attr-defined]
 
 
 class PaperAlone(_Paper, SingleProcess):
     """A single process."""
 
     def shard(self, module: nn.Module) -> None:
-        materialize(module, self.device)  # there they stay
+        materialize(module, self.device)  # no sharding
 
 
 class PaperRank(_Paper, Sharded):
-    """The first of several, of a fake group."""
+    """The first rank of several, in a fake group."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
 
     def snapshot(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, TensorFile]:
-        """What this rank plans to write; the others are not asked."""
+        """Return the files that this rank plans to write; the other ranks do not exist."""
         copied, planner = _Copied(), DefaultSavePlanner(False, False)
         planner.set_up_planner(dict(tensors), None, self.rank == 0)
         copied.write_data(planner.create_local_plan(), planner)
@@ -271,7 +275,7 @@ class PaperRank(_Paper, Sharded):
 
 
 class PaperHost(HostMemory):
-    """Host memory that the ledger tells apart."""
+    """Host memory that the ledger counts separately."""
 
     def __init__(self, ranks: Any, ledger: Ledger) -> None:
         super().__init__(ranks)
@@ -284,7 +288,7 @@ class PaperHost(HostMemory):
 
 @contextlib.contextmanager
 def paper_group(size: int) -> Iterator[Any]:
-    """The first process of so many."""
+    """Yield the first process of a group of this size."""
     if size == 1:
         yield PaperAlone()
         return

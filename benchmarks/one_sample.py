@@ -1,9 +1,9 @@
-"""What one sample passes through: `python benchmarks/one_sample.py [BEFORE]`.
+"""Code that one sample passes through: `python benchmarks/one_sample.py [BEFORE]`.
 
-Counts the files and the statements that run while a stage of one optimizer step trains on one item
-of BabyAI: session, episode, update, commit and delivery, the environment server in this process.
-A first run loads every module and fills every cache; a second one, of another seed, is counted.
-BEFORE: a commit, counted in a checkout of its own. Writes docs/results/one_sample.json.
+Counts the files and statements that run while a stage of one optimizer step trains on one item of
+BabyAI: session, episode, update, commit and delivery, with the environment server in this process.
+A first run loads every module and fills every cache; a second one, with another seed, is counted.
+BEFORE: a commit, counted in a separate checkout. Writes docs/results/one_sample.json.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ COUNT_S = 600
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("before", nargs="?", help="a commit")
-    parser.add_argument("--count", metavar="FOLDER", help="count in this folder, and print it")
+    parser.add_argument(
+        "--count", metavar="FOLDER", help="count in this folder, and print the result"
+    )
     chosen = parser.parse_args()
     if chosen.count:
         sys.stdout.write(json.dumps(count(Path(chosen.count))) + "\n")
@@ -61,7 +63,7 @@ def main() -> None:
             trees["before"] = stack.enter_context(checkout(commit_of(chosen.before), state))
             result["before_commit"] = commit_of(chosen.before)
         for name, tree in trees.items():
-            told = subprocess.run(
+            completed = subprocess.run(
                 [sys.executable, __file__, "--count", str(tree)],
                 cwd=tree,
                 env={**os.environ, "PYTHONPATH": str(tree)},
@@ -71,15 +73,15 @@ def main() -> None:
                 timeout=COUNT_S,
                 encoding="utf-8",
             )
-            found = json.loads(told.stdout.splitlines()[-1])
+            counts = json.loads(completed.stdout.splitlines()[-1])
             result[name] = {
-                "files": len(found),
-                "statements": sum(found.values()),
-                "statements_by_file": found,
+                "files": len(counts),
+                "statements": sum(counts.values()),
+                "statements_by_file": counts,
             }
-            shown = result[name]
+            summary = result[name]
             sys.stdout.write(
-                f"{name}: {shown['statements']} statements in {shown['files']} files\n"
+                f"{name}: {summary['statements']} statements in {summary['files']} files\n"
             )
     (ROOT / "docs/results/one_sample.json").write_text(
         json.dumps(result, indent=1) + "\n", encoding="utf-8"
@@ -87,12 +89,12 @@ def main() -> None:
 
 
 def count(tree: Path) -> dict[str, int]:
-    """file -> statements of it that ran."""
+    """Number of statements of each file that ran."""
     from agentgym.config import load_config
 
     try:
         from agentgym.pipeline.run import run_step
-    except ImportError:  # of the commits before the room
+    except ImportError:  # commits before the package agentgym.pipeline
         from agentgym.steps import run_step  # type: ignore
 
     with tempfile.TemporaryDirectory() as folder:
@@ -116,8 +118,8 @@ def count(tree: Path) -> dict[str, int]:
                     "stage-1", cfg, environment=lambda _: contextlib.nullcontext({"babyai": [url]})
                 )
     return {
-        str(path.relative_to(tree)): len({starts(path)[line] for line in found} - {0})
-        for path, found in sorted(lines.items())
+        str(path.relative_to(tree)): len({starts(path)[line] for line in line_numbers} - {0})
+        for path, line_numbers in sorted(lines.items())
     }
 
 
@@ -131,7 +133,7 @@ def _names(cfg: Any) -> list[str]:
 
 @contextlib.contextmanager
 def served(env: Any) -> Iterator[str]:
-    """An environment server in a thread of this process."""
+    """Run an environment server in a thread of this process; yield its address."""
     from envs.registry import load_spec
     from envs.server import ServerSettings, make_app
 
@@ -153,9 +155,11 @@ def served(env: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def traced(tree: Path) -> Iterator[tuple[dict[Path, set[int]], threading.Event]]:
-    """(lines of our own files that run, set: from now on), of all threads that start here."""
+    """Yield (lines of our own files that run, event that starts the recording), for new threads
+    too.
+    """
     active = threading.Event()
-    found: defaultdict[Path, set[int]] = defaultdict(set)
+    lines: defaultdict[Path, set[int]] = defaultdict(set)
     roots = tuple(str(tree / package) + os.sep for package in PACKAGES)
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -163,13 +167,13 @@ def traced(tree: Path) -> Iterator[tuple[dict[Path, set[int]], threading.Event]]
         if not (active.is_set() and name.startswith(roots)):
             return None
         if event == "line":
-            found[Path(name)].add(frame.f_lineno)
+            lines[Path(name)].add(frame.f_lineno)
         return trace
 
     threading.settrace(trace)
     sys.settrace(trace)
     try:
-        yield found, active
+        yield lines, active
     finally:
         sys.settrace(None)
         threading.settrace(None)
@@ -179,9 +183,9 @@ _STARTS: dict[Path, dict[int, int]] = {}
 
 
 def starts(path: Path) -> dict[int, int]:
-    """line -> first line of the innermost statement it belongs to; 0 where that is a definition."""
+    """First line of the innermost statement of each line; 0 if that statement is a definition."""
     if path not in _STARTS:
-        found: defaultdict[int, int] = defaultdict(int)
+        first_lines: defaultdict[int, int] = defaultdict(int)
         for node in sorted(
             (
                 node
@@ -192,8 +196,8 @@ def starts(path: Path) -> dict[int, int]:
         ):
             defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
             for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
-                found[line] = 0 if defines else node.lineno
-        _STARTS[path] = found
+                first_lines[line] = 0 if defines else node.lineno
+        _STARTS[path] = first_lines
     return _STARTS[path]
 
 

@@ -1,13 +1,13 @@
-"""Packed against padded sequences on episodes as long as real ones: `python benchmarks/packed.py`.
+"""Packed against padded sequences on episodes of realistic length: `python benchmarks/packed.py`.
 
-An expert plays tasks of SciWorld and of WebArena; how many tokens its episodes have, under a
-tokenizer trained on them, is the distribution. Padded, a batch is a rectangle: rows as long as its
-longest. Beside it stands what it would be to pad each micro-batch to its own longest.
+An expert plays tasks of SciWorld and of WebArena; the token counts of its episodes, under a
+tokenizer trained on them, are the distribution. Padded, a batch is a rectangle: all rows are as
+long as its longest. For comparison, each micro-batch is also padded to its own longest.
 
-A network then takes forwards and backwards of the same micro-batches packed, as the learner does,
-and of the rectangle's rows with Hugging Face's own attention, in turns; their losses must agree.
-For that all lengths are divided by one number, after which the longest has TIMED_TOKENS. Both put
-action tokens alone through the head. `--lengths FILE` takes the distributions of an earlier result.
+A network then runs forward and backward passes of the same micro-batches packed, as the learner
+does, and of the rectangle's rows with Hugging Face's own attention, in turns; their losses must
+agree. For that all lengths are divided by one number, so that the longest has TIMED_TOKENS. Both
+apply the head to action tokens only. `--lengths FILE` uses the distributions of an earlier result.
 Writes docs/results/packed.json; fails below the limit.
 """
 
@@ -45,7 +45,7 @@ ENVIRONMENTS = ("sciworld", "webarena")
 EPISODES = 64
 MICRO_BATCH = 16  # sequences of one forward and backward
 ROUNDS = 3
-CONTEXT = 32_768  # tokens, where an episode ends at the latest
+CONTEXT = 32_768  # tokens, the most that an episode can have
 TIMED_TOKENS = 1_024
 LIMIT = 2.0  # tokens computed, padded to packed
 VOCABULARY, ACTION_FRAC, AGREEMENT = 512, 0.1, 1e-3
@@ -57,7 +57,7 @@ MODEL = ModelConfig(
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/packed.json")
-    parser.add_argument("--lengths", type=Path, help="a result whose lengths are taken")
+    parser.add_argument("--lengths", type=Path, help="an earlier result whose lengths are used")
     chosen = parser.parse_args()
     set_threads()
     known = (
@@ -65,11 +65,11 @@ def main() -> int:
         if chosen.lengths
         else {}
     )
-    found = {}
+    results = {}
     for env in ENVIRONMENTS:
         lengths = known[env]["lengths"] if known else played(env)
-        found[env] = {**compared(lengths), "lengths": lengths}
-        sys.stdout.write(f"{env}: {json.dumps(found[env])}\n")
+        results[env] = {**compared(lengths), "lengths": lengths}
+        sys.stdout.write(f"{env}: {json.dumps(results[env])}\n")
     result = {
         "machine": machine(),
         "command": " ".join(["python", *sys.argv]),
@@ -77,10 +77,10 @@ def main() -> int:
         "tokens_of_the_longest_when_timed": TIMED_TOKENS,
         "sequences_of_a_micro_batch": MICRO_BATCH,
         "rounds": ROUNDS,
-        "environments": found,
+        "environments": results,
     }
     chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(each["tokens_ratio"] >= LIMIT for each in found.values()) else 1
+    return 0 if all(env_result["tokens_ratio"] >= LIMIT for env_result in results.values()) else 1
 
 
 def played(env: str) -> list[int]:
@@ -101,42 +101,45 @@ def played(env: str) -> list[int]:
                 "validation.num_items=1",
             ],
         )
-        shown = [(item, 0) for item in expert_items(cfg, load_data(cfg))]
+        samples = [(item, 0) for item in expert_items(cfg, load_data(cfg))]
         with environment_servers(cfg, True) as endpoints:
             episodes, settings = demonstrate(
-                cfg, endpoints, shown, lambda *_: ExpertPlayer(), allow_expert=True
+                cfg, endpoints, samples, lambda *_: ExpertPlayer(), allow_expert=True
             )
     renderer = first_checkpoint(cfg, episodes).renderer
-    return [len(tokenized(each, renderer, settings).input_ids) for each in episodes]
+    return [len(tokenized(trajectory, renderer, settings).input_ids) for trajectory in episodes]
 
 
 def compared(lengths: Sequence[int]) -> dict[str, Any]:
-    """What both ways compute of one batch, and how long that takes."""
+    """Tokens that both ways compute for one batch, and the time that it takes."""
     seconds = timed(shortened(in_order(lengths)))
-    median = {name: statistics.median(each) for name, each in seconds.items()}
+    median = {name: statistics.median(round_seconds) for name, round_seconds in seconds.items()}
     return {
         **counted(lengths),
-        "seconds": {name: [round(one, 2) for one in each] for name, each in seconds.items()},
+        "seconds": {
+            name: [round(value, 2) for value in round_seconds]
+            for name, round_seconds in seconds.items()
+        },
         "seconds_ratio": round(median["padded"] / median["packed"], 2),
     }
 
 
 def in_order(lengths: Sequence[int]) -> list[int]:
-    """As a batch holds them: drawn at random, none longer than the context."""
-    ended = [min(each, CONTEXT) for each in lengths]
-    return random.Random(0).sample(ended, len(ended))  # noqa: S311
+    """Shuffle the lengths as in a batch, and cut them to the context."""
+    cut_lengths = [min(length, CONTEXT) for length in lengths]
+    return random.Random(0).sample(cut_lengths, len(cut_lengths))  # noqa: S311
 
 
 def shortened(lengths: Sequence[int]) -> list[int]:
-    """All by one factor."""
-    return [max(2, each * TIMED_TOKENS // max(lengths)) for each in lengths]
+    """Scale all lengths by one factor."""
+    return [max(2, length * TIMED_TOKENS // max(lengths)) for length in lengths]
 
 
 def counted(lengths: Sequence[int]) -> dict[str, Any]:
     """Tokens that go through the linear layers, both ways."""
     order = in_order(lengths)
     longest, total = max(order), sum(order)
-    own = sum(len(part) * max(part) for part in parts_of(order))
+    by_micro_batch = sum(len(part) * max(part) for part in parts_of(order))
     return {
         "episodes": len(order),
         "tokens_of_an_episode": {
@@ -146,9 +149,9 @@ def counted(lengths: Sequence[int]) -> dict[str, Any]:
         },
         "tokens_packed": total,
         "tokens_padded": len(order) * longest,
-        "tokens_padded_by_micro_batch": own,
+        "tokens_padded_by_micro_batch": by_micro_batch,
         "tokens_ratio": round(len(order) * longest / total, 2),
-        "tokens_ratio_by_micro_batch": round(own / total, 2),
+        "tokens_ratio_by_micro_batch": round(by_micro_batch / total, 2),
     }
 
 
@@ -157,7 +160,7 @@ def parts_of(lengths: Sequence[int]) -> list[Sequence[int]]:
 
 
 def timed(lengths: Sequence[int]) -> dict[str, list[float]]:
-    """Seconds of each round, by way. Errors: AssertionError where they disagree."""
+    """Seconds of each round, by way. Errors: AssertionError if the losses disagree."""
     batches = [batch_of(part, seed) for seed, part in enumerate(parts_of(lengths))]
     model = new_model(MODEL, vocab_size=VOCABULARY, eos_id=1, pad_id=0, seed=0)
     twin = twin_of(model)
@@ -178,8 +181,8 @@ def timed(lengths: Sequence[int]) -> dict[str, list[float]]:
 
 
 def twin_of(model: Any) -> Any:
-    """The same weights under Hugging Face's own attention."""
-    config = copy.deepcopy(model.config)  # from_config writes the attention into it
+    """Return a model with the same weights and Hugging Face's own attention."""
+    config = copy.deepcopy(model.config)  # a copy, because from_config sets the attention in it
     twin = AutoModelForCausalLM.from_config(
         config, attn_implementation="sdpa", dtype=model.dtype
     ).eval()
@@ -193,7 +196,7 @@ def batch_of(
     vocabulary: int = VOCABULARY,
     action_frac: float = ACTION_FRAC,
 ) -> Batch:
-    """Random tokens; never the first of a sequence, and always the last, is an action."""
+    """Random tokens; the first token of a sequence is never an action, the last one always."""
     random_of = torch.Generator().manual_seed(seed)
     starts = torch.cumsum(torch.tensor([0, *lengths]), 0)
     count = int(starts[-1])
@@ -206,21 +209,23 @@ def batch_of(
 
 
 def packed(model: Any, batch: Batch) -> float:
-    """Loss of a forward and backward."""
+    """Loss of one forward and backward pass."""
     return learned(model, PolicyNet(model)(batch)[0])
 
 
 def padded(model: Any, batch: Batch, width: int) -> float:
-    """The same of rows of so many tokens."""
+    """Loss of one forward and backward pass over rows of `width` tokens."""
     lengths = batch.starts.diff().tolist()
 
     def filled(values: Tensor) -> Tensor:
-        return torch.stack([pad(each, (0, width - len(each))) for each in values.split(lengths)])
+        return torch.stack(
+            [pad(sequence, (0, width - len(sequence))) for sequence in values.split(lengths)]
+        )
 
     ids, acted = filled(batch.input_ids), filled(batch.action_mask)
-    there = filled(torch.ones_like(batch.input_ids))
+    attention_mask = filled(torch.ones_like(batch.input_ids))
     states = model.get_decoder()(
-        input_ids=ids, attention_mask=there, use_cache=False
+        input_ids=ids, attention_mask=attention_mask, use_cache=False
     ).last_hidden_state
     logits = model.get_output_embeddings()(states[:, :-1][acted[:, 1:]])
     logprobs = torch.log_softmax(logits.float(), -1).gather(1, ids[acted][:, None])[:, 0]

@@ -1,11 +1,12 @@
-"""What MLflow's pages cost a run, and how fast they open with many runs: `python
-benchmarks/pages.py FOLDER` (`make pages`), FOLDER being the state of a finished default run.
+"""Cost of MLflow's pages for a run, and their load time with many runs.
+
+    python benchmarks/pages.py FOLDER    # or make pages; FOLDER: state of a finished default run
 
 Writes docs/results/pages.json:
 
-- `cost`: processor seconds of bringing the run to an empty ledger with everything on, and with
-  points and report alone, in turns, the least of each. `ratio` is what that makes of the run's own,
-  as docs/results/pipeline.json has them.
+- `cost`: CPU seconds to deliver the run to an empty MLflow database with everything on, and with
+  points and report only, in turns, the minimum of each. `ratio` compares that with the run's own
+  CPU time in docs/results/pipeline.json.
 - `opens`: seconds until the first page and the page of charts of an experiment of two hundred runs
   show their runs, in Chromium.
 """
@@ -45,22 +46,22 @@ OUT = ROOT / "docs/results/pages.json"
 RUNS, STEPS, TURNS = 200, 50, 3
 SETTLES_MS = 15_000  # until charts are drawn
 SHOWN = {"x": 0, "y": 0, "width": 1410, "height": 1100}  # without the assistant at the right
-MOST = 1.05  # times the CPU of a run without any of it
+MOST = 1.05  # limit of the ratio to a run without pages
 
 
 def delivered_s(cfg: RunConfig, folder: Path, *, pages: bool) -> float:
-    """Processor seconds of bringing all of a finished run to a ledger in this folder."""
+    """CPU seconds to deliver all of a finished run to an MLflow database in this folder."""
     tracking = cfg.tracking.model_copy(update={"uri": f"sqlite:///{folder / 'mlflow.db'}"})
-    there = cfg.model_copy(update={"tracking": tracking})
+    target_cfg = cfg.model_copy(update={"tracking": tracking})
     store, table = open_store(cfg), steps_of(cfg)
-    deliver.tracker_of(there).experiment_id  # noqa: B018  the tables are no part of it
+    deliver.tracker_of(target_cfg).experiment_id  # noqa: B018  creates the tables first
     show, nothing = deliver.show_step, lambda *_: None
     deliver.show_step = show if pages else nothing
     began = time.process_time()
     try:
         for name, manifest in finished(cfg, store).items():
             deliver.deliver_step(
-                there,
+                target_cfg,
                 store,
                 manifest,
                 run_key(cfg),
@@ -74,27 +75,27 @@ def delivered_s(cfg: RunConfig, folder: Path, *, pages: bool) -> float:
 
 
 def cost(cfg: RunConfig) -> dict[str, float]:
-    """Of all pages together, beside a run's own."""
-    found: dict[bool, list[float]] = {True: [], False: []}
+    """Cost of all pages together, compared with the run's own."""
+    times: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(TURNS + 1):
         for pages in (False, True):
             with tempfile.TemporaryDirectory() as folder:
                 seconds = delivered_s(cfg, Path(folder), pages=pages)
-            if turn:  # the first one imports
-                found[pages].append(seconds)
+            if turn:  # the first turn only imports
+                times[pages].append(seconds)
     runs = json.loads((ROOT / "docs/results/pipeline.json").read_text(encoding="utf-8"))["runs"]
     whole = statistics.median(run["cpu_s"] for run in runs)
-    extra = min(found[True]) - min(found[False])
+    extra = min(times[True]) - min(times[False])
     return {
-        "with_s": round(min(found[True]), 2),
-        "without_s": round(min(found[False]), 2),
+        "with_s": round(min(times[True]), 2),
+        "without_s": round(min(times[False]), 2),
         "run_cpu_s": whole,
         "ratio": round((whole + extra) / whole, 4),
     }
 
 
 def fill(tracker: Tracker) -> None:
-    """Runs as pipelines leave them, with curves of fifty optimizer steps."""
+    """Write runs as pipelines leave them, with curves of fifty optimizer steps."""
     for number in range(RUNS):
         run = tracker.parent_run(f"{number:064x}", params={"seed": number}, tags={"seed": "0"})
         points = [
@@ -137,7 +138,7 @@ def served(database: Path) -> Iterator[str]:
 
 
 def opens() -> dict[str, float]:
-    """Seconds of the second of two visits each: a browser has the program by then."""
+    """Seconds of each page's second visit, for which the browser has cached the program."""
     from playwright.sync_api import sync_playwright
 
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +148,7 @@ def opens() -> dict[str, float]:
             "first_page_s": (f"#/experiments/{tracker.experiment_id}/runs", "[role=row]"),
             "charts_s": (link_to(tracker.experiment_id, VIEWS[0]), ".js-plotly-plot .trace"),
         }
-        found = {}
+        seconds = {}
         with served(Path(folder, "mlflow.db")) as url, sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
             for name, (path, sign) in pages.items():
@@ -156,23 +157,23 @@ def opens() -> dict[str, float]:
                     began = time.monotonic()
                     page.goto(f"{url}/{path}", timeout=120_000)
                     page.locator(sign).first.wait_for(timeout=120_000)
-                    found[name] = round(time.monotonic() - began, 2)
+                    seconds[name] = round(time.monotonic() - began, 2)
                     page.close()
             browser.close()
-    return found
+    return seconds
 
 
 def shoot(cfg: RunConfig, images: Path) -> None:
-    """Pictures of a run's pages: charts, run, trace, registered version."""
+    """Take pictures of a run's pages: charts, run, trace, registered version."""
     from playwright.sync_api import sync_playwright
 
     tracker = deliver.tracker_of(cfg)
     number, client = tracker.experiment_id, tracker.client
     (run,) = client.search_runs([number], f"tags.run_key = '{run_key(cfg)}'", max_results=1)
-    found = client.search_traces(
+    traces = client.search_traces(
         locations=[number], filter_string="tags.success = 'true'", max_results=20
     )
-    trace = max(found, key=lambda each: len(each.data.spans)).info.trace_id
+    trace = max(traces, key=lambda candidate: len(candidate.data.spans)).info.trace_id
     version = finished(cfg, open_store(cfg))["register"].results
     paths = {
         "mlflow_view": link_to(number, VIEWS[0]),
@@ -188,8 +189,8 @@ def shoot(cfg: RunConfig, images: Path) -> None:
         for name, path in paths.items():
             page.goto("about:blank")
             page.goto(f"{url}/{path}", timeout=120_000)
-            page.wait_for_timeout(SETTLES_MS)  # the network is never idle: charts ask on
-            for label in ("Got it", "Close"):  # what the UI greets newcomers with
+            page.wait_for_timeout(SETTLES_MS)  # the network never becomes idle: charts keep polling
+            for label in ("Got it", "Close"):  # dialogs that the UI shows new users
                 button = page.get_by_role("button", name=label)
                 if name != "mlflow_trace" and button.count():
                     button.first.click()
@@ -208,7 +209,7 @@ def main() -> int:
     store = f"store.path={chosen.folder / 'store'}"
     cfg = load_config(chosen.params, [store, *chosen.set])
     if set(finished(cfg, open_store(cfg))) != set(steps_of(cfg)):
-        print(f"{chosen.folder} holds no finished run of {chosen.params}", file=sys.stderr)
+        print(f"{chosen.folder} contains no finished run of {chosen.params}", file=sys.stderr)
         return 2
     if chosen.images is not None:
         shoot(cfg, chosen.images)

@@ -1,8 +1,8 @@
-"""What the default pipeline reaches and costs: `python benchmarks/pipeline.py --seeds 0 1 2`.
+"""Success and cost of the default pipeline: `python benchmarks/pipeline.py --seeds 0 1 2`.
 
 Each seed runs `python -m flows.pipeline seed=N` from an empty state.
 Writes docs/results/pipeline.json and, from the first seed, docs/learning_curve.png.
-A profile's: `--params profiles/textcraft-cpu.yaml --seeds 0 --out docs/results/textcraft.json`.
+For a profile: `--params profiles/textcraft-cpu.yaml --seeds 0 --out docs/results/textcraft.json`.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/pipeline.json")
     parser.add_argument("--curve", type=Path, help="PNG of the first seed's learning curve")
     parser.add_argument("--keep", type=Path, help="folder that keeps the runs, one a seed")
-    chosen = parser.parse_args()
-    is_default = chosen.out == parser.get_default("out")
-    curve = chosen.curve or (ROOT / "docs/learning_curve.png" if is_default else None)
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    kept = ["--keep", str(chosen.keep)]
-    command = " ".join(["python", *(word for word in sys.argv if word not in kept)])
+    arguments = parser.parse_args()
+    is_default = arguments.out == parser.get_default("out")
+    curve = arguments.curve or (ROOT / "docs/learning_curve.png" if is_default else None)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    keep_options = ["--keep", str(arguments.keep)]
+    command = " ".join(["python", *(word for word in sys.argv if word not in keep_options)])
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for seed in chosen.seeds:
-            runs.append(run(chosen.params, seed, (chosen.keep or Path(folder)) / str(seed)))
-            drawn = runs[-1].pop("learning_curve")
+        for seed in arguments.seeds:
+            runs.append(run(arguments.params, seed, (arguments.keep or Path(folder)) / str(seed)))
+            image = runs[-1].pop("learning_curve")
             if curve is not None and len(runs) == 1:
-                curve.write_bytes(drawn)
-            done = {"machine": machine(), "command": command, "runs": runs}
-            chosen.out.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+                curve.write_bytes(image)
+            results = {"machine": machine(), "command": command, "runs": runs}
+            arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
-    """One whole run from an empty state, and a second one that finds everything done."""
+    """Measure one whole run from an empty state, and a second one that finds everything done."""
     overrides = [f"seed={seed}", f"store.path={state / 'store'}"]
     command = [sys.executable, "-m", "flows.pipeline", "--params", str(params), *overrides]
     environment = {
@@ -67,7 +67,7 @@ def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
     for _ in range(2):
         began, cpu_began = time.perf_counter(), _cpu_of_children()
         with peak_memory() as peak:
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 cwd=ROOT,
                 env=environment,
@@ -75,7 +75,7 @@ def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
                 timeout=14400,
                 stdout=subprocess.PIPE,
             )
-        printed.append(done.stdout.decode())
+        printed.append(process.stdout.decode())
         sys.stdout.write(printed[-1])
         peaks.append(round(peak["bytes"] / 2**30, 2))
         seconds.append(round(time.perf_counter() - began, 1))
@@ -93,7 +93,7 @@ def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
     store = open_store(cfg)
     steps = finished(cfg, store)
     return {
-        "peak_gib": peaks[0],  # of all processes of the run, what they share counted once
+        "peak_gib": peaks[0],  # of all processes of the run; shared memory counts once
         "disk_gib": round(sum(_disk(path) for path in state.rglob("*")) / 2**30, 2),
         "said_before": expected[1] if expected else None,
         "audit": "passed" if audited.returncode == 0 else f"exit code {audited.returncode}",
@@ -122,16 +122,16 @@ def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
 
 @contextmanager
 def peak_memory(every_s: float = 1.0) -> Iterator[dict[str, int]]:
-    """`bytes`: the most memory that all children of this process held at one time."""
+    """Measure the peak memory of all children of this process. Yield a dict; `bytes` has it."""
     peak, ended = {"bytes": 0}, threading.Event()
 
     def watch() -> None:
         while not ended.wait(every_s):
-            held = 0
-            for each in psutil.Process().children(recursive=True):
+            total = 0
+            for child in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error):
-                    held += each.memory_full_info().pss
-            peak["bytes"] = max(peak["bytes"], held)
+                    total += child.memory_full_info().pss
+            peak["bytes"] = max(peak["bytes"], total)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -143,29 +143,31 @@ def peak_memory(every_s: float = 1.0) -> Iterator[dict[str, int]]:
 
 
 def _disk(path: Path) -> float:
-    """Bytes on the disk; a file that several names link to counts once."""
-    found = path.lstat()
-    return 0 if path.is_dir() else found.st_blocks * 512 / found.st_nlink
+    """Return bytes on the disk; each of n hard links counts 1/n."""
+    stat = path.lstat()
+    return 0 if path.is_dir() else stat.st_blocks * 512 / stat.st_nlink
 
 
 def _cpu_of_children() -> float:
-    """Of those that ended, theirs included."""
+    """Return CPU seconds of ended children and their ended children."""
     times = os.times()
     return times.children_user + times.children_system
 
 
 def in_a_process(arguments: list[str], *, timeout_s: float) -> Any:
-    """What a Python program writes as JSON to the path that it gets as its last argument.
-    None where it failed.
+    """Run a Python program that writes JSON to the path in its last argument. Return that value.
+    None if the program failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "result.json"
-        done = subprocess.run([sys.executable, *arguments, str(told)], cwd=ROOT, timeout=timeout_s)
-        return json.loads(told.read_text(encoding="utf-8")) if done.returncode == 0 else None
+        path = Path(folder) / "result.json"
+        process = subprocess.run(
+            [sys.executable, *arguments, str(path)], cwd=ROOT, timeout=timeout_s
+        )
+        return json.loads(path.read_text(encoding="utf-8")) if process.returncode == 0 else None
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return the CPU and the versions that the figures depend on."""
     models = {
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

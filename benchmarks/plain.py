@@ -1,15 +1,20 @@
-"""Whether the text is plain: `python benchmarks/plain.py [ROOT [FOLDER...]]` prints its counts.
+"""Counts of unplain text: docstrings that open as half a sentence, vague names, words of a dialect.
 
-Counted are docstrings that open as half a sentence, names that say nothing, and words of a dialect.
+`python benchmarks/plain.py` prints them; `python benchmarks/plain.py BEFORE` also counts the commit
+BEFORE and three other projects, and writes docs/results/plain.json.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import io
 import json
 import re
+import subprocess
 import sys
+import tarfile
+import tempfile
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,6 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("agentgym", "envs", "sites", "services", "tasks", "flows")
+CORPUS = "envs/searchqa/corpus"  # the simulator's own sentences
+ANCHORS = ("starlette", "httpx", "prefect")  # other projects, as installed
 # pronouns and genitives: what follows hangs on the signature or on a noun that is not named
 OPENERS = re.compile(
     r"(What|Of|As|How|Where|Whether|Those|That|Which|Who|Whoever|Whom|Whose|When|Whatever)\b"
@@ -95,19 +102,50 @@ def comments_of(source: str) -> Iterator[str]:
             yield token.string
 
 
-def sources_in(*folders: Path) -> list[str]:
+def sources_in(root: Path, *folders: str) -> list[str]:
     return [
         path.read_text(encoding="utf-8")
         for folder in folders
-        for path in sorted(folder.rglob("*.py"))
-        if path.stat().st_size
+        for path in sorted((root / folder).rglob("*.py"))
+        if path.stat().st_size and not path.is_relative_to(root / CORPUS)
     ]
 
 
+def count(root: Path, *folders: str) -> Text:
+    """Count the Python files below these folders."""
+    return text_of(sources_in(root, *(folders or PACKAGES)))
+
+
+def count_commit(commit: str) -> Text:
+    """Count the packages of a commit."""
+    archive = subprocess.run(
+        ["git", "archive", commit, *PACKAGES],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+            files.extractall(folder, filter="data")
+        return count(Path(folder))
+
+
+def count_package(name: str) -> Text:
+    """Count an installed package."""
+    (installed,) = importlib.util.find_spec(name).submodule_search_locations
+    return count(Path(installed).parent, name)
+
+
 def main(arguments: list[str]) -> None:
-    root, folders = Path(arguments[0] if arguments else ROOT), arguments[1:] or PACKAGES
-    counts = text_of(sources_in(*(root / folder for folder in folders)))
-    sys.stdout.write(json.dumps(asdict(counts), indent=1) + "\n")
+    counts = {"now": asdict(count(ROOT))}
+    for commit in arguments:
+        counts["before"] = {"commit": commit, **asdict(count_commit(commit))}
+        counts |= {name: asdict(count_package(name)) for name in ANCHORS}
+        (ROOT / "docs/results/plain.json").write_text(
+            json.dumps(counts, indent=1) + "\n", encoding="utf-8"
+        )
+    sys.stdout.write(json.dumps(counts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

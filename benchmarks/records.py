@@ -1,7 +1,7 @@
-"""What an episode's record takes: `python benchmarks/records.py`.
+"""Size and decoding time of an episode's record: `python benchmarks/records.py`.
 
-Synthetic episodes of 12 turns with what a run knows of them, written as schema 1 had them and as
-schema 2 has them, in turn. Writes docs/results/records.json.
+Synthetic episodes of 12 turns with a run's usual information, written alternately in schema 1 and
+in schema 2. Writes docs/results/records.json.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ T = TypeVar("T")
 
 
 def episode(number: int, turns: int = TURNS) -> Trajectory:
-    """Of BabyAI's size: six tokens of action, thirty of observation."""
+    """Return an episode of BabyAI's size: six action and thirty observation tokens a turn."""
     draw = random.Random(number)  # noqa: S311
-    ids, mask, logprobs, own = [5] * 40, [False] * 40, [0.0] * 40, []
+    ids, mask, logprobs, trajectory_turns = [5] * 40, [False] * 40, [0.0] * 40, []
     for turn in range(turns):
         start = len(ids)
         ids += [draw.randrange(256) for _ in range(36)]
         mask += [True] * 6 + [False] * 30
         logprobs += [-draw.random() for _ in range(6)] + [0.0] * 30
-        seen = " ".join(draw.choice(("red", "blue", "key", "ball", "2", "left")) for _ in range(12))
-        own.append(
+        observation = " ".join(
+            draw.choice(("red", "blue", "key", "ball", "2", "left")) for _ in range(12)
+        )
+        trajectory_turns.append(
             Turn(
                 draw.choice(("turn left", "move forward", "pickup")),
-                seen,
+                observation,
                 0.0,
                 start,
                 start + 6,
@@ -59,7 +61,7 @@ def episode(number: int, turns: int = TURNS) -> Trajectory:
         1.0,
         True,
         "task: go to the red ball",
-        tuple(own),
+        tuple(trajectory_turns),
         tuple(ids),
         tuple(mask),
         tuple(logprobs),
@@ -68,30 +70,32 @@ def episode(number: int, turns: int = TURNS) -> Trajectory:
     )
 
 
-def schema_1(each: Trajectory) -> str:
-    """A line as versions before records had a schema wrote it."""
-    row = asdict(each)
+def schema_1(trajectory: Trajectory) -> str:
+    """Return the line that versions before record schemas wrote."""
+    row = asdict(trajectory)
     for name in ("id", "learned"):
         del row[name]
     for turn in row["turns"]:
         for name in ("reply", "info", "generate_s", "env_s"):
             del turn[name]
-    return json.dumps({**row, "status": str(each.status)})
+    return json.dumps({**row, "status": str(trajectory.status)})
 
 
-def without_news(each: Trajectory) -> Trajectory:
-    """What schema 1 held."""
+def without_news(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory with only the fields of schema 1."""
     turns = tuple(
-        replace(turn, reply="", info={}, generate_s=0.0, env_s=0.0) for turn in each.turns
+        replace(turn, reply="", info={}, generate_s=0.0, env_s=0.0) for turn in trajectory.turns
     )
-    return replace(each, turns=turns, id="", learned=None)
+    return replace(trajectory, turns=turns, id="", learned=None)
 
 
 def main() -> int:
     episodes = [episode(number) for number in range(EPISODES)]
-    old = gzip.compress("".join(f"{schema_1(each)}\n" for each in episodes).encode(), 3, mtime=0)
+    old = gzip.compress(
+        "".join(f"{schema_1(trajectory)}\n" for trajectory in episodes).encode(), 3, mtime=0
+    )
     new = encode_trajectories(episodes)
-    same = encode_trajectories([without_news(each) for each in episodes])
+    same = encode_trajectories([without_news(trajectory) for trajectory in episodes])
     decode: dict[str, list[float]] = {"schema 1": [], "schema 2": []}
     encode: list[float] = []
     for _ in range(ROUNDS):

@@ -1,8 +1,8 @@
-"""Episodes per second beside Hugging Face TRL's GRPO: `python benchmarks/rival.py`.
+"""Episodes per second of ours and of Hugging Face TRL's GRPO: `python benchmarks/rival.py`.
 
 Both train the same warm-started model on the same BabyAI server, items, loss and optimizer, on the
-same cores, one after the other, in alternation. TRL gets an environment of its own, which takes
-torch and transformers from this one. Wants an idle machine; writes docs/results/rival.json.
+same cores, in alternation. TRL has its own Python environment, which takes torch and transformers
+from this one. Needs an idle machine; writes docs/results/rival.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from pipeline import ROOT, machine  # of this folder
+from pipeline import ROOT, machine  # benchmarks/pipeline.py
 
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import load_splits, train_stream
@@ -42,7 +42,7 @@ OURS = (
     "algorithm.minibatches=1",
     "optimizer.warmup_steps=0",
 )
-WAYS = (  # of TRL, with threads of torch
+WAYS = (  # TRL's interface, threads of torch
     ("rollout_func", 1),
     ("rollout_func", 2),
     ("environment_factory", 1),
@@ -57,25 +57,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--folder", type=Path, default=ROOT / "build/rival", help="TRL's packages")
-    chosen = parser.parse_args()
-    python = installed(chosen.folder.resolve())
+    arguments = parser.parse_args()
+    python = installed(arguments.folder.resolve())
     runs: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         cfg = warm_started(folder)
-        for _ in range(chosen.rounds):
-            measured = {"ours": ours(cfg, folder, chosen.steps)}
+        for _ in range(arguments.rounds):
+            measured = {"ours": ours(cfg, folder, arguments.steps)}
             for way, threads in WAYS:
                 name = f"{way}, {threads} threads"
-                measured[name] = trl(python, folder, way, threads, chosen.steps)
+                measured[name] = trl(python, folder, way, threads, arguments.steps)
             for name, run in measured.items():
                 runs.setdefault(name, []).append(run)
                 print(name, json.dumps(run), flush=True)
     result = {
         "machine": machine() | {"rival": TRL},
         "command": "python benchmarks/rival.py",
-        "steps": chosen.steps,
-        "ways": {name: _medians(each) for name, each in runs.items()},
+        "steps": arguments.steps,
+        "ways": {name: _medians(measured) for name, measured in runs.items()},
         "runs": runs,
     }
     result["ratio"] = ratio(result["ways"])
@@ -88,15 +88,15 @@ def installed(folder: Path) -> Path:
     python = folder / "bin/python"
     if not (folder / "lib").is_dir():
         venv.create(folder, with_pip=True)
-        own = next(path for path in sys.path if path.endswith("site-packages"))
+        site_packages = next(path for path in sys.path if path.endswith("site-packages"))
         (target,) = folder.glob("lib/python*/site-packages")
-        (target / "base.pth").write_text(own + "\n", encoding="utf-8")
+        (target / "base.pth").write_text(site_packages + "\n", encoding="utf-8")
         subprocess.run([python, "-m", "pip", "install", "-q", TRL], check=True, timeout=TIMEOUT_S)
     return python
 
 
 def warm_started(folder: Path) -> RunConfig:
-    """Make the model that all begin with, and the items that they take, in order."""
+    """Make the model that all begin with, and the file of their items, in order."""
     cfg = load_config(ROOT / "params.yaml", [f"store.path={folder}/warm/store"])
     for step in BEFORE:
         run_step(step, cfg)
@@ -118,13 +118,13 @@ def ours(cfg: RunConfig, folder: Path, steps: int) -> dict[str, float]:
         shutil.copytree(folder / "warm/store", f"{state}/store")
         settings = [store, f"horizon.stage_steps=[{steps}]", *OURS]
         command = [sys.executable, "-m", "agentgym", "step", "stage-1"]
-        for each in settings:
-            command += ["--set", each]
+        for setting in settings:
+            command += ["--set", setting]
         with watched() as samples:
             subprocess.run(command, cwd=ROOT, check=True, timeout=TIMEOUT_S)
         opened = open_store(load_config(ROOT / "params.yaml", settings))
         heads = [head for head in opened.heads() if head.step == "stage-1"]
-        (head,) = (each for each in heads if each.config["horizon"]["max_turns"] == [12])
+        (head,) = (head for head in heads if head.config["horizon"]["max_turns"] == [12])
         rows = [
             {
                 "time": point.time_ms / 1000,
@@ -182,13 +182,13 @@ def watched() -> Iterator[Samples]:
 
     def watch() -> None:
         while not ended.wait(SAMPLE_S):
-            held = 0
+            resident = 0
             for child in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error), child.oneshot():
                     times = child.cpu_times()
                     cpu[child.pid] = max(cpu.get(child.pid, 0.0), times.user + times.system)
-                    held += child.memory_info().rss
-            samples.append((time.time(), sum(cpu.values()), held))
+                    resident += child.memory_info().rss
+            samples.append((time.time(), sum(cpu.values()), resident))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -200,7 +200,7 @@ def watched() -> Iterator[Samples]:
 
 
 def rates(rows: Sequence[dict[str, float]], samples: Samples) -> dict[str, float]:
-    """Rates from the end of the first optimizer step to the end of the last."""
+    """Return rates from the end of the first optimizer step to the end of the last."""
     first, last = rows[0]["time"], rows[-1]["time"]
     num, span = len(rows) - 1, rows[-1]["time"] - rows[0]["time"]
     times = [at for at, _, _ in samples]
@@ -212,15 +212,15 @@ def rates(rows: Sequence[dict[str, float]], samples: Samples) -> dict[str, float
         "episodes_per_s": round(sum(row["episodes"] for row in rows[1:]) / span, 1),
         "step_s": round(span / num, 3),
         "cpu_step_s": round((cpu(last) - cpu(first)) / num, 3),
-        "peak_mib": round(max(held for _, _, held in samples) / 2**20),
+        "peak_mib": round(max(resident for _, _, resident in samples) / 2**20),
         "success_first": round(rows[0]["reward"], 3),
         "success_last_3": round(statistics.mean(row["reward"] for row in rows[-3:]), 3),
     }
 
 
 def ratio(ways: dict[str, dict[str, float]]) -> float:
-    """Episodes per second of ours over the best of TRL's ways."""
-    best = max(each["episodes_per_s"] for name, each in ways.items() if name != "ours")
+    """Return episodes per second of ours over the best of TRL's ways."""
+    best = max(way["episodes_per_s"] for name, way in ways.items() if name != "ours")
     return round(ways["ours"]["episodes_per_s"] / best, 2)
 
 

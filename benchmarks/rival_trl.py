@@ -1,7 +1,7 @@
 """TRL's GRPO on BabyAI, on an environment server of this project: the other side of rival.py.
 
 `python rival_trl.py WAY URL MODEL ITEMS.json THREADS STEPS OUT.jsonl`, in an environment with TRL.
-WAY is `rollout_func`, TRL's hook for a loop of one's own, here over whole batches; or
+WAY is `rollout_func`, TRL's hook for a custom loop, here over whole batches; or
 `environment_factory`, the loop that TRL documents for environments.
 Writes one line per optimizer step: time, number of episodes, mean reward.
 """
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 class StepLines(TrainerCallback):
-    """Writes a line per optimizer step."""
+    """Callback that writes a line per optimizer step."""
 
     def __init__(self, lines: Any) -> None:
         self._lines = lines
@@ -159,8 +159,10 @@ class BatchedLoop:
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         from trl.models.utils import unwrap_model_for_generation
 
-        begun = self._send([{"request_key": next(KEYS), "task_id": int(each)} for each in prompts])
-        sessions = [each["session_id"] for each in begun]
+        begun = self._send(
+            [{"request_key": next(KEYS), "task_id": int(prompt)} for prompt in prompts]
+        )
+        sessions = [reply["session_id"] for reply in begun]
         prompt_ids = [self._encode(f"<|user|>{r['observation']}<|assistant|>") for r in begun]
         completion_ids: list[list[int]] = [[] for _ in prompts]
         masks: list[list[int]] = [[] for _ in prompts]
@@ -193,7 +195,7 @@ class BatchedLoop:
                 live = going_on
                 if not live:
                     break
-        self._send([{"session_id": each} for each in sessions])
+        self._send([{"session_id": session} for session in sessions])
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": completion_ids,
@@ -214,7 +216,9 @@ class BatchedLoop:
     @torch.no_grad()
     def _generate(self, model: Any, histories: list[list[int]]) -> list[list[int]]:
         width = max(map(len, histories))
-        ids = torch.tensor([[self._pad] * (width - len(each)) + each for each in histories])
+        ids = torch.tensor(
+            [[self._pad] * (width - len(history)) + history for history in histories]
+        )
         mask = (ids != self._pad).long()
         rows = model.generate(input_ids=ids, attention_mask=mask, generation_config=self._sampling)[
             :, width:

@@ -1,9 +1,11 @@
-"""What rollouts cost beside engine and environment: `python benchmarks/rollouts.py [CASE ...]`.
+"""Cost of rollouts in addition to engine and environment.
 
-Real `collect`, real HTTP client, real environment server in a process of its own; the engine and
-the simulator are fakes whose time is set.
-Every ratio is taken within one run.
-Writes docs/results/rollouts.json; cases not asked for keep what the file says of them.
+    python benchmarks/rollouts.py [CASE ...]
+
+The real `collect`, HTTP client and environment server (in a separate process) run; the engine and
+the simulator are fakes with fixed times.
+Every ratio compares values of one run.
+Writes docs/results/rollouts.json; other cases keep their results in the file.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline import ROOT, machine  # of this folder
+from pipeline import ROOT, machine  # benchmarks/pipeline.py
 
 from agentgym.defaults import set_process_defaults
 from agentgym.models.chat import ChatRenderer
@@ -44,7 +46,7 @@ from agentgym.types import Completion, Item, Sampling, Trajectory
 from envs.env import EnvSpec, StepResult
 
 RESULTS = ROOT / "docs/results/rollouts.json"
-# of one environment step: log-normal, 1 in 1000 would exceed 3 s and is cut there
+# one environment step: log-normal; 1 in 1000 would exceed 3 s and is cut there
 MEDIAN_S, SIGMA, LONGEST_S = 0.1, 1.1, 3.0
 TURNS = 12
 ACTION = "move forward and pick up the red ball"
@@ -53,7 +55,7 @@ OBSERVATION = "you see a red ball 3 steps ahead, a wall 2 steps left"
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds one environment step takes: a pure function of task and turn, so that the ideal
+    """Seconds that one environment step takes: a pure function of task and turn, so that the ideal
     schedule is known.
     """
 
@@ -63,13 +65,13 @@ class Latency:
     def __call__(self, task_id: int, turn: int) -> float:
         if self.median_s == 0:
             return 0.0
-        # no secret
+        # reproducible, not secret
         drawn = random.Random(f"{task_id}-{turn}").lognormvariate(0, self.sigma)  # noqa: S311
         return min(self.median_s * drawn, LONGEST_S)
 
 
 class Endless:
-    """A simulator that costs nothing and never ends; the horizon does."""
+    """A simulator without cost whose episodes end only at the horizon."""
 
     def reset(self, task_id: int) -> str:
         return "task: go to the red ball"
@@ -87,8 +89,9 @@ class Endless:
 
 
 class FakeEngine:
-    """Takes token_s for each token. alone: one batch of whatever waits at a time, as the built-in
-    engine works; else every request runs beside the others, as in an engine below saturation.
+    """An engine that takes token_s for each token. alone: it processes one batch of all waiting
+    requests at a time, as the built-in engine does; else requests run concurrently, as in an engine
+    below saturation.
     """
 
     def __init__(self, ids: Sequence[int], token_s: float, *, alone: bool) -> None:
@@ -100,14 +103,14 @@ class FakeEngine:
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         if self._alone:
-            done = asyncio.get_running_loop().create_future()
-            self._waiting.append(done)
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
             if self._pump is None or self._pump.done():
                 self._pump = asyncio.create_task(self._run())
-            await done
+            await future
         else:
             await asyncio.sleep(self.seconds)
-        # fresh objects, as an engine's would be
+        # new objects, as from a real engine
         return Completion(
             (*self.ids,), tuple(-0.5 - 0.001 * token for token in self.ids), "stop", 0
         )
@@ -116,9 +119,9 @@ class FakeEngine:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             await asyncio.sleep(self.seconds)
-            for done in batch:
-                if not done.done():
-                    done.set_result(None)
+            for future in batch:
+                if not future.done():
+                    future.set_result(None)
 
     async def publish(self, delivery: Any) -> None: ...
 
@@ -135,8 +138,8 @@ def renderer() -> ChatRenderer:
 
 
 def serve(spec: Callable[[], EnvSpec], latency: Latency, connection: Any) -> None:
-    """The whole life of a server process: the product's application and settings of the HTTP
-    server, steps that take their time.
+    """Run a server process: the product's application and HTTP settings, with steps that take their
+    time.
     """
     import uvicorn
 
@@ -162,7 +165,7 @@ def serve(spec: Callable[[], EnvSpec], latency: Latency, connection: Any) -> Non
     server = uvicorn.Server(config)
 
     def obey() -> None:
-        """Told nothing: give the CPU seconds used so far. The end of the pipe is the end."""
+        """Answer each message with the CPU seconds used so far. A closed pipe ends the server."""
         while not (server.started and sessions.ready):
             time.sleep(0.01)
         connection.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
@@ -186,7 +189,7 @@ def endless() -> EnvSpec:
 def serving(
     spec: Callable[[], EnvSpec], latency: Latency
 ) -> Iterator[tuple[str, Callable[[], float]]]:
-    """(endpoint, CPU seconds of the server so far)."""
+    """Yield (endpoint, function that returns the server's CPU seconds so far)."""
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
         target=serve, args=(spec, latency, there), daemon=True
@@ -298,7 +301,7 @@ def case_overhead(quick: bool) -> dict[str, Any]:
     concurrency, num, token_s = 256, 256 if quick else 1024, 0.01
     latency = Latency(MEDIAN_S, SIGMA)
     engine = FakeEngine(renderer().action_ids(ACTION), token_s, alone=False)
-    own = [
+    ideal_durations = [
         TURNS * engine.seconds + sum(latency(task, turn) for turn in range(1, TURNS + 1))
         for task in range(num)
     ]
@@ -310,10 +313,12 @@ def case_overhead(quick: bool) -> dict[str, Any]:
             time.process_time() - before,
             cpu_s() - server_before,
         )
-    ideal = ideal_wall(own, concurrency)
+    ideal = ideal_wall(ideal_durations, concurrency)
     turns = sum(len(trajectory.turns) for trajectory in trajectories)
     assert turns == num * TURNS
-    spent = [each.timing["generate_s"] + each.timing["env_s"] for each in trajectories]
+    spent = [
+        trajectory.timing["generate_s"] + trajectory.timing["env_s"] for trajectory in trajectories
+    ]
     overhead = (wall - ideal) / wall
     return {
         "definition": (
@@ -331,11 +336,13 @@ def case_overhead(quick: bool) -> dict[str, Any]:
             statistics.mean(len(trajectory.input_ids) for trajectory in trajectories)
         ),
         "engine_s_per_turn": round(engine.seconds, 3),
-        "environment_s_per_turn": round(statistics.mean(own) / TURNS - engine.seconds, 3),
+        "environment_s_per_turn": round(
+            statistics.mean(ideal_durations) / TURNS - engine.seconds, 3
+        ),
         "wall_s": round(wall, 2),
         "ideal_wall_s": round(ideal, 2),
         "overhead": round(overhead, 4),
-        "overhead_inside_turns": round(sum(spent) / sum(own) - 1, 4),
+        "overhead_inside_turns": round(sum(spent) / sum(ideal_durations) - 1, 4),
         "client_cpu_ms_per_turn": round(1000 * cpu / turns, 3),
         "server_cpu_ms_per_turn": round(1000 * server_cpu / turns, 3),
         "turns_per_s": round(turns / wall),
@@ -343,9 +350,7 @@ def case_overhead(quick: bool) -> dict[str, Any]:
 
 
 def ideal_wall(durations: Sequence[float], slots: int) -> float:
-    """Wall time where a free slot at once takes the next episode and nothing but the episodes
-    takes time.
-    """
+    """Wall time if a free slot takes the next episode immediately, without overhead."""
     free_at = [0.0] * slots
     for duration in durations:
         heapq.heappush(free_at, heapq.heappop(free_at) + duration)
@@ -353,7 +358,7 @@ def ideal_wall(durations: Sequence[float], slots: int) -> float:
 
 
 class InProcess:
-    """Sessions without a server: 10,000 at once would be 10,000 connections."""
+    """Sessions without a server: 10,000 at once would need 10,000 connections."""
 
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> Any:
@@ -375,7 +380,7 @@ def case_memory(quick: bool) -> dict[str, Any]:
     before = memory_mib("VmRSS")
     with serving(endless, Latency(0, 0)) as (endpoint, _):
         served = asyncio.run(episodes(endpoint, num, engine, concurrency=1024))
-    held, peak = memory_mib("VmRSS"), memory_mib("VmHWM")
+    resident, peak = memory_mib("VmRSS"), memory_mib("VmHWM")
     tokens = statistics.mean(len(trajectory.input_ids) for trajectory in served)
     size = len(encode_trajectories(served))
     encoded_peak = memory_mib("VmHWM")
@@ -407,8 +412,8 @@ def case_memory(quick: bool) -> dict[str, Any]:
         "turns": TURNS,
         "tokens_per_episode": round(tokens),
         "before_mib": round(before),
-        "held_mib": round(held),
-        "held_kib_per_episode": round((held - before) * 1024 / num, 1),
+        "held_mib": round(resident),
+        "held_kib_per_episode": round((resident - before) * 1024 / num, 1),
         "peak_over_http_mib": round(peak),
         "peak_while_encoding_mib": round(encoded_peak),
         "encoded_mib": round(size / 2**20, 1),
@@ -521,7 +526,9 @@ def case_staleness(quick: bool) -> dict[str, Any]:
             manifest = run_step(
                 "stage-1", cfg, environment=lambda _: nullcontext({"babyai": [endpoint]})
             ).manifest
-            times = [each.created_at for each in open_store(cfg).history("stage-1", manifest.key)]
+            times = [
+                commit.created_at for commit in open_store(cfg).history("stage-1", manifest.key)
+            ]
             seconds[staleness] = (times[-1] - times[0]) / (len(times) - 1)
     ratio = seconds[0] / seconds[1]
     return {
@@ -541,7 +548,7 @@ def case_staleness(quick: bool) -> dict[str, Any]:
 
 
 def waiting(options: dict[str, Any]) -> EnvSpec:
-    """BabyAI as an environment whose steps wait: no batch of them is answered one by one."""
+    """Return BabyAI's spec, marked as blocking: the steps of a batch run concurrently."""
     from envs.babyai import spec
 
     return replace(spec(options), blocking=True)
@@ -562,7 +569,7 @@ def main() -> int:
         "cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="smaller sizes, to try it out; nothing is written"
+        "--quick", action="store_true", help="smaller sizes for a trial; nothing is written"
     )
     arguments = parser.parse_args()
     unknown = set(arguments.cases) - set(CASES)
@@ -586,13 +593,13 @@ def main() -> int:
             "machine": machine(),
         }
         if not arguments.quick:
-            kept = {name: results[name] for name in CASES if name in results}
-            RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            ordered_results = {name: results[name] for name in CASES if name in results}
+            RESULTS.write_text(json.dumps(ordered_results, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
 def run_alone(name: str, quick: bool) -> dict[str, Any]:
-    """Each case in a fresh process: its memory and its imports are its own."""
+    """Run the case in a fresh process, so that other cases do not affect its memory and imports."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(CASES[name], quick).result()
 

@@ -1,9 +1,9 @@
-"""Does training on few items teach those items, or all of them: `python benchmarks/same_items.py`.
+"""Training on few items: does it teach those or all items? `python benchmarks/same_items.py`.
 
-Two runs from one warm start: one samples the same items in every optimizer step, the other new
-ones, as training does.
-Where the first learns and the second does not, the learner works, and what it learns from a few
-episodes of one item does not carry over to the next.
+Two runs start from one warm start: one samples the same items in every optimizer step, the other
+new ones, as usual.
+If the first learns and the second does not, the learner works, and its progress on a few episodes
+of one item does not transfer to the next.
 Writes docs/results/same_items.json.
 """
 
@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--params", type=Path, default=PROFILE)
     parser.add_argument(
-        "--set", action="append", default=[], help="key=value, beside " + " ".join(SHORT)
+        "--set", action="append", default=[], help="key=value, in addition to " + " ".join(SHORT)
     )
     parser.add_argument("--steps", type=int, default=40)
     chosen = parser.parse_args()
@@ -55,7 +55,7 @@ def main() -> None:
         run_with_parents(
             "warm-start", load_config(chosen.params, [*overrides, f"store.path={new}"])
         )
-        shutil.copytree(new, same)  # a store of its own: what is sampled is in no key
+        shutil.copytree(new, same)  # separate stores: step keys do not depend on the sampled items
         for store, rate in itertools.product((same, new), RATES):
             success = train(
                 load_config(
@@ -77,15 +77,15 @@ def main() -> None:
 
 
 def train(cfg: RunConfig, *, again: bool) -> list[float]:
-    """Success of the sampled episodes of each optimizer step."""
-    kept: list[Item] = []
+    """Train stage 1; return the success of the sampled episodes of each optimizer step."""
+    first_items: list[Item] = []
     usual = ItemStream.next
 
     def first(stream: ItemStream, number: int) -> list[Item]:
         new = usual(stream, number)
-        if not kept:
-            kept.extend(new)
-        return list(kept)
+        if not first_items:
+            first_items.extend(new)
+        return list(first_items)
 
     with mock.patch.object(ItemStream, "next", first if again else usual):
         run_with_parents("stage-1", cfg)
@@ -99,7 +99,7 @@ def train(cfg: RunConfig, *, again: bool) -> list[float]:
 
 
 def fifths(values: list[float]) -> list[float]:
-    """Means of five stretches of equal length, in order."""
+    """Means over five parts of equal length, in order."""
     size = len(values) / 5
     return [
         round(statistics.mean(values[round(part * size) : round((part + 1) * size)]), 3)

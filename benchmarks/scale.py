@@ -1,12 +1,13 @@
-"""What each of 1 to 64 ranks holds and waits for that train models of 1.5, 7 and 32 billion
-parameters: `python benchmarks/scale.py`.
+"""Memory and time per rank for models of 1.5, 7 and 32 billion parameters on 1 to 64 ranks.
 
-Nothing of that size is at hand: the learner's own code builds, trains, publishes and commits on
-paper (see on_paper.py), and the bytes are those of the tensors that its modules then have. A model
-of 0.5 billion parameters is also trained for real, in one process, in two and in four (gloo): the
-one says by how much paper is short, the others whether it then holds within LIMIT. Seconds are
-bytes at BANDWIDTHS, nothing overlapped, arithmetic not counted.
-`--check FILE` takes the real runs of an earlier result, `--models FILE` the large models.
+    python benchmarks/scale.py
+
+No machine of that size is available: the learner's own code builds, trains, publishes and commits
+on paper (see on_paper.py), and the bytes are those of its modules' tensors. A model of 0.5 billion
+parameters is also trained for real, in one process, in two and in four (gloo): one process
+calibrates the error of the paper, the others check that it is then within LIMIT. Seconds are bytes
+at BANDWIDTHS, without overlap, arithmetic not counted.
+`--check FILE` uses the real runs of an earlier result, `--models FILE` the large models.
 Writes docs/results/scale.json and the tables of docs/operations.md; fails above the limit.
 """
 
@@ -49,13 +50,13 @@ NODE = 8  # ranks of one machine
 # bytes a second
 BANDWIDTHS = {
     "node": 300e9,  # a GPU's share of a collective among those of one machine
-    "network": 40e9,  # the same among several machines
+    "network": 40e9,  # its share of a collective among several machines
     "bus": 25e9,  # between a GPU and host memory
     "store": 2e9,  # of one machine, reading or writing
     "broadcast": 5e9,  # from rank 0 to the rollout workers
     "digest": 1.5e9,  # sha256 of one process
 }
-# of the published config.json, all with a vocabulary for which the head is a tenth to a half
+# from the published config.json; the head is a tenth to a half of the parameters
 MODELS = {
     "0.5B": {
         "hidden_size": 896,
@@ -97,15 +98,15 @@ MODELS = {
 SIZES = ("1.5B", "7B", "32B")
 SEQUENCE = 2_048  # tokens
 ACTIONS = 0.3  # of the tokens
-# glibc gives back at once what is larger, so that a process holds what its tensors are
+# glibc frees larger blocks immediately, so that a process's memory is that of its tensors
 M_MMAP_THRESHOLD, MMAP_THRESHOLD = -3, 1 << 20
 STEP = "AdamW's temporaries"
-CHECKED_TOKENS = 256  # of each rank's sequence where it is real
+CHECKED_TOKENS = 256  # of each rank's sequence in real runs
 
 
 @dataclass(frozen=True)
 class Load:
-    """What an update of one rank is."""
+    """Settings of one rank's update."""
 
     micro_batch_tokens: int = 16_384
     checkpointing: bool = True
@@ -120,18 +121,18 @@ class Load:
         )
 
 
-# beside the default one, at NODE ranks
+# the default one at all RANKS, the others at NODE ranks
 LOADS = (Load(), Load(checkpointing=False), Load(offload=True))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/scale.json")
-    parser.add_argument("--check", type=Path, help="a result whose real runs are taken")
-    parser.add_argument("--models", type=Path, help="one whose models are")
-    parser.add_argument("--folder", type=Path, help="for the real runs' files")
+    parser.add_argument("--check", type=Path, help="an earlier result whose real runs are used")
+    parser.add_argument("--models", type=Path, help="an earlier result whose large models are used")
+    parser.add_argument("--folder", type=Path, help="folder for the real runs' files")
     parser.add_argument(
-        "--half", action="store_true", help="of the model that is trained, where memory is short"
+        "--half", action="store_true", help="train half of the model for real, if memory is short"
     )
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -162,7 +163,7 @@ def main() -> int:
 
 
 def half(shape: dict[str, Any]) -> dict[str, Any]:
-    """Half of its blocks and of its vocabulary."""
+    """Halve the model's blocks and vocabulary."""
     return shape | {name: shape[name] // 2 for name in ("num_hidden_layers", "vocab_size")}
 
 
@@ -170,26 +171,26 @@ def half(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def at_scale(shape: dict[str, Any]) -> dict[str, Any]:
-    """Every number of ranks, and every load at one of them."""
-    asked = [(ranks, Load()) for ranks in RANKS] + [(NODE, load) for load in LOADS[1:]]
+    """Compute every number of ranks with the default load, and every load at NODE ranks."""
+    configurations = [(ranks, Load()) for ranks in RANKS] + [(NODE, load) for load in LOADS[1:]]
     rows = []
-    for ranks, load in asked:
-        told = on_paper(shape, ranks, load)
-        rows.append({"ranks": ranks, **vars(load), **told, "seconds": seconds(told, ranks)})
+    for ranks, load in configurations:
+        paper = on_paper(shape, ranks, load)
+        rows.append({"ranks": ranks, **vars(load), **paper, "seconds": seconds(paper, ranks)})
         sys.stderr.write(f"{rows[-1]}\n")
     return {"shape": shape, "rows": rows}
 
 
 def on_paper(shape: dict[str, Any], ranks: int, load: Load) -> dict[str, Any]:
-    """Of the first rank, on GPUs, in bfloat16. A rank has one micro-batch in an update."""
+    """Compute the first rank on GPUs in bfloat16. A rank has one micro-batch per update."""
     lengths = [SEQUENCE] * (load.micro_batch_tokens // SEQUENCE) * ranks
     batch = batch_of(lengths, seed=0, vocabulary=shape["vocab_size"], action_frac=ACTIONS)
-    able = attention.has_kernel
+    original = attention.has_kernel
     try:
         attention.has_kernel = lambda *_: True
         return traced(shape, torch.bfloat16, ranks, load.settings, batch, on_gpu=True)
     finally:
-        attention.has_kernel = able
+        attention.has_kernel = original
 
 
 def traced(
@@ -201,40 +202,40 @@ def traced(
     *,
     on_gpu: bool,
 ) -> dict[str, Any]:
-    """Bytes by kind at the height of each phase, and what is moved in it."""
+    """Bytes by kind at the peak of each phase, and the bytes that it moves."""
     ledger = Ledger(shape["vocab_size"], on_gpu=on_gpu)
-    told: dict[str, Any] = {"bytes": {}, "moved": {}}
+    measurements: dict[str, Any] = {"bytes": {}, "moved": {}}
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         ledger.begin()
         yield
-        told["bytes"][name], told["moved"][name] = ledger.most(), dict(ledger.moved)
+        measurements["bytes"][name], measurements["moved"][name] = ledger.most(), dict(ledger.moved)
 
     with paper_group(ranks) as group, ledger:
         with phase("build"), ledger.of("weights"):
             learner = plan_of(shape, dtype, settings).build(group)
-        told["bytes_read"] = group.bytes_read
+        measurements["bytes_read"] = group.bytes_read
         begun(learner, ledger, on_gpu)
         with phase("update"):
             optimized = learner._policy
             learner.sft_step(batch, step=2)
-            ledger.are("gradients", [each.grad for each in optimized._masters.values()])
+            ledger.are("gradients", [master.grad for master in optimized._masters.values()])
         with phase("publish"), ledger.of("gathered weights"):
-            held = learner.weights_on_host()
-            told["bytes_published"] = sum(each.nbytes for each in held.values())
-            del held
+            host_weights = learner.weights_on_host()
+            measurements["bytes_published"] = sum(tensor.nbytes for tensor in host_weights.values())
+            del host_weights
         with phase("commit"):
             snapshot = learner.snapshot()
-            told["bytes_committed"] = snapshot.size
+            measurements["bytes_committed"] = snapshot.size
             del snapshot
     del learner, optimized
     gc.collect()
-    return told
+    return measurements
 
 
 class Somewhere:
-    """Stored weights whose values nobody asks for."""
+    """Stored weights whose values are never read."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -249,7 +250,7 @@ def plan_of(shape: dict[str, Any], dtype: torch.dtype, settings: LearnerConfig) 
 
 
 def begun(learner: LocalLearner, ledger: Ledger, on_gpu: bool) -> None:
-    """With masters and moments, as any update but the first finds it."""
+    """Give the learner masters and moments, as every update after the first has them."""
     optimized = learner._policy
     if optimized._host is not None:
         optimized._host = PaperHost(learner.ranks, ledger)
@@ -257,34 +258,34 @@ def begun(learner: LocalLearner, ledger: Ledger, on_gpu: bool) -> None:
         masters = optimized._masters
     for optimizer in optimized._optimizers.values():
         for group in optimizer.param_groups:
-            group["foreach"] = on_gpu  # torch's own choice there; temporary tensors depend on it
-    for each in masters.values():
-        each.grad = torch.zeros_like(each)
+            group["foreach"] = on_gpu  # as torch does on GPUs; temporary tensors depend on it
+    for master in masters.values():
+        master.grad = torch.zeros_like(master)
     with ledger.of("moments"):
         optimized.optimizer_step(1, 0.0)
     optimized.zero_grad()
     step = optimized.optimizer_step
 
-    def stepped(*given: Any) -> float:
+    def stepped(*arguments: Any) -> float:
         with ledger.of(STEP):
-            return step(*given)
+            return step(*arguments)
 
     optimized.optimizer_step = stepped  # type: ignore[method-assign]
 
 
-def seconds(told: dict[str, Any], ranks: int) -> dict[str, float]:
-    """Of one rank; see above."""
+def seconds(measurements: dict[str, Any], ranks: int) -> dict[str, float]:
+    """Seconds of one rank, computed from bytes; see the module's docstring."""
     at, share = BANDWIDTHS, min(ranks, NODE)
 
     def collective(phase: str) -> float:
-        size = sum(told["moved"][phase].values())
+        size = sum(measurements["moved"][phase].values())
         return size * (ranks - 1) / ranks / at["node" if ranks <= NODE else "network"]
 
     published, committed, read = (
-        told[f"bytes_{each}"] for each in ("published", "committed", "read")
+        measurements[f"bytes_{kind}"] for kind in ("published", "committed", "read")
     )
     return {
-        # files are digested before rows are read; each rank takes its share of them
+        # each rank digests its share of the files before it reads rows
         "build": read * (2 * share / at["store"] + 1 / at["digest"]),
         "exchange": collective("update"),
         "gather": collective("publish") + published / at["bus"],
@@ -304,31 +305,34 @@ def really(
     size: int,
     start: checkpoints.Start = subprocess.Popen,
 ) -> dict[str, Any]:
-    """Peaks of each phase in MiB, of the rank that has most, and what a rank moved."""
+    """Peaks of each phase in MiB, of the rank with the most, and the bytes that a rank moved."""
     text = checkpoints.architecture(shape)
-    place = checkpoints.StorePlace(str(folder / "store"), 30.0)
-    weights = checkpoints.made(place, text)
+    store_place = checkpoints.StorePlace(str(folder / "store"), 30.0)
+    weights = checkpoints.made(store_place, text)
     program = Path(__file__).resolve()
-    told = checkpoints.ranks(folder / f"{size}", size, text, weights, {}, program, start)
-    for blobs in (weights, *(each["blobs"] for each in told)):
-        checkpoints.removed(place, blobs)
+    rank_results = checkpoints.ranks(folder / f"{size}", size, text, weights, {}, program, start)
+    for blobs in (weights, *(rank_result["blobs"] for rank_result in rank_results)):
+        checkpoints.removed(store_place, blobs)
     return {
-        "mib": {phase: max(each[f"{phase}_mib"] for each in told) for phase in PHASES},
-        "moved": told[0]["moved"],
+        "mib": {
+            phase: max(rank_result[f"{phase}_mib"] for rank_result in rank_results)
+            for phase in PHASES
+        },
+        "moved": rank_results[0]["moved"],
     }
 
 
 def rank_main(folder: Path, rank: int, size: int) -> None:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
     torch.set_num_threads(1)
-    _, place, plan, group = checkpoints.asked_of(folder, rank, size)
-    told: dict[str, Any] = {}
+    _, store_place, plan, group = checkpoints.asked_of(folder, rank, size)
+    measurements: dict[str, Any] = {}
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what the phase before gave back
-        with checkpoints.measured(told, name):
+        ctypes.CDLL(None).malloc_trim(0)  # memory that the previous phase freed
+        with checkpoints.measured(measurements, name):
             yield
 
     settings = replace(plan, settings=LearnerConfig(micro_batch_tokens=CHECKED_TOKENS))
@@ -338,13 +342,13 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     batch, traffic = checked_batch(size), Traffic()
     with phase("update"), traffic:
         learner.sft_step(batch, step=2)
-    told["moved"] = {name: size for name, size in traffic.moved.items() if size}
+    measurements["moved"] = {name: size for name, size in traffic.moved.items() if size}
     with phase("publish"):
         learner.weights_on_host()
     with phase("commit"):
-        written = learner.snapshot().write(place, checkpoints.STEP, checkpoints.KEY)
-    told["blobs"] = {name: blob.model_dump() for name, blob in written.items()}
-    (folder / f"told-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+        written = learner.snapshot().write(store_place, checkpoints.STEP, checkpoints.KEY)
+    measurements["blobs"] = {name: blob.model_dump() for name, blob in written.items()}
+    (folder / f"told-{rank}.json").write_text(json.dumps(measurements), encoding="utf-8")
     if size > 1:
         dist.destroy_process_group()
 
@@ -354,16 +358,16 @@ def checked_batch(ranks: int) -> Batch:
 
 
 def as_real(shape: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """What `really` measures, on paper."""
+    """Compute on paper what `really` measures."""
     settings = LearnerConfig(micro_batch_tokens=CHECKED_TOKENS)
     return traced(shape, torch.float32, ranks, settings, checked_batch(ranks), on_gpu=False)
 
 
 def compared(real: dict[str, Any], paper: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
-    """Real runs beside the same ones on paper, times what that is short of for one rank."""
+    """Compare real runs with those on paper, multiplied by one rank's calibration factors."""
     mib = {
-        ranks: {phase: sum(each["bytes"][phase].values()) / 2**20 for phase in PHASES}
-        for ranks, each in paper.items()
+        ranks: {phase: sum(traced_run["bytes"][phase].values()) / 2**20 for phase in PHASES}
+        for ranks, traced_run in paper.items()
     }
     factors = {phase: real["1"]["mib"][phase] / mib["1"][phase] for phase in PHASES}
     off = {
@@ -374,35 +378,35 @@ def compared(real: dict[str, Any], paper: dict[str, Any], shape: dict[str, Any])
         for ranks in real
         if ranks != "1"
     }
-    for ranks, each in paper.items():
-        assert each["moved"]["update"] == real[ranks]["moved"], (ranks, each["moved"])
+    for ranks, traced_run in paper.items():
+        assert traced_run["moved"]["update"] == real[ranks]["moved"], (ranks, traced_run["moved"])
     model = empty_model(checkpoints.architecture(shape))
     return {
         "shape": shape,
-        "num_parameters": sum(each.numel() for each in model.parameters()),
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "tokens_of_a_rank": CHECKED_TOKENS,
         "real": real,
         "paper_mib": {
-            ranks: {phase: round(size) for phase, size in each.items()}
-            for ranks, each in mib.items()
+            ranks: {phase: round(size) for phase, size in by_phase.items()}
+            for ranks, by_phase in mib.items()
         },
         "factors": {phase: round(factor, 3) for phase, factor in factors.items()},
         "off": off,
-        "worst": max(abs(each) for row in off.values() for each in row.values()),
+        "worst": max(abs(error) for row in off.values() for error in row.values()),
     }
 
 
-# of docs/operations.md
+# tables of docs/operations.md
 
 
 def told_of(result: dict[str, Any]) -> str:
-    """What the page says of it."""
-    check, left = result["check"], {str(each) for each in CHECKED}
+    """Return the section of the page."""
+    check, expected = result["check"], {str(ranks) for ranks in CHECKED}
     off = [
         f"{ranks} ranks within {100 * max(map(abs, row.values())):.1f} %"
         for ranks, row in check["off"].items()
     ]
-    not_run = sorted(left - check["real"].keys())
+    not_run = sorted(expected - check["real"].keys())
     lines = [
         f"Of a model of {check['num_parameters'] / 1e9:.2f} billion parameters that is trained for"
         " real on a CPU, one process says by how much",
@@ -417,14 +421,14 @@ def told_of(result: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """By number of ranks."""
+    """Table by number of ranks."""
     lines = [
         "| model | ranks | build | update | publish | host, commit | exchange, s | publish, s"
         " | commit, s | written, s |",
         "|---" * 10 + "|",
     ]
     for name, model in result["models"].items():
-        for row in [each for each in model["rows"] if is_usual(each)]:
+        for row in [candidate for candidate in model["rows"] if is_usual(candidate)]:
             took = row["seconds"]
             cells = [
                 name,
@@ -441,18 +445,18 @@ def table(result: dict[str, Any]) -> str:
 
 
 def is_usual(row: dict[str, Any]) -> bool:
-    """Whether its load is the one of every number of ranks."""
+    """Return True if the row has the default load."""
     return all(row[name] == value for name, value in vars(Load()).items())
 
 
 def gib(result: dict[str, Any], row: dict[str, Any], phase: str) -> str:
-    """On the device, times what paper is short of."""
-    held = sum(size for kind, size in row["bytes"][phase].items() if kind != HOST)
-    return f"{held * max(1.0, result['check']['factors'][phase]) / 2**30:.1f}"
+    """GiB on the device, multiplied by the calibration factor."""
+    size_on_device = sum(size for kind, size in row["bytes"][phase].items() if kind != HOST)
+    return f"{size_on_device * max(1.0, result['check']['factors'][phase]) / 2**30:.1f}"
 
 
 def loads_table(result: dict[str, Any]) -> str:
-    """What an update is made of, at NODE ranks."""
+    """Table of the kinds of memory in an update, at NODE ranks."""
     kinds = (
         "weights",
         "master weights",
@@ -470,11 +474,11 @@ def loads_table(result: dict[str, Any]) -> str:
         "|---" * (3 + len(kinds)) + "|",
     ]
     for name, model in result["models"].items():
-        for row in [each for each in model["rows"] if each["ranks"] == NODE]:
-            held = [row["bytes"]["update"].get(kind, 0) / 2**30 for kind in kinds]
+        for row in [candidate for candidate in model["rows"] if candidate["ranks"] == NODE]:
+            gib_by_kind = [row["bytes"]["update"].get(kind, 0) / 2**30 for kind in kinds]
             blocks = "checkpointed" if row["checkpointing"] else "whole"
             blocks += ", states on the host" if row["offload"] else ""
-            sizes = " | ".join(f"{each:.1f}" for each in held)
+            sizes = " | ".join(f"{size:.1f}" for size in gib_by_kind)
             lines.append(f"| {name} | {row['micro_batch_tokens']} | {blocks} | {sizes} |")
     return "\n".join(lines)
 

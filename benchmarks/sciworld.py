@@ -1,11 +1,12 @@
-"""SciWorld: how long first sessions take, and how its games differ from the stock engine's:
-`python benchmarks/sciworld.py`.
+"""Duration of SciWorld's first sessions, and differences of its games from the stock engine's.
 
-Cold: a server is started, and as soon as it says that it is ready eight sessions are opened at
-once, each on another kind of task.
-Order: 46 games, two of each published kind, the recorded solution of each.
-They are played by our server's pool, by the stock engine under our Java options, and by the stock
-engine under its own, from the first game to the last and from the last to the first; one game after
+    python benchmarks/sciworld.py
+
+Cold: as soon as a new server reports that it is ready, eight sessions are opened at once, each on
+another kind of task.
+Order: 46 games, two of each published kind, with the recorded solution of each.
+They are played by our server's pool, by the stock engine with our Java options, and by the stock
+engine with its own, from the first game to the last and from the last to the first; one game after
 the other in one process each time.
 Writes docs/results/sciworld_engine.json.
 """
@@ -41,14 +42,14 @@ from envs.sciworld.tasks import PUBLISHED, VARIATIONS, Task
 ROOT = Path(__file__).parents[1]
 GAMES = [Task(name, variation) for name in PUBLISHED for variation in (0, VARIATIONS[name] // 2)]
 FIRST_TASKS = (0, 120, 700, 1500, 2940, 3300, 4140, 4300)  # eight kinds
-# where no solution is known
+# actions for games without a known solution
 WALK = ("look around", "wait1", "inventory", "open door to hallway", "go to hallway", "look around")
 REPEATABLE = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 Transcript = list[tuple[str, ...]]
 
 
 async def open_at_once(url: str, token: str, number: int) -> float:
-    """Seconds until all eight have their first observation."""
+    """Seconds until all eight sessions have their first observation."""
     async with httpx.AsyncClient(
         base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=120
     ) as client:
@@ -86,7 +87,9 @@ def cold_start() -> dict[str, Any]:
         "ready_s": round(ready_s, 2),
         "java_mib_when_ready": round(sum(resident) / 2**20),
         "cpu_s_until_ready": round(cpu_s[0], 2),
-        "eight_sessions_s": [round(each, 2) for each in opened_s],  # at once, closed, at once again
+        "eight_sessions_s": [
+            round(elapsed_s, 2) for elapsed_s in opened_s
+        ],  # at once, closed, at once again
         "eight_sessions_cpu_s": [
             round(after - before, 2) for before, after in itertools.pairwise(cpu_s)
         ],
@@ -94,12 +97,12 @@ def cold_start() -> dict[str, Any]:
     }
 
 
-def play(place: Place, *, backwards: bool = False) -> list[Transcript]:
-    """The games' transcripts in the order of GAMES, whatever order they were played in."""
+def play(slot: Place, *, backwards: bool = False) -> list[Transcript]:
+    """Play all games; return their transcripts in the order of GAMES."""
     played: dict[Task, Transcript] = {}
     for task in reversed(GAMES) if backwards else GAMES:
-        played[task] = [place.call("l", task.name, str(task.variation)).texts]
-        played[task] += [place.call("s", action).texts for action in solution(task) or WALK]
+        played[task] = [slot.call("l", task.name, str(task.variation)).texts]
+        played[task] += [slot.call("s", action).texts for action in solution(task) or WALK]
     return [played[task] for task in GAMES]
 
 
@@ -115,23 +118,23 @@ def play_stock(
     options: Callable[[int], list[str]] = java_options, *, backwards: bool = False
 ) -> list[Transcript]:
     with patch.object(stock, "java_options", options):
-        place = stock.start()
+        slot = stock.start()
     try:
-        return play(place, backwards=backwards)
+        return play(slot, backwards=backwards)
     finally:
-        place.end()
+        slot.end()
 
 
 def stock_options(heap_mib: int) -> list[str]:
-    """Without equal identity hashes, as the package starts it; memory is bounded as in the
+    """Java options without equal identity hashes, as the package uses; memory is bounded as in the
     others.
     """
     return [option for option in java_options(heap_mib) if option not in REPEATABLE]
 
 
 def differing(one: list[Transcript], other: list[Transcript]) -> list[dict[str, Any]]:
-    """Games of different texts, scores or ends: where they differ first, and whether it is the
-    order of the same lines alone.
+    """Games with different texts, scores or ends: the first difference, and whether only the order
+    of the same lines differs.
     """
     rows = []
     for task, left, right in zip(GAMES, one, other, strict=True):

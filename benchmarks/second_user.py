@@ -1,13 +1,12 @@
-"""What another user of this machine can do to a running project: every port and every file tried,
-as that user.
+"""Attack on a running project by another user of this machine: that user tries every port and file.
 
     sudo .venv/bin/python benchmarks/second_user.py
 
-Two situations: `make up` with a deployed run under way, and a pipeline typed in a terminal.
-In each, every port that a process of the project listens on is spoken to and every file below the
-project, its home and its temporary folder is opened for reading and for writing, by a process of
-user `nobody`.
-What it could do is printed; more than SECURITY.md allows ends with exit code 1.
+Two situations: `make up` with a deployed run, and a pipeline in a terminal.
+In each, a process of user `nobody` sends requests to every port on which a process of the project
+listens, and opens every file below the project, its home and its temporary folder for reading and
+for writing.
+It prints what succeeded; anything that SECURITY.md does not allow ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ from chaos_project import Project
 
 THEIR_ID = 65534  # nobody
 LOOK_S = 0.5
-SWEEP_AFTER_S = 5.0  # of an unchanged set of ports
-RUN_S = 400.0  # for a run to have its servers up
+SWEEP_AFTER_S = 5.0  # since the set of ports last changed
+RUN_S = 400.0  # limit for a run to start its servers
 CONNECT_S = 3.0
 MAX_SHOWN = 40
-OVERRIDES = ["horizon.stage_steps=[200,1]"]  # long enough to be looked at
+OVERRIDES = ["horizon.stage_steps=[200,1]"]  # long enough for the sweep
 
-# What SECURITY.md allows another user: the readable copy of the program, and to hear that a server
-# is there.
+# What SECURITY.md allows another user: to read the copy of the program, and to learn that a server
+# is running.
 ALLOWED = (
-    # the clone itself has the modes its owner gave it
+    # the owner chooses the modes of the clone itself
     r"read   file   project/(?!\.agentgym|prefect\.toml).*",
     r"list   folder (project(/(?!\.agentgym).*)?|home|tmp)",
-    # Prefect's, for flows kept elsewhere; empty here
+    # Prefect's folders for flows from remote storage; empty here
     r"list   folder tmp/runner_storage(/[0-9a-f-]{36})?",
     r"use    port   .* GET (/health|/healthz|/readyz|/metrics|/api/health): 200",
 )
-# one request each; anything but a refusal is something that could be done
+# one request each; every answer but a refusal counts as a deed
 REQUESTS = (
     ("GET", "/", ""),
     ("GET", "/health", ""),
@@ -74,7 +73,7 @@ FORMS = ("application/json", "text/plain")
 
 @dataclass(frozen=True, order=True)
 class Deed:
-    """Something the other user could do."""
+    """Something that the other user could do."""
 
     act: str  # read, write, list, use
     kind: str  # file, folder, port
@@ -85,11 +84,11 @@ class Deed:
 
 
 def as_them(work: Callable[[], list[Deed]]) -> list[Deed]:
-    """Result of `work` in a child that has given up being root.
-    Errors: RuntimeError where it ended early.
+    """Run `work` in a child process as the other user; return its result.
+    Errors: RuntimeError if the child failed.
     """
     reading, writing = os.pipe()
-    # imports what the sockets need while the interpreter's own files can still be read
+    # load the codec for sockets while the interpreter's files are still readable
     "localhost".encode("idna")
     child = os.fork()
     if child == 0:
@@ -109,22 +108,22 @@ def as_them(work: Callable[[], list[Deed]]) -> list[Deed]:
             os._exit(code)
     os.close(writing)
     with os.fdopen(reading, encoding="utf-8") as pipe:
-        said = pipe.read()
+        output = pipe.read()
     if os.waitpid(child, 0)[1]:
         raise RuntimeError("the other user's process failed")
-    return [Deed(**deed) for deed in json.loads(said)]
+    return [Deed(**deed) for deed in json.loads(output)]
 
 
-def try_files(places: dict[str, Path], paths: list[Path]) -> list[Deed]:
-    """Each path opened for reading and, without changing it, for writing; each folder listed
-    and written in.
+def try_files(folders: dict[str, Path], paths: list[Path]) -> list[Deed]:
+    """Try to open each path for reading and, without changing it, for writing; try to list each
+    folder and to create a file in it.
     """
     deeds = []
     for path in paths:
         name = next(
-            f"{title}/{path.relative_to(place)}"
-            for title, place in places.items()
-            if path.is_relative_to(place)
+            f"{title}/{path.relative_to(folder)}"
+            for title, folder in folders.items()
+            if path.is_relative_to(folder)
         )
         name = name.removesuffix("/.")
         kind = "folder" if can(partial(is_folder, path)) else "file"
@@ -158,15 +157,15 @@ def open_to_write(path: Path) -> bool:
 
 
 def make_in(path: Path) -> bool:
-    made = path / f"theirs-{os.getpid()}"
-    os.close(os.open(made, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-    made.unlink()
+    created = path / f"theirs-{os.getpid()}"
+    os.close(os.open(created, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    created.unlink()
     return True
 
 
 def try_port(address: tuple[str, int], owner: str) -> list[Deed]:
-    """Every request in every form, and a protocol that is none; a refusal is 401, 403, 404,
-    405, 426 or a closed connection.
+    """Send every request in every form, and bytes of no protocol. A refusal is 400, 401, 403, 404,
+    405, 415, 426 or a closed connection.
     """
     deeds = []
     where = f"{owner} {address[0]}"
@@ -175,15 +174,15 @@ def try_port(address: tuple[str, int], owner: str) -> list[Deed]:
             status = ask(address, method, path, body, form)
             if status is not None and status not in (400, 401, 403, 404, 405, 415, 426):
                 deeds.append(Deed("use", "port", f"{where} {method} {path}: {status}"))
-    if not deeds and (said := greet(address)):
+    if not deeds and (answer := greet(address)):
         deeds.append(
-            Deed("use", "port", f"{where} answers bytes that are no request with {said[:40]!r}")
+            Deed("use", "port", f"{where} answers bytes that are no request with {answer[:40]!r}")
         )
     return deeds
 
 
 def ask(address: tuple[str, int], method: str, path: str, body: str, form: str) -> int | None:
-    """Status of the reply; None where there was none."""
+    """Return the status of the reply, or None if there is none."""
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nContent-Type:"
         f" {form}\r\nContent-Length: {len(body)}\r\n"
@@ -192,22 +191,22 @@ def ask(address: tuple[str, int], method: str, path: str, body: str, form: str) 
         with socket.create_connection(address, CONNECT_S) as connection:
             connection.settimeout(CONNECT_S)
             connection.sendall(f"{head}Connection: close\r\n\r\n{body}".encode())
-            found = re.match(rb"HTTP/1\.[01] (\d{3})", connection.recv(64))
-            return int(found.group(1)) if found else None
+            match = re.match(rb"HTTP/1\.[01] (\d{3})", connection.recv(64))
+            return int(match.group(1)) if match else None
     except OSError:
         return None
 
 
 def greet(address: tuple[str, int]) -> bytes:
-    """What a server says to an idle caller, or to bytes without meaning."""
+    """Return the bytes that a server sends to an idle client, or in answer to meaningless bytes."""
     try:
         with socket.create_connection(address, CONNECT_S) as connection:
             connection.settimeout(CONNECT_S)
             with contextlib.suppress(TimeoutError):
                 return connection.recv(64)
             connection.sendall(b"\0\0\0\1theirs\n")
-            said = connection.recv(64)
-            return b"" if said.startswith(b"HTTP/1.1 400") else said
+            answer = connection.recv(64)
+            return b"" if answer.startswith(b"HTTP/1.1 400") else answer
     except OSError:
         return b""
 
@@ -217,29 +216,29 @@ def is_folder(path: Path) -> bool:
 
 
 def listening(project: Project) -> dict[tuple[str, int], str]:
-    """{(address, port): what listens there} of every process of the project."""
-    found = {}
+    """Listening sockets of the project's processes: (address, port) -> program."""
+    programs = {}
     for process in project.processes():
         with contextlib.suppress(psutil.Error):
             words = [word for word in process.cmdline()[1:] if not word.startswith("-")]
             for connection in process.net_connections(kind="tcp"):
                 if connection.status == psutil.CONN_LISTEN:
-                    every = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
-                    host = every.get(connection.laddr.ip, connection.laddr.ip)
-                    found[(host, connection.laddr.port)] = (
+                    loopback_of = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
+                    host = loopback_of.get(connection.laddr.ip, connection.laddr.ip)
+                    programs[(host, connection.laddr.port)] = (
                         " ".join(words[:3])[:60] or process.name()
                     )
-    return found
+    return programs
 
 
-def sweep(project: Project, places: dict[str, Path]) -> tuple[list[Deed], int, int]:
-    """(what could be done, ports tried, files tried)."""
+def sweep(project: Project, folders: dict[str, Path]) -> tuple[list[Deed], int, int]:
+    """Try everything. Result: (deeds, number of ports tried, number of files tried)."""
     ports = listening(project)
     paths = sorted(
         {
             path
-            for place in places.values()
-            for path in (place, *place.rglob("*"))
+            for folder in folders.values()
+            for path in (folder, *folder.rglob("*"))
             if ".git" not in path.parts
         }
     )
@@ -248,7 +247,7 @@ def sweep(project: Project, places: dict[str, Path]) -> tuple[list[Deed], int, i
             deed for address, owner in sorted(ports.items()) for deed in try_port(address, owner)
         ]
     )
-    deeds += as_them(lambda: try_files(places, paths))
+    deeds += as_them(lambda: try_files(folders, paths))
     for process in project.processes():
         with contextlib.suppress(psutil.Error):
             pid = process.pid
@@ -290,7 +289,7 @@ def pipeline(project: Project) -> Iterator[None]:
 
 
 def wait_for_stage(project: Project) -> None:
-    """Until the first stage trains and the ports stay the same: everything that is started has
+    """Wait until the first stage trains and the set of ports is stable: then all servers have
     started.
     """
     deadline, since = time.monotonic() + RUN_S, time.monotonic()
@@ -306,7 +305,7 @@ def wait_for_stage(project: Project) -> None:
 
 
 def main() -> int:
-    """Exit code: 0 nothing but what is allowed, 1 more than that, 2 this user is not root."""
+    """Return 0 if only allowed deeds succeeded, 1 if others did, 2 if this user is not root."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
@@ -319,18 +318,18 @@ def main() -> int:
         ("a pipeline in a terminal", pipeline),
     ):
         with tempfile.TemporaryDirectory() as folder:
-            # as a home that others may enter; what they find there is the question
+            # the worst case: a home that other users may enter
             Path(folder).chmod(0o755)
             project = Project(Path(folder))
             try:
                 with situation(project):
                     wait_for_stage(project)
-                    places = {
+                    folders = {
                         "project": project.folder,
                         "home": project.home,
                         "tmp": project.scratch,
                     }
-                    deeds, num_ports, num_files = sweep(project, places)
+                    deeds, num_ports, num_files = sweep(project, folders)
             finally:
                 project.close()
         more = sorted(

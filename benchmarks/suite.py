@@ -1,10 +1,10 @@
-"""How long `make quick` and `make test` take, and where the time goes.
+"""Duration of `make quick` and `make test`, and of each test file.
 
     python benchmarks/suite.py [quick test]
 
-Each runs as a contributor runs it, on an otherwise idle machine, but for tests/test_suite.py:
-that one bounds what is written here, docs/results/suite.json, by which the tests' processes also
-share the files among them. `loop_s` says how fast the machine was before and after.
+Each runs as for a contributor, on an otherwise idle machine, except for tests/test_suite.py: that
+file checks the result, docs/results/suite.json, which also balances the test files over processes.
+`loop_s` measures the machine's speed before and after.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ LIMIT_S = 3600
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("targets", nargs="*", help="quick, test; both")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     result = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
     result |= {"machine": machine(), "command": "python benchmarks/suite.py"}
-    for target in asked.targets or ("quick", "test"):
-        found = measured(target)
+    for target in arguments.targets or ("quick", "test"):
+        measurement = measured(target)
         sys.stdout.write(
-            f"make {target}: {found['tests']} tests in {found['seconds']} s"
-            f" ({found['cpu_seconds']} s of CPU)\n"
+            f"make {target}: {measurement['tests']} tests in {measurement['seconds']} s"
+            f" ({measurement['cpu_seconds']} s of CPU)\n"
         )
-        result[target] = found
+        result[target] = measurement
     OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
 def measured(target: str) -> dict[str, Any]:
-    """Errors: RuntimeError where a test fails."""
+    """Run the target and measure it. Errors: RuntimeError if a test fails."""
     with tempfile.TemporaryDirectory() as folder:
         report, loops = Path(folder, "report.xml"), [loop_s()]
         began, before = time.monotonic(), psutil.cpu_times()
-        told = subprocess.run(
+        completed = subprocess.run(
             [
                 *("make", "--old-file=.venv/.installed", target),
                 f"ARGS=--junit-xml={report} --deselect=tests/test_suite.py",
@@ -66,28 +66,32 @@ def measured(target: str) -> dict[str, Any]:
             encoding="utf-8",
         )
         seconds, after = time.monotonic() - began, psutil.cpu_times()
-        if told.returncode:
-            raise RuntimeError(f"make {target}\n{(told.stdout + told.stderr)[-20_000:]}")
+        if completed.returncode:
+            raise RuntimeError(f"make {target}\n{(completed.stdout + completed.stderr)[-20_000:]}")
         loops.append(loop_s())
         files: dict[str, list[float]] = defaultdict(list)
-        for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314  (our own)
+        for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314  (our own report)
             files[file_of(case.attrib["classname"])].append(float(case.attrib["time"]))
-    spent = (after.user + after.system) - (before.user + before.system)  # of the idle machine
+    spent = (after.user + after.system) - (
+        before.user + before.system
+    )  # of the whole machine, which is otherwise idle
     return {
         "seconds": round(seconds, 1),
         "cpu_seconds": round(spent, 1),
-        "loop_s": [round(each, 2) for each in loops],
+        "loop_s": [round(elapsed_s, 2) for elapsed_s in loops],
         "tests": sum(map(len, files.values())),
-        "skipped": int((re.findall(r"(\d+) skipped", told.stdout) or [0])[-1]),
+        "skipped": int((re.findall(r"(\d+) skipped", completed.stdout) or [0])[-1]),
         "files": {
             name: {"seconds": round(sum(times), 1), "tests": len(times)}
-            for name, times in sorted(files.items(), key=lambda each: -sum(each[1]))
+            for name, times in sorted(
+                files.items(), key=lambda times_of_file: -sum(times_of_file[1])
+            )
         },
     }
 
 
 def loop_s() -> float:
-    """Seconds of a fixed loop of Python, the slowest of one on each core at once."""
+    """Seconds of a fixed Python loop that runs on all cores at once; the slowest core's."""
     cores = os.cpu_count() or 1
     with ProcessPoolExecutor(cores) as pool:
         return max(pool.map(looped_s, range(cores)))
@@ -100,9 +104,9 @@ def looped_s(_core: int) -> float:
 
 
 def file_of(classname: str) -> str:
-    """tests.flows.test_run -> tests/flows/test_run.py; the last words may be a class."""
+    """Convert tests.flows.test_run to tests/flows/test_run.py; the last words may name a class."""
     words = classname.split(".")
-    last = max(place for place, word in enumerate(words) if word.startswith("test_"))
+    last = max(index for index, word in enumerate(words) if word.startswith("test_"))
     return "/".join(words[: last + 1]) + ".py"
 
 

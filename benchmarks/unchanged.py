@@ -1,10 +1,10 @@
-"""Do two commits compute the same: `python benchmarks/unchanged.py BEFORE [AFTER]`.
+"""Compare the results of two commits: `python benchmarks/unchanged.py BEFORE [AFTER]`.
 
 Each commit runs the pipeline in a checkout of its own, deterministic, on the budget of `.ci/run`:
 every recipe of RECIPES with every seed of SEEDS.
-Equal means: the sha256 of the weights of every step and of the outcomes of every evaluation.
-A run that is in the state folder already goes on where it stopped.
-Writes docs/results/unchanged.json; exit code 1 where something differs.
+Compared are the sha256 of the weights of every step and of the outcomes of every evaluation.
+A run that is in the state folder already continues from its last commit.
+Writes docs/results/unchanged.json; exit code 1 if something differs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECIPES, SEEDS = ("grpo", "ppo", "dapo", "dpo"), (0, 1)
 BUDGET = ("deterministic=true", "evaluation.num_items=128", "horizon.stage_steps=[10,10,15]")
 RENAMED = (("initialise", "initialize"), ("optimiser", "optimizer"))  # since the first of these
 OUTCOMES, RESULT = "outcomes.json", "result.json"  # of an evaluation: before, and since
-COMPARED = (OUTCOMES, ".safetensors")  # how the names of what must be equal end
+COMPARED = (OUTCOMES, ".safetensors")  # endings of the names of files that must be equal
 RUN_S = 3600
 
 Digests = dict[str, str]  # "step/blob" -> sha256
@@ -46,20 +46,20 @@ def main() -> int:
     parser.add_argument("--parallel", type=int, default=os.cpu_count())
     parser.add_argument("--state", type=Path, default=ROOT / ".agentgym/unchanged")
     parser.add_argument("--out", type=Path, default=OUT)
-    chosen = parser.parse_args()
-    state = chosen.state.resolve()
-    cases = list(itertools.product(chosen.recipes, chosen.seeds))
-    commits = [commit_of(chosen.before), commit_of(chosen.after)]
+    arguments = parser.parse_args()
+    state = arguments.state.resolve()
+    cases = list(itertools.product(arguments.recipes, arguments.seeds))
+    commits = [commit_of(arguments.before), commit_of(arguments.after)]
     with (
         checkout(commits[0], state) as before,
         checkout(commits[1], state) as after,
-        ThreadPoolExecutor(chosen.parallel) as pool,
+        ThreadPoolExecutor(arguments.parallel) as pool,
     ):
         jobs = [
             (case, [pool.submit(digests, tree, *case) for tree in (before, after)])
             for case in cases
         ]
-        runs = [compared(case, *(each.result() for each in both)) for case, both in jobs]
+        runs = [compared(case, *(job.result() for job in both)) for case, both in jobs]
     result = {
         "machine": machine(),
         "command": " ".join(["python", "benchmarks/unchanged.py", *sys.argv[1:]]),
@@ -68,7 +68,7 @@ def main() -> int:
         "budget": BUDGET,
         "runs": runs,
     }
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0 if all(run["num_equal"] and not run["differ"] for run in runs) else 1
 
 
@@ -91,16 +91,16 @@ def compared(case: tuple[str, int], before: Digests, after: Digests) -> dict[str
 
 
 def digests(tree: Path, recipe: str, seed: int) -> Digests:
-    """Of a pipeline, run here where it is not done.
-    Errors: RuntimeError where it fails, with the end of what it wrote.
+    """Return the digests of a pipeline, which runs here if it is not done.
+    Errors: RuntimeError if it fails, with the end of its output.
     """
     home = tree.with_name(f"{tree.name}-{recipe}-{seed}")
     home.mkdir(exist_ok=True)
-    done = home / "digests.json"
-    if not done.exists():
+    digests_path = home / "digests.json"
+    if not digests_path.exists():
         command = [sys.executable, "-m", "flows.pipeline", *BUDGET]
         command += [f"algorithm.recipe={recipe}", f"seed={seed}", f"store.path={home / 'store'}"]
-        told = subprocess.run(
+        process = subprocess.run(
             command,
             cwd=tree,
             env={**os.environ, "PYTHONPATH": str(tree), "PREFECT_HOME": str(home / "prefect")},
@@ -109,34 +109,36 @@ def digests(tree: Path, recipe: str, seed: int) -> Digests:
             timeout=RUN_S,
             encoding="utf-8",
         )
-        if told.returncode:
+        if process.returncode:
             raise RuntimeError(
-                f"{' '.join(command)} in {tree}\n{(told.stdout + told.stderr)[-3000:]}"
+                f"{' '.join(command)} in {tree}\n{(process.stdout + process.stderr)[-3000:]}"
             )
-        done.write_text(json.dumps(committed(home / "store"), indent=1), encoding="utf-8")
-    found: Digests = json.loads(done.read_text(encoding="utf-8"))
-    return found
+        digests_path.write_text(json.dumps(committed(home / "store"), indent=1), encoding="utf-8")
+    result: Digests = json.loads(digests_path.read_text(encoding="utf-8"))
+    return result
 
 
 def committed(store: Path) -> Digests:
-    """Of the last manifest of every step, as the files say: both commits' layouts are this one."""
-    found: Digests = {}
+    """Return the digests in every step's last manifest, read from files.
+    Both commits must have this layout.
+    """
+    result: Digests = {}
     for step in sorted((store / "steps").iterdir()):
         manifest = json.loads(max((step / "manifests").glob("*.json")).read_text(encoding="utf-8"))
         for name, blob in manifest["blobs"].items():
             if name.endswith(COMPARED):
-                found[f"{manifest['step']}/{name}"] = blob["digest"]
+                result[f"{manifest['step']}/{name}"] = blob["digest"]
             elif name == RESULT and manifest["step"] != "evaluation":
                 outcomes = outcomes_of(json.loads((step / "blobs" / blob["digest"]).read_bytes()))
                 digest = hashlib.sha256(json.dumps(outcomes).encode()).hexdigest()
-                found[f"{manifest['step']}/{OUTCOMES}"] = digest
+                result[f"{manifest['step']}/{OUTCOMES}"] = digest
     for old, new in RENAMED:
-        found = {name.replace(old, new): digest for name, digest in found.items()}
-    return found
+        result = {name.replace(old, new): digest for name, digest in result.items()}
+    return result
 
 
 def outcomes_of(result: dict[str, Any]) -> dict[str, Any]:
-    """Return what an evaluation's result says as earlier versions wrote it."""
+    """Return an evaluation's outcomes in the format of earlier versions."""
     rows = successes(result)
     return {
         "items": list(rows),
@@ -163,7 +165,7 @@ def git(*arguments: str) -> str:
 
 @contextmanager
 def checkout(commit: str, state: Path) -> Iterator[Path]:
-    """The files of a commit, with this installation beside them."""
+    """Yield a worktree with the files of a commit and a link to this installation."""
     tree = state / commit
     state.mkdir(parents=True, exist_ok=True)
     if not tree.exists():

@@ -1,10 +1,11 @@
-"""Four answers of `agentgym compare`, of real policies: `python benchmarks/versus.py` (`make
-versus`).
+"""Four results of `agentgym compare` for real policies.
+
+    python benchmarks/versus.py    # or make versus
 
 Writes docs/results/versus.json and docs/results/versus/*.html.
-Two tiny runs of one recipe are trained, of two seeds; the first one's warm start and last stage,
-and the second one's last stage, are evaluated by one protocol. Then: two checkpoints of one run,
-two seeds of one recipe, a policy beside itself, and all of them against the warm start.
+Two tiny runs of one recipe are trained with two seeds; the first one's warm start and last stage,
+and the second one's last stage, are evaluated under one protocol. It compares two checkpoints of
+one run, two seeds of one recipe, a policy with itself, and all of them with the warm start.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ RECIPE = (
 
 
 def lists(folder: Path) -> Path:
-    """Item lists of its own, the train ids apart from those of the evaluation."""
+    """Write item lists whose train ids differ from those of the evaluation."""
     for name, first, num in (
         ("train/babyai_train.json", 0, 300),
         ("eval/babyai_test.json", 1000, 200),
@@ -65,7 +66,7 @@ def lists(folder: Path) -> Path:
 
 
 def trained(folder: Path, seed: int, steps: int, *, there: bool = False) -> RunConfig:
-    """A run's last stage and what it is made of, in a store of its own."""
+    """Train a run up to its last stage, in its own store. there: it has been trained before."""
     cfg = load_config(
         ROOT / "params.yaml",
         [
@@ -85,9 +86,11 @@ def trained(folder: Path, seed: int, steps: int, *, there: bool = False) -> RunC
 
 
 def evaluated(cfg: RunConfig, step: str, name: str, num_items: int) -> Named:
-    """Of the step's weights as a folder, as anybody's model would be."""
+    """Evaluate the step's weights, exported to a folder like any external model."""
     store, policy = open_store(cfg), str(cfg.state_dir / f"model-{step}")
-    head = next(each for each in store.heads() if each.step == step and each.done)
+    head = next(
+        candidate for candidate in store.heads() if candidate.step == step and candidate.done
+    )
     if not Path(policy).exists():
         save_pretrained(Path(policy), store, head)
     request = EvaluationRequest(
@@ -101,9 +104,9 @@ def evaluated(cfg: RunConfig, step: str, name: str, num_items: int) -> Named:
             "seed": 1,
         },
     )
-    found = evaluate_policy(cfg, request)
-    print(f"{name}: {found.how}, {found.folder}", file=sys.stderr)
-    return Named(name, found.result, found.folder)
+    evaluation = evaluate_policy(cfg, request)
+    print(f"{name}: {evaluation.how}, {evaluation.folder}", file=sys.stderr)
+    return Named(name, evaluation.result, evaluation.folder)
 
 
 def main() -> int:
@@ -128,17 +131,17 @@ def main() -> int:
                 (2, "stage-2", "another seed"),
             )
         )
-        asked = {
+        comparisons = {
             "two-checkpoints": (warm, last),
             "two-seeds": (last, other),
             "itself": (last, last),
             "against-the-warm-start": (warm, last, other),
         }
         result: dict[str, Any] = {}
-        for name, named in asked.items():
-            found = versus(named)
-            write_whole(chosen.out / "versus" / f"{name}.html", files(found)[PAGE])
-            result[name] = {"said": lines(found), "contrasts": found["contrasts"]}
+        for name, named in comparisons.items():
+            comparison = versus(named)
+            write_whole(chosen.out / "versus" / f"{name}.html", files(comparison)[PAGE])
+            result[name] = {"said": lines(comparison), "contrasts": comparison["contrasts"]}
             print("\n".join([f"{name}:", *result[name]["said"]]))
     tree = {
         **result,

@@ -1,9 +1,11 @@
-"""What `agentgym view` takes with 100,000 episodes: `python benchmarks/viewer.py`.
+"""Response times and resources of `agentgym view` with 100,000 episodes.
 
-Episodes are those of experts and of chance on BabyAI, TextCraft and SearchQA, played once and
+    python benchmarks/viewer.py
+
+The episodes are those of expert and random play on BabyAI, TextCraft and SearchQA, played once and
 repeated with other ids, outcomes and log-probabilities; they have a token for each four characters.
-They lie in a store as four runs would leave them. The server is the command itself, in a process of
-its own, asked over HTTP; a tenth of the episodes is committed while it runs.
+The store contains them as four runs would. The server is the real command in a separate process,
+queried over HTTP; a tenth of the episodes is committed while it runs.
 Writes docs/results/viewer.json.
 """
 
@@ -26,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline import ROOT, machine  # of this folder
+from pipeline import ROOT, machine  # benchmarks/pipeline.py
 
 from agentgym.defaults import set_process_defaults
 
@@ -45,7 +47,7 @@ MAX_TURNS = 20
 INSTRUCTIONS = 100  # tokens before the first observation
 POOL = {"babyai": 300, "textcraft": 120, "searchqa": 80}  # episodes that are played
 SHARES = {"babyai": 0.6, "textcraft": 0.25, "searchqa": 0.15}
-ROUNDS = 25  # of each question
+ROUNDS = 25  # per question
 START_LIMIT_S = 1_800.0
 CONFIG = {
     "env": {"name": "babyai", "options": {}, "dialect": "native", "weight": 1.0},
@@ -58,47 +60,57 @@ CONFIG = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--episodes", type=int, default=100_000)
-    parser.add_argument("--folder", type=Path, help="keep the store there, or use the one there is")
+    parser.add_argument(
+        "--folder", type=Path, help="keep the store in this folder, or use the existing one"
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="agentgym-viewer-") as folder:
-        told = measure(arguments.episodes, arguments.folder or Path(folder))
-    write(arguments.out, "python benchmarks/viewer.py", told)
+        measurements = measure(arguments.episodes, arguments.folder or Path(folder))
+    write(arguments.out, "python benchmarks/viewer.py", measurements)
     return 0
 
 
-def write(file: Path, command: str, told: dict[str, Any]) -> None:
-    """What was measured, with where and when."""
+def write(file: Path, command: str, measurements: dict[str, Any]) -> None:
+    """Write and print the measurements, with machine, command and time."""
     at = datetime.now(UTC).isoformat(timespec="seconds")
-    text = json.dumps({"machine": machine(), "command": command, "at": at, **told}, indent=1)
+    text = json.dumps(
+        {"machine": machine(), "command": command, "at": at, **measurements}, indent=1
+    )
     file.write_text(f"{text}\n", encoding="utf-8")
     print(text)
 
 
 def measure(count: int, folder: Path) -> dict[str, Any]:
-    """Serve a store, which is built where it is not there yet, add to it, and ask."""
+    """Serve a store (built first if it is empty), add commits to it, and time questions."""
     store = posix_store(folder / "store", lease_ttl_s=30.0)
     if not store.marks():
         fill(store, count)
-    commits = [each for head in store.heads() for each in store.history(head.step, head.key)]
+    commits = [
+        manifest for head in store.heads() for manifest in store.history(head.step, head.key)
+    ]
     size = sum(path.stat().st_size for path in (folder / "store").rglob("*") if path.is_file())
     sampled = decode_trajectories(store.read(commits[0], TRAJECTORIES))
     first, late = PER_COMMIT * len(commits), max(1, len(commits) // 10)
     with Server(folder) as server:
         built_s, cpu_s = server.wait_for(first)
         before, began = server.cpu_s(), time.perf_counter()
-        for each in commits[:late]:
-            again(store, each)
+        for manifest in commits[:late]:
+            again(store, manifest)
         committed_s = time.perf_counter() - began
         total = first + PER_COMMIT * late
         server.wait_for(total)
         added_cpu_s = server.cpu_s() - before
-        told = questions(server)
+        milliseconds = questions(server)
         return {
             "episodes": total,
             "commits": len(commits) + late,
-            "mean_turns": round(statistics.mean(len(each.turns) for each in sampled), 1),
-            "mean_tokens": round(statistics.mean(len(each.input_ids) for each in sampled)),
+            "mean_turns": round(
+                statistics.mean(len(trajectory.turns) for trajectory in sampled), 1
+            ),
+            "mean_tokens": round(
+                statistics.mean(len(trajectory.input_ids) for trajectory in sampled)
+            ),
             "store_mib": round(size / 2**20, 1),
             "index_mib": round(server.index_bytes() / 2**20, 1),
             "build": {
@@ -113,10 +125,12 @@ def measure(count: int, folder: Path) -> dict[str, Any]:
                 "episodes_per_cpu_s": round((total - first) / added_cpu_s),
                 "committed_within_s": round(committed_s, 1),
             },
-            "milliseconds": told,
+            "milliseconds": milliseconds,
             "peak_mib": round(server.peak_mib(), 1),
             "idle_cpu_share": round(server.idle_share(), 4),
-            "load_average": round(os.getloadavg()[1], 1),  # of others too; CPU times bear it
+            "load_average": round(
+                os.getloadavg()[1], 1
+            ),  # includes other programs; CPU times hardly depend on it
         }
 
 
@@ -131,12 +145,12 @@ LIMITS = {  # milliseconds
 
 
 def table(result: dict[str, Any]) -> str:
-    """As docs/viewer.md has it."""
-    told = result["milliseconds"]
+    """Return the table for docs/viewer.md."""
+    times = result["milliseconds"]
     rows = [
         f"| {name} | {LIMITS.get(name, '')} |"
-        f" {own['cpu']:g} | {own['median']:g} | {own['first']:g} |"
-        for name, own in told.items()
+        f" {row['cpu']:g} | {row['median']:g} | {row['first']:g} |"
+        for name, row in times.items()
     ]
     build, extend, idle = result["build"], result["extend"], 100 * result["idle_cpu_share"]
     return "\n".join(
@@ -159,30 +173,30 @@ def table(result: dict[str, Any]) -> str:
 
 
 def fill(store: RunStore, count: int) -> None:
-    """Commit so many episodes, as four runs would."""
-    chance = random.Random(1)  # noqa: S311
+    """Commit `count` episodes, as four runs would."""
+    rng = random.Random(1)  # noqa: S311
     pool = {env: [played(env, task) for task in range(num)] for env, num in POOL.items()}
-    for run, step, episodes in commits_of(count, pool, chance):
+    for run, step, episodes in commits_of(count, pool, rng):
         commit(store, run, step, episodes)
 
 
-def again(store: RunStore, made: Manifest) -> None:
-    """The episodes of a commit once more, as of its step's next commit."""
-    with store.open(made.step, made.key) as writer:
+def again(store: RunStore, manifest: Manifest) -> None:
+    """Repeat the episodes of a commit as its step's next commit."""
+    with store.open(manifest.step, manifest.key) as writer:
         writer.commit(
             done=False,
-            state=made.state,
+            state=manifest.state,
             parents={},
-            config=made.config,
+            config=manifest.config,
             blobs={},
-            records={TRAJECTORIES: store.read(made, TRAJECTORIES)},
+            records={TRAJECTORIES: store.read(manifest, TRAJECTORIES)},
             results={},
             timings={},
         )
 
 
 class Server:
-    """`agentgym view` in a process of its own."""
+    """A separate process that runs `agentgym view`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._began = folder, time.perf_counter()
@@ -196,9 +210,9 @@ class Server:
         )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        found = re.search(r"http://agentgym:(\S+)@(\S+)/login", line)
-        assert found is not None, line
-        self._token, self._address = found[1], f"http://{found[2]}"
+        match = re.search(r"http://agentgym:(\S+)@(\S+)/login", line)
+        assert match is not None, line
+        self._token, self._address = match[1], f"http://{match[2]}"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -213,7 +227,7 @@ class Server:
             return str(reply.read().decode())
 
     def wait_for(self, episodes: int) -> tuple[float, float]:
-        """Until so many are listed. Result: wall and CPU seconds since the start."""
+        """Wait until `episodes` are listed. Result: wall and CPU seconds since the start."""
         deadline = time.perf_counter() + START_LIMIT_S
         while time.perf_counter() < deadline:
             if self.listed() >= episodes:
@@ -222,9 +236,9 @@ class Server:
         raise TimeoutError(f"{episodes} episodes are not listed after {START_LIMIT_S:g} s")
 
     def listed(self) -> int:
-        """Episodes that are known so far."""
-        found = re.search(r"<strong>([\d,]+)", self.ask("/episodes"))
-        return int(found[1].replace(",", "")) if found else 0
+        """Number of episodes that the server lists so far."""
+        match = re.search(r"<strong>([\d,]+)", self.ask("/episodes"))
+        return int(match[1].replace(",", "")) if match else 0
 
     def cpu_s(self) -> float:
         """CPU seconds of the process so far."""
@@ -238,16 +252,16 @@ class Server:
 
     def peak_mib(self) -> float:
         status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="utf-8")
-        found = re.search(r"VmHWM:\s+(\d+) kB", status)
-        assert found is not None
-        return int(found[1]) / 1024
+        match = re.search(r"VmHWM:\s+(\d+) kB", status)
+        assert match is not None
+        return int(match[1]) / 1024
 
     def index_bytes(self) -> int:
-        """Of the index's file and its log."""
+        """Size of the index's file and its log."""
         return sum(path.stat().st_size for path in self._folder.glob("viewer/index-*.sqlite*"))
 
     def idle_share(self, seconds: float = 20.0) -> float:
-        """Of a core, while nothing is asked and nothing changes."""
+        """Share of a core, without requests and changes of the store."""
         before, began = self.cpu_s(), time.perf_counter()
         time.sleep(seconds)
         return (self.cpu_s() - before) / (time.perf_counter() - began)
@@ -262,7 +276,7 @@ def questions(server: Server) -> dict[str, dict[str, float]]:
     following = second[1].replace("&amp;", "&")
     item = re.search(r'class="open" href="[^"]+">([a-z]+_\d+)', server.ask("/episodes?env=babyai"))
     assert item is not None
-    asked: dict[str, Callable[[int], str]] = {
+    paths: dict[str, Callable[[int], str]] = {
         "first page": lambda n: "/episodes",
         "runs": lambda n: "/",
         "next page": lambda n: following,
@@ -278,11 +292,11 @@ def questions(server: Server) -> dict[str, dict[str, float]]:
         "group": lambda n: f"{addresses[n % len(addresses)]}/group",
         "training": lambda n: "/training",
     }
-    return {name: timed(server, path) for name, path in asked.items()}
+    return {name: timed(server, path) for name, path in paths.items()}
 
 
 def timed(server: Server, path: Callable[[int], str]) -> dict[str, float]:
-    """The first time, and of those that follow the median, the worst but one in twenty, and the
+    """Milliseconds of the first request; of the others the median and the 95th percentile, and the
     mean of the server's own CPU time.
     """
     times = []
@@ -303,17 +317,17 @@ def timed(server: Server, path: Callable[[int], str]) -> dict[str, float]:
 
 
 def commits_of(
-    count: int, pool: dict[str, list[Trajectory]], chance: random.Random
+    count: int, pool: dict[str, list[Trajectory]], rng: random.Random
 ) -> Iterator[tuple[int, int, list[Trajectory]]]:
-    """(run, optimizer step, episodes) of so many episodes."""
+    """Yield (run, optimizer step, episodes) until there are `count` episodes."""
     envs, weights = list(SHARES), list(SHARES.values())
     for number in range(count // PER_COMMIT):
         run, step = number % RUNS, 1 + number // RUNS
         episodes: list[Trajectory] = []
         while len(episodes) < PER_COMMIT:
-            own = chance.choice(pool[chance.choices(envs, weights)[0]])
-            task = chance.randrange(2_000)
-            episodes += [varied(own, task, sample, step, chance) for sample in range(GROUP)]
+            template = rng.choice(pool[rng.choices(envs, weights)[0]])
+            task = rng.randrange(2_000)
+            episodes += [varied(template, task, sample, step, rng) for sample in range(GROUP)]
         yield run, step, episodes[:PER_COMMIT]
 
 
@@ -332,22 +346,28 @@ def commit(store: RunStore, run: int, step: int, episodes: Sequence[Trajectory])
         )
 
 
-def varied(own: Trajectory, task: int, sample: int, step: int, chance: random.Random) -> Trajectory:
-    """Another sample: other ids, outcome and numbers, and its last turns perhaps not played."""
-    success = chance.random() < 0.5
-    cut = len(own.turns) // 3
-    turns = own.turns if success else own.turns[: len(own.turns) - chance.randint(0, cut)]
+def varied(
+    template: Trajectory, task: int, sample: int, step: int, rng: random.Random
+) -> Trajectory:
+    """Return another sample with other ids, outcome and numbers, and perhaps without its last
+    turns.
+    """
+    success = rng.random() < 0.5
+    cut = len(template.turns) // 3
+    turns = (
+        template.turns if success else template.turns[: len(template.turns) - rng.randint(0, cut)]
+    )
     length = turns[-1].end
-    ids = tuple(chance.choices(range(3, 30_000), k=length))
-    mask = own.action_mask[:length]
-    logprobs = tuple(round(-chance.expovariate(2.0), 5) if each else 0.0 for each in mask)
+    ids = tuple(rng.choices(range(3, 30_000), k=length))
+    mask = template.action_mask[:length]
+    logprobs = tuple(round(-rng.expovariate(2.0), 5) if is_action else 0.0 for is_action in mask)
     learned = None
-    if chance.random() < 0.1:
+    if rng.random() < 0.1:
         num = sum(mask)
         learned = Learned(logprobs[:num], (0.5,) * num, (1.01,) * num, "", (0.4,) * num)
     return replace(
-        own,
-        item=Item(own.item.env, task, "train"),
+        template,
+        item=Item(template.item.env, task, "train"),
         sample=sample,
         step=step,
         status=Status.TERMINATED if success else Status.MAX_TURNS,
@@ -364,7 +384,7 @@ def varied(own: Trajectory, task: int, sample: int, step: int, chance: random.Ra
 
 
 def played(env: str, task: int) -> Trajectory:
-    """An episode in which chance acts first, then the expert."""
+    """Play an episode: random actions first, then the expert's."""
     world = load_spec(env, {}).make()
     first = world.reset(task)
     turns: list[Turn] = []

@@ -1,9 +1,9 @@
-"""What a training loses to a viewer: `python benchmarks/viewer_beside.py`.
+"""Slowdown of a training by a viewer: `python benchmarks/viewer_beside.py`.
 
-The first stage of the default task is trained again and again from one warm start, in turns alone
-and beside an `agentgym view` that follows its store and is asked for a page each second.
-`deterministic: true`, so that all these trainings do the same work; what steps take is between the
-ends of the first and the last.
+The first stage of the default task is trained repeatedly from one warm start, alternately alone and
+with an `agentgym view` that follows its store and gets a request for a page each second.
+`deterministic: true`, so that all these trainings do the same work; the time of steps is measured
+between the ends of the first and the last.
 Writes docs/results/viewer_beside.json.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from scipy.stats import t as student
-from viewer import ROOT, Server, write  # of this folder
+from viewer import ROOT, Server, write  # benchmarks/viewer.py
 
 from agentgym.store.posix import posix_store
 
@@ -41,11 +41,11 @@ TRAINING_S = 1_800.0
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="of trainings; at least 2")
-    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of each")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of trainings; at least 2")
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps per training")
     parser.add_argument("--out", type=Path, default=OUT)
     chosen = parser.parse_args()
-    pairs, asked = [], []
+    pairs, viewer_costs = [], []
     with tempfile.TemporaryDirectory(prefix="agentgym-beside-") as name:
         folder = Path(name)
         for step in START:
@@ -57,28 +57,30 @@ def main() -> int:
                 if case == "alone":
                     pair[case] = trained(state, chosen.steps)
                 else:
-                    pair[case], told = beside(state, chosen.steps)
-                    asked.append(told)
+                    pair[case], measurements = beside(state, chosen.steps)
+                    viewer_costs.append(measurements)
                 shutil.rmtree(state)
             pairs.append(pair)
             print(pair, flush=True)
-    told = {
+    measurements = {
         "optimizer_steps": chosen.steps,
         "steps_per_s": pairs,
         "fall": fall([(pair["alone"], pair["beside"]) for pair in pairs]),
-        "pages": sum(each["pages"] for each in asked),
+        "pages": sum(viewer_cost["pages"] for viewer_cost in viewer_costs),
         "viewer_core_share": round(
-            sum(each["cpu_s"] for each in asked) / sum(each["wall_s"] for each in asked), 4
+            sum(viewer_cost["cpu_s"] for viewer_cost in viewer_costs)
+            / sum(viewer_cost["wall_s"] for viewer_cost in viewer_costs),
+            4,
         ),
         "load_average": round(os.getloadavg()[2], 1),
     }
-    write(chosen.out, "python benchmarks/viewer_beside.py", told)
-    print(sentence({**told, "machine": {"cores": os.cpu_count()}}))
+    write(chosen.out, "python benchmarks/viewer_beside.py", measurements)
+    print(sentence({**measurements, "machine": {"cores": os.cpu_count()}}))
     return 0
 
 
 def run(step: str, state: Path, num_steps: int) -> None:
-    """One step of the pipeline, in a process of its own."""
+    """Run one step of the pipeline in a separate process."""
     command = [sys.executable, "-m", "agentgym", "step", step, "--params", "params.yaml"]
     for override in (
         f"store.path={state / 'store'}",
@@ -86,14 +88,14 @@ def run(step: str, state: Path, num_steps: int) -> None:
         f"horizon.stage_steps=[{num_steps},1,1]",
     ):
         command += ["--set", override]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=TRAINING_S, encoding="utf-8"
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
 
 
 def trained(state: Path, num_steps: int) -> float:
-    """Optimizer steps per second of the first stage, trained from this state."""
+    """Train the first stage from this state; return its optimizer steps per second."""
     run(STAGE, state, num_steps)
     store = posix_store(state / "store", lease_ttl_s=30.0)
     (head,) = store.heads(STAGE)
@@ -103,10 +105,10 @@ def trained(state: Path, num_steps: int) -> float:
 
 
 def beside(state: Path, num_steps: int) -> tuple[float, dict[str, float]]:
-    """`trained` while a viewer is asked. Result: that, and what the viewer did meanwhile."""
+    """Call `trained` while a viewer gets requests. Result: (steps per second, viewer's cost)."""
     ended = threading.Event()
     with Server(state) as server, ThreadPoolExecutor(1) as pool:
-        server.wait_for(1)  # of the warm start
+        server.wait_for(1)  # episodes of the warm start
         known = server.listed()
         began_s, began_cpu_s = time.perf_counter(), server.cpu_s()
         visitor = pool.submit(visit, server, ended)
@@ -116,44 +118,44 @@ def beside(state: Path, num_steps: int) -> tuple[float, dict[str, float]]:
             ended.set()
         pages = visitor.result()
         wall_s, cpu_s = time.perf_counter() - began_s, server.cpu_s() - began_cpu_s
-        server.wait_for(known + num_steps)  # it did follow
+        server.wait_for(known + num_steps)  # raises if the viewer did not follow
     return rate, {"pages": pages, "cpu_s": cpu_s, "wall_s": wall_s}
 
 
 def visit(server: Server, ended: threading.Event) -> int:
-    """Ask for a page each second. Result: how many."""
+    """Request a page each second until the event is set; return the number of pages."""
     count, pages = 0, itertools.cycle(PAGES)
     while not ended.wait(EVERY_S):
         page = next(pages)
         if page == NEWEST:
-            found = re.search(r'href="(/e/[^"?]+)', server.ask("/episodes"))
-            page = f"{found[1]}?overlay=engine" if found else "/"
+            match = re.search(r'href="(/e/[^"?]+)', server.ask("/episodes"))
+            page = f"{match[1]}?overlay=engine" if match else "/"
         server.ask(page)
         count += 1
     return count
 
 
 def fall(rates: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """By how many percent the second of each pair is less than the first: the mean of the
-    logarithms of their ratios, with Student's interval of 95 %.
+    """Percentage by which the second of each pair is lower than the first: the mean of the
+    logarithms of their ratios, with Student's 95 % interval.
     """
     logs = [math.log(second / first) for first, second in rates]
     mean, count = sum(logs) / len(logs), len(logs)
-    variance = sum((each - mean) ** 2 for each in logs) / (count - 1)
-    far = float(student.ppf(0.975, count - 1)) * math.sqrt(variance / count)
+    variance = sum((value - mean) ** 2 for value in logs) / (count - 1)
+    half_width = float(student.ppf(0.975, count - 1)) * math.sqrt(variance / count)
     percent, low, high = (
-        round(100 * -math.expm1(each), 2) for each in (mean, mean + far, mean - far)
+        round(100 * -math.expm1(bound), 2) for bound in (mean, mean + half_width, mean - half_width)
     )
     return {"percent": percent, "low": low, "high": high}
 
 
 def sentence(result: dict[str, Any]) -> str:
-    """As docs/viewer.md has it."""
-    told, pairs = result["fall"], result["steps_per_s"]
+    """Return the sentence for docs/viewer.md."""
+    interval, pairs = result["fall"], result["steps_per_s"]
     return (
         f"While it follows a training and is asked for a page each second, the training's steps per"
-        f" second fall by {told['percent']:g} % (95 % interval {told['low']:g} to"
-        f" {told['high']:g}): {len(pairs)} pairs of trainings of {result['optimizer_steps']}"
+        f" second fall by {interval['percent']:g} % (95 % interval {interval['low']:g} to"
+        f" {interval['high']:g}): {len(pairs)} pairs of trainings of {result['optimizer_steps']}"
         f" optimizer steps, alone and beside it, on {result['machine']['cores']} cores; the viewer"
         f" takes {100 * result['viewer_core_share']:.2g} % of a core."
     )

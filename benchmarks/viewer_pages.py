@@ -1,8 +1,9 @@
-"""Every page of `agentgym view`, in a browser: `python benchmarks/viewer_pages.py`.
+"""Browser test of every page of `agentgym view`: `python benchmarks/viewer_pages.py`.
 
-The default task is trained with few evaluation items, and expert and chance play each of the five
-environments. Every feature is used in Chromium at the widths of a desktop and of a phone, in light
-and dark; axe-core looks at each page; every episode of the five evaluations is played again.
+The default task is trained with few evaluation items, and the expert and the random policy play
+each of the five environments. Every feature is used in Chromium at the widths of a desktop and of a
+phone, in light and dark; axe-core checks each page; every episode of the five evaluations is
+replayed.
 Writes docs/results/viewer_pages.json and the pictures in docs/images. Needs Java and Chromium.
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from viewer import ROOT, write  # of this folder; it sets what a process needs to begin with
+from viewer import ROOT, write  # benchmarks/viewer.py, which also sets the process's defaults
 
 from agentgym.config import RunConfig, load_config
 from agentgym.viewer.app import make_app
@@ -33,7 +34,7 @@ from agentgym.viewer.viewer import Viewer
 
 OUT, IMAGES = ROOT / "docs/results/viewer_pages.json", ROOT / "docs/images"
 ENVS = ("babyai", "textcraft", "searchqa", "webarena", "sciworld")
-TASKS = 3  # of each environment
+TASKS = 3  # per environment
 TURNS = 30
 TOKEN = "of-these-pages"  # noqa: S105
 VARIANTS = {
@@ -42,12 +43,12 @@ VARIANTS = {
     "phone-light": (390, 844, "light"),
     "phone-dark": (390, 844, "dark"),
 }
-SHOWN = ("episodes", "episode", "training")  # whose pictures are kept
+SHOWN = ("episodes", "episode", "training")  # pages whose pictures are kept
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--folder", type=Path, help="state that is there already, or is to stay")
+    parser.add_argument("--folder", type=Path, help="existing state, or a folder to keep it in")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--images", type=Path, default=IMAGES)
     arguments = parser.parse_args()
@@ -65,13 +66,13 @@ def main() -> int:
         )
         make_runs(cfg)
         with served(cfg) as (viewer, base):
-            told = {"replays": replays(viewer), **looked_at(viewer, base, arguments.images)}
-    write(arguments.out, "python benchmarks/viewer_pages.py", told)
+            result = {"replays": replays(viewer), **looked_at(viewer, base, arguments.images)}
+    write(arguments.out, "python benchmarks/viewer_pages.py", result)
     return 0
 
 
 def make_runs(cfg: RunConfig) -> None:
-    """A training and ten evaluations; what is done already is not done again."""
+    """Run a training and ten evaluations; finished ones are not repeated."""
     from agentgym.evaluation.request import EvaluationRequest
     from agentgym.pipeline.evaluation import evaluate_policy
     from agentgym.pipeline.run import run_with_parents
@@ -85,19 +86,19 @@ def make_runs(cfg: RunConfig) -> None:
             "greedy": False,
             "max_turns": TURNS,
         }
-        own = cfg
+        env_cfg = cfg
         if env != cfg.env.name:
-            own = cfg.model_copy(update={"env": type(cfg.env)(name=env)})
+            env_cfg = cfg.model_copy(update={"env": type(cfg.env)(name=env)})
         for policy in ("random", "expert"):
             request = EvaluationRequest.model_validate(
                 {"policy": policy, "envs": (env,), "changes": changes}
             )
-            evaluate_policy(own, request)
+            evaluate_policy(env_cfg, request)
 
 
 @contextlib.contextmanager
 def served(cfg: RunConfig) -> Iterator[tuple[Viewer, str]]:
-    """A viewer that has looked at its store, and the address of its pages."""
+    """Yield a viewer that has read its store, and the address of its pages."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         bound.listen()
@@ -119,64 +120,68 @@ def served(cfg: RunConfig) -> Iterator[tuple[Viewer, str]]:
 
 
 def replays(viewer: Viewer) -> dict[str, Any]:
-    """Of each environment's evaluations, how many episodes agree when they are played again."""
-    told: dict[str, Any] = {}
+    """Number of episodes of each environment's evaluations that agree when they are replayed."""
+    by_env: dict[str, Any] = {}
     for env in ENVS:
         rows = viewer.lists.all(Query({"env": (env,), "stage": ("evaluation",)}), 1_000)
-        said = [viewer.replays.now(found) for found in viewer.bodies.read(rows)]
-        told[env] = {
-            "episodes": len(said),
-            "agree": sum(each.agrees is True for each in said),
-            "drawn": sum(any(shot.media_type for shot in each.shots) for each in said),
-            "others": sorted({each.said for each in said if each.agrees is not True})[:5],
+        replayed = [viewer.replays.now(body) for body in viewer.bodies.read(rows)]
+        by_env[env] = {
+            "episodes": len(replayed),
+            "agree": sum(replay.agrees is True for replay in replayed),
+            "drawn": sum(any(shot.media_type for shot in replay.shots) for replay in replayed),
+            "others": sorted({replay.said for replay in replayed if replay.agrees is not True})[:5],
         }
-    return told
+    return by_env
 
 
 @dataclass
 class Walk:
-    """A browser's way through the pages, and what it met."""
+    """A browser's walk through the pages: pages visited and errors."""
 
     page: Any  # Playwright's
     base: str
     visited: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)  # of scripts and of the page's policy
+    errors: list[str] = field(
+        default_factory=list
+    )  # errors of scripts and of the content security policy
     violations: list[str] = field(default_factory=list)  # that axe-core found
 
     def __post_init__(self) -> None:
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on(
             "console",
-            lambda said: self.errors.append(said.text) if said.type == "error" else None,
+            lambda message: self.errors.append(message.text) if message.type == "error" else None,
         )
 
     def go(self, path: str) -> None:
-        """Errors: AssertionError where it is no page."""
+        """Open a page. Errors: AssertionError if the reply is not OK."""
         answer = self.page.goto(f"{self.base}{path}")
         assert answer is not None
         assert answer.ok, f"{path}: {answer.status}"
 
     def look(self, name: str) -> None:
-        """Have axe-core look at the page that is shown."""
+        """Check the current page with axe-core."""
         from axe_playwright_python.sync_playwright import Axe
 
         self.visited.append(name)
-        for each in Axe().run(self.page).response["violations"]:
-            where = each["nodes"][0]["html"][:160]
-            self.violations.append(f"{name}: {each['id']}: {len(each['nodes'])} such as {where}")
+        for violation in Axe().run(self.page).response["violations"]:
+            where = violation["nodes"][0]["html"][:160]
+            self.violations.append(
+                f"{name}: {violation['id']}: {len(violation['nodes'])} such as {where}"
+            )
 
 
 Visit = Callable[[Walk, str], None]
 
 
 def looked_at(viewer: Viewer, base: str, images: Path) -> dict[str, Any]:
-    """Every page in every variant; pictures of some."""
+    """Check every page in every variant; take pictures of some."""
     from playwright.sync_api import sync_playwright
 
     from envs.webarena.chromium import find_browser
 
     images.mkdir(parents=True, exist_ok=True)
-    told: dict[str, Any] = {"pages": {}, "violations": [], "errors": []}
+    result: dict[str, Any] = {"pages": {}, "violations": [], "errors": []}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
         for name, (width, height, scheme) in VARIANTS.items():
@@ -193,16 +198,16 @@ def looked_at(viewer: Viewer, base: str, images: Path) -> dict[str, Any]:
                     picture(walk.page.screenshot(), images / f"view-{shown}-{name}.png")
             if name == "desktop-light":
                 use(walk)
-            told["pages"][name] = len(walk.visited)
-            told["violations"] += [f"{name} {each}" for each in walk.violations]
-            told["errors"] += [f"{name} {each}" for each in walk.errors]
+            result["pages"][name] = len(walk.visited)
+            result["violations"] += [f"{name} {violation}" for violation in walk.violations]
+            result["errors"] += [f"{name} {error_text}" for error_text in walk.errors]
             context.close()
         browser.close()
-    return told
+    return result
 
 
 def addresses(viewer: Viewer) -> dict[str, str]:
-    """Every kind of page, by a name."""
+    """Address of every kind of page, by a name."""
     steps = viewer.bodies.steps()
 
     def one(**facets: tuple[str, ...]) -> str:
@@ -238,7 +243,7 @@ def addresses(viewer: Viewer) -> dict[str, str]:
 
 
 def use(walk: Walk) -> None:
-    """What a person does with keys and forms."""
+    """Use keys and forms as a person does."""
     page = walk.page
     walk.go("/episodes?env=babyai")
     page.keyboard.press("j")
@@ -274,7 +279,7 @@ def use(walk: Walk) -> None:
 
 
 def picture(data: bytes, file: Path) -> None:
-    """Few colors: a third of the size, and no eye sees it."""
+    """Save with few colors: a third of the size, without a visible difference."""
     from PIL import Image
 
     small = Image.open(io.BytesIO(data)).convert("RGB").quantize(128)

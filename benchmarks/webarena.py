@@ -1,9 +1,9 @@
-"""What a WebArena session and step cost: `python benchmarks/webarena.py`.
+"""Cost of a WebArena session and step: `python benchmarks/webarena.py`.
 
-One server process with its browser; the pages come from this process, the load too.
-First steps on a page of 260 elements: CPU time of Chromium, its driver and the server over the
+One server process with its browser; this process serves the pages and generates the load.
+First, steps on a page of 260 elements: CPU time of Chromium, its driver and the server over the
 steps, latency, and PSS at growing numbers of open sessions.
-Then whole episodes on the embedded sites, closed loop.
+Then, whole episodes on the embedded sites, closed loop.
 Writes docs/results/webarena.json.
 """
 
@@ -36,8 +36,8 @@ from agentgym.types import Item
 from envs.webarena.chromium import BROWSER_VARIABLE, find_browser
 
 ROOT = Path(__file__).parents[1]
-ROWS = 130  # of a link and a button each
-STEPS = 8  # of an episode on the embedded sites, at most
+ROWS = 130  # each with a link and a button
+STEPS = 8  # most steps of an episode on the embedded sites
 GOAL_CPU_MS, GOAL_PSS_MIB = 130, 90
 PAGE = "<!doctype html><title>Big</title><table>{}</table>".format(
     "".join(
@@ -69,7 +69,7 @@ def page_server() -> Any:
 
 
 class Processes:
-    """The server and all it started."""
+    """The server and all its descendants."""
 
     def __init__(self, pid: int) -> None:
         self._server = psutil.Process(pid)
@@ -78,7 +78,7 @@ class Processes:
         return [self._server, *self._server.children(recursive=True)]
 
     def cpu_ms(self) -> dict[str, float]:
-        """So far, by part. Only right while none of them ends."""
+        """CPU milliseconds so far, by part. Only correct while none of the processes ends."""
         spent = {"chromium": 0.0, "driver": 0.0, "server": 0.0}
         for process in self.each():
             with contextlib.suppress(psutil.Error):
@@ -111,7 +111,7 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 async def steps(endpoints: list[str], counts: list[int], per_session: int) -> list[dict[str, Any]]:
-    """Clicks on the big page with so many sessions open, all of them acting."""
+    """Click on the big page with each number of open sessions, all of them acting."""
     rows = []
     async with EnvPool(endpoints, request_timeout_s=120) as pool:
         processes = Processes((await pool.info())[0].pid)
@@ -158,14 +158,14 @@ async def steps(endpoints: list[str], counts: list[int], per_session: int) -> li
 
 
 async def episodes(endpoints: list[str], counts: list[int], seconds: float) -> list[dict[str, Any]]:
-    """The expert on the embedded tasks, closed loop."""
+    """Play the embedded tasks with the expert, closed loop."""
     rows = []
     numbers = itertools.count()
     async with EnvPool(endpoints, request_timeout_s=120) as pool:
         for count in counts:
             times: list[float] = []
             opened: list[float] = []
-            done = failed = 0
+            num_played = failed = 0
             until = time.perf_counter() + seconds
 
             async def client(
@@ -196,10 +196,10 @@ async def episodes(endpoints: list[str], counts: list[int], seconds: float) -> l
             began = time.perf_counter()
             ends = await asyncio.gather(*(client() for _ in range(count)))
             wall_s = time.perf_counter() - began
-            done, failed = sum(end[0] for end in ends), sum(end[1] for end in ends)
+            num_played, failed = sum(end[0] for end in ends), sum(end[1] for end in ends)
             row = {
                 "sessions": count,
-                "sessions_per_minute": round(60 * done / wall_s, 1),
+                "sessions_per_minute": round(60 * num_played / wall_s, 1),
                 "steps_per_s": round(len(times) / wall_s, 2),
                 **quantiles(times),
                 "open_ms": round(1000 * statistics.median(opened), 1),
@@ -213,11 +213,18 @@ async def episodes(endpoints: list[str], counts: list[int], seconds: float) -> l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 16])
-    parser.add_argument("--steps", type=int, default=30, help="of each session on the big page")
     parser.add_argument(
-        "--seconds", type=float, default=40.0, help="of each measurement on the embedded sites"
+        "--steps", type=int, default=30, help="steps of each session on the big page"
     )
-    parser.add_argument("--browser", default="", help="program; default: the one the server finds")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=40.0,
+        help="duration of each measurement on the embedded sites",
+    )
+    parser.add_argument(
+        "--browser", default="", help="browser program; default: the one that the server finds"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/webarena.json")
     arguments = parser.parse_args()
     if arguments.browser:

@@ -1,13 +1,13 @@
-"""Writes the embedded stand-in of AgentGym-RL-Data-ID, so that a clone runs without the network
+"""Writer of the embedded stand-in of AgentGym-RL-Data-ID, so that a clone runs without the network
 and without the licensed lists.
 
-Same layout and schema as the set on the Hub, other ids: of each environment's index range, the ones
-whose sha256 sorts first, each task once: where two ids name one task of the environment (as it is
-by default), a later id stands in for the second.
-Equal output on every machine and Python version.
-Run it from anywhere: `python data/make_standin.py`, of some environments alone with their names,
-then `dvc add`.
-It also writes `textcraft-invented`, small enough for git: made-up goals of TextCraft to learn from,
+Layout and schema are those of the data set on the Hub; the ids differ. From each environment's
+index range it takes the ids whose sha256 sorts first, and each task once: if two ids name the same
+task of the environment (with its default options), a later id replaces the second.
+The output is equal on every machine and Python version.
+Run `python data/make_standin.py` from anywhere (with names: only these environments), then `dvc
+add`.
+It also writes `textcraft-invented`, small enough for git: invented TextCraft goals for training,
 the game's own for the test.
 """
 
@@ -33,32 +33,32 @@ SIZES = {
     "webarena": (64, range(104), 40, range(104)),  # the embedded tasks, all of them
 }
 
-# TextCraft with max_depth 1 and recipes "invented:8000": 8,000 made-up goals to learn from, the
+# TextCraft with max_depth 1 and recipes "invented:8000": 8,000 invented goals for training, the
 # game's own 124 for the test
 INVENTED = ROOT.with_name("textcraft-invented")
 NUM_INVENTED = 8_000
 
 
 def ids(env: str) -> tuple[list[str], list[str]]:
-    """Train and eval ids of one environment: no task twice, in an order by hash, so that every
-    prefix is a fair sample.
+    """Train and eval ids of one environment: no task twice, ordered by hash, so that every prefix
+    is a fair sample.
     """
     num_train, train_indices, num_eval, eval_indices = SIZES[env]
     for_train, for_eval = _in_hash_order(env, train_indices), _in_hash_order(env, eval_indices)
     first = for_train[:num_train]
     second = [item_id for item_id in for_eval if item_id not in set(first)][:num_eval]
-    identity, seen = _identity(env), set()
+    identity, seen_tasks = _identity(env), set()
 
-    def new(item_ids: list[str], most: int) -> list[str]:
-        found: list[str] = []
+    def new(item_ids: list[str], limit: int) -> list[str]:
+        chosen: list[str] = []
         for item_id in item_ids:
-            task = identity(int(item_id.rpartition("_")[2])) if len(found) < most else None
-            if task is not None and task not in seen:
-                seen.add(task)
-                found.append(item_id)
-        return found
+            task = identity(int(item_id.rpartition("_")[2])) if len(chosen) < limit else None
+            if task is not None and task not in seen_tasks:
+                seen_tasks.add(task)
+                chosen.append(item_id)
+        return chosen
 
-    # of two that are one task, the one that is tested stays
+    # if a train and a test id are the same task, the test keeps it
     test, train = new(second, num_eval), new(first, num_train)
     rest = {*first, *second}
     test += new([item_id for item_id in for_eval if item_id not in rest], num_eval - len(test))
@@ -67,7 +67,7 @@ def ids(env: str) -> tuple[list[str], list[str]]:
 
 
 def _identity(env: str) -> Callable[[int], str]:
-    """Task id -> what the task is. Neither Java nor a browser is needed."""
+    """Return a function: task id -> identity of the task. It needs neither Java nor a browser."""
     from envs.registry import load_spec
     from envs.sciworld.tasks import PUBLISHED, find_task
     from envs.webarena.tasks import SITE_NAMES, identity, load
@@ -80,13 +80,13 @@ def _identity(env: str) -> Callable[[int], str]:
             identity,
             load(path, {site: f"http://{site}" for site in SITE_NAMES}, skip_missing=False),
         )
-    found = load_spec(env, {}).identity
-    assert found is not None
-    return found
+    identity_of = load_spec(env, {}).identity
+    assert identity_of is not None
+    return identity_of
 
 
 def ids_invented() -> tuple[list[str], list[str]]:
-    """Train and eval ids: the invented goals of one level of crafting, and the shipped ones."""
+    """Train ids (invented goals of one crafting level) and eval ids (the game's own goals)."""
     from envs.textcraft.recipes import load_book
     from envs.textcraft.world import goals_of
 

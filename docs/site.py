@@ -12,7 +12,14 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("*.md", "docs/*.md", "docs/results/*.md", "*/README.md", "*/*/README.md")
+PAGES = (
+    "*.md",
+    "docs/*.md",
+    "docs/concepts/*.md",
+    "docs/results/*.md",
+    "*/README.md",
+    "*/*/README.md",
+)
 LEFT_OUT = ("tests", "node_modules")  # and whatever begins with a dot
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 

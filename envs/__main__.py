@@ -1,5 +1,8 @@
-"""`python -m envs serve NAME`: one environment server in this process.
-`python -m envs identities NAME`: which of its tasks are equal.
+"""Command line of the environment servers.
+
+`python -m envs serve NAME` runs one environment server in this process.
+`python -m envs identities NAME` prints a digest of each task: equal digests, equal tasks.
+`python -m envs list` prints the installed environments.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         return _identities(spec)
     if arguments.check:
         return 0
-    from envs.serving import serve  # what it needs takes longer to import than all else here
+    from envs.serving import serve  # imported here because it takes long and only `serve` needs it
 
     return serve(spec, arguments, _refuse)
 
@@ -49,21 +52,21 @@ def _parser() -> argparse.ArgumentParser:
         "serve",
         help="serve one environment over HTTP",
         description=(
-            f"Serve one environment over HTTP. Where {TOKEN_VARIABLE} is set, requests must bear"
+            f"Serve one environment over HTTP. If {TOKEN_VARIABLE} is set, requests must carry"
             " that token."
         ),
     )
     same = commands.add_parser(
         "identities",
-        help="say which tasks are equal",
+        help="print a digest of each task; equal tasks have equal digests",
         description=(
             "Reads a JSON list of task ids. Writes a JSON list with a digest of each task, null for"
-            " an id that names none, or null alone where the environment cannot say."
+            " an unknown id, or null alone if the environment does not identify its tasks."
         ),
     )
-    for each in (serve, same):
-        each.add_argument("name", help="environment; `list` shows them")
-        each.add_argument(
+    for command in (serve, same):
+        command.add_argument("name", help="environment; `list` shows them")
+        command.add_argument(
             "--options", default="{}", metavar="JSON", help="the environment's options"
         )
     serve.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
@@ -112,14 +115,14 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME",
         help=(
-            "a name the server is asked under, beside localhost and its address; .NAME: any"
-            " below it"
+            "a host name that requests may use, in addition to localhost and the server's address;"
+            " .NAME allows all subdomains"
         ),
     )
     serve.add_argument(
         "--no-token",
         action="store_true",
-        help="let whoever reaches it ask, also from other machines",
+        help="accept requests without a token, also from other machines",
     )
     serve.add_argument(
         "--owner-pipe",
@@ -129,15 +132,15 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "list",
         help=(
-            "every environment and, where it cannot be served on this machine, why; one JSON object"
-            " a line"
+            "print every environment and, if it cannot be served on this machine, the reason; one"
+            " JSON object a line"
         ),
     )
     return parser
 
 
 def _list() -> int:
-    """Exit code 0, also where some cannot be served: most users need one or two."""
+    """Print the known environments. Return 0 even if some cannot be served: few users need all."""
     for name in sorted(known()):
         try:
             load_spec(name, {})
@@ -199,6 +202,6 @@ def _refuse(message: str, code: int = 2) -> int:
 
 
 if __name__ == "__main__":
-    # a third of the time of a short command is looking for garbage among its imports at the end
+    # garbage collection over the imports at exit would take a third of a short command's time
     atexit.register(gc.freeze)
     sys.exit(main())

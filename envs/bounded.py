@@ -1,5 +1,5 @@
-"""A time limit for code that may loop for ever and offers no way to stop it: run it in a thread
-and raise into that thread.
+"""A time limit for code that may loop forever and cannot be stopped from outside: run it in a
+thread and raise an exception in that thread.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _RAISES = 5  # attempts to stop a thread
-_GRACE_S = 0.2  # it gets between two attempts
+_GRACE_S = 0.2  # wait between two attempts
 
 
 class OutOfTime(BaseException):
-    """Raised inside the thread.
-    Not an Exception, so that `except Exception` in the code being stopped lets it pass.
+    """Exception raised inside the thread that ran out of time.
+    It is a BaseException, so that `except Exception` in the stopped code does not catch it.
     """
 
 
 class Unstoppable(RuntimeError):
-    """The thread runs on, for example inside a C call: what it works on must not be used again."""
+    """The thread keeps running, for example inside a C call; do not use its objects again."""
 
 
 async def run_bounded(work: Callable[[], T], timeout_s: float) -> T:
-    """The result of `work()`, run in a thread of its own.
+    """Return the result of `work()`, run in a new thread.
 
-    Errors: what `work` raises; TimeoutError where it was stopped after timeout_s; Unstoppable where
-    it could not be.
+    Errors: those of `work`; TimeoutError if it was stopped after timeout_s; Unstoppable if it could
+    not be stopped.
     """
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
+    outcome: asyncio.Future[T] = loop.create_future()
     gate = threading.Lock()
     finished = False
 
     def report(result: T | None, error: BaseException | None) -> None:
-        if not done.done():
+        if not outcome.done():
             if error is not None:
-                done.set_exception(error)
+                outcome.set_exception(error)
             else:
-                done.set_result(result)  # type: ignore[arg-type]
+                outcome.set_result(result)  # type: ignore[arg-type]
 
     def run() -> None:
         nonlocal finished
@@ -55,19 +55,19 @@ async def run_bounded(work: Callable[[], T], timeout_s: float) -> T:
             except Exception as raised:
                 error = raised
             with gate:
-                finished = True  # from here on nothing is raised into this thread
+                finished = True  # from now on the caller raises nothing in this thread
         except OutOfTime:
             finished = True
             error = TimeoutError()
-        with contextlib.suppress(RuntimeError):  # the loop may be gone
+        with contextlib.suppress(RuntimeError):  # the loop may be closed
             loop.call_soon_threadsafe(report, result, error)
 
     thread = threading.Thread(target=run, name="bounded", daemon=True)
     thread.start()
     try:
-        return await asyncio.wait_for(asyncio.shield(done), timeout_s)
+        return await asyncio.wait_for(asyncio.shield(outcome), timeout_s)
     except TimeoutError:
-        if done.done():
+        if outcome.done():
             raise
     for _ in range(_RAISES):
         with gate:
@@ -76,7 +76,7 @@ async def run_bounded(work: Callable[[], T], timeout_s: float) -> T:
                     ctypes.c_ulong(thread.ident), ctypes.py_object(OutOfTime)
                 )
         with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(asyncio.shield(done), _GRACE_S)
-        if done.done():
+            return await asyncio.wait_for(asyncio.shield(outcome), _GRACE_S)
+        if outcome.done():
             raise TimeoutError
     raise Unstoppable(f"no answer within {timeout_s} s, and the thread could not be stopped")

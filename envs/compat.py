@@ -1,10 +1,10 @@
 """AgentGym's own routes under `/agentgym`, so that its clients work unchanged against this server.
 
-Shapes and error style are theirs (errors are status 200 with `{"error": text}` where their server
-does so); sessions, limits and the reaper are ours.
+Shapes and error style are AgentGym's: errors have status 200 and a body `{"error": text}` if its
+server answers so. Sessions, limits and the reaper are those of our own routes.
 Ids are unguessable integers below 2**53.
-On purpose not theirs: an episode that ended pays nothing more, and `close` of an unknown id is
-`false` everywhere.
+Two deliberate differences: a finished episode pays no further reward, and `close` of an unknown id
+always returns `false`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Named(BaseModel):
 
 
 class AgentGymRoutes:
-    """The routes of one server, over the sessions it has anyway."""
+    """AgentGym's routes on one server; they share its sessions."""
 
     def __init__(self, sessions: Sessions, dialect: Dialect) -> None:
         self._sessions = sessions
@@ -61,7 +61,7 @@ class AgentGymRoutes:
     ) -> Iterator[
         tuple[str, str, type[BaseModel] | None, Callable[[Request], Awaitable[Response]]]
     ]:
-        """(method, path, body, handler) of every route."""
+        """Yield (method, path, body model, handler) of every route."""
         dialect, prefix = self._dialect, "/agentgym"
         yield "GET", f"{prefix}/", None, self._greet
         yield (
@@ -93,19 +93,19 @@ class AgentGymRoutes:
             )
         counts = self._dialect.counts
         task = next(self._counter) if counts else self._dialect.names_task(body)
-        place = Place(1 + secrets.randbelow(MAX_ID - 1), _checked(task), time.monotonic())
+        env = Place(1 + secrets.randbelow(MAX_ID - 1), _checked(task), time.monotonic())
         if counts:
-            await self._open(place)
-        self._places[place.id] = place
-        return self._dialect.created(place)
+            await self._open(env)
+        self._places[env.id] = env
+        return self._dialect.created(env)
 
     async def _reset(self, body: Any) -> object:
-        place = self._find(body.id)
-        async with place.lock:
-            await self._end(place)
-            place.task = _checked(place.task if body.data_idx is None else body.data_idx)
+        env = self._find(body.id)
+        async with env.lock:
+            await self._end(env)
+            env.task = _checked(env.task if body.data_idx is None else body.data_idx)
             try:
-                await self._open(place)
+                await self._open(env)
             except Refused as error:
                 if self._dialect.reset_failed is None or error.reply.kind not in (
                     ErrorKind.ENV_CRASHED,
@@ -113,20 +113,20 @@ class AgentGymRoutes:
                 ):
                     raise
                 return self._dialect.reset_failed
-            return self._dialect.shown(place)
+            return self._dialect.shown(env)
 
     async def _step(self, body: Any) -> Json:
-        place = self._find(body.id)
-        async with place.lock:
-            if place.done:
-                raise _finished(place)
-            if not place.session:
-                if place.task is None:
+        env = self._find(body.id)
+        async with env.lock:
+            if env.done:
+                raise _finished(env)
+            if not env.session:
+                if env.task is None:
                     raise Refused(
-                        ErrorKind.BAD_REQUEST, f"The environment {place.id} has not been reset."
+                        ErrorKind.BAD_REQUEST, f"The environment {env.id} has not been reset."
                     )
-                await self._open(place)
-            request = StepRequest(session_id=place.session, turn=place.turn + 1, action=body.action)
+                await self._open(env)
+            request = StepRequest(session_id=env.session, turn=env.turn + 1, action=body.action)
             try:
                 reply = StepReply.model_validate_json(await self._sessions.step(request))
             except Refused as error:
@@ -137,29 +137,29 @@ class AgentGymRoutes:
                 ):
                     raise
                 return self._dialect.step_failed(error.reply.message)
-            place.turn, place.observation, place.reward = (
+            env.turn, env.observation, env.reward = (
                 reply.turn,
                 reply.observation,
                 reply.reward,
             )
-            place.score += reply.reward
-            place.done, place.truncated, place.info = (
+            env.score += reply.reward
+            env.done, env.truncated, env.info = (
                 reply.terminated or reply.truncated,
                 reply.truncated,
                 reply.info,
             )
-            return self._dialect.stepped(place)
+            return self._dialect.stepped(env)
 
     async def _close(self, body: Any) -> object:
-        place = self._places.pop(body.id, None)
-        if place is not None:
-            async with place.lock:
-                await self._end(place)
-        return self._dialect.closed(place is not None)
+        env = self._places.pop(body.id, None)
+        if env is not None:
+            async with env.lock:
+                await self._end(env)
+        return self._dialect.closed(env is not None)
 
     async def _render(self, body: Any) -> str:
-        place = self._begun(body.id)
-        reply = await self._sessions.render(place.session)
+        env = self._begun(body.id)
+        reply = await self._sessions.render(env.session)
         data = (
             base64.b64encode(reply.data.encode()).decode()
             if reply.media_type in TEXTS
@@ -169,10 +169,10 @@ class AgentGymRoutes:
 
     async def _step_visual(self, body: Any) -> object:
         answer = await self._step(body)
-        place, visual = self._find(body.id), self._dialect.visual
+        env, visual = self._find(body.id), self._dialect.visual
         assert visual is not None
         return await self._sessions.inspect(
-            place.session, lambda simulator: visual(simulator, answer)
+            env.session, lambda simulator: visual(simulator, answer)
         )
 
     def _showing(self, show: Callable[[Place], Any]) -> Callable[[Request], Awaitable[Response]]:
@@ -189,11 +189,11 @@ class AgentGymRoutes:
     ) -> Callable[[Request], Awaitable[Response]]:
         async def handler(request: Request) -> Response:
             async def answer() -> object:
-                place = self._begun(Named.model_validate(dict(request.query_params)).id)
-                if place.done:
-                    raise _finished(place)
+                env = self._begun(Named.model_validate(dict(request.query_params)).id)
+                if env.done:
+                    raise _finished(env)
                 return await self._sessions.inspect(
-                    place.session, lambda simulator: view(simulator, place)
+                    env.session, lambda simulator: view(simulator, env)
                 )
 
             return await self._reply(answer)
@@ -233,54 +233,50 @@ class AgentGymRoutes:
             return JSONResponse({"error": error.reply.message}, status, retry)
 
     def _find(self, number: int) -> Place:
-        place = self._places.get(number)
-        if place is None:
+        env = self._places.get(number)
+        if env is None:
             raise Refused(ErrorKind.UNKNOWN_SESSION, f"The id {number} is not valid.")
-        place.used = time.monotonic()
-        return place
+        env.used = time.monotonic()
+        return env
 
     def _begun(self, number: int) -> Place:
-        place = self._find(number)
-        if not place.session:
+        env = self._find(number)
+        if not env.session:
             raise Refused(ErrorKind.BAD_REQUEST, "Environment not initialized")
-        return place
+        return env
 
-    async def _open(self, place: Place) -> None:
-        assert place.task is not None
+    async def _open(self, env: Place) -> None:
+        assert env.task is not None
         request = CreateRequest(
-            request_key=f"agentgym-{place.id}-{secrets.token_hex(8)}", task_id=place.task
+            request_key=f"agentgym-{env.id}-{secrets.token_hex(8)}", task_id=env.task
         )
         opened = CreateReply.model_validate_json(
             await self._sessions.create(request, self._spec.make)
         )
-        place.session, place.observation = opened.session_id, opened.observation
-        place.prompt = f"{self._spec.instructions}\n{opened.observation}"
-        place.turn, place.reward, place.score, place.done = 0, 0.0, 0.0, False
+        env.session, env.observation = opened.session_id, opened.observation
+        env.prompt = f"{self._spec.instructions}\n{opened.observation}"
+        env.turn, env.reward, env.score, env.done = 0, 0.0, 0.0, False
         if self._dialect.opened is not None:
-            place.opening = await self._sessions.inspect(place.session, self._dialect.opened)
-            place.observation = place.opening.pop("observation", place.observation)
-            place.reward = place.score = place.opening.pop("score", 0.0)
+            env.opening = await self._sessions.inspect(env.session, self._dialect.opened)
+            env.observation = env.opening.pop("observation", env.observation)
+            env.reward = env.score = env.opening.pop("score", 0.0)
 
-    async def _end(self, place: Place) -> None:
-        if place.session:
-            await self._sessions.close(place.session)
-            place.session = ""
+    async def _end(self, env: Place) -> None:
+        if env.session:
+            await self._sessions.close(env.session)
+            env.session = ""
 
     def _forget(self) -> None:
-        """Drop the ids nobody used for as long as a session may be idle; their sessions were
-        reaped.
-        """
+        """Drop the ids unused for session_ttl_s; their sessions were reaped."""
         oldest = time.monotonic() - self._sessions.settings.session_ttl_s
-        for place in [
-            place
-            for place in self._places.values()
-            if place.used < oldest and not place.lock.locked()
+        for env in [
+            env for env in self._places.values() if env.used < oldest and not env.lock.locked()
         ]:
-            del self._places[place.id]
+            del self._places[env.id]
 
 
-def _finished(place: Place) -> Refused:
-    return Refused(ErrorKind.SESSION_GONE, f"The task with environment {place.id} has finished.")
+def _finished(env: Place) -> Refused:
+    return Refused(ErrorKind.SESSION_GONE, f"The task with environment {env.id} has finished.")
 
 
 def _checked(task: int | None) -> int | None:
@@ -292,7 +288,7 @@ def _checked(task: int | None) -> int | None:
 
 
 async def read_body(request: Request) -> bytes:
-    """Errors: Refused where it is longer than MAX_BODY_BYTES."""
+    """Return the request's body. Errors: Refused if it is longer than MAX_BODY_BYTES."""
     body = b""
     async for chunk in request.stream():
         body += chunk

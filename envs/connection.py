@@ -1,6 +1,6 @@
-"""What one connection to a server of this project may cost: bytes, header lines, time; and how
-many there may be. Environment servers, the viewer, and the gates before Prefect and MLflow have
-these limits.
+"""Limits for connections to a server of this project: their number, and the bytes, header lines
+and time of each. Environment servers, the viewer, and the gates in front of Prefect and MLflow use
+them.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 16 * 1024
 MAX_HEADERS = 64
-# of a request: its head, and what chunks and trailers add to its body
+# per request: its head, and the bytes that chunks and trailers add to its body
 MAX_FRAME_BYTES = 2 * MAX_HEAD_BYTES
 MAX_PIPELINED = 8  # requests sent before the answer to the first
-ARRIVAL_S = 20.0  # for a whole request, and for the first one to begin
-# above the client's, so that the server is never the one to drop a connection in use
+ARRIVAL_S = 20.0  # for a whole request to arrive, and for the first one to begin
+# above the client's own value, so that the server never drops a connection in use
 KEEP_ALIVE_S = 75
-SPARE_CONNECTIONS = 256  # for probes, scrapers and those who ask in vain
+SPARE_CONNECTIONS = 256  # for probes, scrapers and clients that get no session
 MAX_CONNECTIONS = 512  # of a server without sessions
-# that may be open, where the system lets us: connections and the pipes of simulators
+# open files, if the system allows so many: connections and the pipes of simulators
 DESCRIPTORS = 65_536
 TELL_EVERY_S = 60.0
-PING_S = 20.0  # how often a WebSocket's client is asked whether it is there
-PONG_S = 60.0  # for its answer: it may be busy with a model
+PING_S = 20.0  # between two pings to a WebSocket client
+PONG_S = 60.0  # for the client's answer; it may be busy with a model
 MAX_FRAGMENTS = 64  # of one message
-MAX_UNREAD_BYTES = 4 * 1024 * 1024  # sent to a client and not read by it
-MAX_DISCARDED_BYTES = 4 * 1024 * 1024  # of a client that goes on after its message was refused
-LINGER_S = 2.0  # for it to read why
+MAX_UNREAD_BYTES = 4 * 1024 * 1024  # sent to a client and not yet read by it
+MAX_DISCARDED_BYTES = 4 * 1024 * 1024  # from a client that keeps sending after a refused message
+LINGER_S = 2.0  # for such a client to read the reason
 
 
 def server_config(app: FastAPI, max_sessions: int) -> uvicorn.Config:
-    """How environment servers listen. max_sessions: each may have two connections."""
+    """Return uvicorn's settings of an environment server.
+
+    max_sessions: each session may have two connections.
+    """
     return bounded(
         app,
         SPARE_CONNECTIONS + 2 * max_sessions,
@@ -54,7 +57,7 @@ def server_config(app: FastAPI, max_sessions: int) -> uvicorn.Config:
         ws_max_size=MAX_BODY_BYTES,
         ws_ping_interval=PING_S,
         ws_ping_timeout=PONG_S,
-        ws_per_message_deflate=False,  # a small message could unfold to a large one
+        ws_per_message_deflate=False,  # a small message could decompress to a large one
         log_config=None,
         timeout_graceful_shutdown=5,
     )
@@ -67,20 +70,20 @@ def bounded(
     any_body: bool = False,
     **settings: Any,
 ) -> uvicorn.Config:
-    """How every server of this project listens; it may open as many files as the system lets it.
+    """Return uvicorn's settings of a server with these limits. Raises the limit of open files.
 
-    max_connections: None for those of a server without sessions.
-    any_body: a body may be of any length and take any time, as long as it goes on.
-    settings: further ones of uvicorn.
+    max_connections: None means MAX_CONNECTIONS.
+    any_body: a body may have any length and take any time, as long as bytes keep arriving.
+    settings: further settings of uvicorn.
     """
-    present, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(present, min(most, DESCRIPTORS)), most))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, DESCRIPTORS)), hard))
     return uvicorn.Config(
         app,
         http=Passing if any_body else Connection,
         access_log=False,
-        proxy_headers=False,  # nothing here asks who the client is
-        log_level="error",  # its warnings are a line for whatever a stranger sends
+        proxy_headers=False,  # no code here uses the client's address
+        log_level="error",  # uvicorn warns once per malformed request, and anyone can send these
         limit_concurrency=max_connections or MAX_CONNECTIONS,
         timeout_keep_alive=KEEP_ALIVE_S,
         **settings,
@@ -88,19 +91,19 @@ def bounded(
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, which would wait for ever for the end of a request and keep whatever of its
-    head has come.
+    """uvicorn's HTTP connection with limits: without them it waits forever for the end of a
+    request and buffers a head of any size.
     """
 
-    told_at = float("-inf")  # that there are too many
-    max_body_bytes = 2.0 * MAX_BODY_BYTES  # above MAX_BODY_BYTES the server has said so
+    told_at = float("-inf")  # time of the last warning about too many connections
+    max_body_bytes = 2.0 * MAX_BODY_BYTES  # above MAX_BODY_BYTES the route has already refused
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        # above its limit uvicorn refuses everybody's requests; here the new connection is closed
+        # above its limit uvicorn refuses all requests; here only the new connection is closed
         self._max_connections, self.limit_concurrency = self.limit_concurrency, None
         self._in_head = self._arriving = True
-        # of the request that arrives; those of its body are in the second alone
+        # of the arriving request; bytes of its body count only in the second
         self._num_bytes = self._num_body_bytes = 0
         self._refused = False
         self._timer: asyncio.TimerHandle | None = None
@@ -129,8 +132,8 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         if self._refused or not self._arriving:
             return
-        most = MAX_HEAD_BYTES if self._in_head else self._most_frame_bytes
-        if self._num_bytes > most or self._num_body_bytes > self.max_body_bytes:
+        limit = MAX_HEAD_BYTES if self._in_head else self._most_frame_bytes
+        if self._num_bytes > limit or self._num_body_bytes > self.max_body_bytes:
             self._too_large()
         elif self._timer is None:
             self._timer = self.loop.call_later(ARRIVAL_S, self._too_slow)
@@ -144,7 +147,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        # a body may have come with it
+        # _num_bytes may include a part of the body, so the head is measured by itself
         large = self._num_bytes > MAX_HEAD_BYTES and self._head_bytes() > MAX_HEAD_BYTES
         if large or len(self.headers) > MAX_HEADERS or len(self.pipeline) >= MAX_PIPELINED:
             self._too_large()
@@ -167,8 +170,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def handle_websocket_upgrade(self) -> None:
-        """Close what uvicorn would keep for ever: a request that is no handshake, and one amid
-        others.
+        """Close two connections that uvicorn would keep forever: an upgrade request that is no
+        handshake, and one sent before the answer to an earlier request.
         """
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.close()
@@ -179,7 +182,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """What cannot be read as HTTP, and what was refused while it was read."""
+        """Refuse a request that is not HTTP, or that was refused while it was read."""
         self._refuse(400, msg)
 
     def _too_large(self) -> None:
@@ -192,8 +195,8 @@ class Connection(HttpToolsProtocol):
         self._refuse(408, f"a request must arrive within {ARRIVAL_S:g} s")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Close, and before it answer a request whose head is not complete: others have been
-        handed over already.
+        """Close the connection. Answer first if the request's head is incomplete: complete ones
+        have reached the application, which answers them.
         """
         if self._refused:
             return
@@ -218,13 +221,13 @@ class Connection(HttpToolsProtocol):
 
 
 class Passing(Connection):
-    """A connection to a server that takes files: its bodies have to go on, and need no end."""
+    """A connection to a server that takes files: a body has no limit but must keep arriving."""
 
     max_body_bytes = float("inf")
 
     def data_received(self, data: bytes) -> None:
         if not self._in_head:
-            self._stop_timer()  # it begins anew
+            self._stop_timer()  # the next call starts a new one
         super().data_received(data)
 
     @property
@@ -232,15 +235,15 @@ class Passing(Connection):
         return MAX_FRAME_BYTES + self._num_body_bytes
 
     def _too_slow(self) -> None:
-        if self.flow.read_paused:  # the server has not taken what came
+        if self.flow.read_paused:  # the server has not yet consumed the received bytes
             self._timer = self.loop.call_later(ARRIVAL_S, self._too_slow)
         else:
             super()._too_slow()
 
 
 class Socket(WebSocketsSansIOProtocol):
-    """uvicorn's, which would keep all fragments, all messages that came at once and all answers
-    to pings that nobody reads.
+    """uvicorn's WebSocket connection with limits: without them it stores all fragments, all
+    messages received at once, and all pongs that the client does not read.
     """
 
     num_discarded = 0  # bytes
@@ -256,8 +259,8 @@ class Socket(WebSocketsSansIOProtocol):
             self.transport.abort()
 
     def handle_parser_exception(self) -> None:
-        """Say why, and read on for a moment. uvicorn closes at once: where bytes are unread the
-        system then resets the connection, and the reason may be lost on its way.
+        """Send the reason and keep reading for LINGER_S. uvicorn would close at once: with unread
+        bytes the system then resets the connection, and the client may never get the reason.
         """
         close = self.conn.close_sent
         assert close is not None
@@ -287,12 +290,12 @@ class Socket(WebSocketsSansIOProtocol):
 
     async def send(self, message: Any) -> None:
         await super().send(message)
-        if self.close_sent:  # also by a refusal, which uvicorn would log as a handshake left out
+        if self.close_sent:  # also set by a refusal, which uvicorn would log as a missing handshake
             self.handshake_complete = True
 
     def keepalive_timeout(self) -> None:
         super().keepalive_timeout()
-        self.transport.abort()  # closing would wait for what the other side does not read
+        self.transport.abort()  # close() would wait for the client to read the buffered bytes
 
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
         super().on_task_complete(task)

@@ -1,4 +1,4 @@
-"""An environment as AgentGym's own server speaks of it: what differs between its servers."""
+"""The differences between AgentGym's environment servers: request bodies, replies and routes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Json = dict[str, Any]
 
 
 class Reset(BaseModel):
-    """Further fields are ignored, as AgentGym's servers do."""
+    """Body of a reset. Further fields are ignored, as AgentGym's servers do."""
 
     id: int = Field(validation_alias=AliasChoices("id", "env_idx"))
     data_idx: int = 0
 
 
 class Nothing(BaseModel):
-    """No body is expected."""
+    """The model of a request without a body."""
 
 
 @dataclass(slots=True)
 class Place:
-    """One of AgentGym's environments: an id, and since its reset a session."""
+    """One of AgentGym's environments: an id, and a session once it was reset."""
 
     id: int
     task: int | None  # index of the item, once it is known
@@ -37,7 +37,7 @@ class Place:
     reward: float = 0.0  # of the last turn
     score: float = 0.0  # sum of the rewards
     done: bool = False
-    opening: Json = field(default_factory=dict)  # what the simulator tells of its task
+    opening: Json = field(default_factory=dict)  # the simulator's fields about its task
     truncated: bool = False
     info: Json = field(default_factory=dict)  # of the last turn
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -45,50 +45,50 @@ class Place:
 
 @dataclass(frozen=True)
 class Dialect:
-    """Routes of AgentGym's own server of an environment: `envs.compat` mounts them."""
+    """Routes of AgentGym's own server of one environment; `envs.compat` mounts them."""
 
     greeting: str
     create: type[BaseModel]
     reset: type[BaseModel]
     created: Callable[[Place], Any]
-    shown: Callable[[Place], Any]  # after reset, and to GET /observation
+    shown: Callable[[Place], Any]  # reply to a reset, and to GET /observation
     stepped: Callable[[Place], Json]
-    looked: Callable[[Place], Any] | None = None  # to GET /observation, where that is not `shown`
-    detailed: Callable[[Place], Json] | None = None  # to GET /detail, where that needs no simulator
-    # of a create's body: the task it names
+    looked: Callable[[Place], Any] | None = None  # reply to GET /observation, if not `shown`
+    detailed: Callable[[Place], Json] | None = None  # reply to GET /detail, if no simulator needed
+    # body of a create -> the task it names
     names_task: Callable[[Any], int | None] = lambda body: None
-    counts: bool = False  # create begins an episode, of an index the server counts itself
+    counts: bool = False  # create begins an episode; the server counts the task's index itself
     polite: bool = True  # errors have status 200
-    # simulator -> what else `shown` tells; maybe another first observation, and a score
+    # simulator -> further fields of `shown`; may hold another first observation and a score
     opened: Callable[[Any], Json] | None = None
-    # GET route -> what it shows while an episode runs
+    # GET route -> its reply while an episode runs
     views: Mapping[str, Callable[[Any, Place], Any]] = field(default_factory=dict)
     # POST /step_visual: simulator, answer to a step -> answer
     visual: Callable[[Any, Json], Json] | None = None
     closed: Callable[[bool], Any] = bool
-    reset_failed: Json | None = None  # answered where a task cannot be opened
-    # answered where a step crashes, from the error's text
+    reset_failed: Json | None = None  # reply if a task cannot be opened
+    # the error's text -> reply if a step crashes
     step_failed: Callable[[str], Json] | None = None
 
 
 def common(greeting: str) -> Dialect:
-    """What most of AgentGym's servers have alike; of an environment that AgentGym has not, too."""
+    """Return the dialect that most of AgentGym's servers share; also for other environments."""
     return Dialect(
         greeting=greeting,
         create=Nothing,
         reset=Reset,
-        created=lambda place: {"id": place.id},
-        shown=lambda place: {**_turn(place), "deleted": False},
+        created=lambda env: {"id": env.id},
+        shown=lambda env: {**_turn(env), "deleted": False},
         stepped=_turn,
     )
 
 
-def _turn(place: Place) -> Json:
+def _turn(env: Place) -> Json:
     return {
-        "observation": place.observation,
-        "reward": place.reward,
-        "score": place.score,
-        "done": place.done,
+        "observation": env.observation,
+        "reward": env.reward,
+        "score": env.score,
+        "done": env.done,
     }
 
 

@@ -1,5 +1,5 @@
-"""Which requests an environment server looks at: those meant for it, of programs and not of
-pages, that bear its token.
+"""Admission of requests to an environment server: by Host, by Origin (programs, not web pages of
+other sites) and by bearer token.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from envs.sessions import Refused
 from envs.wire import TOKEN_VARIABLE, ErrorKind
 
-# asked by probes and scrapers, which bear no token; nothing of an episode is in them
+# for probes and scrapers, which carry no token; the replies contain nothing of an episode
 OPEN_PATHS = ("/healthz", "/readyz", "/metrics", "/health")
 HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::\d*)?", re.ASCII)
 
 
 class Doors:
-    """Refuses a request before its body is read, and a WebSocket before it is opened.
+    """Middleware that refuses a request before its body is read, and a WebSocket before it opens.
 
-    A browser sends what any page asks it to, but the page chooses neither Host nor Origin, and
-    without a preflight, which nobody answers here, it cannot send JSON. A page whose name was made
-    to mean this server's address is told by its Host.
-    A page may open a WebSocket anywhere: there its Origin, which a browser always sends, is all
-    that tells.
+    A web page can make a browser send requests here, but it controls neither Host nor Origin.
+    JSON needs a preflight, which this server never answers.
+    DNS rebinding (a page's name resolves to this server's address) shows in the Host header.
+    A page may open a WebSocket to any server: there only Origin, which a browser always sends,
+    identifies it.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Doors:
         hosts: Collection[str],
         refuse: Callable[[Refused], Response],
     ) -> None:
-        """token: "" asks for none; hosts: names beside localhost, one that begins with a dot
-        means all below it.
+        """token: "" means no token is required.
+        hosts: names in addition to localhost; a leading dot allows all subdomains.
         """
         self._app = app
         self._expected = f"Bearer {token}".encode() if token else b""
@@ -65,12 +65,12 @@ class Doors:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
-        """Errors: Refused."""
+        """Check Host, Origin, token and content type. Errors: Refused."""
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"")
         if not self._is_served(host, (scope.get("server") or ("",))[0]):
             message = (
-                f"Host {_shown(host)} is no name of this server; ask by its address, or start it"
+                f"Host {_shown(host)} is no name of this server; use its address, or start it"
                 " with --allow-host NAME"
             )
             raise Refused(ErrorKind.FORBIDDEN, message)
@@ -99,20 +99,20 @@ class Doors:
 
 
 def is_own(host: str, address: str, names: Collection[str]) -> bool:
-    """Whether a Host header names this server.
+    """Return True if a Host header names this server.
 
-    address: the one the connection came in at.
-    A pod's probes ask by it, as does whoever has only an address.
+    address: the local address of the connection. A pod's probes use it as Host, and so do clients
+    that know only the address.
     """
     match = HOST.fullmatch(host.lower())
     if match is None:
         return False
     name = (match[1] or match[2]).rstrip(".")
-    asked = _address(name)
-    if asked is not None and (asked.is_loopback or asked == _address(address)):
+    ip = _address(name)
+    if ip is not None and (ip.is_loopback or ip == _address(address)):
         return True
     return name in ("localhost", address) or any(
-        name == own or (own[0] == "." and name.endswith(own)) for own in names
+        name == known or (known[0] == "." and name.endswith(known)) for known in names
     )
 
 

@@ -1,4 +1,4 @@
-"""What a simulator must offer to be served, and what an expert for it must offer."""
+"""The interfaces of a simulator that can be served, and of an expert for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from envs.wire import Example
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One simulator step; the fields mean what `envs.wire.StepReply` says."""
+    """One simulator step; for the fields see `envs.wire.StepReply`."""
 
     observation: str
     reward: float
@@ -23,10 +23,10 @@ class StepResult:
 
 
 class Expert(Protocol):
-    """Knows the simulator it was made for and says what to do next."""
+    """A player that knows its simulator's state and proposes the next action."""
 
     def next_action(self) -> str:
-        """Errors: `ExpertFailed` where the expert has no answer in time."""
+        """Return the next action. Errors: ExpertFailed if the expert has none in time."""
         ...
 
 
@@ -35,7 +35,7 @@ class ExpertFailed(RuntimeError):
 
 
 class GraderFailed(RuntimeError):
-    """The episode ended and there is no verdict: a judge or a site it asks did not answer."""
+    """The episode ended without a verdict: a judge or a site it depends on did not answer."""
 
 
 class UnknownTask(ValueError):
@@ -43,23 +43,25 @@ class UnknownTask(ValueError):
 
 
 class Simulator(Protocol):
-    """One session's world. One thread at a time uses it."""
+    """The world of one session, used by one thread at a time."""
 
     def reset(self, task_id: int) -> str:
         """Build the task and return its first observation.
-        Equal ids give equal episodes on every machine.
+        Equal ids give equal tasks on every machine.
 
         Errors: UnknownTask.
         """
         ...
 
     def step(self, action: str) -> StepResult:
-        """Text the simulator cannot read is an observation that says so, never an exception."""
+        """Take an action. An action that cannot be parsed gives an error text as observation,
+        never an exception.
+        """
         ...
 
     def render(self) -> tuple[str, bytes]:
-        """(media type, bytes) of the present state: a picture, text, or JSON for the viewer to
-        draw.
+        """Return (media type, bytes) of the current state: a picture, text, or JSON that the
+        viewer draws.
         """
         ...
 
@@ -69,18 +71,18 @@ class Simulator(Protocol):
 
 
 class Awaited(Protocol):
-    """A simulator in another process: its steps are awaited on the event loop.
-    They have a deadline of their own.
+    """A simulator in another process: its steps are awaited on the event loop and have their own
+    deadline.
     """
 
     async def step_async(self, action: str) -> StepResult:
-        """As `Simulator.step`."""
+        """Take an action, see `Simulator.step`."""
         ...
 
 
 class Hinting(Protocol):
-    """A simulator that can say which actions it would carry out now, all or the likely ones;
-    `GET /hints` shows them, observations never do.
+    """A simulator that lists actions possible now, all or the likely ones. `GET /hints` shows
+    them; observations never do.
     """
 
     def hints(self) -> list[str]: ...
@@ -94,26 +96,26 @@ class EnvSpec:
     instructions: str  # the instructions a language model gets
     make: Callable[[], Simulator]
     options: dict[str, Any]
-    # a scripted episode on task `probe_task`, played before the server says it is ready
+    # a scripted episode on task `probe_task`, played before the server reports ready
     probe_actions: tuple[str, ...]
-    # true where a step may take more than a millisecond: it then runs off the event loop
+    # true if a step may take more than a millisecond: it then runs off the event loop
     blocking: bool = False
     awaited: bool = False  # its simulators are `Awaited`
     offers_hints: bool = False  # its simulators are `Hinting`
-    probe_task: int = 0  # the task of that episode, where there is no 0
-    # as AgentGym's own server speaks of it (None: as most of them do); and as that server shows it,
-    # where that differs from this
+    probe_task: int = 0  # the task of that episode; set it if there is no task 0
+    # replies of AgentGym's own server (None: those that most of its servers share), and the
+    # environment behind these routes if it differs from this one
     dialect: Dialect | None = None
     agentgym: EnvSpec | None = None
-    # Prometheus name: (help, present value)
+    # Prometheus name: (help, current value)
     gauges: Mapping[str, tuple[str, Callable[[], float]]] = field(default_factory=dict)
-    # done off the event loop before that episode: what the first sessions would wait for. It gets
-    # the most that may be open
+    # called with max_sessions off the event loop before that episode: does the slow setup that the
+    # first sessions would otherwise wait for
     warm: Callable[[int], None] | None = None
-    # end what the simulators share, once the last session is closed
+    # closes resources that the simulators share, once the last session is closed
     close: Callable[[], None] | None = None
-    # worked examples for a language model, the simplest first; made when a server is first asked
+    # worked examples for a language model, the simplest first; made at a server's first /info
     examples: Callable[[], tuple[Example, ...]] = tuple
-    # what the task of an id is, whatever its number: equal texts, the same task. None where the
-    # environment cannot say. Errors: UnknownTask
+    # task id -> text that identifies the task: equal texts, same task. None if the environment
+    # does not identify its tasks. Errors: UnknownTask
     identity: Callable[[int], str] | None = None

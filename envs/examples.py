@@ -32,8 +32,8 @@ def played(
 ) -> Example:
     """Play a task to its end and close the simulator.
 
-    expert: makes one after the reset, else the simulator's own; reply: the text that takes an
-    action.
+    expert: makes an expert after the reset; None means the simulator's own.
+    reply: action -> the model's whole reply that takes it.
     Errors: ExpertFailed if the task cannot be solved under the simulator's options.
     """
     try:
@@ -61,7 +61,7 @@ def solved(plays: Iterable[Callable[[], Example]]) -> tuple[Example, ...]:
 
 
 def recorded(path: Path) -> tuple[Example, ...]:
-    """Read what `record` wrote."""
+    """Read examples written by `record`."""
     return _EXAMPLES.validate_json(path.read_bytes())
 
 

@@ -1,5 +1,5 @@
-"""The OpenAPI document of an environment server, made from the messages it checks its requests
-with.
+"""The OpenAPI document of an environment server, made from the models that validate its
+requests.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ REF = "#/components/schemas/{model}"
 
 @dataclass(frozen=True)
 class Route:
-    """What can be asked. A GET takes its fields from the query, a POST from the body."""
+    """One HTTP route. A GET takes its fields from the query, a POST from the body."""
 
     method: str
     path: str
     request: type[BaseModel] | None = None
     reply: type[BaseModel] | None = None  # None: any JSON, or text
-    errors: type[BaseModel] | None = ErrorReply  # body of what is not 200; None: any
+    errors: type[BaseModel] | None = ErrorReply  # body of replies that are not 200; None: any
     media_type: str = "application/json"
     summary: str = ""
 
 
 def document(title: str, routes: Sequence[Route], *, bearer: bool) -> dict[str, Any]:
-    """OpenAPI 3.1. bearer: requests must bear a token."""
+    """Return the OpenAPI 3.1 document. bearer: requests must carry a token."""
     models = {
         model
         for route in routes
@@ -63,15 +63,15 @@ def document(title: str, routes: Sequence[Route], *, bearer: bool) -> dict[str, 
                 "content": {"application/json": {"schema": _schema(route.request)}},
             }
         elif route.request is not None:
-            own = definitions["$defs"][route.request.__name__]
+            query_schema = definitions["$defs"][route.request.__name__]
             entry["parameters"] = [
                 {
                     "name": name,
                     "in": "query",
-                    "required": name in own.get("required", ()),
+                    "required": name in query_schema.get("required", ()),
                     "schema": schema,
                 }
-                for name, schema in own["properties"].items()
+                for name, schema in query_schema["properties"].items()
             ]
         paths.setdefault(route.path, {})[route.method.lower()] = entry
     result: dict[str, Any] = {

@@ -3,7 +3,7 @@ close.
 
 Sessions, limits and the reaper are those of the other routes.
 A reset's `seed` is the id of the task, an action is `{"message": text}`, an observation `{"text":
-text}`; metadata tells success, truncation and what the simulator adds.
+text}`; its metadata contain success, truncation and the simulator's own info.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from envs.wire import (
 )
 
 PATH = "/ws"
-SEND_S = 20.0  # for a client to read a reply
+SEND_S = 20.0  # limit for sending a reply: a client that reads more slowly is dropped
 
 Json = dict[str, Any]
 
 
 class ErrorCode(StrEnum):
-    """OpenEnv's."""
+    """OpenEnv's error codes."""
 
     INVALID_JSON = "INVALID_JSON"
     UNKNOWN_TYPE = "UNKNOWN_TYPE"
     VALIDATION_ERROR = "VALIDATION_ERROR"
     EXECUTION_ERROR = "EXECUTION_ERROR"
-    CAPACITY_REACHED = "CAPACITY_REACHED"  # this code and those below end the connection
+    CAPACITY_REACHED = "CAPACITY_REACHED"  # this code and the two below end the connection
     FACTORY_ERROR = "FACTORY_ERROR"
     SESSION_ERROR = "SESSION_ERROR"
 
@@ -52,9 +52,9 @@ ENDING = (ErrorCode.CAPACITY_REACHED, ErrorCode.FACTORY_ERROR, ErrorCode.SESSION
 
 
 class Reset(BaseModel):
-    """Further fields are ignored, as OpenEnv's servers do."""
+    """Data of a reset. Further fields are ignored, as OpenEnv's servers do."""
 
-    # the task's id; None: the one the server probes itself with
+    # the task's id; None: the task of the server's scripted episode
     seed: int | None = Field(default=None, ge=0, lt=2**53, strict=True)
     episode_id: str | None = Field(default=None, max_length=255)  # None: the server makes one
 
@@ -63,7 +63,7 @@ class Action(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     message: str = Field(max_length=MAX_ACTION_CHARS)
-    metadata: Json = Field(default_factory=dict)  # not looked at
+    metadata: Json = Field(default_factory=dict)  # ignored
 
 
 class Observation(BaseModel):
@@ -113,20 +113,20 @@ class Failed(Exception):
 
 
 class OpenEnv:
-    """The contract, over the sessions that one server has anyway."""
+    """OpenEnv's routes on one server; they share its sessions."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._num_open = 0  # connections, whether or not there was a reset
+        self._num_open = 0  # connections, also those without a session yet
 
     def table(self) -> Iterator[tuple[str, Callable[[Request], Awaitable[Response]], str]]:
-        """(path, handler, summary) of what is asked over HTTP."""
+        """Yield (path, handler, summary) of each HTTP route."""
         yield "/health", self._health, "as OpenEnv's servers: may it be used"
         yield "/metadata", self._metadata, "as OpenEnv's servers: name and instructions"
         yield "/schema", self._schema, "as OpenEnv's servers: actions, observations and state"
 
     async def connected(self, websocket: WebSocket) -> None:
-        """One connection, from its acceptance to its end."""
+        """Serve one connection, from its acceptance to its end."""
         seat = Seat(self._sessions)
         self._num_open += 1
         try:
@@ -137,19 +137,19 @@ class OpenEnv:
             except Failed as error:
                 await _tell(websocket, error.reply)
             await websocket.close()
-        except (WebSocketDisconnect, TimeoutError):  # gone, or does not read
+        except (WebSocketDisconnect, TimeoutError):  # the client is gone or does not read
             pass
         finally:
             self._num_open -= 1
             await seat.leave()
 
     def _admit(self) -> None:
-        """As many connections as sessions; a server whose sessions are all taken says so at
-        once.
+        """Check that a session is free for this connection, so that a full server refuses before
+        the first reset.
         Errors: Failed.
         """
-        most, taken = self._sessions.settings.max_sessions, self._sessions.info().active_sessions
-        if self._sessions.draining or max(taken, self._num_open - 1) >= most:
+        limit, taken = self._sessions.settings.max_sessions, self._sessions.info().active_sessions
+        if self._sessions.draining or max(taken, self._num_open - 1) >= limit:
             self._sessions.metrics.rejected.inc()
             raise _full(self._sessions)
 
@@ -174,7 +174,7 @@ class OpenEnv:
 
 
 class Seat:
-    """The environment of one connection: no session before its first reset, a new one with each."""
+    """The environment of one connection; each reset closes its session and opens a new one."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
@@ -183,12 +183,12 @@ class Seat:
         self._ended = False
         self._state = State()
 
-    async def answer(self, asked: ResetAsked | StepAsked | StateAsked) -> Json:
-        """Errors: Failed."""
-        if isinstance(asked, ResetAsked):
-            return await self._reset(asked.data)
-        if isinstance(asked, StepAsked):
-            return await self._step(asked.data.message)
+    async def answer(self, message: ResetAsked | StepAsked | StateAsked) -> Json:
+        """Return the reply to a message. Errors: Failed."""
+        if isinstance(message, ResetAsked):
+            return await self._reset(message.data)
+        if isinstance(message, StepAsked):
+            return await self._step(message.data.message)
         return {"type": "state", "data": self._state.model_dump()}
 
     async def leave(self) -> None:
@@ -196,16 +196,16 @@ class Seat:
             await self._sessions.close(self._session)
             self._session = ""
 
-    async def _reset(self, asked: Reset) -> Json:
+    async def _reset(self, message: Reset) -> Json:
         await self.leave()
-        task_id = self._sessions.spec.probe_task if asked.seed is None else asked.seed
+        task_id = self._sessions.spec.probe_task if message.seed is None else message.seed
         try:
             request = CreateRequest(request_key=f"openenv-{secrets.token_hex(16)}", task_id=task_id)
             opened = CreateReply.model_validate_json(await self._sessions.create(request))
         except Refused as error:
             raise self._failed(error, crashed=ErrorCode.FACTORY_ERROR) from error
         self._session, self._turn, self._ended = opened.session_id, 0, False
-        self._state = State(episode_id=asked.episode_id or secrets.token_hex(16), task_id=task_id)
+        self._state = State(episode_id=message.episode_id or secrets.token_hex(16), task_id=task_id)
         return _observed(
             opened.observation,
             None,
@@ -226,18 +226,18 @@ class Seat:
                 StepRequest(session_id=self._session, turn=self._turn + 1, action=message)
             )
         except Refused as error:
-            self._session = ""  # it crashed, or the reaper has closed it
+            self._session = ""  # it crashed, or the reaper closed it
             raise self._failed(error, crashed=ErrorCode.EXECUTION_ERROR) from error
         reply = StepReply.model_validate_json(raw)
         self._turn, self._ended = reply.turn, reply.terminated or reply.truncated
         self._state.step_count = reply.turn
-        told = {
+        metadata = {
             "turn": reply.turn,
             "success": reply.success,
             "truncated": reply.truncated,
             "info": reply.info,
         }
-        return _observed(reply.observation, reply.reward, self._ended, told)
+        return _observed(reply.observation, reply.reward, self._ended, metadata)
 
     def _failed(self, error: Refused, *, crashed: ErrorCode) -> Failed:
         kind = error.reply.kind
@@ -260,10 +260,10 @@ class Seat:
 
 
 async def _serve(websocket: WebSocket, seat: Seat, ttl_s: float) -> None:
-    """Answer until the client closes.
+    """Answer messages until the client closes.
     After ttl_s without a turn the connection ends, as the reaper ends the session.
 
-    Errors: Failed where the connection must end, WebSocketDisconnect, TimeoutError.
+    Errors: Failed if the connection must end, WebSocketDisconnect, TimeoutError.
     """
     loop = asyncio.get_running_loop()
     idle_until = loop.time() + ttl_s
@@ -274,11 +274,11 @@ async def _serve(websocket: WebSocket, seat: Seat, ttl_s: float) -> None:
         except TimeoutError:
             raise Failed(ErrorCode.SESSION_ERROR, f"no turn for {ttl_s:g} s") from None
         try:
-            asked = _parsed(raw)
-            if isinstance(asked, CloseAsked):
+            message = _parsed(raw)
+            if isinstance(message, CloseAsked):
                 return
-            reply = await seat.answer(asked)
-            if not isinstance(asked, StateAsked):
+            reply = await seat.answer(message)
+            if not isinstance(message, StateAsked):
                 idle_until = loop.time() + ttl_s
         except Failed as error:
             if error.code in ENDING:
@@ -297,11 +297,11 @@ async def _receive(websocket: WebSocket) -> str | bytes:
 
 async def _tell(websocket: WebSocket, reply: Json) -> None:
     async with asyncio.timeout(SEND_S):
-        await websocket.send_text(json.dumps(reply))  # ASCII: what no wire carries is escaped
+        await websocket.send_text(json.dumps(reply))  # ASCII: lone surrogates are escaped
 
 
 def _parsed(raw: str | bytes) -> Asked:
-    """Errors: Failed."""
+    """Parse a message. Errors: Failed."""
     try:
         return ASKED.validate_json(raw)
     except ValidationError as error:
@@ -319,7 +319,9 @@ def _parsed(raw: str | bytes) -> Asked:
 
 
 def _observed(text: str, reward: float | None, done: bool, metadata: Json) -> Json:
-    """The metadata stand twice, as in OpenEnv: older clients read the inner ones."""
+    """Return the reply with an observation. It contains the metadata twice, as in OpenEnv: older
+    clients read the inner ones.
+    """
     observation = {"text": text, "metadata": metadata}
     return {
         "type": "observation",
@@ -328,13 +330,13 @@ def _observed(text: str, reward: float | None, done: bool, metadata: Json) -> Js
 
 
 def _full(sessions: Sessions) -> Failed:
-    most = sessions.settings.max_sessions
+    limit = sessions.settings.max_sessions
     message = (
-        "the server is shutting down" if sessions.draining else f"all {most} sessions are taken"
+        "the server is shutting down" if sessions.draining else f"all {limit} sessions are taken"
     )
     return Failed(
         ErrorCode.CAPACITY_REACHED,
         message,
         active_sessions=sessions.info().active_sessions,
-        max_sessions=most,
+        max_sessions=limit,
     )

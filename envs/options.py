@@ -1,5 +1,5 @@
-"""An environment's options as a person gives them: what is not said has its default, what is
-not known is named.
+"""An environment's options as given by the user: missing ones get their default, unknown ones are
+an error that names them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-SECRET_PREFIX = "AGENTGYM_SECRET_"  # noqa: S105  (of names) - the variables that options may name
+SECRET_PREFIX = "AGENTGYM_SECRET_"  # noqa: S105  (no secret: prefix of the variables' names)
 
 
 def choose(env: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """All options, in the defaults' order.
-    Errors: ValueError naming an unknown one and the nearest known.
+    """Return all options, in the order of the defaults.
+    Errors: ValueError naming an unknown option and the nearest known one.
     """
     for key in options:
         if key not in defaults:
@@ -30,11 +30,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def secret_variable(what: str, name: Any) -> str:
-    """The name of a variable whose value is sent to an address that stands in the same options.
+    """Return `name`, a variable whose value is sent to an address given in the same options.
 
     what: the option, for the error.
-    Errors: ValueError for any variable that nobody set for this purpose, as its prefix shows, and
-    for one that is not set.
+    Errors: ValueError if the variable lacks SECRET_PREFIX (no other variable may be sent out) or is
+    not set.
     """
     if not isinstance(name, str) or not re.fullmatch(f"{SECRET_PREFIX}[A-Z0-9_]+", name):
         raise ValueError(

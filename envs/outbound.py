@@ -1,5 +1,5 @@
-"""Requests to services that options name: they go to the address that was named, with its
-secret, and nowhere else.
+"""Requests to services that options name: the secret goes to the named address only, because
+redirects are refused.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
-        """urllib would send every header again, the authorization too.
-        None makes it raise HTTPError.
+        """Refuse: urllib would send all headers again, also the authorization.
+        Result: None, which makes urllib raise HTTPError.
         """
         return
 
@@ -20,7 +20,7 @@ _opener = urllib.request.build_opener(_NoRedirects)
 
 
 def open_url(request: urllib.request.Request, timeout_s: float) -> Any:
-    """The open reply.
-    Errors: OSError, of which HTTPError for any status but 2xx, redirects among them.
+    """Send a request and return the open reply.
+    Errors: OSError; HTTPError for every status but 2xx, also for redirects.
     """
     return _opener.open(request, timeout=timeout_s)

@@ -1,5 +1,5 @@
-"""Text of models, pages, servers and files: what would steer a terminal is spelled out, what is no
-text is replaced.
+"""Safe text from models, pages, servers and files: terminal control characters are escaped, lone
+surrogates are replaced.
 """
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ from __future__ import annotations
 import logging
 import re
 
-# C0 but tab and line feed, DEL, C1; marks and overrides of direction, which make a line read as
-# another; separators of lines
+# C0 except tab and line feed, DEL, C1; line separators; direction marks and overrides, which can
+# make a line look like a different one; surrogates
 _STEERING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -17,27 +17,27 @@ _HALVES = re.compile("[\ud800-\udfff]")
 
 
 def plain(text: str) -> str:
-    """The text with control characters as `\\x1b` and the like; line feeds and tabs stay,
+    """Return the text with control characters as `\\x1b` and the like. Line feeds and tabs stay,
     Windows' line ends become line feeds.
     """
     return _STEERING.sub(_spelled, text.replace("\r\n", "\n"))
 
 
 def whole(text: str) -> str:
-    """The text with U+FFFD in place of each half of a surrogate pair, which no tokenizer, file or
-    socket takes.
+    """Return the text with U+FFFD in place of each lone surrogate, which no tokenizer, file or
+    socket accepts.
     """
     return _HALVES.sub("\ufffd", text)
 
 
-def _spelled(found: re.Match[str]) -> str:
-    code = ord(found.group())
+def _spelled(match: re.Match[str]) -> str:
+    code = ord(match.group())
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
 class PlainFormatter(logging.Formatter):
-    """What another formatter makes of a record, tracebacks included, without anything that
-    steers a terminal.
+    """A formatter that escapes control characters in another formatter's output, tracebacks
+    included.
     """
 
     def __init__(self, inner: logging.Formatter | str | None = None) -> None:
@@ -50,7 +50,7 @@ class PlainFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: int, form: str) -> None:
-    """As `logging.basicConfig`, plain."""
+    """Configure the root logger like `logging.basicConfig`, with a PlainFormatter."""
     handler = logging.StreamHandler()
     handler.setFormatter(PlainFormatter(form))
     logging.basicConfig(level=level, handlers=[handler])

@@ -1,4 +1,4 @@
-"""Environments by name: those of this package, and whatever installed packages offer under the
+"""Environments by name: those of this package, and those that installed packages offer under the
 entry point group `agentgym.envs`.
 """
 
@@ -14,30 +14,31 @@ import envs
 from envs.env import EnvSpec
 
 ENTRY_POINT_GROUP = "agentgym.envs"
-# each package of this folder is an environment, and makes its `EnvSpec` with `spec`
+# each package in this folder is an environment; its function `spec` makes the `EnvSpec`
 BUILT_IN = {
-    found.name: f"envs.{found.name}:spec"
-    for found in pkgutil.iter_modules(envs.__path__)
-    if found.ispkg
+    package.name: f"envs.{package.name}:spec"
+    for package in pkgutil.iter_modules(envs.__path__)
+    if package.ispkg
 }
 
 
 def known() -> dict[str, EntryPoint]:
-    """Every environment that is installed here, by name."""
-    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    return found | {
+    """Return all installed environments by name; built-in ones win over equal names."""
+    installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    return installed | {
         name: EntryPoint(name, target, ENTRY_POINT_GROUP) for name, target in BUILT_IN.items()
     }
 
 
 def load_spec(name: str, options: dict[str, Any]) -> EnvSpec:
-    """Errors: ValueError in one line, for an unknown name, for options the environment refuses
-    and for what it lacks on this machine.
+    """Make the spec of an environment.
+    Errors: ValueError in one line, for an unknown name, for options that the environment refuses,
+    and for requirements missing on this machine.
     """
-    found = known()
-    if name not in found:
-        near = difflib.get_close_matches(name, found, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(found))}"
+    available = known()
+    if name not in available:
+        near = difflib.get_close_matches(name, available, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(available))}"
         raise ValueError(f"unknown environment {name!r}; {hint}")
-    make: Callable[[dict[str, Any]], EnvSpec] = found[name].load()
+    make: Callable[[dict[str, Any]], EnvSpec] = available[name].load()
     return make(options)

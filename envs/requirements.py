@@ -1,6 +1,6 @@
-"""Prints what a server of one environment needs: `python envs/requirements.py ENV
+"""Requirements of one environment's server, one a line: `python envs/requirements.py ENV
 [pyproject.toml]`.
-For the container, which installs this and nothing else; needs only the standard library.
+The container installs these and nothing else. The script needs only the standard library.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def requirements(env: str, pyproject: Path) -> list[str]:
-    """Of extra `envs`, and of the extra named like the environment, if there is one."""
+    """Return the requirements of extra `envs` and, if it exists, of the extra named `env`."""
     extras = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"][
         "optional-dependencies"
     ]

@@ -1,5 +1,5 @@
-"""The HTTP side of an environment server: routes, status codes and nothing else.
-`envs.sessions` decides.
+"""The HTTP side of an environment server: only routes and status codes. `envs.sessions` does the
+work.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
-    """One environment over HTTP. `app.state.sessions` is the `Sessions` behind it; its lifespan
-    reaps, probes and drains.
+    """Return the application that serves one environment over HTTP.
 
+    `app.state.sessions` is its `Sessions`; the app's lifespan starts and stops them.
     Bodies are validated here and not by FastAPI: `step` is called thousands of times a second and
     every failure must be an `ErrorReply`.
     """
@@ -84,19 +84,19 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
     async def close(request: Request) -> Response:
         return _message(await sessions.close((await _parse(request, SessionRequest)).session_id))
 
-    async def answer(each: StepRequest | CreateRequest | SessionRequest) -> bytes:
+    async def answer(item: StepRequest | CreateRequest | SessionRequest) -> bytes:
         try:
-            if isinstance(each, StepRequest):
-                return await sessions.step(each)
-            if isinstance(each, CreateRequest):
-                return await sessions.create(each)
-            return (await sessions.close(each.session_id)).model_dump_json().encode()
+            if isinstance(item, StepRequest):
+                return await sessions.step(item)
+            if isinstance(item, CreateRequest):
+                return await sessions.create(item)
+            return (await sessions.close(item.session_id)).model_dump_json().encode()
         except Refused as error:
             sessions.metrics.errors.labels(error.reply.kind.value).inc()
             return error.reply.model_dump_json().encode()
 
     async def batch(request: Request) -> Response:
-        replies = [await answer(each) for each in (await _parse(request, BatchRequest)).requests]
+        replies = [await answer(item) for item in (await _parse(request, BatchRequest)).requests]
         return _json(b'{"replies":[' + b",".join(replies) + b"]}")
 
     async def expert(request: Request) -> Response:
@@ -262,10 +262,11 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
 
 
 class Direct:
-    """Takes a request straight to its handler: a router that tries route after route costs more
-    than many a step.
+    """Middleware that calls a request's handler directly: a router that tries one route after the
+    other costs more than a fast simulator's step.
 
-    What has no handler here, and every exception but these two, is left to the application.
+    Other paths, and exceptions other than Refused and ClientDisconnect, are left to the
+    application.
     """
 
     def __init__(
@@ -291,7 +292,7 @@ class Direct:
             response = await handler(Request(scope, receive))
         except Refused as error:
             response = self._refuse(error)
-        except ClientDisconnect:  # its request did not arrive whole, and nobody waits for an answer
+        except ClientDisconnect:  # the request did not arrive whole; no client waits for an answer
             return
         await response(scope, receive, send)
 
@@ -301,8 +302,8 @@ async def _parse(request: Request, model: type[M]) -> M:
         return model.model_validate_json(await read_body(request))
     except ValidationError as error:
         problem = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(part) for part in problem["loc"]) or "body"
-        raise Refused(ErrorKind.BAD_REQUEST, f"{where}: {problem['msg']}") from None
+        location = ".".join(str(part) for part in problem["loc"]) or "body"
+        raise Refused(ErrorKind.BAD_REQUEST, f"{location}: {problem['msg']}") from None
 
 
 def _session_id(request: Request) -> str:

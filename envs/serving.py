@@ -1,4 +1,4 @@
-"""One environment server as a process: where it listens, when it ends, whom it tells."""
+"""One environment server as a process: its socket, port file, signals and end."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from envs.wire import TOKEN_VARIABLE
 
 logger = logging.getLogger("envs")
 
-ORPHAN_GRACE_S = 3.0  # for an orderly end once the owner is gone
+ORPHAN_GRACE_S = 3.0  # for an orderly shutdown once the owner is gone
 
 
 def serve(spec: EnvSpec, arguments: argparse.Namespace, refuse: Callable[..., int]) -> int:
-    """Serve until somebody ends it. arguments: of `python -m envs serve`; refuse(message, code)
-    tells what is wrong with them.
+    """Serve until a signal stops the process or its owner is gone.
 
+    arguments: those of `python -m envs serve`; refuse(message, code) reports an error in them.
     Result: the exit code.
     """
     log_to_stderr(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
-    token = os.environ.pop(TOKEN_VARIABLE, "").strip()  # what the simulators start does not get it
+    token = os.environ.pop(TOKEN_VARIABLE, "").strip()  # hidden from the simulators' subprocesses
     if not (token.isascii() and token.isprintable()) or " " in token:
         return refuse(f"{TOKEN_VARIABLE} must be of printable ASCII characters without blanks")
     if token and arguments.no_token:
@@ -58,7 +58,7 @@ def serve(spec: EnvSpec, arguments: argparse.Namespace, refuse: Callable[..., in
     if not (token or arguments.no_token or ipaddress.ip_address(address).is_loopback):
         return refuse(
             f"{address} is reached from other machines: set {TOKEN_VARIABLE} to a secret, for the"
-            " server and for those who ask it, or say --no-token"
+            " server and for its clients, or pass --no-token"
         )
     server = Server(
         server_config(app, settings.max_sessions), app.state.sessions, arguments.port_file
@@ -76,8 +76,8 @@ def serve(spec: EnvSpec, arguments: argparse.Namespace, refuse: Callable[..., in
 
 
 class Server(uvicorn.Server):
-    """Writes the port file when it listens; the first SIGTERM drains before it stops, which
-    uvicorn does too late for open sessions.
+    """uvicorn's server that writes a port file once it listens. The first SIGTERM drains before
+    the server stops; uvicorn itself would wait for sessions only after it closed the socket.
     """
 
     def __init__(self, config: uvicorn.Config, sessions: Sessions, port_file: Path | None) -> None:
@@ -111,7 +111,7 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     def owner_is_gone(self) -> None:
-        """Nobody is left to be waited for. Called from another thread."""
+        """Stop without waiting for sessions. Called from another thread."""
         self._sessions.abandon()
         self.should_exit = True
 
@@ -129,18 +129,18 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whoever polls the file sees nothing or all of it."""
+    """Write a file atomically: a reader that polls it sees nothing or the whole text."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     finally:
-        partial.unlink(missing_ok=True)  # of a full disk
+        partial.unlink(missing_ok=True)  # left over if the disk is full
 
 
 def _watch_owner(server: Server) -> None:
-    """The kernel closes the pipe however the owner dies.
-    A loop that no longer turns is not waited for.
+    """Wait until the kernel closes stdin's pipe, which it does however the owner dies; then stop
+    the server, and after ORPHAN_GRACE_S exit even if its event loop hangs.
     """
     while os.read(0, 4096):
         pass

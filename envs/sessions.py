@@ -1,5 +1,5 @@
-"""The sessions of one server: who may open one, that no request acts twice, and that every one
-is closed in the end.
+"""The sessions of one server: admission, requests that act only once, and closing of every session
+in the end.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ RETRY_AFTER_S = 1.0
 REMEMBERED = 10_000  # closed sessions and their request keys that still get a 410
 POOL_THREADS = 16
 CALL_TIMEOUT_S = 120.0  # of one call to a blocking simulator
-CLOSE_S = 4.0  # of a server that ends, for the simulators that are left
+CLOSE_S = 4.0  # at shutdown, for closing the remaining simulators
 EXPERT_THREADS = 4
 
 STATUS = {
@@ -79,8 +79,8 @@ class ServerSettings:
     drain_timeout_s: float = 20.0  # open sessions get this long once the server was asked to stop
     offer_expert: bool = False
     expert_timeout_s: float = 5.0
-    token: str = ""  # every request but probes and metrics must bear it; empty: none is asked for
-    hosts: tuple[str, ...] = ()  # names the server goes by, beside localhost and its address
+    token: str = ""  # required of every request but probes and metrics; empty: no token needed
+    hosts: tuple[str, ...] = ()  # names of the server in addition to localhost and its address
 
 
 class Refused(Exception):
@@ -103,7 +103,7 @@ class Refused(Exception):
 
 
 class Metrics:
-    """Prometheus figures of one server, in a registry of their own."""
+    """Prometheus metrics of one server, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -146,8 +146,8 @@ class Session:
 
 
 class Memory:
-    """The last REMEMBERED names, in one block: an object for each would land among those of
-    open sessions and hold on to their memory.
+    """The last REMEMBERED names, as digests in one block: one object per name would be allocated
+    between the objects of sessions and keep their memory from being freed.
     """
 
     _WIDTH = 16  # bytes of a digest
@@ -168,10 +168,11 @@ class Memory:
 
 
 class Sessions:
-    """All methods run on one event loop; `start` and `stop` belong to the server's lifespan.
+    """The sessions of one server. All methods run on one event loop; the server's lifespan calls
+    `start` and `stop`.
 
-    A simulator is somebody else's code and may raise anything: `except Exception` stands around
-    calls to one and nowhere else, and what it catches ends that session alone.
+    A simulator is foreign code and may raise anything: `except Exception` is used around calls to
+    simulators only, and such an exception ends only that session.
     """
 
     def __init__(self, spec: EnvSpec, settings: ServerSettings) -> None:
@@ -205,12 +206,12 @@ class Sessions:
             self.draining = True
             self._drain_until = time.monotonic() + self.settings.drain_timeout_s
             logger.info("draining: %d sessions open", len(self._by_key))
-        # once per life; an event would be needed everywhere
+        # polled, because it runs once per process; an event would have to be set at every close
         while self._by_key and time.monotonic() < self._drain_until:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
     def abandon(self) -> None:
-        """The sessions' owners are gone or do not want to wait: `drain` no longer does.
+        """Make `drain` return at once: the sessions' owners are gone or do not want to wait.
         May be called from any thread.
         """
         self._drain_until = 0.0
@@ -221,14 +222,14 @@ class Sessions:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        left = [asyncio.create_task(self._close(each)) for each in list(self._by_id.values())]
+        left = [asyncio.create_task(self._close(session)) for session in list(self._by_id.values())]
         if left:
             await asyncio.wait(left, timeout=CLOSE_S)
         if self.spec.close is not None:
             try:
                 await self._in_pool(self.spec.close)
             except Exception:
-                logger.exception("what the sessions shared could not be ended")
+                logger.exception("the simulators' shared resources could not be closed")
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def info(self) -> InfoReply:
@@ -249,7 +250,9 @@ class Sessions:
 
     @property
     def takes_batches(self) -> bool:
-        """A batch is answered one after the other, on the event loop."""
+        """True if steps are fast: a batch is answered one request after the other, on the event
+        loop.
+        """
         return not (self.spec.blocking or self.spec.awaited)
 
     def readiness(self) -> ReadyReply:
@@ -268,8 +271,10 @@ class Sessions:
     async def create(
         self, request: CreateRequest, make: Callable[[], Simulator] | None = None
     ) -> bytes:
-        """The same key gives the same session, also to two requests at once. make: another
-        simulator than the served one.
+        """Open a session and return the reply to its creation.
+
+        The same key gives the same session, also to two requests at the same time.
+        make: makes the simulator; None means the served one.
         """
         if request.request_key in self._gone_keys:
             raise Refused(
@@ -332,7 +337,7 @@ class Sessions:
         return ObservationReply(turn=session.turn, observation=session.observation)
 
     async def inspect(self, session_id: str, look: Callable[[Any], T]) -> T:
-        """What `look` sees of the session's simulator, between two turns."""
+        """Return `look(simulator)` of a session, called between two turns."""
         session = self._find(session_id)
         async with session.lock:
             self._check_open(session)
@@ -366,7 +371,7 @@ class Sessions:
                 async with self._expert_slots:
                     action = await run_bounded(ask, limit_s)
             except (ExpertFailed, TimeoutError) as error:
-                session.expert = None  # its plan is in pieces
+                session.expert = None  # it may have been stopped in the middle of its plan
                 reason = str(error) or f"no answer within {limit_s:g} s"
                 raise Refused(
                     ErrorKind.EXPERT_FAILED,
@@ -445,7 +450,7 @@ class Sessions:
         return session
 
     def _check_open(self, session: Session) -> None:
-        """A session may have been closed while its lock was awaited."""
+        """Raise Refused if the session was closed while its lock was awaited."""
         if session.closed:
             raise Refused(ErrorKind.SESSION_GONE, "the session was closed")
 
@@ -475,7 +480,7 @@ class Sessions:
             return
         try:
             await self._call(simulator.close)
-        except Exception:  # it is given up in any case
+        except Exception:  # the session ends in any case
             logger.exception("a simulator could not be closed")
 
     async def _act(self, simulator: Any, action: str) -> StepResult:
@@ -485,8 +490,8 @@ class Sessions:
         return await self._call(lambda: simulator.step(action))
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Slow simulators run in the pool; for the others a thread would cost more than the
-        call.
+        """Call a simulator. Slow ones run in the pool; for fast ones a thread would cost more than
+        the call.
         """
         return await self._in_pool(work) if self.spec.blocking else work()
 
@@ -496,7 +501,7 @@ class Sessions:
         )
 
     async def _reap(self) -> None:
-        """Close what nobody used for session_ttl_s: its owner is gone."""
+        """Close sessions unused for session_ttl_s: their owners are gone."""
         ttl_s = self.settings.session_ttl_s
         while True:
             await asyncio.sleep(min(ttl_s / 4, 5.0))
@@ -526,8 +531,8 @@ class Sessions:
 
         try:
             if self.spec.warm is not None:
-                warm, most = self.spec.warm, self.settings.max_sessions
-                await self._in_pool(lambda: warm(most))
+                warm, max_sessions = self.spec.warm, self.settings.max_sessions
+                await self._in_pool(lambda: warm(max_sessions))
             await self._call(prepare)
             assert simulator is not None
             for action in self.spec.probe_actions:

@@ -1,11 +1,11 @@
 """Every message between a trainer and an environment server, in one place.
 
 A request acts at most once: `create` carries a request key, `step` the number of its turn, and the
-server repeats the reply it already gave.
+server answers a repeated request with the stored reply.
 Errors are status codes with an `ErrorReply` body:
 
 401 unauthorized · 403 forbidden · 404 unknown_session · 409 turn_mismatch · 410 session_gone · 422
-bad_request (what is no request at all: 400, 404, 405, 408, 415, 431) · 500 env_crashed |
+bad_request (invalid HTTP or unknown route: 400, 404, 405, 408, 415, 431) · 500 env_crashed |
 grader_failed | expert_failed · 503 full | draining | not_ready
 """
 
@@ -17,39 +17,39 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 PROTOCOL_VERSION = 3
-# in the environment of server and client: the bearer token the one asks for
+# environment variable of server and client: the bearer token that the server requires
 TOKEN_VARIABLE = "AGENTGYM_ENV_TOKEN"  # noqa: S105
 MAX_ACTION_CHARS = 16_384
 MAX_BATCH = 256  # requests
-# keys of a step's `info` that mean the same in every environment; others are its own
-FAMILY = "family"  # text: the kind of task, equal at every turn; results are told by it
-INVALID = "invalid"  # true where the action was not understood or could not be done, else absent
-PARTS = "parts"  # of the turn that was judged: what its outcome is made of, name -> number
+# keys of a step's `info` that mean the same in every environment; others are the environment's own
+FAMILY = "family"  # text: the kind of task, equal at every turn; results are grouped by it
+INVALID = "invalid"  # true if the action was not understood or is impossible, else absent
+PARTS = "parts"  # at the judged turn: the components of its outcome, name -> number
 
 
 class Message(BaseModel):
-    """Unknown fields are refused: a misspelt one must not be ignored."""
+    """Base of all messages. Unknown fields are refused: a misspelt one must not be ignored."""
 
-    # pydantic would keep the last 16,384 texts it parsed, spread over the memory that closed
-    # sessions give back
+    # by default pydantic caches the last 16,384 texts it parsed; they would fragment the memory
+    # that closed sessions give back
     model_config = ConfigDict(extra="forbid", frozen=True, cache_strings="keys")
 
 
 class ErrorKind(StrEnum):
-    """What went wrong, for a program; `ErrorReply.message` is for a person."""
+    """The kind of error, for programs; `ErrorReply.message` is for people."""
 
     UNAUTHORIZED = "unauthorized"
-    FORBIDDEN = "forbidden"  # asked under a name that is not the server's, or by a page
+    FORBIDDEN = "forbidden"  # wrong Host, or a request by a web page of another site
     UNKNOWN_SESSION = "unknown_session"
     TURN_MISMATCH = "turn_mismatch"
     SESSION_GONE = "session_gone"
     BAD_REQUEST = "bad_request"
     ENV_CRASHED = "env_crashed"
-    GRADER_FAILED = "grader_failed"  # the episode ended, and nobody could judge it
-    EXPERT_FAILED = "expert_failed"  # no action from the expert; the session goes on
+    GRADER_FAILED = "grader_failed"  # the episode ended and could not be judged
+    EXPERT_FAILED = "expert_failed"  # no action from the expert; the session stays open
     FULL = "full"
     DRAINING = "draining"
-    NOT_READY = "not_ready"  # of readyz: the scripted episode has not passed yet
+    NOT_READY = "not_ready"  # reply to /readyz: the scripted episode has not passed yet
 
 
 class ErrorReply(Message):
@@ -65,18 +65,18 @@ class ExampleTurn(Message):
     """One turn of a worked example."""
 
     action: str
-    observation: str  # the answer to it
+    observation: str  # the answer to the action
 
 
 class Example(Message):
-    """A worked example: a short play of a task that is in no list, solved."""
+    """A worked example: a short solved episode of a task that is in no list."""
 
     observation: str  # the first one
     turns: tuple[ExampleTurn, ...] = Field(min_length=1)
 
 
 class InfoReply(Message):
-    """What this server is; `GET /info`."""
+    """Description of the server; `GET /info`."""
 
     env: str
     protocol_version: int = PROTOCOL_VERSION
@@ -117,15 +117,15 @@ class StepRequest(Message):
 
 
 class StepReply(Message):
-    """What the environment answered."""
+    """The environment's answer to a step."""
 
     turn: int
     observation: str
     reward: FiniteFloat  # of this turn; the episode's outcome is the sum
     terminated: bool  # the task is over
-    truncated: bool  # the simulator's own step limit was reached
+    truncated: bool  # the simulator's own step limit is reached
     success: bool
-    info: dict[str, Any] = Field(default_factory=dict)  # FAMILY, INVALID, PARTS, and its own
+    info: dict[str, Any] = Field(default_factory=dict)  # FAMILY, INVALID, PARTS, and further keys
 
 
 class SessionRequest(Message):
@@ -141,7 +141,7 @@ class ObservationReply(Message):
     observation: str
 
 
-TEXTS = ("text/plain", "application/json")  # rendered states that are sent as they are
+TEXTS = ("text/plain", "application/json")  # media types of rendered states sent without base64
 
 
 class RenderReply(Message):
@@ -152,22 +152,20 @@ class RenderReply(Message):
 
 
 class HintsReply(Message):
-    """`GET /hints?session_id=`, of environments that have them: every action the simulator
-    would carry out now.
-    """
+    """`GET /hints?session_id=`, of environments that offer hints: actions possible now."""
 
     actions: list[str]
 
 
 class CloseReply(Message):
-    """`closed` is false where there was nothing left to close."""
+    """Reply to a close; `closed` is false if there was nothing left to close."""
 
     closed: bool
 
 
 class BatchRequest(Message):
-    """`POST /batch`: what `/step`, `/create` and `/close` are asked, of many sessions at once.
-    Only servers whose steps take no time to speak of have it: the first answer waits for the last.
+    """`POST /batch`: requests of `/step`, `/create` and `/close` for many sessions at once.
+    Only servers with fast steps offer it, because the first answer waits for the last.
     """
 
     requests: tuple[
@@ -177,7 +175,7 @@ class BatchRequest(Message):
 
 
 class BatchReply(Message):
-    """What each would have been answered alone, in their order."""
+    """The replies to a batch's requests, in their order."""
 
     replies: tuple[
         Annotated[
@@ -188,9 +186,7 @@ class BatchReply(Message):
 
 
 class ExpertReply(Message):
-    """`POST /expert`, only on servers started with --expert: the action an expert would take
-    now.
-    """
+    """`POST /expert`, only on servers started with --expert: the expert's next action."""
 
     action: str
 

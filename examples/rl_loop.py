@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def reinforce(cfg: RunConfig, splits: Splits, checkpoint: Checkpoint, engine: LocalEngine) -> None:
-    """The loop of the paper: generate, prepare experience, train."""
+    """Run the paper's loop: generate, prepare experience, train."""
     algorithm = with_limit(cfg, checkpoint)
     learner = learner_of(cfg, checkpoint, cfg.optimizer, sum(cfg.horizon.stage_steps))
     stream = train_stream(cfg, splits, {})
@@ -64,12 +64,12 @@ def reinforce(cfg: RunConfig, splits: Splits, checkpoint: Checkpoint, engine: Lo
             temperature=cfg.rollout.temperature,
             seed=cfg.seed,
         )
-        # prepare experience: what the learner thinks of each token, and how good it was
+        # prepare experience: the learner's log-probability and advantage of each token
         batch = to_batch(learnable(episodes, truncated=algorithm.truncated or "zero"))
         experience = with_advantages(learner.prepare(batch, algorithm, step=step), algorithm)
         # train
         experience, metrics = learner.update(experience, algorithm, step=step, seed=cfg.seed)
-        # the engine samples with what was learned, and proves it
+        # publish the new weights to the engine, which verifies them
         engine.publish(learner, step)
         print(
             f"step {step:3}  max_turns {turns:2}  success {success_share(episodes):.2f}"
@@ -79,14 +79,18 @@ def reinforce(cfg: RunConfig, splits: Splits, checkpoint: Checkpoint, engine: Lo
 
 
 def imitate(cfg: RunConfig, splits: Splits) -> Checkpoint:
-    """A small model that has seen an expert play: it stands in for a pretrained one."""
-    shown = [(item, 0) for item in expert_items(cfg, splits)]
+    """Train a small model to imitate an expert; it stands in for a pretrained one."""
+    samples = [(item, 0) for item in expert_items(cfg, splits)]
     with environment_servers(cfg, True) as endpoints:
-        played, settings = demonstrate(
-            cfg, endpoints, shown, lambda item, sample: ExpertPlayer(), allow_expert=True
+        trajectories, settings = demonstrate(
+            cfg, endpoints, samples, lambda item, sample: ExpertPlayer(), allow_expert=True
         )
-    checkpoint = first_checkpoint(cfg, played)
-    demos = [tokenized(each, checkpoint.renderer, settings) for each in played if each.success]
+    checkpoint = first_checkpoint(cfg, trajectories)
+    demos = [
+        tokenized(trajectory, checkpoint.renderer, settings)
+        for trajectory in trajectories
+        if trajectory.success
+    ]
     start = cfg.warm_start
     learner = learner_of(cfg, checkpoint, start.optimizer, start.steps)
     for step in range(1, start.steps + 1):
@@ -99,13 +103,13 @@ def imitate(cfg: RunConfig, splits: Splits) -> Checkpoint:
 def learner_of(
     cfg: RunConfig, checkpoint: Checkpoint, optimizer: OptimizerConfig, total_steps: int
 ) -> LocalLearner:
-    """Return a learner with weights of its own; the checkpoint's are the engine's."""
+    """Return a learner with its own copy of the weights; the engine keeps the checkpoint's."""
     model, ranks = copy.deepcopy(checkpoint.model), SingleProcess(cfg.compute_device)
     return LocalLearner(model, optimizer, total_steps=total_steps, ranks=ranks)
 
 
 def evaluate(cfg: RunConfig, engine: LocalEngine, items: Sequence[Item]) -> float:
-    """Success on test items, one sample each."""
+    """Mean success on test items, one sample per item."""
     settings = cfg.evaluation
     played = engine.collect(
         items[: settings.num_items],

@@ -1,3 +1,3 @@
 """Prefect flows: the order of tasks."""
 
-import services  # noqa: F401 - first of all: what Prefect reads when it is imported is set there
+import services  # noqa: F401 - first: it sets variables that Prefect reads when it is imported

@@ -1,4 +1,4 @@
-"""Recipes, horizons, environments and seeds side by side: every cell an ordinary run, then one
+"""Comparison of recipes, horizons, environments and seeds: every cell is an ordinary run, then one
 table.
 """
 
@@ -53,11 +53,11 @@ def compare(
     comparison: str = DEFAULT, overrides: tuple[str, ...] = (), parallel: int = 0, out: str = ""
 ) -> None:
     """Run every cell that is not done, some at a time, and write the table of all; a killed
-    comparison goes on where it was.
+    comparison continues from its last commits.
 
     comparison: its file; overrides: `key.path=value` for every cell; parallel: cells at a time, 0
     for one per core;
-    out: folder of the table and figures, empty: `comparisons` beside the store.
+    out: folder of the table and figures, empty: `comparisons` next to the store.
     A failed cell does not end the others.
     Errors: CellsFailed that names them.
     """
@@ -68,7 +68,7 @@ def compare(
         pull_data(path)
     waiting = [cell for cell in cells if not cell.is_done()]
     for cfg in {cell.cfg.tracking_uri: cell.cfg for cell in waiting}.values():
-        _ = tracker_of(cfg).experiment_id  # cells side by side must not create one database at once
+        _ = tracker_of(cfg).experiment_id  # concurrent cells must not create the same database
     with Bars(PlainConsole()) as bars:
         failed = _run_cells(waiting, parallel or _num_cores(), described.wait_s, bars)
     write_task(described, cells, _folder(out, cells))
@@ -80,12 +80,12 @@ def compare(
 
 
 def _folder(out: str, cells: Sequence[Cell]) -> Path:
-    """Of the table and figures: as named, or beside the store, which git ignores."""
+    """Return the folder of the table and figures: `out`, or next to the store, ignored by git."""
     return Path(out) if out else cells[0].cfg.state_dir / FOLDER
 
 
 def _run_cells(cells: Sequence[Cell], parallel: int, wait_s: float, bars: Bars) -> list[str]:
-    """At most `parallel` at a time. Result: a line for each cell that failed."""
+    """Run cells, at most `parallel` at a time. Result: a line for each cell that failed."""
     bars.start("cells", len(cells))
     stop, failed = threading.Event(), []
     running: dict[PrefectFuture[Any], tuple[Cell, float]] = {}
@@ -109,7 +109,7 @@ def _run_cells(cells: Sequence[Cell], parallel: int, wait_s: float, bars: Bars) 
         while running:
             one_ends()
     finally:
-        stop.set()  # for those that still run, because this process was interrupted
+        stop.set()  # cells still run if this process was interrupted
     return failed
 
 
@@ -118,8 +118,8 @@ def _num_cores() -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 a cell failed, 2 bad input (nothing was started), 130 interrupted
-    (state is resumable).
+    """Run the command line. Exit code: 0 done, 1 a cell failed, 2 bad input (nothing was started),
+    130 interrupted (state is resumable).
     """
     parser = argparse.ArgumentParser(
         prog="python -m flows.compare", description=compare.description
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         "--out",
         default="",
         metavar="FOLDER",
-        help=f"of the table and figures (default: {FOLDER} beside the store)",
+        help=f"of the table and figures (default: {FOLDER} next to the store)",
     )
     parser.add_argument(
         "words",
@@ -152,9 +152,9 @@ def _run(arguments: argparse.Namespace, console: PlainConsole) -> int:
     described = load_comparison(comparison)
     cells = cells_of(described, overrides)
     out = _folder(arguments.out, cells)
-    contrast_rows(described, cells)  # its errors come before anything starts
-    for place in {cell.cfg.state_dir for cell in cells}:
-        private_state(place)
+    contrast_rows(described, cells)  # raises its errors before anything starts
+    for state_dir in {cell.cfg.state_dir for cell in cells}:
+        private_state(state_dir)
     waiting = _waiting(cells)
     console.print(
         f"[bold]compare[/bold]: {len(cells) - len(waiting)} of {len(cells)} cells are done",
@@ -183,8 +183,8 @@ def _run(arguments: argparse.Namespace, console: PlainConsole) -> int:
 
 
 def _waiting(cells: Sequence[Cell]) -> list[Cell]:
-    """Cells that are not done.
-    They are checked before anything starts, but for data that is yet to be pulled.
+    """Return the cells that are not done.
+    They are checked before anything starts, except data that is not pulled yet.
     """
     waiting = []
     for cell in cells:

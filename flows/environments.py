@@ -1,4 +1,4 @@
-"""Environment servers that outlive a run: with them a run starts at once, and several share one."""
+"""Environment servers that outlive a run: runs start at once with them, and several share one."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from tasks.environments import end_environments, keep_environment, servers_artif
 
 @flow(name="envs-up", flow_run_name=run_name, persist_result=False)
 def envs_up(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
-    """Start servers of each environment of this run and leave them running, on this machine or, as
-    `env.deploy` says, on Kubernetes; runs with the same `env.options` play there. What runs already
-    stays. Result: where they are.
+    """Start servers of each environment of this run and leave them running, on this machine or on
+    Kubernetes (`env.deploy`); runs with the same `env.options` use them. Running servers stay.
+    Result: environment -> address.
     """
     cfg = run.config()
     private_state(cfg.state_dir)
     check_fleets(cfg)
     servers = [keep_environment(cfg, env) for env in cfg.envs if not env.endpoints]
     servers_artifact(servers, "Servers that stay until the flow envs-down, or for `env.keep_s`.")
-    return {each.env: each.where for each in servers}
+    return {server.env: server.where for server in servers}
 
 
 @flow(name="envs-down", flow_run_name=run_name, persist_result=False)
 def envs_down(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
     """End every server that envs-up has started for this state folder, and the kept fleets of this
-    run's environments. Result: where they were.
+    run's environments. Result: environment -> former address.
     """
     servers = end_environments(run.config())
     servers_artifact(servers, "Servers that were ended.")
-    return {each.env: each.where for each in servers}
+    return {server.env: server.where for server in servers}
 
 
 FLOWS: dict[str, Any] = {"up": envs_up, "down": envs_down}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes as everywhere; see `agentgym.cli.main`."""
+    """Run the command line. Exit codes: see `agentgym.cli.main`."""
     parser = argparse.ArgumentParser(prog="python -m flows.environments")
     parser.add_argument("what", choices=FLOWS)
     parser.add_argument(
@@ -54,13 +54,13 @@ def main(argv: list[str] | None = None) -> int:
         "overrides", nargs="*", metavar="key.path=value", help="over the parameter file"
     )
     arguments = parser.parse_args(argv)
-    asked = RunRequest(params=arguments.params, overrides=tuple(arguments.overrides))
+    request = RunRequest(params=arguments.params, overrides=tuple(arguments.overrides))
 
     def run() -> int:
-        cfg = asked.config()  # its errors come before anything starts
+        cfg = request.config()  # raises its errors before anything starts
         private_state(cfg.state_dir)
         with prefect_api(cfg.state_dir):
-            servers = FLOWS[arguments.what](asked)
+            servers = FLOWS[arguments.what](request)
         for env, where in servers.items():
             say(f"{arguments.what:<6}{env} at {where}")
         if not servers:

@@ -1,4 +1,4 @@
-"""What came out: evaluations, registered model, report. Or one evaluation, of any policy."""
+"""The last part of a run: evaluations, registered model, report; or one policy's evaluation."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def evaluate(
     run: RunRequest = RunRequest(),  # noqa: B008 (it is frozen)
     asked: EvaluationRequest | None = None,
 ) -> dict[str, str]:
-    """Evaluate every checkpoint, register the last one, write the report; needs what `train`
-    makes. With `asked`: evaluate the policy that it names, and nothing else; needs nothing.
+    """Evaluate every checkpoint, register the last one, write the report; needs the results of
+    `train`. With `asked`: only evaluate the policy that it names; needs no earlier results.
     """
     if asked is None:
         return run_steps(run, is_evaluation)
@@ -39,7 +39,7 @@ def evaluate(
 
 
 def of_policy(argv: list[str]) -> int:
-    """`python -m flows.evaluate --policy POLICY ...`. Exit code: as every flow's."""
+    """Run `python -m flows.evaluate --policy POLICY ...`. Exit code: as in `flows.shell.main`."""
     parser = argparse.ArgumentParser(prog="python -m flows.evaluate --policy POLICY")
     parser.add_argument("--policy", required=True, help="as `agentgym evaluate` takes it")
     parser.add_argument("--params", default="params.yaml", help="parameter file")
@@ -49,14 +49,14 @@ def of_policy(argv: list[str]) -> int:
 
     def command() -> int:
         run = RunRequest(params=arguments.params, overrides=tuple(arguments.overrides))
-        cfg, asked = run.config(), request_of(arguments)
+        cfg, request = run.config(), request_of(arguments)
         private_state(cfg.state_dir)
         _quieten_console()
         with contextlib.ExitStack() as stack:
             stack.enter_context(full_disk_told(cfg.state_dir))
             stack.enter_context(prefect_api(cfg.state_dir))
-            for name, told in evaluate(run, asked).items():
-                PlainConsole().print(f"{name}: {told}", highlight=False)
+            for name, summary in evaluate(run, request).items():
+                PlainConsole().print(f"{name}: {summary}", highlight=False)
         return 0
 
     return guarded(command)

@@ -1,4 +1,4 @@
-"""What runs when a run has failed: it tells people."""
+"""The flow that notifies people when a run has failed."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ BLOCK = "slack-webhook/agentgym-failures"
 
 @flow(name="notify", persist_result=False)
 def notify(flow_run_id: UUID, block: str = BLOCK) -> str:
-    """Send which step of a run failed, why, and how to go on, through a notification block."""
+    """Send the failed step, the reason and the command to continue through a notification block."""
     return tell(flow_run_id, block)

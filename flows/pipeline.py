@@ -12,8 +12,8 @@ from flows.shell import main
 
 @flow(name="pipeline", flow_run_name=run_name, persist_result=False, on_cancellation=[fleets_down])
 def pipeline(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
-    """Run every step that is not done, in order; a killed run goes on from its last commit.
-    Result: what happened to each step.
+    """Run every step that is not done, in order; a killed run continues from its last commit.
+    Result: the outcome of each step.
     """
     return run_steps(run, is_any)
 

@@ -1,4 +1,4 @@
-"""What training starts from: data, demonstrations, initial model, warm start."""
+"""The first part of a run: data, demonstrations, initial model, warm start."""
 
 from __future__ import annotations
 

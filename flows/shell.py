@@ -1,4 +1,4 @@
-"""The command line of a flow: check everything, run it, say what came out."""
+"""The command line of a flow: check everything, run it, print the results."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from services.state import running
 from tasks.data import dataset_pointer
 from tasks.retries import FINAL
 
-OURS = ("agentgym", "services", "tasks")  # whose warnings a person at the terminal sees
+OURS = ("agentgym", "services", "tasks")  # packages with warnings on the terminal
 
 
 def main(module: str, flow: Any, wanted: Wanted, argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 failed, 2 bad input (nothing was started), 130 interrupted (state is
-    resumable).
+    """Run the command line of a flow. Exit code: 0 done, 1 failed, 2 bad input (nothing was
+    started), 130 interrupted (state is resumable).
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=flow.description)
     parser.add_argument(
@@ -81,8 +81,8 @@ def _run(
         pace_s = reference_s()
         console.print(f"reference work takes this machine {pace_s:.1f} s", highlight=False)
         if cfg.model.source == "hub":
-            taken = forecast(cfg)
-            console.print(f"the whole run takes {taken.duration} ({taken.speed})", highlight=False)
+            cost = forecast(cfg)
+            console.print(f"the whole run takes {cost.duration} ({cost.speed})", highlight=False)
         _quieten_console()
         with contextlib.ExitStack() as stack:
             stack.enter_context(full_disk_told(cfg.state_dir))
@@ -102,9 +102,8 @@ def _run(
 
 
 def _quieten_console() -> None:
-    """Prefect's progress lines would tear the bars apart; the API and its UI still get all of
-    them.
-    Our warnings stay.
+    """Remove Prefect's progress lines from the terminal, because they would break the bars.
+    The API and its UI still get all of them. Our warnings stay.
     """
     for name in ("", *logging.root.manager.loggerDict):
         for handler in logging.getLogger(name).handlers:  # one handler may serve several loggers
@@ -113,33 +112,32 @@ def _quieten_console() -> None:
                 handler.setFormatter(PlainFormatter(handler.formatter))
     assert logging.lastResort is not None
     logging.lastResort.setFormatter(PlainFormatter())
-    # warnings go to whatever sys.stderr is at the time: while bars are shown, that is a proxy that
-    # prints above them
+    # lastResort writes to the current sys.stderr, which prints above the bars while they are shown
     for name in OURS:
         logging.getLogger(name).addHandler(logging.lastResort)
 
 
 def _worth_a_line(record: logging.LogRecord) -> bool:
-    """Return True for Prefect's errors, with their tracebacks, but for what the command's last
-    line says anyway: a failure that no other try mends is no bug, and has no traceback.
+    """Return True for Prefect's errors, with their tracebacks, unless the command's last line
+    reports them: a failure that a retry cannot help is no bug and needs no traceback.
     """
-    said = record.exc_info and isinstance(record.exc_info[1], FINAL)
+    is_final = record.exc_info and isinstance(record.exc_info[1], FINAL)
     ends = record.getMessage().startswith("Finished in state")
     is_ours = record.name.startswith(OURS)
-    return record.levelno >= logging.ERROR and not (said or ends or is_ours)
+    return record.levelno >= logging.ERROR and not (is_final or ends or is_ours)
 
 
 def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
-    """Wanted steps the store holds already.
-    What is left to do is checked before anything starts, but for data that is yet to be pulled.
+    """Return the wanted steps that are in the store already.
+    If steps are left, everything is checked before they start, except data not pulled yet.
     """
     for setting, folder in cfg.data_folders.items():
         dataset_pointer(folder, setting)
     is_pulled = all(folder.is_dir() for folder in cfg.data_folders.values())
     finished_steps = finished(cfg, open_store(cfg)) if is_pulled else {}
-    asked = [name for name, step in steps_of(cfg).items() if wanted(step)]
-    done = {name: finished_steps[name] for name in asked if name in finished_steps}
-    if len(done) < len(asked):
+    names = [name for name, step in steps_of(cfg).items() if wanted(step)]
+    done = {name: finished_steps[name] for name in names if name in finished_steps}
+    if len(done) < len(names):
         check_parents(cfg, wanted, finished_steps)
         for env in cfg.envs:
             check_local_env(env)
@@ -155,7 +153,7 @@ def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
 
 
 def _confirmed(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
-    """Every step's result; of the wanted ones the bytes verified and in MLflow."""
+    """Return every step's result; wanted ones are verified and in MLflow."""
     store = open_store(cfg)
     keep_run(cfg, store)
     done = finished(cfg, store)
@@ -166,7 +164,7 @@ def _confirmed(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
 
 
 def list_results(cfg: RunConfig, done: dict[str, Manifest], console: Console) -> None:
-    """A line per step of a part of the job."""
+    """Print a line for each of these steps, and their alarms."""
     titles = {name: step.title for name, step in steps_of(cfg).items()}
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, manifest in done.items():
@@ -187,8 +185,8 @@ def summarise(
     pace_s: float | None = None,
     options: str = "",
 ) -> None:
-    """Success before and after, time per part, and where to look next.
-    pace_s: what the reference work took; options: of commands that look at this run.
+    """Print success before and after, time per part, and the next commands.
+    pace_s: time of the reference work; options: of commands that read this run.
     """
     settings, steps = cfg.evaluation, steps_of(cfg)
     of_kind = {steps[name].kind: manifest for name, manifest in done.items()}
@@ -201,7 +199,7 @@ def summarise(
         key for key in next(iter(evaluations.values())).results["summary"] if key != "pass_at_1"
     ]
     keys.sort(key=lambda key: key != "greedy")
-    tight = len(keys) > 3  # or it would not fit 80 columns
+    tight = len(keys) > 3  # else the table does not fit 80 columns
     table = Table(box=None, header_style="bold", padding=(0, 1 if tight else 2, 0, 0))
     table.add_column("success, %", no_wrap=True)
     for title in (*map(label, keys), f"{label(average)} gain"):
@@ -257,7 +255,9 @@ def _shown(cfg: RunConfig, step: Step) -> str:
 
 
 def _part(step: Step, before: str) -> str:
-    """Return the part of the whole time that a step belongs to; before: of the one before RL."""
+    """Return the part of the whole time that a step belongs to.
+    before: name of the part before RL.
+    """
     if step.kind is Kind.EVALUATE:
         return "evaluation"
     if step.stage is not None:
@@ -266,21 +266,21 @@ def _part(step: Step, before: str) -> str:
 
 
 def left_out(evaluations: Mapping[str, Manifest]) -> list[str]:
-    """Of each evaluation in which episodes failed: how many count, and its numbers with the
-    failed ones as failures; 80 columns.
+    """Return lines about evaluations with failed episodes, 80 columns.
+    They have the share that counts, and the numbers with the failed episodes as failures.
     """
     lines = []
     for manifest in evaluations.values():
-        found = manifest.results
-        if found["coverage"] < 1:
+        results = manifest.results
+        if results["coverage"] < 1:
             numbers = [
                 f"{label(key)} {100 * row['mean']:.1f}"
-                for key, row in found[FAILED].items()
+                for key, row in results[FAILED].items()
                 if key != "pass_at_1"
             ]
-            name = found["checkpoint"].replace("-", " ")
+            name = results["checkpoint"].replace("-", " ")
             text = (
-                f"{name}: {100 * found['coverage']:.1f} % of its episodes count; with the failed"
+                f"{name}: {100 * results['coverage']:.1f} % of its episodes count; with the failed"
                 f" ones as failures: {', '.join(numbers)}"
             )
             lines += textwrap.wrap(text, 80, subsequent_indent="  ")
@@ -288,12 +288,12 @@ def left_out(evaluations: Mapping[str, Manifest]) -> list[str]:
 
 
 def alarm_lines(cfg: RunConfig, done: Mapping[str, Manifest]) -> list[str]:
-    """What the alarms said while these steps trained; 80 columns."""
+    """Return the alarms raised while these steps trained; lines of 80 columns."""
     steps = steps_of(cfg)
     trained = [manifest for name, manifest in done.items() if steps[name].stage]
     alarms = committed_alarms(open_store(cfg), trained)
     return [
-        line for each in alarms for line in textwrap.wrap(str(each), 80, subsequent_indent="  ")
+        line for alarm in alarms for line in textwrap.wrap(str(alarm), 80, subsequent_indent="  ")
     ]
 
 
@@ -303,7 +303,7 @@ def _mlflow() -> str:
 
 
 def _baseline(evaluations: dict[str, Manifest]) -> str:
-    """The checkpoint that others are compared with."""
+    """Return the checkpoint that others are compared with."""
     name = next(
         m.results["paired"]["baseline"] for m in evaluations.values() if "paired" in m.results
     )
@@ -321,7 +321,7 @@ def _export_report(cfg: RunConfig, manifest: Manifest) -> Path:
 
 
 def _percent(interval: Interval, tight: bool) -> str:
-    """At most 13 characters; 12 where it is tight."""
+    """Format a share and its interval in at most 13 characters; 12 if tight."""
     mean, (low, high) = (
         100 * interval.mean,
         (f"{100 * interval.low:.0f}", f"{100 * interval.high:.0f}"),

@@ -40,7 +40,7 @@ from services.state import (
     toml_is_ours,
 )
 
-PORTS = {"prefect": 4200, "mlflow": 5000, "viewer": VIEWER_PORT}  # taken where free
+PORTS = {"prefect": 4200, "mlflow": 5000, "viewer": VIEWER_PORT}  # used if free
 
 STOP_TIMEOUT_S = 60.0
 
@@ -51,7 +51,7 @@ def up(
     mlflow_port: int | None,
     viewer_port: int | None = None,
 ) -> int:
-    """Start what is not running and say where it is. Result: an exit code."""
+    """Start what is not running and print the addresses. Result: an exit code."""
     with _alone(state):
         services = running(state)
         if services is not None and services.ready:
@@ -70,7 +70,9 @@ def up(
                     stack.enter_context(_listener(port, PORTS[name], variable))
                     for name, (port, variable) in wanted.items()
                 ]
-                process = _start_supervisor(state, [each.fileno() for each in bound])
+                process = _start_supervisor(
+                    state, [bound_socket.fileno() for bound_socket in bound]
+                )
             print(
                 "starting a Prefect server, a worker and MLflow, and the pages of what agents did;"
                 " half a minute on a quiet machine",
@@ -98,7 +100,7 @@ def up(
 
 
 def _apply(services: Services) -> None:
-    """Apply prefect.yaml to the services that run, and say what that changed."""
+    """Apply prefect.yaml to the running services, and print what that changed."""
     if "prefect" not in services.pids:
         print(f"{FILE} is not applied while the Prefect server is down; `make up` again does it")
         return
@@ -111,7 +113,7 @@ def down(state: Path) -> int:
     with _alone(state):
         services = running(state)
         if services is None:
-            forget(state)  # of a supervisor that was killed
+            forget(state)  # the record of a killed supervisor
             print("nothing is running")
             return 0
         _stop(state)
@@ -120,7 +122,7 @@ def down(state: Path) -> int:
 
 
 def status(state: Path) -> int:
-    """Say what runs. Result: 0 where everything does, else 1."""
+    """Print what runs. Result: 0 if everything does, else 1."""
     services = running(state)
     if services is None:
         print("nothing is running; `make up` starts it")
@@ -150,8 +152,7 @@ def _describe(services: Services) -> int:
         )
         print(f"{name:<9}{address:<28}{state}")
     command = "prefect deployment run pipeline/local --watch"
-    # a prefect.toml of somebody's own holds no login: the address with it is asked for where the
-    # command is typed
+    # a prefect.toml of the user's own has no login: the command then gets the address with a login
     if not toml_is_ours():
         command = f"PREFECT_API_URL=$(python -m services api) {command}"
     print(f"{'start':<9}{command}")
@@ -161,7 +162,7 @@ def _describe(services: Services) -> int:
 
 
 def print_api(state: Path) -> int:
-    """The address of Prefect's API with the login in it, for PREFECT_API_URL. Result: an exit
+    """Print the address of Prefect's API with the login in it, for PREFECT_API_URL. Result: an exit
     code.
     """
     services = running(state)
@@ -172,7 +173,7 @@ def print_api(state: Path) -> int:
 
 
 def show_mlflow(state: Path, port: int | None) -> int:
-    """MLflow alone, until Ctrl-C. Result: an exit code."""
+    """Run MLflow alone, until Ctrl-C. Result: an exit code."""
     from services.mlflow_server import make_app
 
     with _listener(port, PORTS["mlflow"], "PORT", command="make ui") as bound:
@@ -199,7 +200,7 @@ def _start_supervisor(state: Path, descriptors: Sequence[int]) -> subprocess.Pop
 
 
 def _stop(state: Path) -> None:
-    """SIGTERM to the supervisor, SIGKILL where it hangs; its services end with it either way."""
+    """Send SIGTERM to the supervisor, SIGKILL if it hangs; its services end with it either way."""
     services = running(state)
     if services is None:
         return
@@ -218,8 +219,9 @@ def _stop(state: Path) -> None:
 def _listener(
     wanted: int | None, usual: int, variable: str, command: str = "make up"
 ) -> socket.socket:
-    """At the wanted port; without a wish at the usual one where it is free, else at any.
-    Errors: ConfigError where the wanted one is taken.
+    """Return a listener at the wanted port; without a wanted one, at the usual port if free, else
+    at any.
+    Errors: ConfigError if the wanted port is taken.
     """
     try:
         return listener(usual if wanted is None else wanted)
@@ -234,7 +236,7 @@ def _listener(
 
 @contextlib.contextmanager
 def _alone(state: Path) -> Iterator[IO[bytes]]:
-    """One `make up` or `make down` at a time; it ends with its holder."""
+    """Let one `make up` or `make down` run at a time; the lock ends with its process."""
     private_folder(state)
     with (state / "services.lock").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -242,14 +244,14 @@ def _alone(state: Path) -> Iterator[IO[bytes]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes as everywhere; see `agentgym.cli.main`."""
+    """Run a command; exit codes as in `agentgym.cli.main`."""
     parser = argparse.ArgumentParser(
         prog="python -m services", description="The servers of this project."
     )
     commands = parser.add_subparsers(required=True, metavar="up | down | status | api | ui")
     start = commands.add_parser(
         "up",
-        help="start a Prefect server, a worker, MLflow and the viewer; harmless where they run",
+        help="start a Prefect server, a worker, MLflow and the viewer; no effect if they run",
     )
     start.add_argument("--prefect-port", type=int)
     start.add_argument("--mlflow-port", type=int)
@@ -258,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
         run=lambda chosen: up(STATE, chosen.prefect_port, chosen.mlflow_port, chosen.viewer_port)
     )
     commands.add_parser("down", help="end them").set_defaults(run=lambda _: down(STATE))
-    commands.add_parser("status", help="say what runs").set_defaults(run=lambda _: status(STATE))
+    commands.add_parser("status", help="print what runs").set_defaults(run=lambda _: status(STATE))
     commands.add_parser("api", help="the address of Prefect's API with its login").set_defaults(
         run=lambda _: print_api(STATE)
     )

@@ -1,4 +1,4 @@
-"""Apply prefect.yaml and the recovery rules to a Prefect server, and tell what that changed."""
+"""Apply prefect.yaml and the recovery rules to a Prefect server, and report what that changed."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def client_environment(services: Services) -> dict[str, str]:
         "PWD": str(Path.cwd()),  # prefect.yaml's working directory
         "PREFECT_API_URL": services.api,
         "PREFECT_API_AUTH_STRING": services.login,
-        "PREFECT_WORKER_QUERY_SECONDS": "2",  # what a submitted run waits at most
+        "PREFECT_WORKER_QUERY_SECONDS": "2",  # the longest wait of a submitted run
     }
 
 
 def set_up(env: Mapping[str, str]) -> None:
-    """Pools, automations and deployments, as the files of this project say.
-    In children: Prefect's client would stay in memory.
-    Errors: ConfigError where prefect.yaml is not YAML; RuntimeError with the end of the output.
+    """Create pools, automations and deployments from the files of this project.
+    It uses child processes, because Prefect's client would stay in memory.
+    Errors: ConfigError if prefect.yaml is not YAML; RuntimeError with the end of the output.
     """
     try:
         yaml.safe_load(FILE.read_bytes())
@@ -51,7 +51,7 @@ def set_up(env: Mapping[str, str]) -> None:
         ["services.supervisor", "pools"],
         ["prefect", "--no-prompt", "deploy", "--all"],
     ):
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", *command],
             env={**os.environ, **image, **env},
             stdin=subprocess.DEVNULL,
@@ -61,16 +61,16 @@ def set_up(env: Mapping[str, str]) -> None:
             timeout=START_TIMEOUT_S,
             check=False,
         )
-        if done.returncode:
+        if result.returncode:
             raise RuntimeError(
                 f"`python -m {' '.join(command)}` failed"
-                f" ({done.returncode}):\n{(done.stdout + done.stderr)[-2000:]}"
+                f" ({result.returncode}):\n{(result.stdout + result.stderr)[-2000:]}"
             )
 
 
 def apply(services: Services) -> list[str]:
-    """Apply prefect.yaml to a server that runs. Result: a line for each change.
-    Errors: as `set_up`; OSError (urllib's), ValueError where the server does not answer.
+    """Apply prefect.yaml to a running server. Result: a line for each change.
+    Errors: as `set_up`; OSError (urllib's), ValueError if the server does not answer.
     """
     before = known(services)
     set_up(client_environment(services))
@@ -81,27 +81,27 @@ def known(services: Services) -> tuple[Known, Known]:
     """Deployments and automations of a server, by name. Errors: OSError (urllib's), ValueError."""
 
     def every(kind: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         address = f"{services.api}/{kind}/filter"
-        while page := ask(address, services.login, {"limit": PAGE, "offset": len(found)}):
-            found += page
-        return found
+        while page := ask(address, services.login, {"limit": PAGE, "offset": len(rows)}):
+            rows += page
+        return rows
 
     flows = {flow["id"]: flow["name"] for flow in every("flows")}
     deployments = {
-        f"{flows.get(each['flow_id'])}/{each['name']}": {
-            **{name: each.get(name) for name in DEPLOYMENT},
-            "concurrency_limit": (each.get("global_concurrency_limit") or {}).get("limit"),
+        f"{flows.get(deployment['flow_id'])}/{deployment['name']}": {
+            **{name: deployment.get(name) for name in DEPLOYMENT},
+            "concurrency_limit": (deployment.get("global_concurrency_limit") or {}).get("limit"),
             "schedules": {
                 schedule.get("slug") or json.dumps(schedule["schedule"], sort_keys=True): {
                     name: schedule.get(name) for name in ("active", "schedule", "parameters")
                 }
-                for schedule in each.get("schedules", ())
+                for schedule in deployment.get("schedules", ())
             },
         }
-        for each in every("deployments")
+        for deployment in every("deployments")
     }
-    automations = {each["name"]: definition(each) for each in every("automations")}
+    automations = {row["name"]: definition(row) for row in every("automations")}
     return deployments, automations
 
 
@@ -129,7 +129,7 @@ def _differing(
     now: Mapping[str, Any] | None,
     switch: str = "",
 ) -> Iterator[str]:
-    """switch: the field that says whether it is on."""
+    """Yield a line if the two differ. switch: name of the field that turns it on."""
     if then == now:
         return
     state = f", {'on' if (now or {})[switch] else 'off'}" if switch and now else ""
@@ -150,12 +150,12 @@ def _plain(deployment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_ids(value: Any) -> Any:
-    """Leave out ids: a rule that is made anew gets another one. Names of events are sets, which
-    the server lists in any order.
+    """Leave out ids, because a recreated rule gets another one, and sort lists of names: they are
+    sets, which the server lists in any order.
     """
     if isinstance(value, dict):
-        return {key: _without_ids(each) for key, each in value.items() if key != "id"}
+        return {key: _without_ids(item) for key, item in value.items() if key != "id"}
     if not isinstance(value, list):
         return value
-    inner = [_without_ids(each) for each in value]
-    return sorted(inner) if all(isinstance(each, str) for each in inner) else inner
+    inner = [_without_ids(item) for item in value]
+    return sorted(inner) if all(isinstance(item, str) for item in inner) else inner

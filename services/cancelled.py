@@ -1,7 +1,8 @@
-"""Jobs of cancelled flow runs: the run's own process ends it, and nothing then deletes its Job; a
-run whose pod never started has no process to end it, and Prefect's worker leaves it alone.
+"""Cleanup of the Jobs of cancelled flow runs.
 
-This looks at the Jobs that are there and asks Prefect about their runs.
+A run's own process ends the run, but nothing then deletes its Job. A run whose pod never started
+has no process to end it, and Prefect's worker leaves it alone.
+This module reads the existing Jobs and asks Prefect about their runs.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def end_cancelled(
             "id": {"any_": ids[first : first + PAGE]},
             "state": {"type": {"any_": ["CANCELLING", "CANCELLED"]}},
         }
-        asked = {"flow_runs": wanted, "limit": PAGE}
-        found = ask(f"{api}/flow_runs/filter", login, asked)
-        over += [run for run in found if _is_over(run, starting_s, ending_s)]
+        request = {"flow_runs": wanted, "limit": PAGE}
+        runs = ask(f"{api}/flow_runs/filter", login, request)
+        over += [run for run in runs if _is_over(run, starting_s, ending_s)]
     for run in over:
         for name in jobs[run["id"]]:
             kube.delete(JOB, name)
@@ -55,7 +56,7 @@ def end_cancelled(
 
 
 def _is_over(run: dict[str, Any], starting_s: float, ending_s: float) -> bool:
-    """Whether nobody needs its Job any more."""
+    """Return True if the run no longer needs its Job."""
     if run["state"]["type"] == "CANCELLED":
         return True
     since = datetime.now(UTC) - datetime.fromisoformat(run["state"]["timestamp"])

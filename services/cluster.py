@@ -1,7 +1,7 @@
 """The servers of a cluster, each as the process of a pod: `python -m services.cluster NAME`.
 
-Prefect's server and MLflow's answer to logins alone, and do not start without one. The worker makes
-Jobs of flow runs; `set-up` brings the server to what this image holds: pool, deployments, rules.
+Prefect's server and MLflow's require a login, and do not start without one. The worker makes Jobs
+of flow runs; `set-up` installs this image's pool, deployments and rules on the server.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ START_TIMEOUT_S = 300.0  # of the server, and of one deployment
 
 
 def prefect(host: str, port: int) -> int:
-    """Prefect's server until SIGTERM. Errors: ConfigError without a login."""
+    """Run Prefect's server until SIGTERM. Errors: ConfigError without a login."""
     _login(PREFECT_LOGIN, os.environ)
     import uvicorn
     from prefect.server.api.server import create_app
@@ -62,30 +62,31 @@ def prefect(host: str, port: int) -> int:
     from envs.connection import bounded
     from services.prefect_server import lock_first
 
-    lock_first()  # where its database is SQLite
+    lock_first()  # matters if its database is SQLite
     config = bounded(create_app(), any_body=True, host=host, port=port, server_header=False)
     uvicorn.Server(config).run()
     return 0
 
 
 def mlflow(host: str, port: int) -> NoReturn:
-    """MLflow's server, by its own program; artifacts go through it. Errors: ConfigError."""
+    """Become MLflow's server, by its own program; artifacts go through it. Errors: ConfigError."""
     folder = Path(tempfile.mkdtemp(prefix="mlflow-"))
-    own = mlflow_environment(folder, os.environ)
+    variables = mlflow_environment(folder, os.environ)
     rollout = rollout_login(os.environ)
-    os.environ.update(own)
+    os.environ.update(variables)
     if rollout:
         _let_in(*rollout)
     command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth"]
     command += ["--host", host, "--port", str(port), "--workers", "1"]
-    # it is named by its Service, and a forwarded port by loopback
+    # clients use the Service's name, or loopback through a forwarded port
     hosts = os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS", f"mlflow,mlflow.*,*:{port}")
     command += ["--allowed-hosts", hosts]
     os.execv(sys.executable, command)  # noqa: S606 (it gets SIGTERM)
 
 
 def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """What MLflow's logins need: a file, since it takes a password from no variable.
+    """Return the variables for MLflow's logins; they name a file, since MLflow takes a password
+    from no variable.
     Errors: ConfigError without a login.
     """
     user = environment.get(MLFLOW_USER, "")
@@ -98,12 +99,12 @@ def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
     ini = configparser.ConfigParser(interpolation=None)
     ini["mlflow"] = {
         "default_permission": "EDIT",
-        # beside the other tables, or in the same folder
+        # in the other tables' database, or in the same folder
         "database_uri": _logins(environment),
         "admin_username": user,
         "admin_password": password,
         "authorization_function": "mlflow.server.auth:authenticate_request_basic_auth",
-        # to check a password takes a tenth of a second of CPU, and a run asks thousands of times
+        # a password check takes 0.1 s of CPU, and a run sends thousands of requests
         "auth_cache_ttl_seconds": "60",
     }
     path = folder / "logins.ini"
@@ -118,7 +119,7 @@ def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
 
 
 def rollout_login(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """(name, password) of the user that jobs of KubeRay are; None where there is none.
+    """Return (name, password) of the user for KubeRay's jobs; None if there is none.
     Errors: ConfigError.
     """
     user, password = environment.get(ROLLOUT_USER, ""), environment.get(ROLLOUT_PASSWORD, "")
@@ -134,7 +135,7 @@ def rollout_login(environment: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def _let_in(user: str, password: str) -> None:
-    """Make or renew a user who is no administrator: the default permission is all it has."""
+    """Create or update a user who is no administrator and has only the default permission."""
     from mlflow.server.auth.sqlalchemy_store import SqlAlchemyStore
 
     store = SqlAlchemyStore()
@@ -146,7 +147,7 @@ def _let_in(user: str, password: str) -> None:
 
 
 def _logins(environment: Mapping[str, str]) -> str:
-    """Where MLflow keeps its logins: a SQLite file of its own, or the same Postgres."""
+    """Return the database of MLflow's logins: a SQLite file of its own, or the same Postgres."""
     if named := environment.get("AGENTGYM_MLFLOW_LOGINS_URI", ""):
         return named
     backend = environment.get("MLFLOW_BACKEND_STORE_URI", "")
@@ -156,7 +157,8 @@ def _logins(environment: Mapping[str, str]) -> str:
 
 
 def set_up() -> int:
-    """Once the server answers: pool, automations, and every deployment of `kubernetes`.
+    """Wait for the server, then install the pool, the automations, and every deployment of
+    `kubernetes`.
     Errors: ConfigError, RuntimeError.
     """
     _login(CLIENT_LOGIN, os.environ)
@@ -182,7 +184,7 @@ def set_up() -> int:
 
 
 def job_template(namespace: str) -> dict[str, Any]:
-    """namespace: where jobs are made; empty: where the file says."""
+    """Return the template of Jobs. namespace: of the Jobs; empty: the file's default."""
     template: dict[str, Any] = json.loads(JOB_TEMPLATE.read_bytes())
     if namespace:
         template["variables"]["properties"]["namespace"]["default"] = namespace
@@ -190,19 +192,19 @@ def job_template(namespace: str) -> dict[str, Any]:
 
 
 def deployments() -> list[str]:
-    """`flow/kubernetes` of every deployment that prefect.yaml has for the cluster."""
+    """Return `flow/kubernetes` for every deployment that prefect.yaml has for the cluster."""
     tree = yaml.safe_load(DEPLOYMENTS.read_text(encoding="utf-8"))
     return [
-        f"{each['entrypoint'].rpartition(':')[2]}/{each['name']}"
-        for each in tree["deployments"]
-        if each["name"] == KUBERNETES_POOL
+        f"{deployment['entrypoint'].rpartition(':')[2]}/{deployment['name']}"
+        for deployment in tree["deployments"]
+        if deployment["name"] == KUBERNETES_POOL
     ]
 
 
 def _deploy(names: Sequence[str]) -> None:
-    """By one process: Prefect takes seconds to be imported."""
+    """Deploy in one process, because Prefect takes seconds to be imported."""
     chosen = [word for name in names for word in ("--name", name)]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "prefect", "--no-prompt", "deploy", *chosen],
         env={**os.environ, "PWD": str(Path.cwd())},
         stdin=subprocess.DEVNULL,
@@ -212,8 +214,8 @@ def _deploy(names: Sequence[str]) -> None:
         check=False,
         encoding="utf-8",
     )
-    if done.returncode:
-        raise RuntimeError(f"`prefect deploy` failed:\n{(done.stdout + done.stderr)[-2000:]}")
+    if result.returncode:
+        raise RuntimeError(f"`prefect deploy` failed:\n{(result.stdout + result.stderr)[-2000:]}")
 
 
 def _wait_for_server(api: str) -> None:
@@ -225,8 +227,8 @@ def _wait_for_server(api: str) -> None:
 
 
 def worker() -> int:
-    """A worker of the pool, and beside it the look for runs that Prefect leaves lying: crashed ones
-    that no rule answered, and Jobs of cancelled ones.
+    """Run a worker of the pool, and a thread for runs that Prefect neglects: crashed ones that no
+    rule answered, and Jobs of cancelled ones.
     """
     login = _login(CLIENT_LOGIN, os.environ)
     threading.Thread(target=_look_after, args=(login,), name="overdue", daemon=True).start()
@@ -238,7 +240,7 @@ def worker() -> int:
 
 
 def _look_after(login: str) -> NoReturn:
-    """Until the process ends, whatever fails."""
+    """Look after flow runs until the process ends; errors are logged."""
     while True:
         time.sleep(OVERDUE_CHECK_S)
         try:
@@ -251,7 +253,7 @@ def _look_after(login: str) -> NoReturn:
 
 
 def _login(variable: str, environment: Mapping[str, str]) -> str:
-    """Errors: ConfigError."""
+    """Return the login in a variable. Errors: ConfigError if it has no password or a short one."""
     login = environment.get(variable, "")
     if len(login.partition(":")[2]) < MIN_PASSWORD:
         raise ConfigError(
@@ -262,22 +264,26 @@ def _login(variable: str, environment: Mapping[str, str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes as everywhere; see `agentgym.cli.main`."""
+    """Run a command; exit codes as in `agentgym.cli.main`."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     parser = argparse.ArgumentParser(prog="python -m services.cluster", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="prefect | mlflow | set-up | worker")
-    for name, serve, told in (("prefect", prefect, "its server"), ("mlflow", mlflow, "its server")):
-        command = commands.add_parser(name, help=told)
+    for name, serve, help_text in (
+        ("prefect", prefect, "Prefect's server"),
+        ("mlflow", mlflow, "MLflow's server"),
+    ):
+        command = commands.add_parser(name, help=help_text)
         command.add_argument("--host", default="127.0.0.1")
         command.add_argument("--port", type=int, required=True)
         command.set_defaults(run=lambda chosen, serve=serve: serve(chosen.host, chosen.port))
     commands.add_parser("set-up", help="pool, deployments, rules").set_defaults(
         run=lambda _: set_up()
     )
-    commands.add_parser("worker", help="of the pool `kubernetes`").set_defaults(
+    commands.add_parser("worker", help="a worker of the pool `kubernetes`").set_defaults(
         run=lambda _: worker()
     )
-    for name in ("httpx", "docket"):  # every request, every look of Prefect's own services
+    # they log every request and every check of Prefect's own services
+    for name in ("httpx", "docket"):
         logging.getLogger(name).setLevel(logging.WARNING)
     chosen = parser.parse_args(argv)
     return guarded(lambda: int(chosen.run(chosen)))

@@ -1,8 +1,8 @@
-"""What stands before the Prefect server and MLflow: who may speak to them at all.
+"""Gate before the Prefect server and MLflow, which admits only this project's owner.
 
-One HTTP login for everything.
-Clients send it with each request; a browser asks for it once and then keeps it for this address and
-port alone, where a cookie would go to every port of the machine, other users' servers among them.
+One HTTP login is for everything.
+Clients send it with each request. A browser asks for it once and then keeps it for this address and
+port alone; a cookie would go to every port of the machine, including other users' servers.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ _HOW = (
 
 
 class Gate:
-    """An ASGI app that passes on what its owner sent, and nothing else.
+    """ASGI app that passes on its owner's requests, and nothing else.
 
-    login: `user:password`; open_paths: what anybody may GET, because it says no more than that a
-    server is there;
-    sockets: are there WebSockets, which then authenticate by their first message, as Prefect's do.
+    login: `user:password`; open_paths: paths that anyone may GET, because they show no more than
+    that a server is there;
+    sockets: True if there are WebSockets, which then authenticate by their first message, as
+    Prefect's do.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Gate:
         if len(host) != 1 or not _LOOPBACK.fullmatch(host[0]):
             return PlainTextResponse("this server is known by its loopback address alone\n", 403)
         if scope["type"] == "websocket":
-            # no page of ours opens one, so whatever has an origin is somebody else's page
+            # our pages open none, so a request with an origin comes from another site
             return PlainTextResponse("", 403) if "origin" in headers or not self._sockets else None
         if is_foreign(scope["method"], headers, f"http://{host[0]}"):
             return PlainTextResponse("a page of another origin has no business here\n", 403)
@@ -80,13 +81,11 @@ class Gate:
         return None
 
     def _is_known(self, headers: Headers) -> bool:
-        given = headers.getlist("authorization")
-        return len(given) == 1 and hmac.compare_digest(given[0].encode(), self._wanted)
+        credentials = headers.getlist("authorization")
+        return len(credentials) == 1 and hmac.compare_digest(credentials[0].encode(), self._wanted)
 
     def _with_token(self, receive: Receive) -> Receive:
-        """Whose address held the login has said it already: its first message, which holds
-        none, gets it.
-        """
+        """Put the login into the first message of a client that has already sent it in a header."""
         is_first = True
 
         async def completed() -> Message:
@@ -101,7 +100,7 @@ class Gate:
 
 
 def _unframed(send: Send) -> Send:
-    """No other page shows ours within itself, where its clicks could be led."""
+    """Forbid other sites to show our pages in a frame, which could mislead clicks."""
 
     async def framed(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -117,8 +116,8 @@ def _unframed(send: Send) -> Send:
 
 
 def listener(port: int) -> socket.socket:
-    """A loopback address that stays taken as long as this socket is open, also while its server is
-    being restarted.
+    """Return a socket that keeps a loopback address taken as long as it is open, also while its
+    server is being restarted.
 
     port: 0 for any. Errors: OSError.
     """
@@ -126,8 +125,7 @@ def listener(port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(("127.0.0.1", port))
-        # at once: until then another socket that asks for reuse may be bound there too, and listen
-        # first
+        # at once: until then another socket with SO_REUSEADDR may bind here and listen first
         bound.listen()
     except OSError:
         bound.close()
@@ -136,8 +134,8 @@ def listener(port: int) -> socket.socket:
 
 
 def serve(app: ASGIApp, bound: socket.socket, *, owned: bool = True) -> None:
-    """Until SIGTERM; owned: or until the owner is gone."""
-    import uvicorn  # the supervisor and the commands only need the rest
+    """Serve until SIGTERM; owned: or until the owner is gone."""
+    import uvicorn  # not needed by the supervisor and the commands
 
     if owned:
         end_with_owner()
@@ -145,7 +143,7 @@ def serve(app: ASGIApp, bound: socket.socket, *, owned: bool = True) -> None:
 
 
 def listening(app: ASGIApp) -> uvicorn.Config:
-    """How a gate listens: bounded, but for the files that MLflow takes."""
+    """Return a gate's server settings: bounded, except for the files that MLflow takes."""
     from envs.connection import bounded
 
     return bounded(app, any_body=True, lifespan="on", server_header=False)

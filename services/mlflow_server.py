@@ -1,9 +1,9 @@
 """MLflow's own server behind our gate, confined to one folder of artifacts.
 
-MLflow lets a client say where an experiment's artifacts lie, and then reads and writes there for
-it: any file of the owner's.
-Here every place but the folder is refused, when an experiment is made and when anything is read or
-written.
+MLflow lets a client choose where an experiment's artifacts lie, and then reads and writes there:
+any file of the owner's.
+This server refuses every location outside the folder, when an experiment is created and when
+anything is read or written.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from services.gate import Gate, serve
 
 LOGIN = "AGENTGYM_MLFLOW_LOGIN"  # environment variable: user:password
 PROXIED = "mlflow-artifacts:/"  # the server's own folder, as clients name it
-# lead to other locations, each of which is looked at again
+# these lead to other locations, each of which is checked again
 _SCHEMES = ("runs", "models", "mlflow-artifacts")
 
 
 def make_app(state: Path, login: str) -> ASGIApp:
-    """For one process, and before anything imported `mlflow.server`: it reads its settings then."""
+    """Return MLflow's app behind a gate. Call it once in a process, before anything imports
+    `mlflow.server`, which reads its settings then.
+    """
     database, artifacts = (
         f"sqlite:///{(state / 'mlflow.db').resolve()}",
         (state / "mlflow-artifacts").resolve(),
@@ -41,7 +43,7 @@ def make_app(state: Path, login: str) -> ASGIApp:
     )
 
     os.environ |= {
-        # eight processes that nobody here uses, and that outlive the server
+        # would start eight unused processes that outlive the server
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "_MLFLOW_SGI_NAME": "uvicorn",
         BACKEND_STORE_URI_ENV_VAR: database,
@@ -58,7 +60,7 @@ def make_app(state: Path, login: str) -> ASGIApp:
 
 
 def confine(root: Path) -> None:
-    """In this process, MLflow reads and writes artifacts below root alone."""
+    """Restrict MLflow in this process to artifacts below root."""
     from mlflow.store.artifact import artifact_repository_registry
     from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
@@ -68,10 +70,10 @@ def confine(root: Path) -> None:
         check_location(artifact_uri, root)
         return LocalArtifactRepository(artifact_uri, *arguments, **settings)
 
-    known = artifact_repository_registry.get_registered_artifact_repositories()
-    for scheme in [scheme for scheme in known if scheme not in _SCHEMES]:
-        del known[scheme]
-    known |= {"": local, "file": local}
+    repositories = artifact_repository_registry.get_registered_artifact_repositories()
+    for scheme in [scheme for scheme in repositories if scheme not in _SCHEMES]:
+        del repositories[scheme]
+    repositories |= {"": local, "file": local}
     create = SqlAlchemyStore.create_experiment
 
     @functools.wraps(create)
@@ -86,7 +88,7 @@ def confine(root: Path) -> None:
 
 
 def check_location(uri: str, root: Path) -> None:
-    """Errors: MlflowException (INVALID_PARAMETER_VALUE) for a place outside root."""
+    """Raise MlflowException (INVALID_PARAMETER_VALUE) for a location outside root."""
     from mlflow.exceptions import MlflowException
     from mlflow.utils.file_utils import local_file_uri_to_path
     from mlflow.utils.uri import is_local_uri

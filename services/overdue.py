@@ -1,9 +1,9 @@
-"""Crashed flow runs that the server's automations leave lying: a second, slower way back for them.
+"""Second, slower recovery of crashed flow runs that the server's automations missed.
 
-An automation answers an event, and Prefect holds an event back for 15 minutes when the one before
-it was lost or overtaken (`PRECEDING_EVENT_LOOKBACK`).
-Looking at the runs themselves needs no event.
-Without Prefect's client, which would stay in the supervisor's memory.
+An automation answers an event, and Prefect delays an event for 15 minutes if the one before it was
+lost or overtaken (`PRECEDING_EVENT_LOOKBACK`).
+This module reads the runs themselves, which needs no event.
+It works without Prefect's client, which would stay in the supervisor's memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 10  # of one flow run
 OVERDUE_S = 30.0  # the automations answer within a second or two
 TIMEOUT_S = 5.0  # of one request
-PAGE = 200  # what the server gives at once
+PAGE = 200  # rows in one answer of the server
 
 GOES_ON = "its process was lost; it goes on from the last commit"
 
 
 def given_up(attempts: int) -> str:
-    """Why a run is left alone after so many attempts."""
+    """Return the reason why a run is left alone after so many attempts."""
     return (
         f"crashed {attempts} times; see its logs, then `prefect flow-run retry` goes on from the"
         " last commit"
@@ -36,16 +36,16 @@ def given_up(attempts: int) -> str:
 def bring_back(
     api: str, login: str, *, max_attempts: int = MAX_ATTEMPTS, overdue_s: float = OVERDUE_S
 ) -> list[str]:
-    """Schedule every run of a deployment again that has been crashed for so long; after its last
-    attempt it has failed.
+    """Reschedule every run of a deployment that has been crashed for overdue_s; after its last
+    attempt, mark it as failed.
 
     api: `http://host:port/api`; login: `user:password`. Result: the ids of the runs.
     Errors: OSError (urllib's among them), ValueError.
     """
     crashed = {"state": {"type": {"any_": ["CRASHED"]}}, "deployment_id": {"is_null_": False}}
-    found = ask(f"{api}/flow_runs/filter", login, {"flow_runs": crashed, "limit": PAGE})
+    runs = ask(f"{api}/flow_runs/filter", login, {"flow_runs": crashed, "limit": PAGE})
     moved = []
-    for run in found:
+    for run in runs:
         since = (
             datetime.now(UTC) - datetime.fromisoformat(run["state"]["timestamp"])
         ).total_seconds()
@@ -68,12 +68,12 @@ def bring_back(
 
 
 def ask(address: str, login: str, body: dict[str, Any]) -> Any:
-    """What Prefect's server answers to a POST. Errors: OSError (urllib's), ValueError."""
+    """Return the answer of Prefect's server to a POST. Errors: OSError (urllib's), ValueError."""
     headers = {
         "Content-Type": "application/json",
         "Authorization": f"Basic {base64.b64encode(login.encode()).decode()}",
     }
-    # our own server's
+    # the address is our own server's
     request = urllib.request.Request(address, json.dumps(body).encode(), headers)  # noqa: S310
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=TIMEOUT_S) as reply:

@@ -1,8 +1,8 @@
-"""A Prefect server for the length of one command.
+"""A Prefect server for the duration of one command.
 
 Prefect's own temporary server outlives a killed client; this one watches a pipe and ends with its
 owner.
-One that dies is brought back on its port with its database, within what Prefect's client waits for
+If it dies, it is restarted on its port with its database, before Prefect's client stops waiting for
 an answer.
 """
 
@@ -47,9 +47,9 @@ DRAIN_TIMEOUT_S = 10.0
 
 @contextlib.contextmanager
 def prefect_api(state_dir: Path) -> Iterator[str]:
-    """The API's address: the configured server where PREFECT_API_URL names one, that of `make up`
-    while it runs, else a server on a free loopback port, with a login that nobody but this process
-    and its children know.
+    """Yield the API's address.
+    The server is the configured one if PREFECT_API_URL names one, that of `make up` while it runs,
+    else a new one on a free loopback port, whose login only this process and its children know.
 
     Errors: RuntimeError with the end of the server's log.
     """
@@ -94,16 +94,15 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
         try:
             yield api
         finally:
-            # what is still queued would try the ended server for a minute when the interpreter
-            # exits
+            # at exit, queued messages would otherwise retry the ended server for a minute
             APILogWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
             EventsWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
 
 
 @contextlib.contextmanager
 def _logged_in(configured: str) -> Iterator[str]:
-    """The configured server; where it is this project's own, with its login, and nobody else's
-    ever with that.
+    """Yield the configured server's address. If the server is this project's own, use its login,
+    which no other server gets.
     """
     login, services = own_login(configured), running(STATE)
     if login is None or services is None:
@@ -115,7 +114,7 @@ def _logged_in(configured: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _kept(service: Service) -> Iterator[None]:
-    """Bring it back when it dies."""
+    """Restart the service whenever it dies."""
     stop = threading.Event()
 
     def watch() -> None:
@@ -133,20 +132,21 @@ def _kept(service: Service) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One server of a project starts at a time: two would create the tables of their one
+    """Let one server of a project start at a time: two would create the tables of their shared
     database at once, and one would fail.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # ends with its holder, who has START_TIMEOUT_S
+        fcntl.flock(file, fcntl.LOCK_EX)  # ends with its process, which has START_TIMEOUT_S
         yield
 
 
 def lock_first() -> None:
-    """Every transaction of the server that may write takes SQLite's lock when it begins.
+    """Make every transaction of the server that may write take SQLite's lock when it begins.
 
-    As Prefect has it, most begin by reading, and fail at once (`database is locked`) where another
-    has written in between: an event is then lost to the automations, which bring crashed runs back.
+    In Prefect, most transactions begin with a read, and fail at once (`database is locked`) if
+    another one has written in between: an event is then lost to the automations, which bring
+    crashed runs back.
     """
     from prefect.server.database import configurations
     from prefect.server.events import triggers
@@ -162,8 +162,10 @@ def lock_first() -> None:
         return begin(self, session, with_for_update=True)
 
     async def changed_without_lock(*args: Any) -> None:
-        """Called in the context of the transaction that ends, while the server's loop stands
-        still: one that has the lock could not give it up, and this only reads.
+        """Run the callback in a transaction without the lock.
+
+        Prefect calls it in the context of the ending transaction, while the server's loop stands
+        still: a transaction with the lock could not release it, and the callback only reads.
         """
         token = configurations.SQLITE_BEGIN_MODE.set("DEFERRED")
         try:
@@ -177,8 +179,8 @@ def lock_first() -> None:
 
 
 def make_app(login: str) -> ASGIApp:
-    """Prefect's server and pages behind our gate.
-    Its own authentication stays on, and guards the WebSockets.
+    """Return Prefect's server and pages behind our gate.
+    Prefect's own authentication stays on, and guards the WebSockets.
     """
     from prefect.server.api.server import create_app
 
@@ -188,8 +190,9 @@ def make_app(login: str) -> ASGIApp:
     settings = next(route for route in pages.routes if route.path.endswith("ui-settings"))
 
     async def as_reached(request: Request) -> Response:
-        """The API is where the page came from, also by `localhost` or through a forwarded port;
-        and the browser is logged in when it gets here: Prefect's form would ask again.
+        """Return the pages' settings with the API at the host that the page came from, also
+        `localhost` or a forwarded port.
+        The browser is logged in already, so Prefect's form must not ask again.
         """
         address = f"http://{request.headers['host']}/api"
         return JSONResponse(

@@ -1,7 +1,7 @@
-"""What brings a flow run back that lost its process: automations on the server, and a new attempt
-that tidies up after the old one.
+"""Recovery of flow runs that lost their process: automations on the server, and a new attempt that
+tidies up after the old one.
 
-The state of a run is in the store, so a new attempt goes on from the last commit; Prefect only has
+The state of a run is in the store, so a new attempt resumes from the last commit; Prefect only has
 to start it.
 """
 
@@ -40,8 +40,8 @@ _ENDED = ("Completed", "Failed", "Cancelled", "Crashed")
 def automations(
     max_attempts: int = MAX_ATTEMPTS, max_retries_per_hour: int = MAX_RETRIES_PER_HOUR
 ) -> list[Automation]:
-    """The rules, for runs of deployments alone: what a person started in a terminal is theirs
-    to start again.
+    """Return the rules. They cover runs of deployments only: a run from a terminal is its user's to
+    restart.
     """
     attempts = [str(count) for count in range(max_attempts)]
     retry = _change(StateType.SCHEDULED, GOES_ON, name="AwaitingRetry")
@@ -96,18 +96,18 @@ def automations(
 
 
 def apply_automations(wanted: Sequence[Automation]) -> None:
-    """Make the server have exactly these of ours; others, and those it has already, are left alone:
-    a rule that is made anew forgets which events it has seen.
+    """Make the server have exactly these automations of ours. Others, and those that it has
+    already, are left alone: a recreated rule forgets which events it has seen.
     """
     with get_client(sync_client=True) as client:
         for automation in wanted:
-            known = client.read_automations_by_name(automation.name)
-            if [_definition(each) for each in known] == [_definition(automation)]:
+            existing = client.read_automations_by_name(automation.name)
+            if [_definition(rule) for rule in existing] == [_definition(automation)]:
                 continue
-            for outdated in known:
+            for outdated in existing:
                 assert outdated.id is not None
                 with contextlib.suppress(ObjectNotFound):
-                    client.delete_automation(outdated.id)  # gone: a deletion that was sent twice
+                    client.delete_automation(outdated.id)  # already gone if sent twice
             automation.create()
 
 
@@ -133,8 +133,8 @@ def _trigger(
     threshold: int = 1,
     within_s: int = 0,
 ) -> EventTrigger:
-    """Events of one flow run of a deployment: of their presence, or with `after` of their
-    absence for within_s.
+    """Return a trigger on events of one flow run of a deployment: on their presence, or with
+    `after` on their absence for within_s.
     """
     match: dict[str, str | list[str]] = {"prefect.resource.id": "prefect.flow-run.*"}
     if run_counts:
@@ -152,50 +152,54 @@ def _trigger(
 
 
 def begin_attempt() -> None:
-    """What a flow of ours does first: its logs are the library's too, it ends with its worker, and
-    it tidies up after an attempt that was killed.
+    """Prepare an attempt of a flow: send the library's logs to the run, end with the worker, and
+    tidy up after an attempt that was killed.
     """
-    # into the run's logs; what reaches a terminal is the handlers' business
+    # for the run's logs; the handlers decide what reaches a terminal
     logging.getLogger("agentgym").setLevel(logging.INFO)
     end_with_worker()
     settle_interrupted_attempt()
 
 
 def settle_interrupted_attempt() -> int:
-    """In a flow run's second or later attempt: what the attempt before left unfinished has
-    crashed; Prefect itself would show those task runs as running for ever.
-    Result: how many there were.
+    """Mark the unfinished task runs of the previous attempt as crashed, if this is the second or a
+    later attempt of a flow run; Prefect itself would show them as running for ever.
+    Result: their number.
     """
     flow_run_id, attempt = runtime.flow_run.id, int(runtime.flow_run.run_count or 1)
     if flow_run_id is None or attempt < 2:
         return 0
     with get_client(sync_client=True) as client:
-        mine = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
-        known: list[TaskRun] = []
-        while page := client.read_task_runs(flow_run_filter=mine, limit=PAGE, offset=len(known)):
-            known += page
-        # one whose process died in the same moment may have no state at all
-        left = [
+        this_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+        task_runs: list[TaskRun] = []
+        while page := client.read_task_runs(
+            flow_run_filter=this_run, limit=PAGE, offset=len(task_runs)
+        ):
+            task_runs += page
+        # a task run whose process died at its start may have no state
+        unfinished = [
             task_run
-            for task_run in known
+            for task_run in task_runs
             if task_run.state is None or not task_run.state.is_final()
         ]
-        for task_run in left:
+        for task_run in unfinished:
             message = (
                 f"interrupted with attempt {attempt - 1} of its flow run; attempt {attempt} goes on"
                 " from the last commit"
             )
             client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
-    logger.info("attempt %d; %d task runs of the one before were interrupted", attempt, len(left))
-    return len(left)
+    logger.info(
+        "attempt %d; %d task runs of the one before were interrupted", attempt, len(unfinished)
+    )
+    return len(unfinished)
 
 
 def end_with_worker() -> None:
-    """In a process that a worker started: end when the worker does, so that no run goes on that
-    nobody can cancel.
+    """End this process when the worker that started it ends, so that no run continues that no one
+    can cancel.
 
     A process worker holds the other end of stdin.
-    Elsewhere (a terminal, a container) this does nothing.
+    In a terminal or a container this does nothing.
     """
     if runtime.deployment.id is not None and stat.S_ISFIFO(os.fstat(0).st_mode):
         end_with_owner(END_GRACE_S)

@@ -1,4 +1,6 @@
-"""Do the servers of this project run, and where: `.agentgym/services.json`, `prefect.toml`."""
+"""State of this project's servers, whether and where they run: `.agentgym/services.json`,
+`prefect.toml`.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ POLL_S = 0.3
 
 @dataclass(frozen=True)
 class Services:
-    """What the supervisor says of itself, in `.agentgym/services.json`."""
+    """The supervisor's record of its services, in `.agentgym/services.json`."""
 
     pid: int
-    started: str  # tells it from a later process of that pid
+    started: str  # distinguishes it from a later process of that pid
     prefect: str  # address; the API is below /api
     mlflow: str
-    login: str = field(default="", repr=False)  # user:password of all, another one at every start
+    login: str = field(default="", repr=False)  # user:password of all services, new at every start
     ready: bool = False  # pools, deployments and automations are there
     # service -> its process; absent while it is down
     pids: dict[str, int] = field(default_factory=dict)
@@ -40,7 +42,7 @@ class Services:
 
 
 def running(state: Path) -> Services | None:
-    """The supervisor of this project, where one lives."""
+    """Return the supervisor of this project, or None if none lives."""
     try:
         services = Services(**json.loads(state_file(state).read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -49,17 +51,17 @@ def running(state: Path) -> Services | None:
 
 
 def is_stale(state: Path) -> bool:
-    """Does prefect.toml name the server of a supervisor that is gone."""
+    """Return True if prefect.toml names the server of a supervisor that is gone."""
     return TOML.exists() and toml_is_ours() and running(state) is None
 
 
 def toml_is_ours() -> bool:
-    """May we write and remove prefect.toml; somebody's own stays as it is."""
+    """Return True if we may write and remove prefect.toml; a user's own stays as it is."""
     return not TOML.exists() or TOML.read_text(encoding="utf-8").startswith(TOML_MARK)
 
 
 def forget(state: Path) -> None:
-    """Remove what says that something runs."""
+    """Remove the record of running services."""
     state_file(state).unlink(missing_ok=True)
     if toml_is_ours():
         TOML.unlink(missing_ok=True)
@@ -71,10 +73,10 @@ def project_config() -> RunConfig:
 
 
 def state_file(state: Path) -> Path:
-    """Where the supervisor says what it runs."""
+    """Return the path of the supervisor's record."""
     return state / SERVICES
 
 
 def log_file(state: Path, name: str) -> Path:
-    """The output of one service."""
+    """Return the path of a service's log."""
     return state / "logs" / f"{name}.log"

@@ -1,5 +1,5 @@
-"""The pages of `agentgym view` behind our gate, as a process of `make up`: those of the runs that
-the project's own parameter file leads to.
+"""Pages of `agentgym view` behind our gate, as a process of `make up`: they show the runs of the
+project's own parameter file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LOGIN = "AGENTGYM_VIEWER_LOGIN"  # environment variable: user:password
 
 
 def main(descriptor: int) -> None:
-    """Until SIGTERM, or until the owner is gone."""
+    """Serve until SIGTERM, or until the owner is gone."""
     from agentgym.viewer.app import make_app
     from agentgym.viewer.guard import LOOPBACK, Guard
     from agentgym.viewer.viewer import Viewer

@@ -1,5 +1,5 @@
-"""Draws for the generated content, equal on every machine and Python version: only
-`random.random()` of a named stream is used.
+"""Random draws for the generated content, equal on every machine and Python version: they use
+only `random.random()` of a named stream.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ T = TypeVar("T")
 
 
 class Dice:
-    """One stream of draws; `key` names it, so a stream does not move when another one draws
-    more often.
-    """
+    """A stream of draws named by `key`, independent of the number of draws from other streams."""
 
     def __init__(self, *key: object) -> None:
         self._random = random.Random("/".join(map(str, key)))  # noqa: S311 (content, not secrets)
@@ -23,7 +21,7 @@ class Dice:
         return self._random.random() < share
 
     def between(self, low: int, high: int) -> int:
-        """A whole number, both ends included."""
+        """Draw a whole number, both ends included."""
         return low + int(self._random.random() * (high - low + 1))
 
     def pick(self, among: Sequence[T]) -> T:
@@ -38,9 +36,9 @@ class Dice:
         ]
 
     def some(self, among: Sequence[T], count: int) -> list[T]:
-        """`count` different items, or all if there are fewer."""
+        """Draw `count` different items, or all if there are fewer."""
         return self.shuffled(among)[:count]
 
     def skewed(self, high: int, power: float = 3.0) -> int:
-        """From 0 to `high`, small numbers more often the larger `power` is."""
+        """Draw a whole number from 0 to `high`; a larger `power` favors small numbers."""
         return int(self._random.random() ** power * (high + 1))

@@ -1,5 +1,5 @@
-"""How the sites look: one stylesheet per site, made of a common part, a palette, the site's own
-rules and its pictures.
+"""Stylesheets: one per site, made of a common part, a palette, the site's own rules and its
+pictures.
 """
 
 from __future__ import annotations

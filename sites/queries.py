@@ -1,5 +1,5 @@
-"""The helper queries of WebArena's evaluators, over the state of a session instead of the sites'
-own interfaces.
+"""The helper queries of WebArena's evaluators. They read a session's state instead of the sites'
+interfaces.
 
 Names (one spelling mistake included) and results are WebArena's: webarena,
 evaluation_harness/helper_functions.py.
@@ -15,7 +15,7 @@ from sites.world import World
 
 
 def reddit_get_post_url(url: str) -> str:
-    """The address of the post that `url` shows or is part of; other addresses unchanged."""
+    """Address of the post that `url` shows or belongs to; any other address unchanged."""
     parts = urlsplit(url)
     path = parts.path.split("/")
     if len(path) < 4 or path[1] != "f":
@@ -24,26 +24,26 @@ def reddit_get_post_url(url: str) -> str:
 
 
 def shopping_get_latest_order_url(state: World) -> str:
-    """The shop's page of the newest order, "" without any."""
+    """Address of the newest order's page in the shop; "" without orders."""
     order = max(state.store.orders, key=lambda order: (order.day, order.id), default=None)
     return f"http://{SITES['shopping']}/account/orders/{order.id}" if order else ""
 
 
 def shopping_get_sku_latest_review_author(state: World, sku: str) -> str:
-    """The nickname of the newest review of a product, whatever its status; "" without any."""
+    """Nickname of the author of a product's newest review of any status; "" without reviews."""
     review = _latest_review(state, sku)
     return review.nickname if review else ""
 
 
 def shopping_get_sku_latest_review_rating(state: World, sku: str) -> str:
-    """The rating of the newest review in percent, such as "80"; "" without any."""
+    """Rating of a product's newest review in percent, for example "80"; "" without reviews."""
     review = _latest_review(state, sku)
     return str(review.rating * 20) if review else ""
 
 
 def gitlab_get_project_memeber_role(state: World, url: str, account_name: str) -> str:
-    """The account's role in the project that the page at `url` belongs to; "" for no member or
-    no project.
+    """The account's role in the project of the page at `url`; "" if it is no member or there is
+    no such project.
     """
     path = [unquote(part) for part in urlsplit(url).path.split("/")]
     project = state.hub.projects.first("path", "/".join(path[1:3]))

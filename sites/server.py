@@ -1,5 +1,5 @@
-"""All four sites on one loopback port, in a thread of this process; the Host header says which
-site, the tenant header whose state.
+"""All four sites on one loopback port, in a thread of this process. The Host header selects the
+site, the tenant header the session whose state it shows.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class _Quiet(HttpToolsProtocol):
-    """Without an access log, and without touching uvicorn's loggers: they belong to the program
-    around the sites.
+    """An HTTP protocol without an access log.
+
+    It leaves uvicorn's loggers alone: they belong to the program around the sites.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -54,7 +55,7 @@ class _Quiet(HttpToolsProtocol):
 
 class SiteServer:
     """The sites of one seed.
-    `start` and `stop` once each; tenants may be opened and closed from any thread.
+    Call `start` and `stop` once each; open and close tenants from any thread.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -98,7 +99,7 @@ class SiteServer:
         return port
 
     def stop(self) -> None:
-        """End the server; harmless when it never started or has ended."""
+        """End the server; does nothing if it never started or has ended."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join(_STOP_S)
@@ -107,8 +108,8 @@ class SiteServer:
         self._tenants.clear()
 
     def open_tenant(self, login: bool = True) -> str:
-        """A new session's token; its sites hold the seed's content, with the demo users logged
-        in unless `login` is false.
+        """Open a session and return its token. Its sites contain the seed's content; the demo
+        users are logged in unless `login` is false.
         """
         token = secrets.token_urlsafe(24)
         self._tenants[token] = self._content.world(login)
@@ -118,7 +119,7 @@ class SiteServer:
         self._tenants.pop(token, None)
 
     def state(self, token: str) -> World:
-        """The tenant's state, to read. Errors: KeyError for an unknown token."""
+        """The tenant's state, read-only. Errors: KeyError for an unknown token."""
         return self._tenants[token]
 
     async def _app(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -174,7 +175,7 @@ class SiteServer:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """The request's body, None if it is too large."""
+    """Read the request's body; None if it is too large."""
     body = b""
     while True:
         message = await receive()

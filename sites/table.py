@@ -1,11 +1,9 @@
-"""Records that every session shares until it changes them: what a session's sites know, at the
-price of its changes alone.
+"""Copy-on-write records: sessions share the generated records, and each stores only its changes.
 
 Records are frozen, so no session can alter another's.
-A table's own records are never changed in place either: each write puts a new dict in the place of
-the old one.
-With one writing thread (the server's loop) readers in other threads therefore need no lock: they
-see a table before or after a write.
+The dict of a table's changes is never changed in place: each write replaces it with a new dict.
+Only one thread writes (the server's loop), so readers in other threads need no lock: they see a
+table before or after a write.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ class Seed(Generic[R]):
 
 
 class Table(Generic[R]):
-    """One session's view of a seed: its own records hide those of the seed, None hides a
-    removed one.
+    """One session's view of a seed. Its changes replace records of the seed; None marks a removed
+    record.
     """
 
     __slots__ = ("_own", "_seed")
@@ -53,11 +51,11 @@ class Table(Generic[R]):
         self._own: dict[int, R | None] = {}
 
     def get(self, id: int) -> R | None:
-        own = self._own
-        return own[id] if id in own else self._seed.rows.get(id)
+        changes = self._own
+        return changes[id] if id in changes else self._seed.rows.get(id)
 
     def __getitem__(self, id: int) -> R:
-        """Errors: KeyError if there is no such record."""
+        """Return the record of an id. Errors: KeyError if there is no such record."""
         record = self.get(id)
         if record is None:
             raise KeyError(id)
@@ -65,40 +63,46 @@ class Table(Generic[R]):
 
     def __iter__(self) -> Iterator[R]:
         """All records by id; new ones have the highest ids and come last."""
-        own, rows = self._own, self._seed.rows
-        if not own:
+        changes, rows = self._own, self._seed.rows
+        if not changes:
             yield from rows.values()
             return
         for id, row in rows.items():
-            record = own.get(id) if id in own else row
+            record = changes.get(id) if id in changes else row
             if record is not None:
                 yield record
-        yield from (record for id, record in own.items() if id not in rows and record is not None)
+        yield from (
+            record for id, record in changes.items() if id not in rows and record is not None
+        )
 
     def __len__(self) -> int:
-        own, rows = self._own, self._seed.rows
-        return len(rows) + sum((record is not None) - (id in rows) for id, record in own.items())
+        changes, rows = self._own, self._seed.rows
+        return len(rows) + sum(
+            (record is not None) - (id in rows) for id, record in changes.items()
+        )
 
     def where(self, field: str, value: Any) -> list[R]:
         """The records whose `field` is `value`, by id."""
-        own = self._own
-        found = [self._seed.rows[id] for id in self._seed.ids(field, value) if id not in own]
-        mine = [
+        changes = self._own
+        unchanged = [
+            self._seed.rows[id] for id in self._seed.ids(field, value) if id not in changes
+        ]
+        changed = [
             record
-            for record in own.values()
+            for record in changes.values()
             if record is not None and getattr(record, field) == value
         ]
-        return sorted(found + mine, key=lambda record: record.id) if mine else found
+        return sorted(unchanged + changed, key=lambda record: record.id) if changed else unchanged
 
     def first(self, field: str, value: Any) -> R | None:
         return next(iter(self.where(field, value)), None)
 
     def next_id(self) -> int:
-        """Never one that was used before, removed records included."""
+        """An id that no record has had before, removed ones included."""
         return max(self._seed.last_id, max(self._own, default=0)) + 1
 
     def put(self, record: R) -> R:
-        """Add the record, or replace the one of its id."""
+        """Add the record, or replace the record with its id."""
         self._own = {**self._own, record.id: record}
         return record
 

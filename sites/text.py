@@ -1,4 +1,4 @@
-"""How the sites write amounts, days and addresses."""
+"""Text forms of amounts, days and addresses on the sites."""
 
 from __future__ import annotations
 

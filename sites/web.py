@@ -1,4 +1,4 @@
-"""The little web framework of the embedded sites: routes, forms, pages.
+"""The small web framework of the embedded sites: routes, forms, pages.
 Every page is rendered on the server and escaped by default.
 """
 
@@ -33,12 +33,12 @@ _HEADERS = {
 
 
 class NotFound(Exception):
-    """There is no such page; the text says what was looked for."""
+    """There is no such page; the text names the missing thing."""
 
 
 class Refused(Exception):
-    """What a form holds cannot be taken; the text is shown above the form, which keeps what was
-    typed.
+    """A form's values are invalid. The page shows the text above the form, which keeps the typed
+    values.
     """
 
 
@@ -89,7 +89,7 @@ class Request:
         )
 
     def done(self, message: str, to: str | None = None) -> Response:
-        """Redirect to `to`, by default to the page the form was on, which shows the message."""
+        """Redirect to `to`, by default the form's page, and show the message there."""
         self.world.note(self.site.name, "success", message)
         return redirect(self.back() if to is None else to)
 
@@ -98,15 +98,15 @@ class Request:
         return redirect(self.back())
 
     def back(self) -> str:
-        """The page of this site from which the request came."""
-        came = urlsplit(self.referer)
+        """Path and query of the page that sent the request; "/" if it is not of this site."""
+        referer = urlsplit(self.referer)
         if (
-            came.netloc.partition(":")[0] != self.host
-            or not came.path.startswith("/")
-            or came.path.startswith("//")
+            referer.netloc.partition(":")[0] != self.host
+            or not referer.path.startswith("/")
+            or referer.path.startswith("//")
         ):
             return "/"
-        return came.path + (f"?{came.query}" if came.query else "")
+        return referer.path + (f"?{referer.query}" if referer.query else "")
 
     def number(self, name: str, default: int) -> int:
         value = self.query.get(name, "")
@@ -117,22 +117,24 @@ class Request:
         return value if value in among else default
 
     def day(self, name: str, label: str) -> date | None:
-        """A date of the query, None if left empty. Errors: Refused."""
+        """A date of the query, None if empty. Errors: Refused."""
         value = self.query.get(name, "").strip()
         return parse_day(value, label) if value else None
 
     def changed(self, **changes: Any) -> str:
-        """This page's address with other query values."""
+        """Address of this page with changed query values."""
         query = {**self.query, **{key: str(value) for key, value in changes.items()}}
         return f"{quote(self.path)}?{urlencode(query)}" if query else quote(self.path)
 
-    def text(self, name: str, label: str, most: int = 200, required: bool = True) -> str:
-        """A field of the form, stripped. Errors: Refused when missing or too long."""
+    def text(self, name: str, label: str, max_chars: int = 200, required: bool = True) -> str:
+        """A form field, stripped. Errors: Refused if it is missing or too long."""
         value = self.form.get(name, "").replace("\r\n", "\n").replace("\x00", "").strip()
         if required and not value:
             raise Refused(f"{label} is a required field.")
-        if len(value) > most:
-            raise Refused(f"{label} may have {most} characters at most; this has {len(value)}.")
+        if len(value) > max_chars:
+            raise Refused(
+                f"{label} may have {max_chars} characters at most; this has {len(value)}."
+            )
         return value
 
     def whole(self, name: str, label: str, low: int, high: int) -> int:
@@ -153,7 +155,7 @@ Handler = Callable[..., Response]
 
 class Site:
     """The routes of one site.
-    `context` gives what every page of it shows; `closed` sites show nothing without a login.
+    `context` returns the values that all its pages show; a `closed` site requires a login.
     """
 
     def __init__(
@@ -173,9 +175,7 @@ class Site:
         return self._route("POST", pattern, private)
 
     def answer(self, request: Request) -> Response:
-        """The answer to a request; what a person typed wrong is an answer too, never an error
-        of the server.
-        """
+        """Answer a request. Invalid input gets a page with the error, never a server error."""
         try:
             return self._answer(request)
         except Refused as refused:
@@ -209,8 +209,9 @@ class Site:
         raise NotFound(f"There is nothing at {request.path}.")
 
     def _route(self, method: str, pattern: str, private: bool) -> Callable[[Handler], Handler]:
-        """`{id}` and `{id_...}` take a whole number, `{name}` a path segment, `{name:path}` the
-        rest.
+        """Return a decorator that registers a handler for the path pattern.
+
+        `{id}` and `{id_...}` match a whole number, `{name}` a path segment, `{name:path}` the rest.
         """
 
         def part(match: re.Match[str]) -> str:
@@ -243,15 +244,15 @@ def plain(status: int, text: str) -> Response:
 
 
 def parse_fields(raw: str) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """The fields of a query or form: last value of each name, and all values.
+    """Parse a query or form: the last value of each name, and all values of each name.
     Errors: ValueError if there are too many.
     """
-    every: dict[str, list[str]] = {}
+    repeated: dict[str, list[str]] = {}
     for name, value in parse_qsl(
         raw, keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="replace"
     ):
-        every.setdefault(name, []).append(value)
-    return {name: values[-1] for name, values in every.items()}, every
+        repeated.setdefault(name, []).append(value)
+    return {name: values[-1] for name, values in repeated.items()}, repeated
 
 
 def parse_day(value: str, label: str) -> date:
@@ -262,7 +263,7 @@ def parse_day(value: str, label: str) -> date:
 
 
 def paged(items: Sequence[T], number: int, size: int) -> Page[T]:
-    """Page `number`, moved into what exists."""
+    """Page `number` of the items, clamped to the existing pages."""
     last = max(1, -(-len(items) // size))
     number = min(max(number, 1), last)
     start = (number - 1) * size
@@ -270,13 +271,14 @@ def paged(items: Sequence[T], number: int, size: int) -> Page[T]:
 
 
 def local(address: str) -> str:
-    """A path on the same site, "/" for anything else."""
+    """The address if it is a path on the same site, else "/"."""
     return address if re.match(r"/(?![/\\])", address) else "/"
 
 
 def pairs(options: Mapping[Any, Any] | Sequence[Any]) -> list[tuple[Any, Any]]:
-    """(value, text) of the options of a choice: a mapping to texts (or to tuples that begin
-    with one) or a list of texts.
+    """(value, text) of each option.
+
+    options: a mapping to texts, or to tuples that begin with a text, or a list of texts.
     """
     if isinstance(options, Mapping):
         return [

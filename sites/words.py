@@ -1,4 +1,4 @@
-"""Reads the words the content is made of: a words.json beside the module that asks."""
+"""Load the word lists that the content is generated from: words.json next to a module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 
 def load(module: str) -> Any:
-    """module: its `__file__`. Lists come as tuples, so that records can share them."""
+    """Load words.json from the folder of `module` (its `__file__`).
+
+    Lists become tuples, so that records can share them.
+    """
     return _frozen(json.loads(Path(module).with_name("words.json").read_text(encoding="utf-8")))
 
 

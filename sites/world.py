@@ -1,4 +1,4 @@
-"""What the four sites of one session know: generated content shared by all sessions, and this
+"""State of the four sites of one session: generated content, shared by all sessions, and the
 session's changes.
 """
 
@@ -18,7 +18,7 @@ from sites.store.records import Store
 
 @dataclass(frozen=True)
 class Note:
-    """A message for the next page, and what was typed into a form that was refused."""
+    """A message for the next page, and the values typed into a refused form."""
 
     kind: str
     text: str

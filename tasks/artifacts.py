@@ -1,6 +1,4 @@
-"""What a step shows in Prefect: how far it is while it runs; its numbers and its MLflow run
-when it has ended.
-"""
+"""Prefect artifacts of a step: progress while it runs; numbers and MLflow run at the end."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ LAST_UPDATE_S = 10.0
 
 
 class _Watched:
-    """Passes progress on and remembers where it stands."""
+    """Progress that is forwarded and remembered."""
 
     def __init__(self, inner: Progress) -> None:
         self._inner = inner
@@ -55,7 +53,7 @@ class _Watched:
         self._inner.advance(count, note)
 
     def shown(self) -> tuple[float, str] | None:
-        """(percent, text); None before anything began."""
+        """Return (percent, text); None before the first start."""
         if not self._what:
             return None
         percent = min(100.0, 100.0 * self._count / self._total) if self._total else 100.0
@@ -64,12 +62,12 @@ class _Watched:
 
 @contextlib.contextmanager
 def progress_artifact(step: str, inner: Progress) -> Iterator[Progress]:
-    """What `inner` is told also shows as a progress artifact of the current task run, at most
-    one request in EVERY_S.
+    """Yield a progress that forwards to `inner` and to a progress artifact of the task run.
+    The artifact is updated at most once in EVERY_S.
     """
     watched, stop = _Watched(inner), threading.Event()
-    # progress comes from coroutines, where Prefect's calls would have to be awaited; the context
-    # names the task run
+    # a thread, because coroutines report progress and would have to await Prefect's calls; the
+    # context names the task run
     thread = threading.Thread(
         target=contextvars.copy_context().run,
         args=(_publish, f"progress-{step}", watched, stop),
@@ -100,7 +98,7 @@ def _publish(key: str, watched: _Watched, stop: threading.Event) -> None:
             else:
                 update_progress_artifact(artifact, progress=shown[0], description=shown[1])
         except Exception as error:
-            # whatever ails the server, a step must not fail because it cannot be watched
+            # a step must not fail because the Prefect server does
             logger.warning(
                 "progress of %s is not shown in Prefect: %s: %s",
                 key.removeprefix("progress-"),
@@ -110,13 +108,11 @@ def _publish(key: str, watched: _Watched, stop: threading.Event) -> None:
 
 
 def result_artifact(cfg: RunConfig, outcome: Outcome) -> None:
-    """A table of the step's numbers; its description links the step's MLflow run where an
-    MLflow server is known.
-    """
+    """Create a table of the step's numbers; it links the step's MLflow run if a server is known."""
     try:
         _create_table(cfg, outcome)
     except Exception as error:
-        # the step is done: neither Prefect nor MLflow being away may undo that
+        # the step is done and must not fail because Prefect or MLflow is unavailable
         logger.warning(
             "%s is done but has no table in Prefect: %s: %s",
             outcome.step.name,
@@ -150,7 +146,7 @@ def _create_table(cfg: RunConfig, outcome: Outcome) -> None:
 
 
 def _episodes(cfg: RunConfig, step: str) -> str:
-    """Where its episodes are shown."""
+    """Return a Markdown link to the page of the step's episodes."""
     key, services = run_key(cfg), running(STATE)
     page = episodes_page(key, step)
     if services is not None and services.viewer:
@@ -160,9 +156,7 @@ def _episodes(cfg: RunConfig, step: str) -> str:
 
 
 def mlflow_server(cfg: RunConfig) -> str | None:
-    """Address of the MLflow UI, where one is known: the configured server's, or that of `make
-    up`.
-    """
+    """Return the address of the MLflow UI: the configured server or that of `make up`, or None."""
     if cfg.tracking.uri.startswith("http"):
         return cfg.tracking.uri.rstrip("/")
     services = running(STATE)
@@ -170,9 +164,7 @@ def mlflow_server(cfg: RunConfig) -> str | None:
 
 
 def step_table(cfg: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
-    """An evaluation's numbers with their intervals; a row per optimizer step of training; else
-    the step's results.
-    """
+    """Return rows: an evaluation's numbers with intervals, one per optimizer step, or results."""
     if "summary" in manifest.results:
         gains, failed = (manifest.results.get(name, {}) for name in ("paired", FAILED))
         rows = [

@@ -1,4 +1,4 @@
-"""One Prefect task run per cell of a comparison, and one that writes what came out."""
+"""One Prefect task run per cell of a comparison, and one that writes the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tasks.retries import may_help
 
 
 def cell_task(cell: Cell) -> Task[Any, None]:
-    """The task of one cell, under its name."""
+    """Return the task of one cell, under its name."""
     return _run_cell.with_options(task_run_name=cell.title)
 
 
@@ -45,7 +45,7 @@ def _run_cell(cell: Cell, wait_s: float, stop: threading.Event) -> None:
     persist_result=False,
 )
 def write_task(comparison: Comparison, cells: Sequence[Cell], out: Path) -> None:
-    """Table and figures in `out`, in MLflow and on the flow run's page."""
+    """Write the table and figures to `out`, to MLflow and to the flow run's page."""
     result = write_comparison(comparison, cells, out)
     create_markdown_artifact(
         key=f"comparison-{comparison.name}",

@@ -17,8 +17,8 @@ PULL_TIMEOUT_S = 1700.0
 
 
 def dataset_pointer(path: Path, setting: str = "data.path") -> Path | None:
-    """The `.dvc` file beside the dataset; None for a folder of one's own.
-    Errors: ConfigError where there is neither.
+    """Return the dataset's `.dvc` file; None for a folder that DVC does not track.
+    Errors: ConfigError if there is neither.
     """
     pointer = path.with_name(f"{path.name}.dvc")
     if pointer.is_file():
@@ -41,10 +41,10 @@ def dataset_pointer(path: Path, setting: str = "data.path") -> Path | None:
     persist_result=False,
 )
 def pull_data(path: Path) -> str:
-    """Bring the dataset to what its `.dvc` file pins, with `dvc pull`. Result: what was done.
+    """Restore the dataset that its `.dvc` file pins, with `dvc pull`. Result: a summary.
 
-    A folder that DVC does not track is somebody's own data and is left as it is.
-    Errors: DataError where the files differ from the pin; DvcError where they cannot be pulled.
+    A folder that DVC does not track is your own data and stays as it is.
+    Errors: DataError if the files differ from the pin; DvcError if they cannot be pulled.
     """
     pointer = dataset_pointer(path)
     if pointer is None:
@@ -54,13 +54,13 @@ def pull_data(path: Path) -> str:
             check_pin(path)
             return f"{path} is what {pointer} pins"
     try:
-        said = run_dvc("pull", str(pointer), timeout_s=PULL_TIMEOUT_S)
+        output = run_dvc("pull", str(pointer), timeout_s=PULL_TIMEOUT_S)
     except DvcError as error:
         if path.is_dir():
             check_pin(path)
         raise DvcError(
             f"dataset not pulled: {error}; see that the remote can be reached and holds the files"
-            " (`dvc push` where they are), or set data.path to a folder of your own"
+            " (`dvc push` on a machine that has them), or set data.path to a folder of your own"
         ) from None
     check_pin(path)
-    return said
+    return output

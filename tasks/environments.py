@@ -14,12 +14,12 @@ from agentgym.deploy.kept import Kept, end_all, keep
 from agentgym.deploy.kubernetes import end_kept, keep_up
 from tasks.retries import may_help
 
-MORE_S = 300.0  # beyond what a cluster is given, for the calls around it
+MORE_S = 300.0  # in addition to the cluster's timeout, for the other calls
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Servers of an environment that are kept, or were."""
+    """Kept servers of an environment, running or ended."""
 
     env: str
     where: str  # an address, or a fleet
@@ -28,7 +28,7 @@ class Standing:
 
 
 def keep_environment(cfg: RunConfig, env: EnvConfig) -> Standing:
-    """Servers of this environment that run until `end_environments`."""
+    """Start servers of this environment that run until `end_environments`."""
     return _keep.with_options(timeout_seconds=900 + cfg.kubernetes.ready_timeout_s)(cfg, env)
 
 
@@ -49,7 +49,7 @@ def _keep(cfg: RunConfig, env: EnvConfig) -> Standing:
 
 
 def end_environments(cfg: RunConfig) -> list[Standing]:
-    """End all that are kept for this state folder, and the kept fleets of this run."""
+    """End all kept servers of this state folder, and the kept fleets of this run."""
     return _end.with_options(timeout_seconds=MORE_S + cfg.kubernetes.down_timeout_s)(cfg)
 
 
@@ -62,7 +62,7 @@ def end_environments(cfg: RunConfig) -> list[Standing]:
     persist_result=False,
 )
 def _end(cfg: RunConfig) -> list[Standing]:
-    ended = [_of_kept(each) for each in end_all(cfg.state_dir)]
+    ended = [_of_kept(server) for server in end_all(cfg.state_dir)]
     namespace = f"namespace {cfg.kubernetes.namespace}"
     return ended + [Standing("fleet", name, namespace, {}) for name in end_kept(cfg)]
 
@@ -72,14 +72,14 @@ def _of_kept(server: Kept) -> Standing:
 
 
 def servers_artifact(servers: list[Standing], description: str) -> None:
-    """Which servers, on the flow run's page; never a token."""
+    """List the servers on the flow run's page, without tokens."""
     rows = [
         {
-            "environment": each.env,
-            "server": each.where,
-            "held by": each.held_by,
-            "options": each.options,
+            "environment": server.env,
+            "server": server.where,
+            "held by": server.held_by,
+            "options": server.options,
         }
-        for each in servers
+        for server in servers
     ]
     create_table_artifact(table=rows, key="environments", description=description)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationInvalid(RuntimeError):
-    """Too few of its episodes count, or it ended before the last one."""
+    """An evaluation in which too few episodes count, or that ended before the last one."""
 
 
 @task(
@@ -36,7 +36,9 @@ class EvaluationInvalid(RuntimeError):
     retry_condition_fn=may_help,
 )
 def evaluation_task(cfg: RunConfig, request: EvaluationRequest, progress: Progress) -> str:
-    """Errors: EvaluationInvalid; ConfigError before anything starts."""
+    """Evaluate a policy. Return a summary.
+    Errors: EvaluationInvalid; ConfigError before anything starts.
+    """
     with progress_artifact("evaluation", progress) as shown:
         evaluated = evaluate_policy(cfg, request, shown)
     _table(evaluated)
@@ -52,11 +54,11 @@ def _table(evaluated: Evaluated) -> None:
             "environment": env,
             "metric": metric,
             **{name: float(f"{row[name]:.4g}") for name in ("mean", "low", "high")},
-            "failed as failures": float(f"{own[FAILED][metric]['mean']:.4g}"),
-            "coverage": float(f"{own['coverage']:.4g}"),
+            "failed as failures": float(f"{numbers[FAILED][metric]['mean']:.4g}"),
+            "coverage": float(f"{numbers['coverage']:.4g}"),
         }
-        for env, own in evaluated.result.numbers.items()
-        for metric, row in own["summary"].items()
+        for env, numbers in evaluated.result.numbers.items()
+        for metric, row in numbers["summary"].items()
     ]
     try:
         create_table_artifact(
@@ -65,5 +67,5 @@ def _table(evaluated: Evaluated) -> None:
             description=f"**{evaluated.result.about['policy']}**: {evaluated.folder}",
         )
     except Exception as error:
-        # it is done: Prefect being away may not undo that
+        # the evaluation is done and must not fail because Prefect is unavailable
         logger.warning("no table in Prefect: %s: %s", type(error).__name__, error)

@@ -1,4 +1,4 @@
-"""Telling people of a run that failed."""
+"""Notifications about failed runs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ BLOCKS = "Slack Webhook, Email, Custom Webhook, ..."
 
 
 def failure(run: FlowRun, failed: list[TaskRun], page: str) -> tuple[str, str]:
-    """(subject, text): which step, why, and how to go on."""
+    """Return (subject, text): the failed steps, the reasons, and the command to continue."""
     lines = [f"run: {run.name}"]
-    for each in failed:
-        lines.append(f"failed: {each.name}: {each.state.message if each.state else ''}")
+    for task_run in failed:
+        lines.append(f"failed: {task_run.name}: {task_run.state.message if task_run.state else ''}")
     if not failed:
-        lines.append(f"failed: {run.state.message if run.state else 'it did not say why'}")
+        lines.append(f"failed: {run.state.message if run.state else 'without a reason'}")
     lines += [
         f"page: {page}/runs/flow-run/{run.id}",
-        f"when mended: prefect flow-run retry {run.id} (goes on from the last commit)",
+        f"when fixed: prefect flow-run retry {run.id} (continues from the last commit)",
     ]
     return f"agentgym: {run.name} failed", "\n".join(lines)
 
@@ -49,8 +49,8 @@ def failure(run: FlowRun, failed: list[TaskRun], page: str) -> tuple[str, str]:
     persist_result=False,
 )
 def tell(flow_run_id: UUID, block: str) -> str:
-    """Send what is known of a failed run through a notification block. Result: what was sent.
-    Errors: ConfigError where the block is none.
+    """Send a report on a failed run through a notification block. Result: its text.
+    Errors: ConfigError if there is no such notification block.
     """
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(flow_run_id)
@@ -69,14 +69,14 @@ def tell(flow_run_id: UUID, block: str) -> str:
 
 def _block(name: str) -> Any:
     try:
-        found = cast(Any, Block.load)(name)
+        block = cast(Any, Block.load)(name)
     except ValueError as error:
         raise ConfigError(
             f"notifications go through the block {name!r}, which cannot be used ({error}); make it"
             f" in Prefect's UI under Blocks ({BLOCKS}), or name another in prefect.yaml"
         ) from None
-    if not isinstance(found, NotificationBlock):
+    if not isinstance(block, NotificationBlock):
         raise ConfigError(
-            f"block {name!r} is a {type(found).__name__}, expected one that notifies: {BLOCKS}"
+            f"block {name!r} is a {type(block).__name__}, expected one that notifies: {BLOCKS}"
         )
-    return found
+    return block

@@ -1,4 +1,4 @@
-"""Which failures another try may mend."""
+"""The rule for failures that a retry may fix."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FINAL = (ConfigError, LeaseHeld, Stopped, AlarmStop)
 
 
 async def may_help(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """A wrong configuration, a step somebody else runs and what was stopped or stopped itself stay
-    so; anything else goes on from the last commit.
+    """Return True if a retry may help, which continues from the last commit.
+    It cannot help if the configuration is wrong, another process runs the step, or it was stopped.
     """
     result = await state.aresult(raise_on_failure=False)
     return not isinstance(result, FINAL)

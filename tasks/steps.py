@@ -26,7 +26,7 @@ STEP_TIMEOUT_S = 24 * 3600.0
 
 
 def step_task(step: Step) -> Task[Any, str]:
-    """The task of one step, under the step's own title."""
+    """Return the task of one step, under the step's own title."""
     return _run.with_options(name=step.title, task_run_name=step.title)
 
 
@@ -44,11 +44,11 @@ def _run(
     with progress_artifact(name, progress or NoProgress()) as shown:
         outcome = run_step(name, cfg, environment=environment, progress=shown)
     result_artifact(cfg, outcome)
-    return _told(outcome)
+    return _summary(outcome)
 
 
 def child_task(step: Step) -> Task[Any, str]:
-    """The task of one step that runs in a process of its own, under the step's own title."""
+    """Return the task of one step that runs in its own process, under the step's own title."""
     return _run_beside.with_options(name=step.title, task_run_name=step.title)
 
 
@@ -60,25 +60,27 @@ def child_task(step: Step) -> Task[Any, str]:
     retry_condition_fn=may_help,
 )
 def _run_beside(name: str, cfg: RunConfig, stop: threading.Event) -> str:
-    """Its process has servers of its own: nothing it does reaches the step it runs beside."""
+    """Run the step in a process with its own servers, isolated from concurrent steps."""
     run = run_key(cfg)[:12]
     run_child(
         name, cfg, title=name, place=f"steps/r{run}-{name}", stop=stop, timeout_s=STEP_TIMEOUT_S
     )
     outcome = Outcome(steps_of(cfg)[name], finished(cfg, open_store(cfg))[name], "ran")
     result_artifact(cfg, outcome)
-    return _told(outcome)
+    return _summary(outcome)
 
 
-def _told(outcome: Outcome) -> str:
-    """A text of its own for each: Prefect draws an edge between tasks that hold the same object,
-    and the parts of an outcome are shared.
+def _summary(outcome: Outcome) -> str:
+    """Return a new text per outcome, because Prefect draws an edge between tasks that share an
+    object, and the parts of an outcome are shared.
     """
     return f"{outcome} · manifest {outcome.manifest.digest[:12]}"
 
 
 def environments_up(cfg: RunConfig) -> tuple[AbstractContextManager[Endpoints], Endpoints]:
-    """(what ends them, endpoints) once every server has played its scripted episode."""
+    """Start the servers. Return (context manager that ends them, endpoints) once every server has
+    played its scripted episode.
+    """
     timeout_s = LOCAL_TIMEOUT_S
     if of_fleets(cfg):
         timeout_s += cfg.kubernetes.ready_timeout_s + cfg.kubernetes.down_timeout_s
@@ -107,5 +109,5 @@ def _up(cfg: RunConfig) -> tuple[AbstractContextManager[Endpoints], Endpoints]:
     persist_result=False,
 )
 def environments_down(servers: AbstractContextManager[Endpoints]) -> None:
-    """End what `environments_up` started."""
+    """End the servers of `environments_up`."""
     servers.__exit__(None, None, None)

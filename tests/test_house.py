@@ -32,12 +32,17 @@ LONG = {
 
 
 @pytest.fixture(scope="module")
-def house():
+def benchmark_named():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        yield importlib.import_module("house")
+        yield importlib.import_module
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def house(benchmark_named):
+    return benchmark_named("house")
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +94,18 @@ def test_few_signatures_say_any(found, house):
         "Any",
         "dict[str, Any]",
     ]
+
+
+def test_the_language_is_plain(benchmark_named):
+    plain = benchmark_named("plain")
+    counts = plain.count(ROOT)
+    assert counts.num_docstrings > 3000
+    assert counts.openers_frac <= 0.03
+    assert counts.vague_per_1000 <= 2
+    assert counts.dialect_per_million <= 25
+    odd = plain.text_of(['def two(each):  # somebody\n    """Of two digests."""\n    each = 1\n'])
+    assert (odd.openers_frac, odd.vague_per_1000) == (1, 1000)
+    assert odd.most_common == {"each": 2, "Of": 1, "somebody": 1}
 
 
 def test_functions_are_short_or_named_here(found):

@@ -113,7 +113,7 @@ def test_every_component_of_the_trainer_has_a_licence_and_copyleft_ones_are_in_t
     assert [each["name"] for each in listing if not licences(each).strip()] == []
     copyleft = {each["name"] for each in listing if COPYLEFT.search(licences(each))}
     assert {"pygit2", "certifi", "pygame-ce"} <= copyleft
-    told = re.search("under copyleft licences.*?\n\n## ", THIRD_PARTY.read_text(), re.DOTALL)[0]
+    told = re.search("under copyleft licenses.*?\n\n## ", THIRD_PARTY.read_text(), re.DOTALL)[0]
     assert set(re.findall(r"`([\w-]+)`", " ".join(re.findall(r"^\| (`.*?) \|", told, re.M)))) == (
         copyleft
     )

@@ -1,8 +1,8 @@
 """Compare the pinned versions with published advisories, through pip-audit.
 
-An advisory that SECURITY.md answers, by its number, is known; any other fails. Components that the
-service did not look at, all of them where it cannot be reached, are told and fail nothing: nobody's
-work waits for another's server.
+An advisory whose number SECURITY.md mentions is known; any other fails. Components that the service
+did not check (all of them if it is unreachable) are reported and fail nothing: no build waits for
+another party's server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMEOUT_S = 1800.0
 
 
 class Advisory(NamedTuple):
-    """One of a pinned component."""
+    """A published advisory about a pinned component."""
 
     component: str  # name and version
     numbers: tuple[str, ...]
@@ -37,7 +37,7 @@ class Advisory(NamedTuple):
 
 
 def pip_audit(pins: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Ask for these `name==version`."""
+    """Run pip-audit on these `name==version` pins."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
         file.write("\n".join(pins))
         file.flush()
@@ -53,37 +53,41 @@ def pip_audit(pins: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def read(output: str) -> tuple[list[Advisory], list[str]]:
-    """(advisories, a line for each component that was not looked at) of pip-audit's JSON.
-    Errors: ValueError.
+    """Parse pip-audit's JSON.
+    Result: (advisories, a line for each component that was not checked). Errors: ValueError.
     """
     dependencies: list[Any] = json.loads(output)["dependencies"]
     return [
         Advisory(
-            f"{each['name']} {each['version']}",
-            tuple(dict.fromkeys((found["id"], *found["aliases"]))),
-            tuple(found["fix_versions"]),
+            f"{dependency['name']} {dependency['version']}",
+            tuple(dict.fromkeys((vulnerability["id"], *vulnerability["aliases"]))),
+            tuple(vulnerability["fix_versions"]),
         )
-        for each in dependencies
-        for found in each.get("vulns", ())
-    ], [each["skip_reason"] for each in dependencies if "skip_reason" in each]
+        for dependency in dependencies
+        for vulnerability in dependency.get("vulns", ())
+    ], [skipped["skip_reason"] for skipped in dependencies if "skip_reason" in skipped]
 
 
-def judge(pins: Sequence[str], done: subprocess.CompletedProcess[str], answers: str) -> int:
-    """Say what came of it. answers: the text that names the known ones.
-    Result: 1 for an advisory nobody has answered, 2 where pip-audit failed for another reason.
+def judge(pins: Sequence[str], completed: subprocess.CompletedProcess[str], answers: str) -> int:
+    """Print the advisories and a summary. answers: the text that names the known ones.
+    Result: 1 for an advisory that `answers` does not name, 2 if pip-audit failed for a reason other
+    than the network, else 0.
     """
     try:
-        advisories, skipped = read(done.stdout)
+        advisories, skipped = read(completed.stdout)
     except (ValueError, KeyError):
-        reason = done.stderr.strip().rpartition("\n")[2]
-        if not UNREACHABLE.search(done.stderr):
-            print(f"pip-audit failed: {reason or f'exit code {done.returncode}'}", file=sys.stderr)
+        reason = completed.stderr.strip().rpartition("\n")[2]
+        if not UNREACHABLE.search(completed.stderr):
+            print(
+                f"pip-audit failed: {reason or f'exit code {completed.returncode}'}",
+                file=sys.stderr,
+            )
             return 2
         advisories, skipped = [], [f"the service cannot be reached: {reason}"] * len(pins)
     answered = set(NUMBER.findall(answers))
-    new = [each for each in advisories if not answered & set(each.numbers)]
-    for each in advisories:
-        print(f"{'NEW' if each in new else 'known'}  {each}")
+    new = [advisory for advisory in advisories if not answered & set(advisory.numbers)]
+    for advisory in advisories:
+        print(f"{'NEW' if advisory in new else 'known'}  {advisory}")
     print(
         f"{len(pins)} pinned components: {len(pins) - len(skipped)} looked at, {len(advisories)}"
         f" advisories, {len(new)} of them not in {ANSWERS.name}"

@@ -1,5 +1,7 @@
-"""Name the licences that packages do not declare in words a machine reads: read from the files that
-they install, and written into a CycloneDX list of components.
+"""Licenses of packages that declare none in machine-readable form.
+
+They are read from the files that the packages install, and written into a CycloneDX list of
+components.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ LICENCES = {  # name -> SPDX expression
 
 
 def complete(listing: dict[str, Any]) -> dict[str, Any]:
-    """The list with a licence for every component.
-    Errors: ValueError for one that neither declares one nor is named here, and for one that is
-    named here in vain.
+    """Add a license to every component that declares none; return the list.
+    Errors: ValueError for a component that neither declares a license nor is named here, and for a
+    name here that is not needed.
     """
-    bare = [each for each in listing["components"] if not each.get("licenses")]
-    names = {each["name"] for each in bare}
+    bare = [component for component in listing["components"] if not component.get("licenses")]
+    names = {component["name"] for component in bare}
     if unknown := names - LICENCES.keys():
         raise ValueError(
             f"{', '.join(sorted(unknown))}: no licence is declared; read the package's files and"
@@ -37,15 +39,15 @@ def complete(listing: dict[str, Any]) -> dict[str, Any]:
         )
     if vain := LICENCES.keys() - names:
         raise ValueError(f"{', '.join(sorted(vain))}: declared or gone; remove the line here")
-    for each in bare:
-        expression = LICENCES[each["name"]]
-        each["licenses"] = [{"acknowledgement": "concluded", "expression": expression}]
+    for component in bare:
+        expression = LICENCES[component["name"]]
+        component["licenses"] = [{"acknowledgement": "concluded", "expression": expression}]
     return listing
 
 
 def main(path: Path) -> None:
     listing = complete(json.loads(path.read_text(encoding="utf-8")))
-    listing["components"] = [dict(sorted(each.items())) for each in listing["components"]]
+    listing["components"] = [dict(sorted(component.items())) for component in listing["components"]]
     text = json.dumps(listing, indent=2, ensure_ascii=False)
     path.write_text(text, encoding="utf-8")
 

@@ -79,9 +79,9 @@ def sha256(path: Path) -> str:
 
 def require_digest(path: Path, expected: str) -> None:
     """Exit with an error unless the file has the expected digest."""
-    found = sha256(path)
-    if found != expected:
-        sys.exit(f"{path}: expected sha256 {expected}, got {found}; download {PACKAGE} again")
+    actual = sha256(path)
+    if actual != expected:
+        sys.exit(f"{path}: expected sha256 {expected}, got {actual}; download {PACKAGE} again")
 
 
 def build(source: Path, folder: Path) -> None:

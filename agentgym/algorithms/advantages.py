@@ -1,8 +1,8 @@
 """Advantage functions: pure, tensors in, tensors out.
 
-Each gives ([n] advantages of the action tokens, [n] targets of the critic or None) of an
+Each returns ([n] advantages of the action tokens, [n] targets of the critic or None) for an
 `Experience`.
-"Next", "discount" and "sum" run over action tokens, whatever observations lie between them.
+"Next", "discount" and "sum" refer to action tokens; observations between them are skipped.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ EPS = 1e-6
 
 
 class AlgorithmSettings(Protocol):
-    """What every section `algorithm` says."""
+    """Settings of every section `algorithm`."""
 
     @property
     def recipe(self) -> str: ...
 
 
 class Discounting(Protocol):
-    """Settings of advantage functions that look at when a reward came."""
+    """Settings of advantage functions that discount rewards."""
 
     @property
     def gamma(self) -> float: ...
 
 
 class Estimating(Discounting, Protocol):
-    """Of those with a critic."""
+    """Settings of advantage functions with a critic."""
 
     @property
     def gae_lambda(self) -> float: ...
@@ -47,9 +47,9 @@ AdvantageFunction = Callable[[Experience, Any], tuple[Tensor, Tensor | None]]
 
 
 def with_advantages(experience: Experience, settings: AlgorithmSettings) -> Experience:
-    """With the advantages of its recipe, and the critic's targets where it has a critic.
+    """Return the experience with the advantages of the recipe, and targets if it has a critic.
 
-    Errors: ValueError where the recipe's function gives something that is no advantage per token.
+    Errors: ValueError if the recipe's function does not return one finite number per token.
     """
     function: AdvantageFunction = named(ADVANTAGES, recipe_of(settings.recipe).advantages)
     advantages, targets = function(experience, settings)
@@ -65,11 +65,11 @@ def with_advantages(experience: Experience, settings: AlgorithmSettings) -> Expe
 
 
 def grpo(experience: Experience, _: object) -> tuple[Tensor, None]:
-    """[n]: each return standardized within its group, equal for all action tokens of a sequence.
+    """Standardize each return within its group: [n], equal for all action tokens of a sequence.
 
     The deviation is the sample one (n - 1).
-    A group whose returns are all equal gets zeros, and so does a group left with one member: there
-    is nothing to compare it with.
+    A group whose returns are all equal gets zeros. So does a group with one member left, because
+    there is nothing to compare it with.
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2.
     """
     centred, sizes = _centred(experience)
@@ -89,12 +89,12 @@ def rloo(experience: Experience, _: object) -> tuple[Tensor, None]:
     Source: arXiv:2402.14740.
     """
     centred, sizes = _centred(experience)
-    own = sizes[experience.batch.group_ids]
-    return (centred * own / (own - 1).clamp(min=1))[experience.sequence], None
+    group_sizes = sizes[experience.batch.group_ids]
+    return (centred * group_sizes / (group_sizes - 1).clamp(min=1))[experience.sequence], None
 
 
 def reinforce_plus_plus(experience: Experience, settings: Discounting) -> tuple[Tensor, None]:
-    """The discounted sum of what follows each token, whitened over the global batch: [n].
+    """Discounted sum of the rewards from each token on, whitened over the global batch: [n].
     Source: arXiv:2501.03262.
     """
     following = _backwards(
@@ -114,7 +114,7 @@ def gae(experience: Experience, settings: Estimating) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation over action tokens, whitened: [n]; the critic's targets
     are advantage + value, not whitened: [n].
 
-    Source: arXiv:1506.02438. Errors: ValueError where there are no values.
+    Source: arXiv:1506.02438. Errors: ValueError if there are no values.
     """
     values, ends = _values(experience)
     advantages = _gae(
@@ -132,9 +132,10 @@ def turn_gae(experience: Experience, settings: Estimating) -> tuple[Tensor, Tens
     """Generalized advantage estimation over turns, equal for all tokens of a turn, whitened over
     tokens: [n]; the critic's targets: [n].
 
-    A turn's reward is the sum of its tokens', its state the one its first token is chosen in, and
-    the next turn's state follows it. All its tokens have that state's target, advantage + value.
-    Errors: ValueError where there are no values.
+    A turn's reward is the sum of its tokens' rewards. Its state is the one in which its first token
+    is chosen, and it is followed by the next turn's state. All its tokens have the target of that
+    state, advantage + value.
+    Errors: ValueError if there are no values.
     """
     values, ends = _values(experience)
     turn = experience.turn
@@ -167,7 +168,8 @@ def _gae(
     ends: Tensor,
     settings: Estimating,
 ) -> Tensor:
-    """[m] advantages of m steps in time.
+    """Generalized advantage estimates of m time steps: [m].
+
     sequence: [m] int64, ascending; rewards, values: [m]; ends: [B].
     """
     following = torch.where(_is_last(sequence), ends[sequence], values.roll(-1))
@@ -176,8 +178,9 @@ def _gae(
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Mean 0 and sample deviation (n - 1) 1 over all of [n]; zeros where all are equal (see
-    `differ`) or alone.
+    """Shift and scale [n] values to mean 0 and sample deviation (n - 1) 1.
+
+    Zeros if all values are equal (see `differ`) or there is only one.
     """
     if len(values) < 2 or not differ(values.min(), values.max()):
         return torch.zeros_like(values)
@@ -185,20 +188,21 @@ def whiten(values: Tensor) -> Tensor:
 
 
 def _whitened(experience: Experience, values: Tensor) -> Tensor:
-    """[n] values, whitened among the tokens of one environment: the reward scale of one must
-    not set the step size of another.
+    """Whiten [n] values separately for each environment, so that the reward scale of one does not
+    set the step size of another.
     """
     if experience.batch.env_ids is None:
         return whiten(values)
-    result, env = torch.zeros_like(values), experience.batch.env_ids[experience.sequence]
-    for each in torch.unique(env):
-        result[env == each] = whiten(values[env == each])
+    result, env_ids = torch.zeros_like(values), experience.batch.env_ids[experience.sequence]
+    for env_id in torch.unique(env_ids):
+        result[env_ids == env_id] = whiten(values[env_ids == env_id])
     return result
 
 
 def _centred(experience: Experience) -> tuple[Tensor, Tensor]:
-    """([B] return minus its group's mean, exactly 0 in a group of equal returns, see `differ`;
-    [G] sizes of the groups).
+    """Return ([B] return minus its group's mean, [G] sizes of the groups).
+
+    The difference is exactly 0 in a group of equal returns, see `differ`.
     """
     returns, groups = experience.returns, experience.batch.group_ids
     per_group = returns.new_zeros(int(groups.max()) + 1)
@@ -210,13 +214,14 @@ def _centred(experience: Experience) -> tuple[Tensor, Tensor]:
 
 
 def _is_last(sequence: Tensor) -> Tensor:
-    """[m] true on the last of each sequence."""
+    """Mask of the last step of each sequence: [m] bool."""
     return torch.cat([sequence[1:] != sequence[:-1], sequence.new_ones(1, dtype=torch.bool)])
 
 
 def _backwards(sequence: Tensor, num_sequences: int, values: Tensor, discount: float) -> Tensor:
-    """[m] of sums v_t + discount * v_t+1 + discount^2 * v_t+2 ... to the end of each sequence.
-    sequence: [m] int64, ascending; values: [m].
+    """Discounted sums v_t + discount * v_t+1 + discount^2 * v_t+2 ... to the end of each sequence.
+
+    sequence: [m] int64, ascending; values: [m]. Result: [m].
     """
     counts = torch.bincount(sequence, minlength=num_sequences)
     begins = (torch.cumsum(counts, 0) - counts)[sequence]

@@ -1,4 +1,4 @@
-"""Trajectories packed end to end, as every algorithm reads them."""
+"""Trajectories packed end to end, the input of every algorithm."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Batch:
     rewards: Tensor
     logprobs: Tensor  # [N] float32, of the sampling policy; 0 where action_mask is false
     group_ids: Tensor  # [B] int64, equal for samples of one item
-    # [B] bool, true where a limit ended the episode, not the task: horizon, context, the
-    # simulator's own
+    # [B] bool, true if a limit ended the episode (horizon, context, the simulator's own), not the
+    # task
     truncated: Tensor
-    temperature: float  # the actions were sampled at
+    temperature: float  # of sampling
     # [B] int64, equal for sequences of one environment; None: all are of one
     env_ids: Tensor | None = None
 
@@ -57,8 +57,9 @@ class Batch:
 
     @property
     def turn(self) -> Tensor:
-        """[N] int64: of action tokens, which turn they are of, 0, 1, ... over the whole batch.
-        Between two turns of a sequence lies an observation, so a run of action tokens is one.
+        """[N] int64: the turn of each action token, 0, 1, ... over the whole batch.
+
+        An observation lies between two turns of a sequence, so a run of action tokens is one turn.
         """
         begins = self.action_mask.clone()
         begins[1:] &= ~self.action_mask[:-1]
@@ -73,16 +74,16 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch there."""
+        """Return the batch on another device."""
         tensors: dict[str, Any] = {
-            each.name: value.to(device)
-            for each in fields(self)
-            if isinstance(value := getattr(self, each.name), Tensor)
+            part.name: value.to(device)
+            for part in fields(self)
+            if isinstance(value := getattr(self, part.name), Tensor)
         }
         return replace(self, **tensors)
 
     def select(self, sequences: Tensor) -> Batch:
-        """The named sequences, in the order given. sequences: [R] int64."""
+        """Return a batch of these sequences, in this order. sequences: [R] int64."""
         bounds = self.starts.tolist()
         spans = [
             torch.arange(bounds[sequence], bounds[sequence + 1]) for sequence in sequences.tolist()
@@ -102,52 +103,54 @@ class Batch:
         )
 
     def with_shuffled_outcomes(self, *, seed: int, step: int) -> Batch:
-        """The same sequences with each other's outcomes: a control under which nothing can be
-        learned.
-        """
-        # of each sequence's last action token
-        places = self.rewards.new_zeros(self.num_sequences, dtype=torch.int64).scatter_reduce(
+        """Return the batch with outcomes permuted among sequences: a control that has no signal."""
+        # index of each sequence's last action token
+        positions = self.rewards.new_zeros(self.num_sequences, dtype=torch.int64).scatter_reduce(
             0, self.sequence[self.action_mask], self.action_mask.nonzero()[:, 0], "amax"
         )
         order = np.random.Generator(np.random.Philox(key=[seed, step + 3_000_000])).permutation(
             self.num_sequences
         )
         rewards = torch.zeros_like(self.rewards)
-        rewards[places] = self.rewards[places[torch.from_numpy(order)]]
+        rewards[positions] = self.rewards[positions[torch.from_numpy(order)]]
         return replace(self, rewards=rewards)
 
 
 def learnable(
     trajectories: Sequence[Trajectory], *, truncated: Truncated, signal: bool = False
 ) -> list[Trajectory]:
-    """Those that may be learned from, in order; see `why_not`."""
+    """Return the trajectories that may be learned from, in order; see `why_not`."""
     reasons = why_not(trajectories, truncated=truncated, signal=signal)
-    return [each for each, reason in zip(trajectories, reasons, strict=True) if not reason]
+    return [episode for episode, reason in zip(trajectories, reasons, strict=True) if not reason]
 
 
 def why_not(
     trajectories: Sequence[Trajectory], *, truncated: Truncated, signal: bool = False
 ) -> list[str]:
-    """Of each trajectory, why it must not be learned from; empty: it may. The one place that says.
+    """Return for each trajectory why it must not be learned from; empty: it may.
 
-    Failed environments never are learned from, nor sequences without a single action; with
-    truncated "mask" neither are episodes cut by the horizon, the context or the simulator's own
-    limit.
-    signal: nor are groups whose rewards are equal, because only differences tell better from worse
-    (DAPO, arXiv:2503.14476).
+    All learning code uses this function. Excluded are failed environments and sequences without an
+    action; with truncated "mask" also episodes cut by the horizon, the context or the simulator's
+    own limit.
+    signal: exclude groups of equal rewards, too, because only differences carry a signal (DAPO,
+    arXiv:2503.14476).
     """
     telling = _telling(trajectories) if signal else set()
 
-    def reason(each: Trajectory) -> str:
-        if not each.status.is_valid:
-            return f"the environment failed: {each.status}"
-        if signal and each.item.item_id not in telling:
+    def reason(trajectory: Trajectory) -> str:
+        if not trajectory.status.is_valid:
+            return f"the environment failed: {trajectory.status}"
+        if signal and trajectory.item.item_id not in telling:
             return "its group had equal rewards"
-        if not any(each.action_mask):
+        if not any(trajectory.action_mask):
             return "no action"
-        return f"cut: {each.status}" if truncated == "mask" and each.status in TRUNCATED else ""
+        return (
+            f"cut: {trajectory.status}"
+            if truncated == "mask" and trajectory.status in TRUNCATED
+            else ""
+        )
 
-    return [reason(each) for each in trajectories]
+    return [reason(trajectory) for trajectory in trajectories]
 
 
 def _telling(trajectories: Sequence[Trajectory]) -> set[str]:
@@ -162,11 +165,10 @@ def _telling(trajectories: Sequence[Trajectory]) -> set[str]:
 def overlong_penalty(
     trajectory: Trajectory, *, context_tokens: int, buffer: float, penalty: float
 ) -> float:
-    """From 0 to -`penalty` over the last `buffer` (a share, 0 .. 1) of the budget of turns or
-    tokens, whichever is nearer its end.
+    """Penalty that grows from 0 to -`penalty` over the last `buffer` (a share, 0 .. 1) of a budget.
 
-    DAPO (arXiv:2503.14476) counts the tokens of one answer; an episode of many turns has two
-    budgets.
+    The budget is that of turns or of tokens, whichever is closer to its end. DAPO
+    (arXiv:2503.14476) counts the tokens of one answer; an episode of many turns has two budgets.
     """
     used = max(
         len(trajectory.turns) / trajectory.max_turns, len(trajectory.input_ids) / context_tokens
@@ -182,10 +184,10 @@ def to_batch(
 ) -> Batch:
     """Pack trajectories that may be learned from (see `learnable`), in order.
 
-    penalty: added to each one's outcome, on its last action token.
-    turn_rewards: each turn's reward stands on its own last token, not the outcome on the last.
-    Errors: ValueError where there is none, one may not be learned from, or samples of different
-    temperatures meet.
+    penalty: added to each outcome, on the last action token.
+    turn_rewards: put each turn's reward on the turn's last token, not the outcome on the last one.
+    Errors: ValueError if there is no trajectory, one may not be learned from, or temperatures
+    differ.
     """
     reasons = [reason for reason in why_not(trajectories, truncated="zero") if reason]
     if reasons or not trajectories:
@@ -204,11 +206,11 @@ def to_batch(
     rewards = torch.zeros(sum(lengths))
     for start, trajectory, added in zip(starts.tolist(), trajectories, penalties, strict=False):
         # summed before they are rounded to float32
-        placed = {_last_action(trajectory): added}
-        for place, reward in _paid(trajectory, turn_rewards):
-            placed[place] = reward + placed.get(place, 0.0)
-        for place, reward in placed.items():
-            rewards[start + place] = reward
+        token_rewards = {_last_action(trajectory): added}
+        for index, reward in _paid(trajectory, turn_rewards):
+            token_rewards[index] = reward + token_rewards.get(index, 0.0)
+        for index, reward in token_rewards.items():
+            rewards[start + index] = reward
     batch = Batch(
         input_ids=torch.tensor([token for t in trajectories for token in t.input_ids]),
         starts=starts,
@@ -236,7 +238,7 @@ def to_batch(
 
 
 def _paid(trajectory: Trajectory, turn_rewards: bool) -> list[tuple[int, float]]:
-    """(place of a token, reward that stands there)."""
+    """Return (index of a token, its reward) for each rewarded token."""
     if not turn_rewards:
         return [(_last_action(trajectory), trajectory.reward or 0.0)]
     return [(turn.end - 1, turn.reward) for turn in trajectory.turns]
@@ -247,5 +249,5 @@ def _last_action(trajectory: Trajectory) -> int:
 
 
 def _starts(lengths: Sequence[int]) -> Tensor:
-    """[B + 1] int64."""
+    """First token of each trajectory, and the end of the last: [B + 1] int64."""
     return torch.cumsum(torch.tensor([0, *lengths], dtype=torch.int64), 0)

@@ -1,4 +1,4 @@
-"""What a learner knows of a batch before it updates anything."""
+"""A learner's data about a batch before it updates anything."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from agentgym.algorithms.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """A batch of B sequences, and of its n action tokens, in order, what advantages and losses are
-    made of.
+    """A batch of B sequences, and the inputs of advantages and losses for its n action tokens, in
+    order.
     """
 
     batch: Batch
-    # [n] float32: the batch's rewards, plus what is paid per token
+    # [n] float32: the batch's rewards plus rewards per token, for example a KL penalty
     rewards: Tensor
-    # These three are None until an update that computes them on its way (see `Learner.prepare`).
+    # These three are None if the update computes them itself (see `Learner.prepare`).
     logprobs: Tensor | None = None  # [n] of the learner before the update, nats
-    # [n] what each token's loss is multiplied by: learner against engine
+    # [n] factor of each token's loss that corrects the mismatch of learner and engine
     corrections: Tensor | None = None
     entropies: Tensor | None = None  # [n] of the learner's distributions before the update, nats
-    # [n] log-probabilities of the model training began with, where the loss holds the policy to it
+    # [n] log-probabilities of the reference model, if there is a KL penalty
     reference: Tensor | None = None
-    values: Tensor | None = None  # [n] of the state each token is chosen in
-    # [B] of the state after the last action: 0 where the episode was over
+    values: Tensor | None = None  # [n] critic's value of the state in which each token is chosen
+    # [B] critic's value of the state after the last action, 0 if the episode was over
     end_values: Tensor | None = None
     advantages: Tensor | None = None  # [n]
-    targets: Tensor | None = None  # [n] of the critic
+    targets: Tensor | None = None  # [n] for the critic
     metrics: dict[str, float] = field(default_factory=dict)  # by name
 
     @property
@@ -51,11 +51,11 @@ class Experience:
         return none.index_add_(0, self.sequence, self.rewards)
 
     def to(self, device: torch.device) -> Experience:
-        """The same experience there."""
+        """Return the experience on another device."""
         moved: dict[str, Any] = {
-            each.name: value.to(device)
-            for each in fields(self)
-            if isinstance(value := getattr(self, each.name), Tensor | Batch)
+            part.name: value.to(device)
+            for part in fields(self)
+            if isinstance(value := getattr(self, part.name), Tensor | Batch)
         }
         return replace(self, **moved)
 

@@ -1,5 +1,6 @@
-"""Losses and what is measured beside them: pure, tensors in, tensors out.
-All [n] over action tokens unless said.
+"""Losses and their metrics: pure functions from tensors to tensors.
+
+Shapes are [n] over action tokens unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ K3_LIMIT = 10.0  # nats of one token
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """What a policy loss may look at: the n action tokens of R whole sequences."""
+    """Input of a policy loss: the n action tokens of R whole sequences."""
 
-    logprobs: Tensor  # [n] under the present weights, with their gradient
+    logprobs: Tensor  # [n] under the current weights, with gradient
     old_logprobs: Tensor  # [n] the learner's own before the update
     advantages: Tensor  # [n]
     sequence: Tensor  # [n] int64, ascending, 0 .. R - 1
@@ -41,22 +42,22 @@ class DualClipping(Clipping, Protocol):
     def dual_clip(self) -> float: ...
 
 
-# (actions, settings of `algorithm`) -> ([n] losses, what is logged of each token, [n] by name)
+# (actions, settings of `algorithm`) -> ([n] losses, metrics of each token, [n] by name)
 PolicyLoss = Callable[[Actions, Any], tuple[Tensor, dict[str, Tensor]]]
 
 
 def ppo_clip(actions: Actions, settings: Clipping) -> tuple[Tensor, dict[str, Tensor]]:
-    """`ppo_clip_loss`, and where it is clipped."""
+    """Return `ppo_clip_loss` and its `clip_fractions`."""
     return _clipped(actions, settings.clip_low, settings.clip_high, None)
 
 
 def dual_clip(actions: Actions, settings: DualClipping) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same with a dual clip."""
+    """Return `ppo_clip_loss` with a dual clip, and its `clip_fractions`."""
     return _clipped(actions, settings.clip_low, settings.clip_high, settings.dual_clip)
 
 
 def gspo(actions: Actions, settings: Clipping) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate with one ratio for a sequence, the geometric mean of its tokens'.
+    """Clipped surrogate with one ratio per sequence, the geometric mean of its tokens' ratios.
 
     s = exp(mean_t (log pi - log pi_old)); each token's loss is -min(s A, clip(s) A), so that the
     mean over a sequence (aggregation `sequence`) is the published loss of the sequence.
@@ -69,7 +70,7 @@ def gspo(actions: Actions, settings: Clipping) -> tuple[Tensor, dict[str, Tensor
 
 def cispo(actions: Actions, settings: Clipping) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE with a clipped importance weight: -sg(clip(rho)) A log pi, so that every token
-    keeps a gradient, which `ppo_clip` takes from those it clips.
+    keeps a gradient. `ppo_clip` gives no gradient to clipped tokens.
 
     The published loss has no lower bound: `clip_low` 1. Source: arXiv:2506.13585.
     """
@@ -99,13 +100,13 @@ def _clipped(
 
 
 def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
-    """[n]: each token's value replaced by the mean over its sequence. sequence: [n] int64."""
+    """Replace each token's value by the mean over its sequence: [n]. sequence: [n] int64."""
     sums = _sequence_sum(values, sequence)
     return sums[sequence] / torch.bincount(sequence, minlength=len(sums))[sequence]
 
 
 def _sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
-    """[R]."""
+    """Sum of the values of each sequence: [R]."""
     return values.new_zeros(int(sequence.max()) + 1).index_add(0, sequence, values)
 
 
@@ -118,11 +119,11 @@ def ppo_clip_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """The clipped surrogate of each action token, to be minimized: -min(rho A, clip(rho) A).
+    """Clipped surrogate of each action token, to be minimized: -min(rho A, clip(rho) A).
 
     All [n], the result too. old_logprobs: the learner's own before the update.
-    dual_clip: c > 1; where A < 0 the loss is at most -c A, so that a token the policy has left far
-    behind cannot dominate.
+    dual_clip: c > 1; if A < 0 the loss is at most -c A, so that a token with a very large ratio
+    cannot dominate.
     Source: PPO, arXiv:1707.06347; separate bounds: DAPO, arXiv:2503.14476; dual clip:
     arXiv:1912.09729.
     """
@@ -142,11 +143,11 @@ def clip_fractions(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> dict[str, Tensor]:
-    """Where `ppo_clip_loss` is clipped, and so has no gradient: [n] bool by name of the metric.
+    """Masks of the tokens that `ppo_clip_loss` clips and gives no gradient: [n] bool by metric.
 
     clip_frac_low: rho below 1 - clip_low with A < 0. clip_frac_high: rho above 1 + clip_high with A
     > 0.
-    clip_frac_dual, with a dual clip alone: rho above it with A < 0. clip_frac: any of them.
+    clip_frac_dual, only with a dual clip: rho above it with A < 0. clip_frac: any of them.
     A ratio outside the bounds whose advantage has the other sign is not clipped.
     """
     ratio = (logprobs - old_logprobs).exp()
@@ -160,24 +161,25 @@ def clip_fractions(
 
 
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float) -> Tensor:
-    """Half the squared error of the critic, the worse of the plain and of the one that moved at
-    most `clip`. All [n], the result too.
-    Source: as PPO.
+    """Half the squared error of the critic, or of its value clipped to `clip` around the old one if
+    that is larger. All [n], the result too.
+
+    Source: PPO, arXiv:1707.06347.
     """
     near = old_values + (values - old_values).clamp(-clip, clip)
     return 0.5 * torch.maximum((values - targets) ** 2, (near - targets) ** 2)
 
 
 def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
-    """An estimate per token, from samples of the policy, of KL(policy || reference), nats.
+    """Estimate KL(policy || reference) per token from samples of the policy, in nats.
 
     All [n], the result too.
     With d = log pi - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. k1 and k3 are unbiased
     as values, within the clamp.
     As losses on samples of the same policy k2 has the gradient of the reverse KL, k3 that of the
     forward KL, and k1 none on average.
-    k3 is clamped to +-K3_LIMIT, as `low_var_kl` of verl, and has no gradient beyond (d below -2.61
-    or above 11.0): without the clamp, one token at d = -10 counts 22,015.
+    k3 is clamped to +-K3_LIMIT, like `low_var_kl` of verl, and has no gradient beyond it (d below
+    -2.61 or above 11.0). Without the clamp, one token at d = -10 would count 22,015.
     Source: arXiv:2506.09477, arXiv:2512.21852; verl/trainer/ppo/core_algos.py.
     """
     d = logprobs - reference
@@ -192,9 +194,9 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> T
 def preference_loss(
     chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Direct preference optimization of pairs. chosen, rejected: [P], sums over the actions of all
-    turns of log pi - log pi_ref.
+    """Loss of direct preference optimization for P pairs.
 
+    chosen, rejected: [P], sums over the actions of all turns of log pi - log pi_ref.
     Result: [P]. Source: arXiv:2305.18290; over whole trajectories: ETO, arXiv:2403.02502.
     """
     margin = beta * (chosen - rejected)
@@ -204,15 +206,15 @@ def preference_loss(
 def aggregation_weights(
     sequences: Tensor, num_sequences: int, aggregation: Aggregation, constant: float | None = None
 ) -> Tensor:
-    """What each token's loss is multiplied by before summing, so that no split over micro-batches
-    or ranks changes the sum.
+    """Weight of each token's loss in the sum, chosen so that splits over micro-batches or ranks do
+    not change the sum.
 
     sequences: [n] int64, the sequence of each action token of the global batch.
-    token: every token of the batch counts the same (DAPO).
+    token: every token of the batch has the same weight (DAPO).
     sequence: the mean over each sequence's tokens, then over sequences (GRPO as published).
-    constant: the sum over each sequence's tokens by `constant`, then the mean over sequences
-    (Dr.GRPO).
-    Result: [n]; sums to 1 but for `constant`.
+    constant: the sum over each sequence's tokens divided by `constant`, then the mean over
+    sequences (Dr.GRPO).
+    Result: [n]; it sums to 1, except for `constant`.
     """
     if aggregation == "token":
         return torch.full((len(sequences),), 1.0 / max(len(sequences), 1), device=sequences.device)
@@ -234,14 +236,14 @@ def corrections(
     cap: float,
     floor: float = 0.0,
 ) -> Tensor:
-    """What each action token's loss is multiplied by, because the engine sampled it and the learner
-    trains. All [n], the result too, sequence: int64, ascending.
+    """Factor of each action token's loss that corrects the mismatch of engine and learner.
 
+    All [n], the result too; sequence: int64, ascending.
     With w = pi_learner / pi_engine of a token, W the product over its sequence and M the geometric
     mean:
-    token_truncate: min(w, cap). token_mask: w where floor <= w <= cap,
-    else 0 (with a floor IcePop). sequence_truncate: min(W, cap). sequence_mask: W where floor <= W
-    <= cap, else 0. geometric_mask: 1 where floor <= M <= cap, else 0: M does not grow with length.
+    token_truncate: min(w, cap). token_mask: w if floor <= w <= cap, else 0 (with a floor: IcePop).
+    sequence_truncate: min(W, cap). sequence_mask: W if floor <= W <= cap, else 0.
+    geometric_mask: 1 if floor <= M <= cap, else 0; M does not grow with the length.
     """
     log_weights = learner_logprobs - engine_logprobs
     if correction.startswith("sequence"):
@@ -258,9 +260,9 @@ def corrections(
 
 
 def mismatch(learner_logprobs: Tensor, engine_logprobs: Tensor, *, cap: float) -> dict[str, float]:
-    """How far the engine that sampled is from the learner that trains, over action tokens.
-    Both [n], n >= 1.
+    """Return metrics of the mismatch between sampling engine and learner, over action tokens.
 
+    Both log-probabilities [n], n >= 1.
     kl: mean of k3 = w - 1 - log w, an unbiased estimate of KL(engine || learner), nats per token;
     max_abs: largest difference of a log-probability; ess: effective sample size of the weights as a
     share of n; outside_frac: share of weights outside [0.9, 1.1]; capped_frac: share of weights

@@ -1,5 +1,6 @@
-"""An algorithm is a row of this table, not a trainer.
-Torch-free, so that configuration can be checked without it.
+"""The table of algorithms: each is a row, not a trainer.
+
+The module does not import torch, so that configuration can be checked without it.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ ENTRY_POINT_GROUP = "agentgym.recipes"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Which functions make a loss of episodes, how it is shaped, and what it needs.
+    """The functions that make a loss from episodes, with their settings and requirements.
 
-    advantages: a row of `advantages.ADVANTAGES`; policy_loss: one of `losses.POLICY_LOSSES`; or of
-    either a function of another package, as `module:function`.
-    settings: what `algorithm` may say beside `recipe`: a row of `agentgym.config.FAMILIES`, or a
-    class of another package that extends one of them, as `module:Class`.
-    truncated: what an episode cut by the horizon, the context or the simulator's own step limit
-    counts as.
-    `zero`: its reward so far (0 for an outcome reward), so that being too slow is a failure;
-    `mask`: it leaves the loss and the group statistics; `bootstrap`: the critic's value of the
-    state it was cut in stands for what would have come: the state after the last observation, or
-    where that did not fit into the context, the state the last action token was chosen in.
-    `zero` is the default of every row, PPO's too: runs are judged at a horizon, and a policy whose
-    delays cost nothing learns to delay.
-    kl_estimator, kl_place: of the penalty against the reference model, where `algorithm.kl_coef` is
+    advantages: a row of `advantages.ADVANTAGES`; policy_loss: a row of `losses.POLICY_LOSSES`; or
+    for both a function of another package, as `module:function`.
+    settings: the keys of the section `algorithm`: a row of `agentgym.config.FAMILIES`, or a class
+    of another package that extends one of them, as `module:Class`.
+    truncated: treatment of an episode cut by the horizon, the context or the simulator's own step
+    limit.
+    `zero`: it keeps its reward so far (0 for an outcome reward), so that being too slow is a
+    failure. `mask`: it is left out of the loss and the group statistics. `bootstrap`: the critic's
+    value of the last state replaces the missing rewards. This is the state after the last
+    observation, or the one of the last action token if the observation did not fit into the
+    context.
+    `zero` is the default of every row, also of PPO: runs are evaluated at a horizon, and a policy
+    whose delays cost nothing learns to delay.
+    kl_estimator, kl_place: of the penalty against the reference model, if `algorithm.kl_coef` is
     above 0.
     """
 
@@ -50,9 +52,7 @@ class Recipe:
 
     @property
     def standardises_groups(self) -> bool:
-        """Whether each group's returns are divided by their own deviation, whatever little they
-        differ by.
-        """
+        """True if each group's returns are divided by their deviation, however small it is."""
         return self.advantages == "grpo"
 
 
@@ -92,7 +92,7 @@ RECIPES: dict[str, Recipe] = {
         kl_estimator="k1",
         kl_place="reward",
     ),
-    # the same over turns: one action is one decision, and is paid when its observation comes
+    # PPO over turns: one action is one decision, and its reward comes with the observation
     "turn_ppo": Recipe(
         "turn_gae",
         "dual_clip",
@@ -101,7 +101,7 @@ RECIPES: dict[str, Recipe] = {
         kl_estimator="k1",
         kl_place="reward",
     ),
-    # supervised learning on the demonstrations, continued: what further imitation alone would give
+    # more supervised learning on the demonstrations: the gain of further imitation alone
     "sft": Recipe("", "", needs_groups=False, settings="imitation"),
     # arXiv:2305.18290, pairs of trajectories of one item as in ETO, arXiv:2403.02502
     "dpo": Recipe("", "", needs_groups=True, settings="preference"),
@@ -111,7 +111,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe_of(name: str) -> Recipe:
-    """A row of ours, or what an installed package offers under the entry point group
+    """Return a recipe of this table, or of an installed package with an entry point in the group
     `agentgym.recipes`. Errors: ValueError.
     """
     if name in RECIPES:
@@ -130,26 +130,27 @@ def recipe_of(name: str) -> Recipe:
 
 
 def recipe_modules(name: str) -> tuple[str, ...]:
-    """Modules of another package whose source computes it: none for our own rows.
+    """Modules of other packages that compute a recipe; empty for the rows of this table.
+
     Errors: ValueError.
     """
     if name in RECIPES:
         return ()
     recipe = recipe_of(name)
-    named = (recipe.advantages, recipe.policy_loss, recipe.settings)
-    elsewhere = (each.partition(":")[0] for each in named if ":" in each)
+    texts = (recipe.advantages, recipe.policy_loss, recipe.settings)
+    elsewhere = (text.partition(":")[0] for text in texts if ":" in text)
     return tuple(sorted({_offered()[name].module, *elsewhere}))
 
 
 def known_recipes() -> tuple[str, ...]:
-    """Every name that `algorithm.recipe` may have here, sorted."""
+    """All valid names for `algorithm.recipe` on this machine, sorted."""
     return tuple(sorted({*RECIPES, *_offered()}))
 
 
 def named(table: dict[str, Any], name: str) -> Any:
-    """A row of the table, or the object of another package that `module:name` is.
+    """Return a row of the table, or the object `module:name` of another package.
 
-    name: of a `Recipe`, which is code: never a word of a parameter file. Errors: ValueError.
+    name: from a `Recipe`, which is code, never from a parameter file. Errors: ValueError.
     """
     if name in table:
         return table[name]

@@ -1,5 +1,6 @@
-"""Whether outcomes tell better from worse: the one place that says which rewards are equal.
-Torch-free.
+"""Comparison of rewards: the one definition of equal rewards, which carry no signal.
+
+The module does not import torch.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ REWARD_TOLERANCE = 1e-6  # a float32 sum of rewards keeps six digits; no environ
 
 
 def differ(low: Any, high: Any) -> Any:
-    """Whether high is above low by more than rounding.
-    Floats, or tensors of one shape; the result has their shape.
+    """Return True if high is above low by more than rounding.
 
-    The tolerance grows with the rewards, because their rounding does: of rewards up to 1 it is 1e-6
-    to 3e-6.
+    low, high: floats, or tensors of one shape; the result has their shape.
+    The tolerance grows with the rewards, because their rounding does: for rewards up to 1 it is
+    1e-6 to 3e-6.
     """
     return high - low > REWARD_TOLERANCE * (1 + abs(low) + abs(high))
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
-    """Whether a group of at least one carries no signal."""
+    """Return True if a group of at least one reward carries no signal."""
     return not differ(min(rewards), max(rewards))

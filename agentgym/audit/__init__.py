@@ -1,9 +1,9 @@
-"""Is a run what it says it is: content, lineage, episodes, log-probabilities, numbers and ledger,
+"""The audit of a run: content, lineage, episodes, log-probabilities, numbers and ledger are
 checked against each other.
 
-Nothing here trusts a digest to prove more than that bytes did not change.
-Episodes are played again, tokens are scored again, numbers are computed again.
-What only training again could show (losses, gradient norms) is not claimed.
+A digest proves only that bytes did not change.
+The audit plays episodes again, scores tokens again and computes numbers again.
+It does not verify losses and gradient norms, because that would need the training again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CHECKS = {
     "ledger": "MLflow holds each committed point once and nothing else",
     "pages": "data, checkpoints and traces in MLflow are those of the steps",
     "registry": "the registered model is the checkpoint, file by file",
-    "decisions": "each decision follows from what it was made by, and the alias is where they say",
+    "decisions": "each decision follows from its evidence, and the alias is where decisions put it",
 }
 
 IN_MLFLOW = {
@@ -80,16 +80,16 @@ def audit(
     pointers: Path | None = None,
     progress: Progress | None = None,
 ) -> AuditReport:
-    """Check the run of this configuration as far as it went; nothing is written, all checks run
-    even where one fails.
+    """Check the committed steps of this configuration's run. Nothing is written, and all checks run
+    even if one fails.
 
     run: prefix of a run key, to make sure that it is the run you mean.
-    num_episodes: of each step, how many are played again (at least one of every commit); None: all.
-    num_rescored: of each set of weights, how many episodes are scored again; None: all.
-    num_updates: optimizer steps of a stage that are taken again, at most.
-    seed: of both draws; None: a new one, so that nobody can know beforehand what will be looked at.
+    num_episodes: episodes of each step to play again (at least one of every commit); None: all.
+    num_rescored: episodes to score again for each set of weights; None: all.
+    num_updates: a stage with more optimizer steps than this is not trained again.
+    seed: for both draws; None: a new one, so that no one can know beforehand what will be checked.
     pointers: folder of the pointers that DVC keeps, if there is one.
-    Errors: ConfigError where `run` is another run, or where nothing of this configuration was ever
+    Errors: ConfigError if `run` is another run, or if nothing of this configuration was ever
     committed.
     """
     set_threads(cfg.learner_settings.threads)
@@ -140,8 +140,10 @@ def audit(
         show.advance(1, name)
     with checks_of["decisions"].guard("MLflow"):
         draws = num_episodes, num_rescored, seed
-        for place, entry in check_decisions(cfg, store, key, steps, checks_of["decisions"]):
-            check_judged(cfg, place, entry, draws, checks_of)
+        for evidence_store, entry in check_decisions(
+            cfg, store, key, steps, checks_of["decisions"]
+        ):
+            check_judged(cfg, evidence_store, entry, draws, checks_of)
     show.advance(1, "decisions")
     return AuditReport(
         key,

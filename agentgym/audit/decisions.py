@@ -1,5 +1,5 @@
-"""Whether the alias is where recorded decisions put it, and each decision follows from what was
-played.
+"""Check that each promotion decision follows from its evaluations, and that the alias is where the
+decisions put it.
 """
 
 from __future__ import annotations
@@ -42,37 +42,41 @@ from agentgym.tracking.registry import alias_version, all_models, version_run, v
 def check_decisions(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> list[tuple[RunStore, Entry]]:
-    """The whole history of the run's alias, that of this store where another one decides, and what
-    the run says of its own part in them.
+    """Check every decision about the run's alias, and the decision that the run itself recorded.
 
+    If another store decides about the alias, the history in this store is checked as well.
     Result: the decision on this run's model and the last one that moved the alias, each with the
     store that has its evidence.
     """
-    record = next((each for each in steps if each.step.kind is Kind.REGISTER), None)
+    registration = next((record for record in steps if record.step.kind is Kind.REGISTER), None)
     tracker = existing_ledger(cfg)
-    if record is None or record.final is None or tracker is None:
+    if registration is None or registration.final is None or tracker is None:
         return []
-    told = record.final.results
-    promotions = Promotions(store, tracker, str(told["model"]), str(told["alias"]))
+    registered = registration.final.results
+    promotions = Promotions(store, tracker, str(registered["model"]), str(registered["alias"]))
     deciding = _deciding(promotions)
-    histories = {each.began: each for each in (deciding, promotions.own) if each and each.began}
-    entries = {began: _history(each, checks) for began, each in histories.items()}
+    histories = {
+        history.began: history
+        for history in (deciding, promotions.own)
+        if history and history.began
+    }
+    entries = {began: _history(history, checks) for began, history in histories.items()}
     for began, history in histories.items():
         _check_history(promotions, history, entries[began], checks)
-    every = [entry for own in entries.values() for entry in own]
-    decided = next((each for each in every if each.asked == record.key), None)
+    every = [entry for of_history in entries.values() for entry in of_history]
+    decided = next((entry for entry in every if entry.asked == registration.key), None)
     if decided is not None:
-        checks.expect("register", "decision on the alias", summary(decided), told["champion"])
+        checks.expect("register", "decision on the alias", summary(decided), registered["champion"])
         if decided.kind == "judged":
             rules = json.loads(json.dumps(cfg.gate.model_dump(mode="json")))
             checks.expect("register", "rules of its gate", rules, decided.decision["settings"])
-    elif told["champion"]["moved"] or told["champion"]["rules"]:
+    elif registered["champion"]["moved"] or registered["champion"]["rules"]:
         checks.fail("register: its decision is not in the history of the alias")
-    last = next((each for each in reversed(every) if each.moved), None)
+    last = next((entry for entry in reversed(every) if entry.moved), None)
     judged = [
-        (promotions.evidence_store(each.decision) or store, each)
-        for each in {id(e): e for e in (decided, last) if e is not None}.values()
-        if each.kind == "judged"
+        (promotions.evidence_store(entry.decision) or store, entry)
+        for entry in {id(entry): entry for entry in (decided, last) if entry is not None}.values()
+        if entry.kind == "judged"
     ]
     if deciding is None or not deciding.began or deciding.is_owed:
         why = "its history cannot be reached, or its last decision is under way"
@@ -87,14 +91,17 @@ def check_decisions(
 
 
 def misplaced_aliases(cfg: RunConfig) -> list[str]:
-    """A line for each alias that a model of other things took from the one that its name stands
-    for; of the configured registered model also where its first holder was another one.
+    """Return one line for each alias that a decision gave to a version of another task than the
+    previous holder's, as earlier releases could.
+
+    For the configured registered model there is also a line if the version that has the alias is
+    of other environments than the run's.
     Errors: LedgerUnavailable.
     """
     file = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
     if has_file(cfg) and not file.is_file():
         return []
-    found, alias = [], cfg.registry.alias
+    lines, alias = [], cfg.registry.alias
     with reaching(cfg.tracking_uri):
         tracker = tracker_of(cfg)
         for name in all_models(tracker):
@@ -102,16 +109,20 @@ def misplaced_aliases(cfg: RunConfig) -> list[str]:
             number = alias_version(tracker, name, alias)
             if number is None:
                 continue
-            with contextlib.suppress(HistoryElsewhere):  # who can reach it finds it
+            # a machine that can reach the other store reports it
+            with contextlib.suppress(HistoryElsewhere):
                 line = promotions.misplaced()
                 if not line and name == cfg.registered_model:
                     line = _other_environments(cfg, promotions, number)
-                found += [line] if line else []
-    return found
+                lines += [line] if line else []
+    return lines
 
 
 def _other_environments(cfg: RunConfig, promotions: Promotions, number: str) -> str:
-    """Why the version that holds the run's alias is none of its environments; empty: it is one."""
+    """Return the error text if the alias is on a version of other environments than the run's.
+
+    Empty if the environments are the same or unknown.
+    """
     question = promotions.question(promotions.version(number))
     if question is None or question.envs.keys() == {env.name for env in cfg.envs}:
         return ""
@@ -132,12 +143,16 @@ def _deciding(promotions: Promotions) -> History | None:
 def _check_history(
     promotions: Promotions, history: History, entries: Sequence[Entry], checks: Checks
 ) -> None:
-    """Each decision, and that each goes on from the one before."""
+    """Check each decision, and that each one starts from the holder that the previous one left."""
     for entry in entries:
         with checks.guard(f"decision {entry.number}"):
-            named = promotions.evidence_store(entry.decision)
-            stores = [s for s in (promotions.own.store, history.store, named) if s is not None]
-            _check_entry(stores, named is not None, entry, checks)
+            evidence_store = promotions.evidence_store(entry.decision)
+            stores = [
+                store
+                for store in (promotions.own.store, history.store, evidence_store)
+                if store is not None
+            ]
+            _check_entry(stores, evidence_store is not None, entry, checks)
             _check_shown(promotions, history, entry, checks)
     for before, after in pairwise(entries):
         same = after.before is None if before.after is None else before.after.is_same(after.before)
@@ -145,7 +160,9 @@ def _check_history(
 
 
 def _history(history: History, checks: Checks) -> list[Entry]:
-    """Its entries; that each commit names the one before, and none is missing."""
+    """Return the entries of a history. Check that each commit names the previous one and that no
+    entry is missing.
+    """
     before, entries = "", []
     for commit in history.commits():
         where = f"promotions commit {commit.seq}"
@@ -161,9 +178,9 @@ def _history(history: History, checks: Checks) -> list[Entry]:
 def _check_entry(
     stores: Sequence[RunStore], must_be_there: bool, entry: Entry, checks: Checks
 ) -> None:
-    """Judged again it comes to the same, by outcomes that are those of the evaluations.
+    """Check that the gate decides the same again, from outcomes that the evaluations confirm.
 
-    must_be_there: the store that has them, as the decision says, is among these.
+    must_be_there: the store that the decision names for its evidence is one of `stores`.
     """
     where = f"decision {entry.number} on version {entry.candidate.number}"
     if entry.kind != "judged":
@@ -185,7 +202,7 @@ def _check_entry(
             continue
         what = f"evaluation of version {version.number} in decision {entry.number}"
         results = (_result(store, version, question, entry.candidate) for store in stores)
-        result = next((each for each in results if each is not None), None)
+        result = next((stored for stored in results if stored is not None), None)
         if result is None:
             if any(_is_collected(store, version) for store in stores):
                 checks.skip(what, "it was collected by `agentgym gc`")
@@ -197,8 +214,8 @@ def _check_entry(
             continue
         pairs = align(result, result)
         for env, pair in evidence.pairs.items():
-            mine = getattr(pair, side)
-            same = env in pairs and np.array_equal(pairs[env].after, mine, equal_nan=True)
+            outcomes = getattr(pair, side)
+            same = env in pairs and np.array_equal(pairs[env].after, outcomes, equal_nan=True)
             what = f"{env}: outcomes of version {version.number}"
             checks.expect(where, f"{what} as its evaluation has them", True, same)
 
@@ -206,8 +223,8 @@ def _check_entry(
 def _result(store: RunStore, version: Version, question: str, candidate: Version) -> Result | None:
     """Return the result of `agentgym evaluate`, or the evaluation of the run that made it.
 
-    A store without the candidate's own evaluation made no such decision: one by runs' own
-    evaluations is made where that of the candidate is.
+    A decision by the runs' own evaluations is made in the store that has the candidate's one, so a
+    store without it returns None.
     """
     anew = store.final(EVALUATION, question) if len(question) == 64 else None
     if anew is not None:
@@ -219,12 +236,12 @@ def _result(store: RunStore, version: Version, question: str, candidate: Version
 
 
 def _is_collected(store: RunStore, version: Version) -> bool:
-    told = version.evaluation
-    return bool(told) and store.is_collected(told["step"], told["key"])
+    evaluation = version.evaluation
+    return bool(evaluation) and store.is_collected(evaluation["step"], evaluation["key"])
 
 
 def _check_shown(promotions: Promotions, history: History, entry: Entry, checks: Checks) -> None:
-    """MLflow has it as it is."""
+    """Check that MLflow shows the decision as it is in the history."""
     number = promotions.number_of(entry.candidate)
     folder = _artifacts(promotions, number) if number else None
     if folder is None:
@@ -243,25 +260,30 @@ def _check_shown(promotions: Promotions, history: History, entry: Entry, checks:
 
 
 def _artifacts(promotions: Promotions, number: str) -> Path | None:
-    """Folder of the artifacts of a version's run; None where it is remote, or there is no run."""
+    """Folder of the artifacts of a version's run; None if it is remote or there is no run."""
     run_id = version_run(promotions.tracker, promotions.model, number)
     location = promotions.tracker.client.get_run(run_id).info.artifact_uri if run_id else ""
     return local_path(location)
 
 
 def _is_anothers(path: Path, entries: Sequence[Entry]) -> bool:
-    """Whether a decision of an earlier release is another store's: there the histories of several
-    stores had one place in MLflow, and overwrote each other.
+    """Return True for a file in MLflow with the decision of another store.
+
+    Earlier releases wrote the histories of several stores to one folder, so one could overwrite
+    another.
     """
     try:
-        found = Entry.from_bytes(path.read_bytes())
+        decision = Entry.from_bytes(path.read_bytes())
     except (ValueError, KeyError, TypeError):
         return False
-    return all(found.at != entry.at for entry in entries)
+    return all(decision.at != entry.at for entry in entries)
 
 
 def _check_tags(promotions: Promotions, entries: Sequence[Entry], checks: Checks) -> None:
-    """A version shows the last decision on it: one that the history lacks was cut off there."""
+    """Check that the decision in each version's tag is in the history.
+
+    A decision that the history lacks was cut off from it.
+    """
     known = {sha256(entry.to_bytes()) for entry in entries}
     for number in dict.fromkeys(entry.candidate.number for entry in entries):
         try:
@@ -278,7 +300,7 @@ def _check_tags(promotions: Promotions, entries: Sequence[Entry], checks: Checks
                 ]
                 if folder
                 else []
-            )  # of an earlier release
+            )
             if tags[DECISION] in anothers:
                 why = "an earlier release wrote it for another store"
                 checks.skip(f"tag of version {number}", why)

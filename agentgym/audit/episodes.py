@@ -1,4 +1,4 @@
-"""Logged episodes: claimed, rendered and played again."""
+"""Checks of logged episodes: their claims, their tokens, and a replay of their actions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Expected = tuple[int, Item, int, int, int, float]
 
 
 def check_episodes(cfg: RunConfig, record: StepRecord, splits: Splits, checks: Checks) -> None:
-    """Who was played, for which step, under which horizon and by which version of the weights."""
+    """Check the items of each commit's episodes, their step, horizon and version of the weights."""
     if record.step.kind is Kind.DEMONSTRATE:
         return
     if record.stage is None:
@@ -55,8 +55,8 @@ def _expected_of_stage(
     step, rollout = int(commit.state["global_step"]), cfg.rollout
     by_id = {item.item_id: item for item in splits.train}
     items = [by_id[item_id] for item_id in commit.state["consumed"] if item_id in by_id]
-    turns = int(commit.state["max_turns"])  # lineage checks it
-    # the step its train episodes are for
+    turns = int(commit.state["max_turns"])  # the lineage check compares it
+    # an offline stage samples all its train episodes for its first step
     played = step if cfg.algorithm.loop.samples_every_step else stage.first_step
     expected = [
         (played - 1, item, sample, played, turns, rollout.temperature)
@@ -70,19 +70,21 @@ def _expected_of_stage(
 
 
 def _check_evaluated(cfg: RunConfig, record: StepRecord, splits: Splits, checks: Checks) -> None:
-    """Every slot once, but for episodes that failed and were played again."""
+    """Check that every slot was played once, apart from failed episodes that were played again."""
     settings = cfg.evaluation
     version = int(record.checkpoint.state["global_step"]) if record.checkpoint else -1
-    by_id = {item.item_id: item for its in items_of_step(cfg, splits).values() for item in its}
-    left = {(item, sample) for item in by_id for sample in range(settings.num_samples + 1)}
+    by_id = {item.item_id: item for items in items_of_step(cfg, splits).values() for item in items}
+    open_slots = {(item, sample) for item in by_id for sample in range(settings.num_samples + 1)}
     for commit in record.commits:
         for episode in record.episodes.get(commit.seq, ()):
             where = place(record.at(commit), episode)
             slot = (episode.item.item_id, episode.sample)
-            if not checks.expect(where, "a slot that was asked for, once", True, slot in left):
+            if not checks.expect(
+                where, "a slot that was asked for, once", True, slot in open_slots
+            ):
                 continue
             if episode.status.is_valid:
-                left.remove(slot)
+                open_slots.remove(slot)
             temperature = settings.temperature if episode.sample else 0.0
             wanted = (version, by_id[slot[0]], slot[1], 0, settings.max_turns, temperature)
             _check_one(cfg, where, wanted, episode, checks)
@@ -97,7 +99,7 @@ def _check_one(
     got = [episode.item, episode.sample, episode.step, episode.max_turns, episode.temperature]
     checks.expect(where, "[item, sample, step, max_turns, temperature]", rest, got)
     fit = versions == sorted(versions) and all(
-        version - lag <= each <= version for each in versions
+        version - lag <= turn_version <= version for turn_version in versions
     )
     checks.expect(
         where,
@@ -111,14 +113,17 @@ def _check_one(
 
 
 def _check_end(cfg: RunConfig, where: str, episode: Trajectory, checks: Checks) -> None:
-    """How long an episode may be, and what it says of itself, given how it ended."""
-    most, attempts = episode.max_turns, cfg.rollout.max_attempts
+    """Check the length, error, attempts and success of an episode against how it ended."""
+    max_turns, attempts = episode.max_turns, cfg.rollout.max_attempts
     fits = {
-        Status.TERMINATED: 0 < len(episode.turns) <= most,
-        Status.MAX_TURNS: len(episode.turns) == most,
-    }.get(episode.status, len(episode.turns) < most)
+        Status.TERMINATED: 0 < len(episode.turns) <= max_turns,
+        Status.MAX_TURNS: len(episode.turns) == max_turns,
+    }.get(episode.status, len(episode.turns) < max_turns)
     checks.expect(
-        where, f"a number of turns that fits {episode.status} under max_turns {most}", True, fits
+        where,
+        f"a number of turns that fits {episode.status} under max_turns {max_turns}",
+        True,
+        fits,
     )
     if episode.status.is_valid:
         checks.expect(where, "error", None, episode.error)
@@ -139,7 +144,7 @@ def _check_end(cfg: RunConfig, where: str, episode: Trajectory, checks: Checks) 
         checks.expect(
             where, "attempts, all of rollout.max_attempts", attempts, episode.num_attempts
         )
-        checks.expect(where, "an error that says what failed", True, bool(episode.error))
+        checks.expect(where, "an error that names what failed", True, bool(episode.error))
 
 
 def check_tokens(
@@ -149,8 +154,10 @@ def check_tokens(
     instructions: Mapping[str, str],
     checks: Checks,
 ) -> None:
-    """Ids outside the policy's spans are what the renderer makes of the logged observations;
-    inside, of the logged actions.
+    """Check token ids and action mask against the logged text.
+
+    The renderer must give the ids between actions for the logged observations, and the ids of an
+    action must decode to the logged action.
     """
     checkpoint = load(store, record.checkpoint, weights=False)
     if checkpoint is None or not record.episodes:
@@ -163,7 +170,7 @@ def check_tokens(
         for episode in record.episodes.get(commit.seq, ()):
             where = place(record.at(commit), episode)
             ended = episode.status.is_valid
-            # no session was opened
+            # the environment failed before a session was open
             if not ended and not episode.first_observation and not episode.turns:
                 checks.expect(
                     where, "token ids of an episode that did not begin", (), episode.input_ids
@@ -194,7 +201,7 @@ def check_tokens(
                 if not is_last or read_last:
                     rebuilt += answer
                     mask += [False] * len(answer)
-            if not ended:  # perhaps one more action, to which no answer came
+            if not ended:  # the environment may have failed on one more action
                 pending = episode.input_ids[len(rebuilt) :][: cfg.rollout.max_new_tokens]
                 rebuilt += pending
                 mask += [True] * len(pending)
@@ -220,7 +227,7 @@ def check_tokens(
 def replay_sample(
     steps: Sequence[StepRecord], num_episodes: int | None, seed: int
 ) -> list[tuple[StepRecord, Manifest, Trajectory]]:
-    """A draw of what counts, and all that was left out."""
+    """Draw valid episodes of each commit, and add all failed ones that had begun."""
     chosen: list[tuple[StepRecord, Manifest, Trajectory]] = []
     for record in steps:
         logged = [commit for commit in record.commits if record.episodes.get(commit.seq)]
@@ -230,7 +237,9 @@ def replay_sample(
             share = None if num_episodes is None else max(1, num_episodes // len(logged))
             drawn = draw(counted, share, seed, record.name, commit.seq)
             begun = [
-                e for e in episodes if not e.status.is_valid and (e.first_observation or e.turns)
+                episode
+                for episode in episodes
+                if not episode.status.is_valid and (episode.first_observation or episode.turns)
             ]
             chosen += [(record, commit, episode) for episode in [*drawn, *begun]]
     return chosen
@@ -239,20 +248,25 @@ def replay_sample(
 def check_replay(
     cfg: RunConfig, steps: Sequence[StepRecord], num_episodes: int | None, seed: int, checks: Checks
 ) -> dict[str, str]:
-    """Result: the instructions episodes begin with, by environment."""
+    """Play logged actions again on new servers and compare what the environment returns.
+
+    Result: the instructions that episodes begin with, by environment.
+    """
     chosen = [
         (place(record.at(commit), episode), episode)
         for record, commit, episode in replay_sample(steps, num_episodes, seed)
     ]
-    num_logged = sum(len(each) for record in steps for each in record.episodes.values())
+    num_logged = sum(len(episodes) for record in steps for episodes in record.episodes.values())
     left_out = Counter(str(episode.status) for _, episode in chosen if not episode.status.is_valid)
-    said = "".join(
+    failed_note = "".join(
         f", {left_out[status]} {status} replayed to their end"
         for status in ("env_error", "timeout")
     )
-    checks.notes.append(f"{len(chosen) - left_out.total()} of {num_logged} episodes{said}")
-    if old := sum(not _has_info(episode) for _, episode in chosen):
-        checks.notes.append(f"not checked: families of {old} episodes whose records have no info")
+    checks.notes.append(f"{len(chosen) - left_out.total()} of {num_logged} episodes{failed_note}")
+    if num_without_info := sum(not _has_info(episode) for _, episode in chosen):
+        checks.notes.append(
+            f"not checked: families of {num_without_info} episodes whose records have no info"
+        )
     if not chosen:
         return {}
     with (
@@ -323,7 +337,7 @@ async def _replay(
         checks.expect(where, "success", success, episode.success)
 
     results = await asyncio.gather(
-        *(one(index, *each) for index, each in enumerate(chosen)), return_exceptions=True
+        *(one(index, *entry) for index, entry in enumerate(chosen)), return_exceptions=True
     )
     for (where, episode), result in zip(chosen, results, strict=True):
         if isinstance(result, EnvError) and not episode.status.is_valid:

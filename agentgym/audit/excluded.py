@@ -1,8 +1,9 @@
-"""Episodes that were left out of every number because their environment failed: few, and no choice.
+"""Episodes that no number counts because their environment failed: they must be few, and not
+chosen by their outcome.
 
-A share above `rollout.max_env_error_frac` would have stopped the run. Below it, each one whose
-weights are still there is played again to its real end, with the same random numbers: failures of
-an environment fall on good and bad episodes alike, failures that somebody wrote do not.
+A share above `rollout.max_env_error_frac` would have stopped the run. Below it, each episode whose
+weights are still in the store is played again to its end, with the same random numbers. Real
+failures of an environment hit good and bad episodes alike; forged failures do not.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.types import Status, Trajectory
 
-MAX_CHANCE = 1e-6  # of what failing environments left out; less likely is somebody's choice
+MAX_CHANCE = 1e-6  # probability of the outcomes left out; below it they were probably chosen
 
 
 def check_excluded(
     cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Share of each collection, and what those left out would have come to."""
+    """Check the share of failed episodes in each collection, and how they would have ended."""
     counts: Counter[Status] = Counter()
     for record in steps:
         if record.checkpoint is None:
@@ -42,9 +43,9 @@ def check_excluded(
                 counts.update(episode.status for episode in episodes)
                 _check_share(cfg, f"{record.at(commit)} {what}", episodes, checks)
     kinds = [Status.ENV_ERROR, Status.TIMEOUT]
-    kinds += [each for each in Status if not each.is_valid and each not in kinds and counts[each]]
-    said = ", ".join(f"{counts[status]} {status}" for status in kinds)
-    checks.notes.append(f"{said} of {counts.total()} episodes")
+    kinds += [kind for kind in Status if not kind.is_valid and kind not in kinds and counts[kind]]
+    failed_note = ", ".join(f"{counts[status]} {status}" for status in kinds)
+    checks.notes.append(f"{failed_note} of {counts.total()} episodes")
     for record in steps:
         if record.checkpoint is not None and _left_out(record):
             if not engine_class(cfg.rollout.engine).repeats_draws:
@@ -57,7 +58,7 @@ def check_excluded(
 
 
 def _collections(episodes: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """As they were collected: each of these was held to the limit by itself."""
+    """Group episodes by collection, because the limit applies to each collection separately."""
     groups: dict[str, list[Trajectory]] = {}
     for episode in episodes:
         what = f"{episode.item.split} episodes at temperature {episode.temperature:g}"
@@ -89,10 +90,10 @@ def _left_out(record: StepRecord) -> list[Trajectory]:
 
 @dataclass
 class _Again:
-    """What became of the episodes of one step that were left out, played again."""
+    """Outcomes of one step's failed episodes when played again."""
 
     failed_again: int = 0
-    # by status they had and item: success
+    # logged status -> item -> success of each episode
     outcomes: dict[Status, dict[str, list[bool]]] = field(default_factory=dict)
 
     def add(self, was: Trajectory, now: Trajectory) -> None:
@@ -115,7 +116,7 @@ def _play_again(
         if is_stage:
             version = episode.step - (episode.item.split == "train")
         versions = {turn.version for turn in episode.turns} | {version}
-        if len(versions) == 1:  # one that lagged behind the update met two weights
+        if len(versions) == 1:  # an episode that spans an update has two sets of weights
             by_version.setdefault(version, []).append(episode)
     num_pruned = len(left_out) - sum(map(len, by_version.values()))
     for version, episodes in by_version.items():
@@ -144,8 +145,8 @@ def _play_again(
     results = [
         success
         for outcomes in again.outcomes.values()
-        for each in outcomes.values()
-        for success in each
+        for successes in outcomes.values()
+        for success in successes
     ]
     checks.skip(
         f"real end of episodes of {record.name} that were left out",
@@ -166,7 +167,10 @@ def _played(
     seed: int,
     episodes: Sequence[Trajectory],
 ) -> list[tuple[Trajectory, Trajectory]]:
-    """(as it was logged, as it ends) of each, under the same weights and random numbers."""
+    """Play episodes again under the same weights and random numbers.
+
+    Result: (logged episode, episode as it ends now) for each.
+    """
     pairs = []
     with (
         environment_servers(cfg, False) as endpoints,
@@ -203,18 +207,23 @@ def _check_chance(
     valid: Sequence[Trajectory],
     checks: Checks,
 ) -> None:
-    """Is it likely that environments failed on just these? An item counts once: its samples
-    fail together.
+    """Fail if environments are unlikely to have failed on just these episodes.
+
+    An item counts once, because its samples fail together.
     """
-    # a request can fail at each turn, a deadline passes in long episodes only
+    # a request can fail at any turn, but only long episodes reach a deadline
     shortest = min(len(episode.turns) for episode in left_out) if status is Status.TIMEOUT else 0
     alike = [episode for episode in valid if len(episode.turns) >= shortest]
     turns = sum(1 + len(episode.turns) for episode in alike)
     share = (1 + sum(1 + len(episode.turns) for episode in alike if episode.success)) / (2 + turns)
     checks.counted += 1
     for what, num_hits, rate in (
-        ("would have succeeded", sum(any(each) for each in outcomes.values()), share),
-        ("would have failed", sum(not all(each) for each in outcomes.values()), 1 - share),
+        ("would have succeeded", sum(any(successes) for successes in outcomes.values()), share),
+        (
+            "would have failed",
+            sum(not all(successes) for successes in outcomes.values()),
+            1 - share,
+        ),
     ):
         chance = at_most(num_hits, len(outcomes), rate)
         if chance < MAX_CHANCE:
@@ -226,7 +235,7 @@ def _check_chance(
 
 
 def at_most(num_hits: int, num_tries: int, rate: float) -> float:
-    """The probability of so few hits or fewer."""
+    """Binomial probability of at most `num_hits` hits in `num_tries` tries."""
     return math.fsum(
         math.comb(num_tries, hits) * rate**hits * (1 - rate) ** (num_tries - hits)
         for hits in range(num_hits + 1)

@@ -1,5 +1,5 @@
-"""The evaluations that decided on a model, looked at like a run's own: each is played again,
-rendered again and scored again under the weights of the version that it speaks for.
+"""The audit of the evaluations behind a promotion decision: like a run's own, each is played,
+rendered and scored again under the weights of the version that it measured.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ def check_judged(
 ) -> None:
     """Check the evaluations by the gate's protocol that a decision names.
 
-    draws: (episodes to play again, episodes to score again, seed), as of an audit.
+    draws: (episodes to play again, episodes to score again, seed), as in `audit`.
     """
     num_episodes, num_rescored, seed = draws
     evidence = Evidence.from_json(entry.decision["evidence"])
     for version, question in zip((entry.candidate, entry.before), evidence.questions, strict=True):
         final = store.final(STEP, question) if len(question) == 64 else None
         if version is None or final is None:
-            continue  # a run's own evaluation, or the decisions check has said so
+            continue  # a run's own evaluation, or missing, which the decisions check reports
         where = f"evaluation {final.key[:12]} of version {version.number}"
         with checks["numbers"].guard(where):
             result = stored_result(store, final)
             checks["numbers"].expect(where, "its digest", final.key, result.digest)
             protocol = EvaluationProtocol.model_validate(result.about["settings"])
-            asked = json.loads(canonical_json(protocol.semantic()))
-            told = json.loads(canonical_json(result.identity["protocol"]))
-            checks["numbers"].expect(where, "its settings", asked, told)
+            settings_asked = json.loads(canonical_json(protocol.semantic()))
+            settings_recorded = json.loads(canonical_json(result.identity["protocol"]))
+            checks["numbers"].expect(where, "its settings", settings_asked, settings_recorded)
         weights = _weights(store, version)
         for settings, record in _records(cfg, store, final, weights):
             instructions: dict[str, str] = {}
@@ -81,9 +81,9 @@ def check_judged(
 def _weights(store: RunStore, version: Version) -> Manifest | None:
     """Return the commit whose weights were registered; None if the store lacks it."""
     heads = (head for head in store.heads() if head.digest == version.checkpoint)
-    found = next(heads, None)
+    head = next(heads, None)
     # an evaluation of a registered version counts no optimizer steps
-    return found and found.model_copy(update={"state": {**found.state, "global_step": 0}})
+    return head and head.model_copy(update={"state": {**head.state, "global_step": 0}})
 
 
 def _records(
@@ -98,33 +98,33 @@ def _records(
         if TRAJECTORIES in commit.records
     }
     parents = {WEIGHTS: weights} if weights is not None else {}
-    own = next(each for each in steps_of(cfg).values() if each.kind is Kind.EVALUATE)
-    step = replace(own, name=STEP, title=STEP, data="", baseline="", checkpoint=WEIGHTS)
-    for asked in protocol.envs:
+    evaluation = next(step for step in steps_of(cfg).values() if step.kind is Kind.EVALUATE)
+    step = replace(evaluation, name=STEP, title=STEP, data="", baseline="", checkpoint=WEIGHTS)
+    for settings in protocol.envs:
         record = StepRecord(step, final.key, parents, commits)
         record.episodes = {
-            seq: [each for each in own if each.item.env == asked.env.name]
-            for seq, own in episodes.items()
+            seq: [episode for episode in logged if episode.item.env == settings.env.name]
+            for seq, logged in episodes.items()
         }
-        yield _settings(cfg, protocol, asked), record
+        yield _settings(cfg, protocol, settings), record
 
 
-def _settings(cfg: RunConfig, protocol: EvaluationProtocol, asked: EnvProtocol) -> RunConfig:
+def _settings(cfg: RunConfig, protocol: EvaluationProtocol, settings: EnvProtocol) -> RunConfig:
     rollout = {
-        "max_new_tokens": asked.max_new_tokens,
-        "instructions": asked.instructions,
-        "examples": asked.examples,
-        "action_format": asked.action_format,
+        "max_new_tokens": settings.max_new_tokens,
+        "instructions": settings.instructions,
+        "examples": settings.examples,
+        "action_format": settings.action_format,
         "concurrency": protocol.concurrency,
-        "max_attempts": asked.max_attempts,
+        "max_attempts": settings.max_attempts,
     }
-    evaluation = {"seed": protocol.seed, "max_turns": asked.max_turns}
+    evaluation = {"seed": protocol.seed, "max_turns": settings.max_turns}
     return cfg.model_copy(
         update={
-            "env": asked.env,
+            "env": settings.env,
             "mix": (),
             "rollout": cfg.rollout.model_copy(update=rollout),
-            "model": cfg.model.model_copy(update={"context_tokens": asked.context_tokens}),
+            "model": cfg.model.model_copy(update={"context_tokens": settings.context_tokens}),
             "evaluation": cfg.evaluation.model_copy(update=evaluation),
         }
     )

@@ -1,6 +1,4 @@
-"""MLflow against the store: every committed point once, nothing else, and the checkpoint under
-its name.
-"""
+"""Check that MLflow has every committed point once and nothing else, and the committed report."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from agentgym.tracking.pages import MANIFEST
 def check_ledger(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """The parent run has the points of headline steps, each child those of its step; there are
-    no other children.
+    """Check that the parent run has the points of headline steps and each child run those of its
+    step, and that there are no other child runs.
     """
     tracker = existing_ledger(cfg)
     if tracker is None:
@@ -36,16 +34,16 @@ def check_ledger(
     tracked = [record for record in steps if record.points or record.final is not None]
     children = list(runs_with(tracker, {"mlflow.parentRunId": parent.info.run_id}))
     if not any(record.step.kind is Kind.REPORT for record in tracked):
-        come = [record for record in tracked if _has_come_to(cfg, key, record, children)]
+        delivered = [record for record in tracked if _has_come_to(cfg, key, record, children)]
         for record in tracked:
-            if record not in come:
+            if record not in delivered:
                 checks.skip(f"run of {record.name}", "it did not get to MLflow yet")
-        tracked = come
+        tracked = delivered
     headline = [record for record in tracked if record.step.headline]
     _check_points(tracker, parent, "parent run", headline, checks)
     for record in tracked:
-        own = [each for each in children if each.data.tags.get("step_key") == record.key]
-        run = _one_run(own, record.name, checks)
+        runs = [child for child in children if child.data.tags.get("step_key") == record.key]
+        run = _one_run(runs, record.name, checks)
         if run is not None:
             _check_points(tracker, run, f"run of {record.name}", [record], checks)
             if record.final is not None:
@@ -55,7 +53,7 @@ def check_ledger(
                     record.final.digest,
                     run.data.tags.get(MANIFEST),
                 )
-                if record.final.follows is not None:  # else the records check says so
+                if record.final.follows is not None:  # else the records check reports it
                     checks.expect(
                         f"run of {record.name}",
                         "tag records",
@@ -73,8 +71,10 @@ def check_ledger(
 
 
 def _has_come_to(cfg: RunConfig, run_key: str, record: StepRecord, children: Sequence[Any]) -> bool:
-    """Whether a run that goes on has brought a step to MLflow, by its runs there or by what is
-    noted here; a step that another run did for it, too, is confirmed when it gets there.
+    """Return True if an unfinished run has delivered a step to MLflow, by its MLflow runs or by the
+    local delivery mark.
+
+    A finished step that the run shares with another run is delivered only when the run reaches it.
     """
     if delivery_mark(cfg, run_key, record.name, record.key).exists():
         return True
@@ -84,9 +84,13 @@ def _has_come_to(cfg: RunConfig, run_key: str, record: StepRecord, children: Seq
 def _check_artifacts(
     store: RunStore, location: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """The report that people open in MLflow is the committed one."""
+    """Check that the report in MLflow is the committed one."""
     report = next(
-        (each.final for each in steps if each.step.kind is Kind.REPORT and each.final is not None),
+        (
+            record.final
+            for record in steps
+            if record.step.kind is Kind.REPORT and record.final is not None
+        ),
         None,
     )
     if report is None:
@@ -108,14 +112,18 @@ def _check_artifacts(
 def _check_points(
     tracker: Tracker, run: Any, where: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Point by point; counted, so that one delivered twice is one too many. run: MLflow's.
-    Of an unfinished step, the commits after the last one that is known to be delivered may still
-    wait for it, or were under way when the run was killed.
+    """Compare the points of an MLflow run with the committed ones, with their multiplicity.
+
+    In an unfinished step the commits after the last delivered one may be missing: they may still
+    wait, or the run was killed while it delivered them.
     """
     history = tracker.points(run.info.run_id, run.data.metrics)
     got, tags = Counter(history), run.data.tags
     latest = {name: (step, time_ms, value) for name, step, time_ms, value in history}  # sorted
-    shown = {m.key: (int(m.step), int(m.timestamp), m.value) for m in run.data._metric_objs}
+    shown = {
+        metric.key: (int(metric.step), int(metric.timestamp), metric.value)
+        for metric in run.data._metric_objs
+    }
     for name in sorted({*latest, *shown}):
         checks.expect(where, f"latest {name}", latest.get(name), shown.get(name))
     expected: Counter[tuple[str, int, int, float]] = Counter()
@@ -140,7 +148,10 @@ def _check_points(
 
 
 def existing_ledger(cfg: RunConfig) -> Tracker | None:
-    """Without creating one."""
+    """Return the MLflow tracker; None if its database or the experiment is missing.
+
+    Neither is created.
+    """
     if (
         cfg.tracking_uri.startswith("sqlite:")
         and not Path(cfg.tracking_uri.removeprefix("sqlite:///")).is_file()
@@ -153,11 +164,11 @@ def existing_ledger(cfg: RunConfig) -> Tracker | None:
 def runs_with(tracker: Tracker, tags: dict[str, str]) -> Iterator[Any]:
     query, page = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items()), None
     while True:
-        found = tracker.client.search_runs(
+        runs = tracker.client.search_runs(
             [tracker.experiment_id], filter_string=query, page_token=page
         )
-        yield from found
-        page = found.token
+        yield from runs
+        page = runs.token
         if not page:
             return
 

@@ -1,5 +1,5 @@
-"""Reported numbers, computed again from the stored episodes with the functions that reported
-them.
+"""Check reported numbers: the audit computes them again from the stored episodes, with the
+functions that reported them.
 """
 
 from __future__ import annotations
@@ -68,14 +68,17 @@ Results = dict[str, Result]  # evaluation step -> computed from its episodes
 def read_splits(
     cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
 ) -> Splits | None:
-    """As the run recorded them, compared with the data it says it read."""
-    prepare = next((each.final for each in steps if each.step.kind is Kind.PREPARE), None)
+    """Return the run's recorded splits, after a comparison with the data they were read from.
+
+    None if there are none, or if they cannot be read.
+    """
+    prepare = next((record.final for record in steps if record.step.kind is Kind.PREPARE), None)
     if prepare is None:
         return None
     try:
         recorded = splits_from_json(store.read(prepare, "splits.json"))
     except (LookupError, ValueError):
-        return None  # content has said so
+        return None  # the content check reports it
     loaded = load_data(cfg)
     for name in ("train", "validation", "test"):
         checks.expect(
@@ -88,12 +91,12 @@ def read_splits(
             prepare.results.get(name),
         )
     if cfg.warm_start.source == "trajectories":
-        theirs = decode(store.read(prepare, RECORDED))
-        checks.expect("prepare commit 0", "trajectories of others", load_recorded(cfg), theirs)
+        imported = decode(store.read(prepare, RECORDED))
+        checks.expect("prepare commit 0", "trajectories of others", load_recorded(cfg), imported)
         checks.expect(
             "prepare commit 0",
             "number of trajectories",
-            len(theirs),
+            len(imported),
             prepare.results.get("trajectories"),
         )
     return recorded
@@ -108,8 +111,10 @@ def check_numbers(
     results: Results,
     checks: Checks,
 ) -> None:
-    """results: of the evaluations so far; grows by this one's.
-    The baseline of a later one is among them.
+    """Compute the numbers of one step again and compare them with the committed ones.
+
+    results: of the evaluations so far, for comparison with their baseline; the result of this step
+    is added.
     """
     kind = record.step.kind
     if kind is Kind.TRAIN:
@@ -142,8 +147,9 @@ def check_numbers(
 
 
 def check_alarms(record: StepRecord, steps: Sequence[StepRecord], checks: Checks) -> None:
-    """Alarms that its points bear, measured again on the points before them: each broke its limit;
-    and what training had cost.
+    """Measure the logged alarms again on the points up to them: each must have broken its limit.
+
+    The cost of training so far is also computed again.
     steps: of the run, in order.
     """
     history: list[Point] = []
@@ -165,7 +171,7 @@ def check_alarms(record: StepRecord, steps: Sequence[StepRecord], checks: Checks
             broken = alarm is not None and limit is not None and rule.is_broken(alarm, limit)
             checks.expect(where, f"{PREFIX}{name} breaks its limit {limit}", True, broken)
         checks.expect(where, "alarms that there are not", [], sorted(logged))
-        cost = {name: v for name, v in point.metrics.items() if name.startswith(PROGRESS)}
+        cost = {name: value for name, value in point.metrics.items() if name.startswith(PROGRESS)}
         checks.expect(
             where, "turns and tokens so far", progressed(history[: index - 1], point), cost
         )
@@ -174,33 +180,34 @@ def check_alarms(record: StepRecord, steps: Sequence[StepRecord], checks: Checks
 def _check_report(
     cfg: RunConfig, store: RunStore, record: StepRecord, final: Manifest, checks: Checks
 ) -> None:
-    """Page and pictures, made again, whole."""
+    """Make the report's page and pictures again and compare them with the committed ones."""
     from agentgym.evaluation.publish import PAGE, report_files
     from agentgym.evaluation.report import drawn_by, picture_data
 
     where = record.at(final)
     try:
-        made = report_files(
+        remade = report_files(
             cfg,
             store,
             record.parents,
             run_key(cfg),
             steps_of(cfg),
         )
-        kept = {name: store.read(final, name) for name in made}
+        stored = {name: store.read(final, name) for name in remade}
     except (LookupError, ValueError, StopIteration, TypeError) as error:
         checks.fail(f"{where}: it cannot be made again: {type(error).__name__}: {error}")
         return
-    page, shown = made.pop(PAGE), kept.pop(PAGE)
-    for name, picture in made.items():  # the page with the pictures of its own commit
-        page = page.replace(picture_data(picture).encode(), picture_data(kept[name]).encode())
-        (here, ours), (there, theirs) = drawn_by(picture), drawn_by(kept[name])
+    page, shown = remade.pop(PAGE), stored.pop(PAGE)
+    for name, picture in remade.items():
+        # a picture that another matplotlib drew must not make the page differ as well
+        page = page.replace(picture_data(picture).encode(), picture_data(stored[name]).encode())
+        (here, ours), (there, theirs) = drawn_by(picture), drawn_by(stored[name])
         if ours != theirs and there not in ("", here):
             checks.skip(f"{name} of the report", f"{there[:60]!r} drew it and {here!r} is here")
         else:
             checks.expect(where, f"{name}, made again", True, ours == theirs)
     if page != shown and (again := _ran_again(record, final)):
-        page, shown = (TIMES.sub(_without_seconds, each) for each in (page, shown))
+        page, shown = (TIMES.sub(_without_seconds, text) for text in (page, shown))
         checks.skip("seconds in the report's section Time", f"{again} ran again after it")
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(page, shown, strict=False))
     at = sum(1 for _ in equal)
@@ -209,9 +216,9 @@ def _check_report(
 
 
 def _ran_again(record: StepRecord, report: Manifest) -> str:
-    """Names of the steps whose last commit is younger than the report that tells of them."""
+    """Names of the steps whose last commit is later than the report about them."""
     parents = record.parents.items()
-    return ", ".join(name for name, each in parents if each.created_at > report.created_at)
+    return ", ".join(name for name, parent in parents if parent.created_at > report.created_at)
 
 
 def _without_seconds(section: re.Match[bytes]) -> bytes:
@@ -221,13 +228,13 @@ def _without_seconds(section: re.Match[bytes]) -> bytes:
 def _check_demonstrations(
     cfg: RunConfig, store: RunStore, record: StepRecord, splits: Splits, checks: Checks
 ) -> None:
-    """The items an expert was to show, or the trajectories that were imported, and no others."""
+    """Check that the episodes are those of the expert's items, or the imported trajectories."""
     commit, episodes = record.commits[0], record.episodes.get(0, [])
     num_solved = sum(episode.success for episode in episodes)
     if cfg.warm_start.source == "trajectories":
-        theirs = decode(store.read(record.parents[record.step.data], RECORDED))
-        recorded = recorded_for(cfg, theirs)
-        shown = [(each.item, sample) for sample, each in enumerate(recorded)]
+        imported = decode(store.read(record.parents[record.step.data], RECORDED))
+        recorded = recorded_for(cfg, imported)
+        shown = [(trajectory.item, sample) for sample, trajectory in enumerate(recorded)]
         _check_recorded(cfg, record, recorded, checks)
     else:
         shown = [(item, 0) for item in expert_items(cfg, splits)]
@@ -245,10 +252,10 @@ def _check_demonstrations(
 def _check_recorded(
     cfg: RunConfig, record: StepRecord, recorded: Sequence[Recorded], checks: Checks
 ) -> None:
-    """Each episode is one of the trajectories that were imported, as far as the task went on."""
+    """Check that each episode has the actions of its imported trajectory, up to the task's end."""
     commit, episodes = record.commits[0], record.episodes.get(0, [])
-    for each, episode in zip(recorded, episodes, strict=False):
-        actions = [said.action for said in replies_of(each, cfg.rollout.action_format)]
+    for trajectory, episode in zip(recorded, episodes, strict=False):
+        actions = [reply.action for reply in replies_of(trajectory, cfg.rollout.action_format)]
         where = f"{record.at(commit)} {episode.item.item_id} sample {episode.sample}"
         played = [turn.action for turn in episode.turns]
         checks.expect(
@@ -284,8 +291,9 @@ def _check_warm_start(cfg: RunConfig, store: RunStore, record: StepRecord, check
 
 
 def _tokenized(cfg: RunConfig, store: RunStore, record: StepRecord) -> list[Trajectory]:
-    """Demonstrations as a training step learned from them; empty where they, or the tokenizer
-    they were read with, cannot be read: the content check says so.
+    """Demonstrations as a training step learned from them.
+
+    Empty if they or their tokenizer cannot be read, which the content check reports.
     """
     checkpoint = load(store, record.checkpoint, weights=False)
     if checkpoint is None:
@@ -312,8 +320,8 @@ def _check_training(cfg: RunConfig, record: StepRecord, commit: Manifest, checks
     validation = [episode for episode in episodes if episode.item.split == "validation"]
     if validation:
         expected |= validation_metrics(validation)
-    own = {name for name in logged if name.startswith(("rollout/", "validation/"))}
-    for name in sorted(expected.keys() | own):
+    logged_names = {name for name in logged if name.startswith(("rollout/", "validation/"))}
+    for name in sorted(expected.keys() | logged_names):
         checks.expect(where, name, expected.get(name), logged.get(name))
 
 
@@ -352,12 +360,12 @@ def _check_offline_stage(
                     if episode.item.split == "validation"
                 ]
                 expected |= validation_metrics(validation)
-            own = {
+            logged_names = {
                 name
                 for name in point.metrics
                 if name.startswith(("rollout/", "validation/")) or name.endswith("/lr")
             }
-            for name in sorted(expected.keys() | own):
+            for name in sorted(expected.keys() | logged_names):
                 checks.expect(where, name, expected.get(name), point.metrics.get(name))
         checks.expect(record.at(commit), "steps so far", step, commit.state["global_step"])
 
@@ -379,7 +387,7 @@ def _check_evaluation(
         plan = plan_of(store, record.commits)
         checks.expect(where, "slots", slots_of(protocol, items, tasks), plan.slots)
         result = results[record.name] = stored_result(store, final)
-        kept = Result.from_bytes(store.read(final, RESULT), where=where)
+        stored = Result.from_bytes(store.read(final, RESULT), where=where)
         expected = headline(result, settings.k, settings.confidence)
         metrics = metrics_of(expected, result)
         if step.baseline in results:
@@ -391,17 +399,19 @@ def _check_evaluation(
     instructions = plan.about["instructions"]
     if record.checkpoint is not None:
         contender = checkpoint_contender(cfg, store, record.checkpoint)
-        told = {**dict.fromkeys(items, ""), **instructions}
-        asked = identity_of(protocol, items, tasks, contender.identity, told)
-        for name in sorted(asked.keys() | plan.identity.keys()):
+        all_instructions = {**dict.fromkeys(items, ""), **instructions}
+        identity = identity_of(protocol, items, tasks, contender.identity, all_instructions)
+        for name in sorted(identity.keys() | plan.identity.keys()):
             checks.expect(
                 where,
                 f"what is asked, {name}",
-                _without_packages(asked.get(name)),
+                _without_packages(identity.get(name)),
                 _without_packages(plan.identity.get(name)),
             )
-        said = {**about(protocol, contender, instructions, ()), "valid": True}
-        checks.expect(where, "what it says of itself", json.loads(json.dumps(said)), kept.about)
+        description = {**about(protocol, contender, instructions, ()), "valid": True}
+        checks.expect(
+            where, "its own description", json.loads(json.dumps(description)), stored.about
+        )
     expected = json.loads(json.dumps(expected)) | {
         "checkpoint": step.checkpoint,
         "num_items": sum(map(len, items.values())),
@@ -410,8 +420,8 @@ def _check_evaluation(
     }
     for part in ("summary", FAILED, "paired"):
         for name, value in expected.get(part, {}).items():
-            told_of = final.results.get(part, {}).get(name)
-            checks.expect(where, f"results {part} {name}", value, told_of)
+            reported = final.results.get(part, {}).get(name)
+            checks.expect(where, f"results {part} {name}", value, reported)
     for name in sorted(expected.keys() | final.results.keys()):
         checks.expect(where, f"results {name}", expected.get(name), final.results.get(name))
     points = [point.metrics for point in record.points.get(final.seq, ())]
@@ -419,7 +429,7 @@ def _check_evaluation(
 
 
 def _without_packages(part: Any) -> Any:
-    """A policy's identity also has the versions that it was played with, which may be others."""
+    """Return an identity without package versions, which may differ between two machines."""
     if isinstance(part, Mapping):
         return {name: value for name, value in part.items() if name != "packages"}
     return part

@@ -1,5 +1,5 @@
-"""What MLflow shows beside points: inputs, checkpoints with their numbers, traces, against what is
-committed.
+"""Check what MLflow shows in addition to points: inputs, checkpoints with their numbers, and traces
+must be those of the commits.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from agentgym.tracking.traces import (
 )
 from envs.plain import plain
 
-OF_MLFLOW = ("mlflow.artifactLocation", "mlflow.trace.spansLocation")  # tags of a trace, its own
-PAGE = 500  # traces; a server answers no request for more
+# tags that MLflow sets on a trace
+OF_MLFLOW = ("mlflow.artifactLocation", "mlflow.trace.spansLocation")
+PAGE = 500  # traces; the server refuses to return more at once
 
 
 def check_pages(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Of each finished step that is in MLflow."""
+    """Check the MLflow pages of the run and of each finished step that was delivered."""
     tracker = existing_ledger(cfg)
     if tracker is None:
-        checks.skip("pages", "there is no ledger, as that check says")
+        checks.skip("pages", "there is no ledger, as that check reports")
         return
     parents = list(runs_with(tracker, {"run_key": key, "kind": "pipeline"}))
     if len(parents) != 1:
@@ -53,11 +54,11 @@ def check_pages(
         return
     (parent,) = parents
     runs: dict[str, Any] = {}
-    for each in runs_with(tracker, {"mlflow.parentRunId": parent.info.run_id}):
-        runs.setdefault(each.data.tags.get("step_key", ""), each)
+    for child in runs_with(tracker, {"mlflow.parentRunId": parent.info.run_id}):
+        runs.setdefault(child.data.tags.get("step_key", ""), child)
     with checks.guard("parent run"):
-        brought = [record for record in steps if record.key in runs]
-        check_parent_run(cfg, store, tracker, key, brought, parent, checks)
+        delivered = [record for record in steps if record.key in runs]
+        check_parent_run(cfg, store, tracker, key, delivered, parent, checks)
     for record in steps:
         if record.final is None:
             continue
@@ -76,16 +77,16 @@ def check_pages(
 
 
 def _check_inputs(where: str, run: Any, data: Sequence[DatasetInput], checks: Checks) -> None:
-    there = [(each.dataset, each.tags) for each in run.inputs.dataset_inputs]
+    there = [(logged.dataset, logged.tags) for logged in run.inputs.dataset_inputs]
     wanted = sorted(
         (plain(d.name), d.digest, [(CONTEXT, d.split)], profile_of(d), "local", None) for d in data
     )
-    found = sorted(
+    shown = sorted(
         (d.name, d.digest, [(t.key, t.value) for t in tags], d.profile, d.source_type, d.schema)
         for d, tags in there
     )
-    checks.expect(where, "data it read", wanted, found)
-    sources = {plain(each.source) for each in data}
+    checks.expect(where, "data it read", wanted, shown)
+    sources = {plain(dataset.source) for dataset in data}
     for dataset, _ in there:
         if dataset.source not in sources:
             checks.skip("where data lies", "it is another folder than here")
@@ -94,17 +95,17 @@ def _check_inputs(where: str, run: Any, data: Sequence[DatasetInput], checks: Ch
 def _check_model(
     store: RunStore, tracker: Tracker, record: StepRecord, run_id: str, checks: Checks
 ) -> None:
-    """The checkpoints that are ranked, and the numbers they are ranked by."""
+    """Check the logged model of an evaluated checkpoint, and the numbers that rank it."""
     final = record.final
     if final is None or not is_evaluated(final):
         return
     step = str(final.results["checkpoint"])
     where = f"checkpoint {step}"
     query = f"name = '{step}' and tags.{STORE_KEY} = '{final.parents[step]}'"
-    found = tracker.client.search_logged_models([tracker.experiment_id], filter_string=query)
-    if not checks.expect(where, "logged models of it", 1, len(found)):
+    models = tracker.client.search_logged_models([tracker.experiment_id], filter_string=query)
+    if not checks.expect(where, "logged models of it", 1, len(models)):
         return
-    (model,) = found
+    (model,) = models
     checks.expect(
         where, "kind and state", ("checkpoint", "READY"), (model.model_type, model.status)
     )
@@ -114,35 +115,35 @@ def _check_model(
     checks.expect(where, "tags", tags, there)
     if model.tags.get("store") != plain(store.root):
         checks.skip("tag store of a checkpoint", "the store is elsewhere now")
-    # of one measured at another time another evaluation tells
+    # a checkpoint that another evaluation measured too has numbers of several runs
     wanted = Counter(
         (name, point.step, point.time_ms, value)
         for point in record.points.get(final.seq, [])[-1:]
         for name, value in point.metrics.items()
         if name.startswith(EVALUATED)
     )
-    told = Counter(
-        (each.key, each.step, each.timestamp, each.value)
-        for each in model.metrics or ()
-        if each.run_id == run_id
+    shown = Counter(
+        (metric.key, metric.step, metric.timestamp, metric.value)
+        for metric in model.metrics or ()
+        if metric.run_id == run_id
     )
-    wrong = sorted(((wanted - told) + (told - wanted)).elements())
+    wrong = sorted(((wanted - shown) + (shown - wanted)).elements())
     checks.expect(where, "numbers that are missing or others", [], wrong)
-    others = {each.run_id for each in model.metrics or ()} - {run_id}
+    others = {metric.run_id for metric in model.metrics or ()} - {run_id}
     checks.skip(f"numbers of {where} of other runs", "these runs' audits compare them", len(others))
 
 
 def _traces(tracker: Tracker, run_id: str) -> list[Any]:
-    """All of a run."""
-    found: list[Any] = []
+    """All traces of a run, over all pages of the search."""
+    traces: list[Any] = []
     token: str | None = None
     while token is None or token:
         page = tracker.client.search_traces(
             locations=[tracker.experiment_id], run_id=run_id, max_results=PAGE, page_token=token
         )
-        found += page
+        traces += page
         token = page.token or ""
-    return found
+    return traces
 
 
 def _check_traces(
@@ -153,42 +154,47 @@ def _check_traces(
     run_id: str,
     checks: Checks,
 ) -> None:
-    """Each that is there is of a committed episode, as it was, and those drawn are there."""
+    """Check that each trace shows a committed episode unchanged.
+
+    If a run has traces, none of the drawn episodes may be missing.
+    """
     assert record.final is not None
-    found = _traces(tracker, run_id)
+    traces = _traces(tracker, run_id)
     commit, episodes = episodes_of(store, record.final)
-    committed = {trace_id_of(commit, each): each for each in episodes}
+    committed = {trace_id_of(commit, episode): episode for episode in episodes}
     chosen = drawn(episodes, record.final.key, cfg.tracking.traces)
-    wanted = {trace_id_of(commit, each) for each in chosen}
+    wanted = {trace_id_of(commit, episode) for episode in chosen}
     where = f"traces of {record.name}"
-    there = {each.info.trace_id for each in found}
+    there = {trace.info.trace_id for trace in traces}
     if there:
         checks.expect(where, "episodes drawn that are missing", [], sorted(wanted - there))
-    for each in found:
-        episode = committed.get(each.info.trace_id)
+    for trace in traces:
+        episode = committed.get(trace.info.trace_id)
         if episode is None:
-            checks.fail(f"{where}: {each.info.trace_id} is of no committed episode")
+            checks.fail(f"{where}: {trace.info.trace_id} is of no committed episode")
             continue
-        own = trace_of(commit, episode)
-        _check_trace(f"{where}: {own.name}", own, each, run_id, checks)
+        expected = trace_of(commit, episode)
+        _check_trace(f"{where}: {expected.name}", expected, trace, run_id, checks)
 
 
-def _check_trace(where: str, own: EpisodeTrace, trace: Any, run_id: str, checks: Checks) -> None:
+def _check_trace(
+    where: str, expected: EpisodeTrace, trace: Any, run_id: str, checks: Checks
+) -> None:
     info = trace.info
     spans = [span.to_dict() for span in trace.data.spans]
-    checks.expect(where, "what it shows", own.digest, digest_of_spans(spans))
-    checks.expect(where, "spans", spans_of(own.spans), spans_of(spans))
-    wanted = {**own.tags, TRACE_NAME: own.name}
+    checks.expect(where, "what it shows", expected.digest, digest_of_spans(spans))
+    checks.expect(where, "spans", spans_of(expected.spans), spans_of(spans))
+    wanted = {**expected.tags, TRACE_NAME: expected.name}
     for name in sorted({*wanted, *info.tags} - {*OF_MLFLOW}):
         checks.expect(where, f"tag {name}", wanted.get(name), info.tags.get(name))
     there = str(info.state), info.request_time, info.trace_metadata.get(SOURCE_RUN)
-    checks.expect(where, "state, start and run", ("OK", own.began_ms, run_id), there)
-    # MLflow rounds what it computes of spans
-    is_near = info.execution_duration in (own.took_ms, own.took_ms + 1)
-    took = own.took_ms if is_near else info.execution_duration
-    checks.expect(where, "milliseconds", own.took_ms, took)
+    checks.expect(where, "state, start and run", ("OK", expected.began_ms, run_id), there)
+    # MLflow computes the duration from the spans, with rounding
+    is_near = info.execution_duration in (expected.took_ms, expected.took_ms + 1)
+    shown_ms = expected.took_ms if is_near else info.execution_duration
+    checks.expect(where, "milliseconds", expected.took_ms, shown_ms)
     judged = [(a.name, a.value, a.source.source_id, a.rationale) for a in info.assessments]
-    checks.expect(where, "assessments", [("success", own.success, "default", None)], judged)
-    checks.expect(where, "preview of its end", own.response, info.response_preview)
-    if info.request_preview != own.request:
+    checks.expect(where, "assessments", [("success", expected.success, "default", None)], judged)
+    checks.expect(where, "preview of its end", expected.response, info.response_preview)
+    if info.request_preview != expected.request:
         checks.skip("previews of traces", "MLflow cuts them")

@@ -1,5 +1,5 @@
-"""Logs, reports and times lie outside the digest that two equal runs share: whether they are
-still those of this run.
+"""Check logs, reports and times, which are not in the digest that two equal runs share: they must
+still be those of this run.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from agentgym.audit.steps import StepRecord
 from agentgym.pipeline.dvc import began_of
 
 OWN = "own"
-# No two runs have equal records, for they hold clock times. Somebody else's run of the same
-# parameters, whose pointers came with the repository, says nothing against this one.
+# Records have clock times, so no two runs have equal ones. Pointers of another person's run of the
+# same parameters come with the repository and do not speak against this run.
 OTHER_RUN = "are of another run"
 OTHER_TIME = "are of another run of the same parameters, which has records of its own"
 UNDATED = (
@@ -27,10 +27,9 @@ OTHERS = (OTHER_RUN, OTHER_TIME, UNDATED)
 def check_records(
     run_key: str, steps: Sequence[StepRecord], pointers: Path | None, checks: Checks
 ) -> None:
-    """Each commit names the one before it; what was noted elsewhere of the last one is compared.
+    """Check that each commit names the previous one, and that pointers agree with the last one.
 
-    Whoever writes to the store can make all of this anew.
-    What they cannot change is a pointer in git.
+    A person who can write to the store can forge all of its records, but not a pointer in git.
     """
     unpinned = [
         record.name for record in steps if any(commit.follows is None for commit in record.commits)
@@ -49,18 +48,18 @@ def check_records(
             "they were written before manifests had a records digest",
             len(unpinned),
         )
-    found = (
+    pointer_kinds = (
         {record.name: _compare(run_key, record, pointers, checks) for record in steps}
         if pointers and pointers.is_dir()
         else {}
     )
     checks.notes.append(
-        f"{list(found.values()).count(OWN)} pointers in {pointers} compared"
-        if found
+        f"{list(pointer_kinds.values()).count(OWN)} pointers in {pointers} compared"
+        if pointer_kinds
         else "no pointers of DVC to compare with"
     )
     for other in OTHERS:
-        names = [name for name, kind in found.items() if kind == other]
+        names = [name for name, kind in pointer_kinds.items() if kind == other]
         if names:
             few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             checks.notes.append(f"{len(names)} {other}: {few}")
@@ -69,16 +68,16 @@ def check_records(
 def _compare(run_key: str, record: StepRecord, pointers: Path, checks: Checks) -> str | None:
     """Compare the pointer of this step with its commits.
 
-    Result: OWN; one of OTHERS for a pointer of another run, which is not compared; None where there
-    is no pointer.
+    Result: OWN; one of OTHERS for a pointer of another run, which is not compared; None if there is
+    no pointer.
     """
     path = pointers / f"{record.name}.json"
     if not path.is_file():
         return None
     try:
-        kept = json.loads(path.read_bytes())["manifest"][0]
-        named = {
-            name: kept.get(name)
+        pointer = json.loads(path.read_bytes())["manifest"][0]
+        pointed = {
+            name: pointer.get(name)
             for name in ("step", "key", "digest", "records_digest", "run", "began")
         }
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -87,17 +86,17 @@ def _compare(run_key: str, record: StepRecord, pointers: Path, checks: Checks) -
             f" {path}` writes it again"
         )
         return None
-    if named["key"] != record.key and named["run"] != run_key:
+    if pointed["key"] != record.key and pointed["run"] != run_key:
         return OTHER_RUN
-    if named["began"] not in (None, began_of(record.commits)):
+    if pointed["began"] not in (None, began_of(record.commits)):
         return OTHER_TIME
     wanted = {"step": record.name, "key": record.key}
     if record.final is not None:
         wanted |= {"digest": record.final.digest}
-        if named["records_digest"] is not None:  # else it was written before there was one
+        if pointed["records_digest"] is not None:  # older pointers have none
             wanted |= {"records_digest": record.final.records_digest}
-    if named["began"] is None and any(named[name] != value for name, value in wanted.items()):
+    if pointed["began"] is None and any(pointed[name] != value for name, value in wanted.items()):
         return UNDATED
     for name, value in wanted.items():
-        checks.expect(str(path), name, value, named[name])
+        checks.expect(str(path), name, value, pointed[name])
     return OWN

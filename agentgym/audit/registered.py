@@ -1,5 +1,5 @@
-"""The registered model against the store: exported again and compared file by file, and what
-MLflow shows of it.
+"""Check the registered model against the store: export it again, compare file by file, and check
+what MLflow shows.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ from agentgym.tracking.registry import (
 from agentgym.tracking.views import NOTE_OURS
 from envs.plain import plain
 
-SAME_BY_ALL = (".safetensors", ".jinja")  # files that are the same whatever packages write them
-OF_RUN = ("run_key", "evaluation", "eval.")  # beginnings of tags that say who evaluated it
+SAME_BY_ALL = (".safetensors", ".jinja")  # files that do not depend on package versions
+OF_RUN = ("run_key", "evaluation", "eval.")  # prefixes of tags about the run and its evaluation
 
 
 def check_registry(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Each file, tag and description of the run's version."""
-    record = next((each for each in steps if each.step.kind is Kind.REGISTER), None)
-    if record is None or record.final is None or record.checkpoint is None:
+    """Check each file, tag and description of the version that the run registered."""
+    registration = next((record for record in steps if record.step.kind is Kind.REGISTER), None)
+    if registration is None or registration.final is None or registration.checkpoint is None:
         return
     tracker = existing_ledger(cfg)
     if tracker is None:
-        checks.skip("the registered model", "there is no ledger, as that check says")
+        checks.skip("the registered model", "there is no ledger, as that check reports")
         return
     from mlflow.exceptions import MlflowException
 
-    registered, checkpoint = record.final.results, record.checkpoint
+    registered, checkpoint = registration.final.results, registration.checkpoint
     name, number = str(registered["model"]), str(registered["version"])
     where = f"{name} version {number}"
     try:
@@ -72,7 +72,7 @@ def check_registry(
     except MlflowException as error:
         checks.fail(f"{where}: {error.message}")
         return
-    evaluation = record.parents[record.step.evaluation]
+    evaluation = registration.parents[registration.step.evaluation]
     wanted = {
         tag: plain(text)
         for tag, text in tags_of_version(cfg, store, checkpoint, evaluation, key).items()
@@ -84,7 +84,7 @@ def check_registry(
     _check_shown(promotions, version, logged, wanted, where, checks)
     checks.expect(name, "description", ABOUT, model.description)
     for tag in sorted(model.tags):
-        if not tag.startswith(HOME):  # by which the decisions check finds their history
+        if not tag.startswith(HOME):  # the decisions check reads this tag
             checks.skip(f"tag {tag} of {name}", "nothing of this run writes it")
     for alias in sorted(model.aliases.keys() - {promotions.alias}):
         checks.skip(f"alias {alias} of {name}", "this run decides on another one")
@@ -108,18 +108,20 @@ def _check_shown(
     where: str,
     checks: Checks,
 ) -> None:
-    """State, source, tags and description, as registration and the last decision left them."""
+    """Check state, source, tags and description against registration and the last decision."""
     state = version.status, version.current_stage, version.status_message
     checks.expect(where, "state", ("READY", "None", None), state)
     if logged is not None:
         source = logged.artifact_location, logged.source_run_id
         checks.expect(where, "source and run", source, (version.source, version.run_id))
-        told = (logged.name, str(logged.status), logged.tags.get(FILES))
+        expected = (logged.name, str(logged.status), logged.tags.get(FILES))
         there = (version.name, "READY", version.tags.get(FILES))
-        checks.expect(where, "its logged model", told, there)
+        checks.expect(where, "its logged model", expected, there)
     try:
         history = promotions.history
-        entries = [each for each in history.entries() if _is_on(promotions, each, version.version)]
+        entries = [
+            entry for entry in history.entries() if _is_on(promotions, entry, version.version)
+        ]
         note = note_of(entries[-1], artifact(history, entries[-1])) if entries else ""
         shown = decision_tags(entries[-1]) if entries else {}
     except HistoryElsewhere as error:
@@ -151,22 +153,22 @@ def _check_files(
 ) -> None:
     """Compare the files of a registered version with what the store exports.
 
-    folders: one to work in, and the version's own.
+    folders: (one to work in, the one with the version's files).
     """
     from mlflow.models import Model
 
     where, (scratch, there) = f"{version.name} version {version.version}", folders
-    exported, made = scratch / "exported", scratch / "ours"
+    exported, ours_folder = scratch / "exported", scratch / "ours"
     save_pretrained(exported, store, checkpoint)
-    save_flavor(exported, made, Model(), name=version.name, tags=tags)
-    ours, theirs = lasting_digests(made), lasting_digests(there)
-    packages, others = _packages(made), _packages(there)
+    save_flavor(exported, ours_folder, Model(), name=version.name, tags=tags)
+    ours, theirs = lasting_digests(ours_folder), lasting_digests(there)
+    packages, others = _packages(ours_folder), _packages(there)
     is_merged = isinstance(policy_of(store, checkpoint), MergedTensors)
     for path in sorted({*ours, *theirs}):
         both = path in ours and path in theirs
         same = ours.get(path) == theirs.get(path)
         if both and not same and path.endswith(".safetensors"):
-            same = _are_near(made / path, there / path, is_merged)
+            same = _are_near(ours_folder / path, there / path, is_merged)
         if both and not same and packages != others and not path.endswith(SAME_BY_ALL):
             checks.skip(f"{where}: {path}", f"{others} wrote it and {packages} is here")
         else:
@@ -181,23 +183,25 @@ def _check_files(
 
 
 def _packages(folder: Path) -> str:
-    """The packages that wrote a version's files, by its MLmodel; what is no such text is quoted."""
+    """Names and versions of the packages that wrote a version's files, from its MLmodel."""
     try:
         tree = yaml.safe_load((folder / MLMODEL).read_bytes())
         flavors = tree["flavors"]
-        found = (
+        versions = (
             tree["mlflow_version"],
             flavors["transformers"]["transformers_version"],
             flavors["python_function"]["python_version"],
         )
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         return "something that no MLmodel names"
-    return plain("MLflow {} with transformers {} and Python {}".format(*found))[:100]
+    return plain("MLflow {} with transformers {} and Python {}".format(*versions))[:100]
 
 
 def _are_near(ours: Path, theirs: Path, is_merged: bool) -> bool:
-    """Return True where two files have the same tensors; merged ones were merged once more here,
-    where sums may be of another order.
+    """Return True if two files have the same tensors.
+
+    Tensors that were merged from an adapter may differ by rounding, because the sums of a second
+    merge may run in another order.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

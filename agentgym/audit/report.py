@@ -1,4 +1,4 @@
-"""What an audit found, and how a check is counted while it is made."""
+"""The report of an audit, and the counters of a check while it runs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ MAX_FAILURES = 10  # named per check; all are counted
 
 @dataclass(frozen=True)
 class Check:
-    """One question and its answer."""
+    """The result of one check."""
 
     name: str
     counted: int  # comparisons made
     skipped: int  # comparisons that could not be made, for example under weights that were pruned
     failures: tuple[str, ...]  # the first MAX_FAILURES, each naming step, commit, item, ...
     num_failures: int
-    note: str = ""  # what was compared, and what was left out
-    not_checked: tuple[str, ...] = ()  # "WHAT, WHY" for everything that could not be looked at
-    num_unproven: int = 0  # of these, that a decision rests on
+    note: str = ""  # comparisons made, and those left out
+    not_checked: tuple[str, ...] = ()  # "WHAT, WHY" for everything that could not be checked
+    num_unproven: int = 0  # of these, those that a decision depends on
 
     @property
     def ok(self) -> bool:
@@ -30,7 +30,7 @@ class Check:
 
     @property
     def word(self) -> str:
-        """The answer in words: a check that left something out is never plainly ok."""
+        """The result in words. A check that left something out is never only "ok"."""
         if not self.ok:
             return "FAILED"
         if not self.not_checked:
@@ -40,12 +40,12 @@ class Check:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What an audit found."""
+    """The results of all checks of one run."""
 
     run_key: str
     steps: tuple[str, ...]  # audited; a step without a commit has nothing to audit
     checks: tuple[Check, ...]
-    seed: int  # of the draws; the same one makes the same audit
+    seed: int  # of the draws; the same seed repeats the audit
     finals: Mapping[str, str] = field(default_factory=dict)  # step -> digest of its last commit
 
     @property
@@ -54,11 +54,11 @@ class AuditReport:
 
     @property
     def is_proven(self) -> bool:
-        """Return True if the audit looked at everything that a decision rests on."""
+        """Return True if the audit checked everything that a decision depends on."""
         return not any(check.num_unproven for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the report in plain JSON types."""
         return {
             **asdict(self),
             "ok": self.ok,
@@ -67,7 +67,7 @@ class AuditReport:
         }
 
     def lines(self) -> Iterator[str]:
-        """The report as text: a line for each check, and below it failures and what it left out."""
+        """Yield the report as text: a line for each check, then its failures and omissions."""
         width = max((len(check.word) for check in self.checks), default=0)
         for check in self.checks:
             yield f"{check.word:<{width}}  {check.name:<12} {check.counted:<8}{check.note}".rstrip()
@@ -77,7 +77,7 @@ class AuditReport:
 
 @dataclass
 class Checks:
-    """A check while it is made."""
+    """Counters and failures of a check while it runs."""
 
     name: str
     counted: int = 0
@@ -89,7 +89,10 @@ class Checks:
     left_out: Counter[tuple[str, str]] = field(default_factory=Counter)  # (what, why) -> how many
 
     def expect(self, where: str, what: str, expected: object, got: object) -> bool:
-        """One comparison; NaN never equals."""
+        """Count one comparison, and record a failure if the two differ (NaN always does).
+
+        Result: True if they are equal.
+        """
         self.counted += 1
         if expected == got:
             return True
@@ -97,8 +100,9 @@ class Checks:
         return False
 
     def skip(self, what: str, why: str, num: int = 1, *, weighs: bool = False) -> None:
-        """Name what could not be looked at, and why. num: how many of these; equal ones add up;
-        weighs: a decision rests on it.
+        """Record what could not be checked, and why.
+
+        num: number of comparisons; equal entries add up. weighs: a decision depends on them.
         """
         if num:
             self.skipped += num
@@ -116,7 +120,7 @@ class Checks:
 
     @contextmanager
     def guard(self, where: str) -> Iterator[None]:
-        """What a check cannot even read is a failure of that check, not the end of the audit."""
+        """Record an exception in the block as a failure of this check; the audit continues."""
         try:
             yield
         except (
@@ -130,7 +134,7 @@ class Checks:
             self.fail(f"{where}: cannot be checked: {type(error).__name__}: {error}")
 
     def check(self) -> Check:
-        self.skip("comparisons", "the check does not say why", self.skipped - self.num_left_out)
+        self.skip("comparisons", "the check gives no reason", self.skipped - self.num_left_out)
         return Check(
             self.name,
             self.counted,

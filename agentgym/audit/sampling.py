@@ -1,9 +1,10 @@
-"""Logged tokens under the weights that sampled them: how likely they were, and whether they are
-what was drawn.
+"""Checks of logged tokens under the weights that sampled them: their log-probabilities, and the
+draws that chose them.
 
 The engine draws a token by inverting its distribution at a uniform that the sample's `SampleKey`
-determines. So of each sample there is one honest text: an episode chosen among many, copied from
-another sample or played with other random numbers shows at the first token that differs.
+determines. So each sample has exactly one honest text. An episode that was selected from many,
+copied from another sample or played with other random numbers is detected at the first token that
+differs.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.types import SampleKey, Trajectory
 
-FORWARD_TOKENS = 4_096  # of one forward: what the caches hold
-MEAN_SHARE = 0.25  # of a token's usual bound that all tokens may be off by on average
-HEAD_ELEMENTS = 1 << 24  # tokens times vocabulary whose logits exist at one time
+FORWARD_TOKENS = 4_096  # of one forward, to stay within the CPU caches
+MEAN_SHARE = 0.25  # largest mean deviation of all tokens, as a share of a token's usual bound
+HEAD_ELEMENTS = 1 << 24  # logits (tokens times vocabulary) in memory at a time
 
 
 def check_sampling(
@@ -43,10 +44,10 @@ def check_sampling(
     rescore: Checks,
     sampling: Checks,
 ) -> None:
-    """Every turn under the weights it names; the episodes check says whether those are the right
-    ones.
+    """Check log-probabilities and draws of turns under the weights that they name.
 
-    count: of each commit's weights, how many episodes; None: all.
+    The episodes check verifies that these are the right weights.
+    count: episodes for each set of weights; None: all.
     """
     if record.checkpoint is None:
         return
@@ -58,9 +59,9 @@ def check_sampling(
         )
     sources = weights_of_versions(cfg, record, record.checkpoint)
     logged = [
-        (place(record.at(commit), e), e)
+        (place(record.at(commit), episode), episode)
         for commit in record.commits
-        for e in record.episodes.get(commit.seq, ())
+        for episode in record.episodes.get(commit.seq, ())
     ]
     random_seed = cfg.seed if record.stage is not None else cfg.evaluation.seed
     groups: dict[int, list[tuple[str, Trajectory]]] = {}
@@ -88,14 +89,14 @@ def check_sampling(
 
 
 def _skip_pruned(num: int, *checks: Checks) -> None:
-    for each in checks:
-        each.skip("episodes of pruned weights", "store.keep_checkpoints keeps newer ones", num)
+    for check in checks:
+        check.skip("episodes of pruned weights", "store.keep_checkpoints keeps newer ones", num)
 
 
 def weights_of_versions(
     cfg: RunConfig, record: StepRecord, checkpoint: Manifest
 ) -> Mapping[int, Manifest]:
-    """Version of the weights -> commit that holds them, of those a step's episodes may name."""
+    """Return version of the weights -> commit that has them, for all that a step may play."""
     sources = {int(checkpoint.state["global_step"]): checkpoint}
     if record.stage is not None:
         sources |= {
@@ -108,12 +109,12 @@ def weights_of_versions(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Results of the weights for one action of n tokens."""
+    """One action of n tokens, recomputed under the weights."""
 
     number: int  # from 1
     start: int
-    logprobs: Tensor  # [n] at the temperature it was sampled at, 1 where greedy
-    drawn: Tensor  # [n] the tokens the sample's random numbers draw
+    logprobs: Tensor  # [n] at the sampling temperature; at 1 for a greedy action
+    drawn: Tensor  # [n] tokens that the sample's random numbers give
     outside: Tensor  # [n], see Distribution.distance
     below: Tensor  # [n]
 
@@ -135,7 +136,7 @@ class _Deviations:
 
     def add(self, values: Tensor, describe: Callable[[int], str]) -> str:
         """values: [n] of one action. describe: the failure text for a token's index.
-        Result: the failure of a token beyond the hard bound, or an empty string.
+        Result: the failure text for the first token beyond the hard bound, or an empty string.
         """
         self._num_tokens += len(values)
         self._sum += float(values.nan_to_num().sum())
@@ -150,12 +151,12 @@ class _Deviations:
         return ""
 
     def is_beyond(self, values: Tensor) -> bool:
-        """Return True if a value is beyond the hard bound, or no number."""
+        """Return True if a value is beyond the hard bound or NaN."""
         return not bool((values.abs() <= self._most).all())
 
     def close(self, checks: Checks) -> None:
-        """Fail what is beyond the usual bound where that is more than honest rounding does."""
-        if not self._rare:  # then no token is beyond one bound and within the other
+        """Record failures if more tokens exceed the usual bound than honest rounding explains."""
+        if not self._rare:  # float32: the two bounds are equal
             return
         allowed = 1 + self._rare * self._num_tokens
         if self._num_beyond > allowed:
@@ -164,16 +165,16 @@ class _Deviations:
                     f"{failure}; {self._num_beyond} of {self._num_tokens} tokens are off by more"
                     f" than {self._usual:g}, rounding explains {allowed:.0f}"
                 )
-        most = self._usual * (1 + MEAN_SHARE * self._num_tokens)
-        if not self._sum <= most:
+        max_sum = self._usual * (1 + MEAN_SHARE * self._num_tokens)
+        if not self._sum <= max_sum:
             checks.fail(
                 f"{self._num_tokens} tokens are off by {self._sum:.3g} in sum, rounding explains"
-                f" {most:.3g}"
+                f" {max_sum:.3g}"
             )
 
 
 class _Judge:
-    """One set of weights."""
+    """Comparison of logged tokens with one set of weights."""
 
     def __init__(
         self,
@@ -201,7 +202,10 @@ class _Judge:
     def turns_of(
         self, episodes: Sequence[tuple[str, Trajectory]], version: int, rescore: Checks
     ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
-        """The turns that `version` sampled, several episodes in one forward."""
+        """Yield (place, episode, turns that `version` sampled), several episodes in one forward.
+
+        Episodes with impossible ids, spans or lengths are failures and are not yielded.
+        """
         sound: list[tuple[str, Trajectory]] = []
         for where, episode in episodes:
             if not all(0 <= token < self._vocabulary for token in episode.input_ids):
@@ -219,7 +223,7 @@ class _Judge:
                 sound.append((where, episode))
         size = 0
         chunk: list[tuple[str, Trajectory]] = []
-        for entry in sorted(sound, key=lambda each: len(each[1].input_ids)):  # little padding
+        for entry in sorted(sound, key=lambda pair: len(pair[1].input_ids)):  # little padding
             if chunk and size + len(entry[1].input_ids) > FORWARD_TOKENS:
                 yield from self._forward(chunk, version)
                 size, chunk = 0, []
@@ -231,8 +235,10 @@ class _Judge:
     def _forward(
         self, chunk: Sequence[tuple[str, Trajectory]], version: int
     ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
-        """Yield the turns of each episode. An episode with a token beyond a hard bound is computed
-        again in float32: the audit's own rounding in half precision is as large as the engine's.
+        """Yield the turns of each episode.
+
+        An episode with a token beyond a hard bound is computed again in float32, because the audit
+        rounds in half precision as much as the engine.
         """
         assert self.tolerance is not None
         for where, episode, turns in self._computed(chunk, version):
@@ -265,7 +271,7 @@ class _Judge:
         hidden = self._model.get_decoder()(
             input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout
         ).last_hidden_state[0]
-        spans, places, numbers, temperatures = [], [], [], []
+        spans, positions, numbers, temperatures = [], [], [], []
         for sequence, (_, episode) in enumerate(chunk):
             for index, turn in enumerate(episode.turns):
                 if turn.version == version:
@@ -274,11 +280,15 @@ class _Judge:
                     )
                     length = turn.end - turn.start
                     spans.append((sequence, index, turn.start, length))
-                    places.append(starts[sequence] + np.arange(turn.start, turn.end))
+                    positions.append(starts[sequence] + np.arange(turn.start, turn.end))
                     numbers.append(uniforms(key, length))
                     temperatures += [episode.temperature] * length
         judged = self._head(
-            hidden, ids, torch.tensor(np.concatenate(places)), np.concatenate(numbers), temperatures
+            hidden,
+            ids,
+            torch.tensor(np.concatenate(positions)),
+            np.concatenate(numbers),
+            temperatures,
         )
         by_sequence: dict[int, list[_Turn]] = {}
         for (sequence, index, start, _), *parts in zip(
@@ -292,21 +302,21 @@ class _Judge:
         self,
         hidden: Tensor,
         ids: Tensor,
-        places: Tensor,
+        positions: Tensor,
         numbers: np.ndarray,
         temperatures: Sequence[float],
     ) -> tuple[Tensor, ...]:
-        """(log-probabilities, tokens drawn, outside, below) of the tokens at `places`, [n] each."""
+        """Return (log-probabilities, tokens drawn, outside, below) at `positions`, each [n]."""
         size = max(1, HEAD_ELEMENTS // self._vocabulary)
         parts = []
-        for place_, uniform, temperature in zip(
+        for chunk, uniform, temperature in zip(
             *(
-                torch.split(each, size)
-                for each in (places, torch.tensor(numbers), torch.tensor(temperatures))
+                torch.split(tensor, size)
+                for tensor in (positions, torch.tensor(numbers), torch.tensor(temperatures))
             ),
             strict=True,
         ):
-            logits, tokens = head_logits(self._model, hidden[place_ - 1]).float(), ids[place_]
+            logits, tokens = head_logits(self._model, hidden[chunk - 1]).float(), ids[chunk]
             distribution = Distribution(logits, temperature)
             parts.append(
                 (
@@ -315,7 +325,7 @@ class _Judge:
                     *distribution.distance(uniform, tokens),
                 )
             )
-        return tuple(torch.cat(each) for each in zip(*parts, strict=True))
+        return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
 
     def compare(
         self,
@@ -341,13 +351,13 @@ class _Judge:
             rescore.counted += 1
             if failure := self._gaps.add((turn.logprobs - logged).abs(), described):
                 rescore.fail(failure)
-            # what follows a forged turn was read under other words
+            # tokens after a forged turn were sampled from another context
             if honest and self._repeats_draws:
                 sampling.counted += len(ids)
                 honest = self._is_drawn(where, episode, turn, ids, sampling)
 
     def close(self, rescore: Checks, sampling: Checks) -> None:
-        """After the last turn: fail what is too much for all of them together."""
+        """Record the failures of all turns together. Call after the last turn."""
         self._gaps.close(rescore)
         self._outside.close(sampling)
         self._below.close(sampling)
@@ -375,12 +385,12 @@ class _Judge:
             sampling.fail(failure)
         elif not set(ids[:-1]).isdisjoint(self._stop_ids) or len(ids) > self._max_new_tokens:
             sampling.fail(
-                f"{at}: {len(ids)} tokens that go on after a stop token or rollout.max_new_tokens"
-                f" {self._max_new_tokens}"
+                f"{at}: {len(ids)} tokens that continue after a stop token or"
+                f" rollout.max_new_tokens {self._max_new_tokens}"
             )
         elif ids[-1] not in self._stop_ids and len(ids) < self._max_new_tokens:
             sampling.fail(
-                f"{at}: it ends after {len(ids)} tokens without a stop token; the engine goes on"
+                f"{at}: it ends after {len(ids)} tokens without a stop token; the engine continues"
                 f" to {self._max_new_tokens}"
             )
         else:
@@ -388,15 +398,17 @@ class _Judge:
         return False
 
     def _twins(self, where: str, episode: Trajectory) -> str:
-        """Whose tokens these are.
-        Equal texts alone are honest where little is left to chance; drawn they cannot be.
+        """Return a note that names another episode with the same tokens, or an empty string.
+
+        It is shown only with a failed draw: where little is left to chance, honest episodes may
+        have equal texts.
         """
-        own = [turn.version for turn in episode.turns]
+        versions = [turn.version for turn in episode.turns]
         same = [
             name
             for name, other in self._logged
             if name != where
             and other.input_ids == episode.input_ids
-            and [turn.version for turn in other.turns] == own
+            and [turn.version for turn in other.turns] == versions
         ]
         return f"; its tokens are those of {same[0]}" if same else ""

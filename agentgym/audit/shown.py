@@ -1,5 +1,5 @@
-"""What MLflow shows of runs beside their points: names, states, tags, parameters, descriptions and
-files, made again by the functions that delivered them.
+"""Check what MLflow shows of runs in addition to their points: names, states, tags, parameters,
+descriptions and files are made again by the functions that delivered them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FOREIGN = "nothing of this run writes it"
 def check_step_run(
     store: RunStore, record: StepRecord, parent: Any, run: Any, checks: Checks
 ) -> None:
-    """The MLflow run of a finished step."""
+    """Check the MLflow run of a finished step."""
     final = record.final
     assert final is not None
     where, evaluated = f"run of {record.name}", is_evaluated(final)
@@ -74,9 +74,9 @@ def check_parent_run(
     run: Any,
     checks: Checks,
 ) -> None:
-    """The MLflow run of the whole pipeline, as far as it went.
+    """Check the MLflow run of the whole pipeline, finished or not.
 
-    steps: those that have a run of their own there.
+    steps: those that have an MLflow run of their own.
     """
     where = "parent run"
     name = pipeline_name(run_title(cfg), key)
@@ -84,29 +84,31 @@ def check_parent_run(
     for record in steps:
         if record.step.headline:
             tags |= _delivered(record, run)
-    report = next((each.final for each in steps if each.step.kind is Kind.REPORT), None)
+    report = next((record.final for record in steps if record.step.kind is Kind.REPORT), None)
     files = {}
     if report is not None:
         note = note_of_pipeline(cfg, tracker, report, key, run.info.run_id)
         tags |= note_tags(note)
-        files = {n: store.read(report, n) for n in (*report.blobs, *report.records)}
+        files = {name: store.read(report, name) for name in (*report.blobs, *report.records)}
         _check_ended(where, run, checks)
     _check_tags(where, run, tags, checks)
     experiment = tracker.client.get_experiment(tracker.experiment_id).tags
     for name, text in tags_of_experiment({}, tracker.experiment).items():
         if experiment.get(name) != text:
-            checks.skip(f"tag {name} of the experiment", "somebody changed it, as anybody may")
+            checks.skip(f"tag {name} of the experiment", "a user changed it, as any user may")
     _check_params(where, run, cfg.semantic(), checks)
-    # the decisions check compares those among them that are of this store's histories
+    # the decisions check compares the files of this store's decisions
     _check_files(where, run, files, (FOLDER,), checks)
 
 
 def _delivered(record: StepRecord, run: Any) -> dict[str, str]:
-    """Tags of what was brought to a run of a step. Of an alarm that was raised several times each
-    one may be the last that came; of a step that goes on, any commit.
+    """Return the tags that the delivery of a step set on a run.
+
+    If an alarm was raised several times, its tag may show any of these. An unfinished step may have
+    delivered any of its commits.
     """
     there = run.data.tags
-    points = [point for each in record.points.values() for point in each]
+    points = [point for of_commit in record.points.values() for point in of_commit]
     tags = delivery_tags(record.commits[-1], points)
     if record.final is None:
         tags = {name: there[name] for name in tags if name in there}
@@ -123,7 +125,7 @@ def _check_tags(where: str, run: Any, tags: Mapping[str, str], checks: Checks) -
         checks.expect(where, f"tag {name}", text, there.get(name))
     for name in sorted(there.keys() - wanted.keys() - {*ELSEWHERE}):
         if name in OF_MACHINE:
-            checks.skip(f"tag {name} of a run", "it tells of the machine that ran it")
+            checks.skip(f"tag {name} of a run", "it describes the machine that ran it")
         else:
             checks.skip(f"tag {name} of the {where}", FOREIGN)
 
@@ -142,7 +144,7 @@ def _check_params(where: str, run: Any, params: Mapping[str, Any], checks: Check
 def _check_files(
     where: str, run: Any, wanted: Mapping[str, bytes], folders: Sequence[str], checks: Checks
 ) -> None:
-    """folders: whose files other checks compare."""
+    """Check the artifacts of an MLflow run. folders: those whose files other checks compare."""
     root = local_path(run.info.artifact_uri)
     if root is None:
         checks.skip(
@@ -155,6 +157,6 @@ def _check_files(
         checks.expect(where, f"{name}, made again", True, same)
     for name in sorted(there.keys() - wanted.keys()):
         if name == PACKAGES:
-            checks.skip(f"{PACKAGES} of the {where}", "it tells of the machine that ran it")
+            checks.skip(f"{PACKAGES} of the {where}", "it describes the machine that ran it")
         elif name.split("/")[0] not in folders:
             checks.skip(f"file {name} of the {where}", FOREIGN)

@@ -1,4 +1,4 @@
-"""A run as it lies in the store: every step with its commits and their logs, and whether they
+"""The steps of a run as the store has them, with their commits and logs, and the check that these
 follow from one another.
 """
 
@@ -31,7 +31,7 @@ from agentgym.types import Trajectory
 
 @dataclass
 class StepRecord:
-    """One step as it was found: its commits and their logs."""
+    """One step as it is in the store: its commits and their logs."""
 
     step: Step
     key: str
@@ -55,7 +55,7 @@ class StepRecord:
 
     @property
     def stage(self) -> Stage | None:
-        """Which stage of the curriculum this step trains, if any."""
+        """The stage of the curriculum that this step trains, if any."""
         return self.step.stage
 
     def at(self, commit: Manifest) -> str:
@@ -65,7 +65,7 @@ class StepRecord:
 def read_steps(
     cfg: RunConfig, store: RunStore, content: Checks, lineage: Checks
 ) -> list[StepRecord]:
-    """Every step of the run that has a commit, in order, with its logs decoded."""
+    """Return every step of the run that has a commit, in order, with its logs decoded."""
     finals: dict[str, Manifest] = {}
     steps: list[StepRecord] = []
     for name, step in steps_of(cfg).items():
@@ -99,7 +99,6 @@ def _check_content(store: RunStore, record: StepRecord, commit: Manifest, checks
             data = store.read(commit, name)
         except BlobMissing as error:
             if name in commit.blobs and commit.seq < head.seq:
-                # pruned, as it should be
                 checks.counted -= 1
                 checks.skip("files of pruned weights", "store.keep_checkpoints keeps newer ones")
             else:
@@ -137,16 +136,16 @@ def check_lineage(
         checks.expect(where, "configuration", semantic_of(record.step, cfg), commit.config)
         if stage is None or splits is None or not cfg.algorithm.loop.samples_every_step:
             continue
-        step, asked = stage.first_step + index, cfg.rollout.items_per_step
+        step, items_per_step = stage.first_step + index, cfg.rollout.items_per_step
         before = record.commits[index - 1] if index else record.checkpoint
         assert before is not None
         stream = train_stream(cfg, splits, before.state)
-        most = asked * (1 + max_refills(cfg.algorithm))
-        count = min(max(len(commit.state.get("consumed", ())), asked), most)
+        max_items = items_per_step * (1 + max_refills(cfg.algorithm))
+        count = min(max(len(commit.state.get("consumed", ())), items_per_step), max_items)
         items = [item.item_id for item in stream.next(count)]
         horizon = horizon_state(before)
         played = record.episodes.get(commit.seq, ())
-        success = success_share([each for each in played if each.item.split == "train"])
+        success = success_share([episode for episode in played if episode.item.split == "train"])
         expected = {
             "global_step": step,
             "stream_position": stream.position,
@@ -170,30 +169,34 @@ def check_lineage(
 def expected_ahead(
     cfg: RunConfig, commit: Manifest, stream: ItemStream, num_left: int
 ) -> list[dict[str, Any]] | None:
-    """Rollouts begun for the `num_left` optimizer steps that follow a commit: of the items that
-    come next, sampled by no older weights than may be, and for no later steps.
+    """Return the rollouts ahead of a commit as they must be: with the next items of the stream, no
+    older weights than allowed, and for no later steps. None if no rollouts may be ahead.
 
-    stream: as the commit leaves it; it moves on. None where none may be ahead.
+    stream: as the commit leaves it; it is advanced. num_left: optimizer steps after the commit.
     """
-    most, step = cfg.rollout.max_staleness, int(commit.state["global_step"])
-    if not most:
+    max_staleness, step = cfg.rollout.max_staleness, int(commit.state["global_step"])
+    if not max_staleness:
         return None
-    begun = commit.state["ahead"][: min(most + 1, num_left)]
+    begun = commit.state["ahead"][: min(max_staleness + 1, num_left)]
     return [
         {
             "global_step": later,
-            "items": [item.item_id for item in stream.next(len(each["items"]))],
-            "versions": [v for v in each["versions"] if later - 1 - most <= v <= step],
+            "items": [item.item_id for item in stream.next(len(rollouts["items"]))],
+            "versions": [
+                version
+                for version in rollouts["versions"]
+                if later - 1 - max_staleness <= version <= step
+            ],
         }
-        for later, each in enumerate(begun, step + 1)
+        for later, rollouts in enumerate(begun, step + 1)
     ]
 
 
 def _check_offline_stage(
     cfg: RunConfig, record: StepRecord, stage: Stage, splits: Splits, checks: Checks
 ) -> None:
-    """First all items of the stage in the stream's order, some in each commit, then the
-    optimizer steps that commit.
+    """Check that the commits of an offline stage first play all its items in the stream's order,
+    some in each commit, and then take the optimizer steps that must commit.
     """
     assert record.checkpoint is not None
     items = [item.item_id for item in explored_items(cfg, splits, record.checkpoint)]
@@ -229,8 +232,9 @@ def _check_offline_stage(
 
 
 def draw(episodes: Sequence[Any], count: int | None, seed: int, step: str, seq: int) -> list[Any]:
-    """`count` of them, in their order; None: all.
-    Whoever does not know the seed cannot know which.
+    """Draw `count` episodes at random and return them in their order; None: all.
+
+    The choice cannot be predicted without the seed.
     """
     salt = int.from_bytes(step.encode(), "little") % 2**63 + seq + 1
     drawn = np.random.Generator(np.random.Philox(key=[seed, salt])).permutation(len(episodes))[
@@ -240,18 +244,19 @@ def draw(episodes: Sequence[Any], count: int | None, seed: int, step: str, seq: 
 
 
 def load(store: RunStore, manifest: Manifest | None, *, weights: bool = True) -> Checkpoint | None:
-    """None where its blobs were pruned or are damaged; the content check tells which.
-    weights: whether those are asked for, too.
+    """Load a checkpoint. None if its blobs were pruned or damaged; the content check reports which.
+
+    weights: load the weights, too.
     """
     if manifest is None:
         return None
     try:
-        found = load_checkpoint(store, manifest)
+        checkpoint = load_checkpoint(store, manifest)
         if weights:
-            found.model.eval()  # is there only once it is asked for
+            checkpoint.model.eval()  # loads the weights, so that their errors are caught here
     except (LookupError, ValueError):
         return None
-    return found
+    return checkpoint
 
 
 def place(where: str, episode: Trajectory) -> str:

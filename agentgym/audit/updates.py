@@ -1,9 +1,9 @@
-"""Optimizer steps taken again from the logged episodes: whether the weights on record are what
-training makes of them.
+"""Check that training on the logged episodes gives the recorded weights, by taking the optimizer
+steps again.
 
 A stage's last weights follow from those it began with and from the episodes of its optimizer
-steps, those of the warm start from demonstrations; all of these are in the store. What no audit
-took again is not proven.
+steps, and those of the warm start from demonstrations. All of these are in the store. Weights whose
+steps are not taken again are not proven.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from agentgym.store.runstore import RunStore
 from agentgym.training.rl import batch_of, plan_learner, with_limit
 from agentgym.training.sft import batch_at, learnable, plan_warm_start
 
-# share of the whole change that weights may be off by where a run is not deterministic
+# largest deviation of a nondeterministic run's weights, as a share of their whole change
 TOLERANCE = 5e-3
 
 
 def check_updates(
-    cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], most: int, checks: Checks
+    cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], max_steps: int, checks: Checks
 ) -> None:
-    """most: optimizer steps of a stage that are taken again, at most; 0: none."""
+    """Take the optimizer steps of each training step again and compare the weights.
+
+    max_steps: a training step with more optimizer steps than this is skipped; 0: all are.
+    """
     for record in steps:
         if record.step.kind is not Kind.TRAIN or record.final is None:
             continue
@@ -42,13 +45,13 @@ def check_updates(
             why = "only steps of reinforcement learning are taken again"
         elif cfg.compute == "ray" or (is_stage and cfg.rollout.max_staleness):
             why = "steps that several processes took are not taken again"
-        elif num > most:
+        elif num > max_steps:
             why = f"--updates {num} takes its {num} optimizer steps again"
         else:
             with checks.guard(f"weights of {record.name}"):
                 _check_stage(cfg, store, record, checks)
             continue
-        checks.skip(f"weights of {record.name}", why, weighs=most > 0)
+        checks.skip(f"weights of {record.name}", why, weighs=max_steps > 0)
 
 
 def _num_steps(record: StepRecord) -> int:
@@ -97,7 +100,7 @@ def _taken_again(cfg: RunConfig, store: RunStore, record: StepRecord) -> dict[st
         logged = record.episodes[commit.seq]
         played = [episode for episode in logged if episode.item.split == "train"]
         reasons = why_not(played, truncated=algorithm.truncated or "zero", signal=signal)
-        learned = [e for e, reason in zip(played, reasons, strict=True) if not reason]
+        learned = [episode for episode, reason in zip(played, reasons, strict=True) if not reason]
         if learned:
             batch = batch_of(cfg, algorithm, learned, step)
             prepared = learner.prepare(batch, algorithm, step=step)

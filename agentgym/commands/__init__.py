@@ -1,1 +1,1 @@
-"""What `agentgym COMMAND` does, by what the commands are about."""
+"""Commands of `agentgym`, one module for each subject."""

@@ -1,4 +1,4 @@
-"""`agentgym data ...`: bringing datasets and looking at them."""
+"""`agentgym data ...`: import and check datasets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
     others = data.add(
         "import-trajectories",
         _import_trajectories,
-        "bring trajectories of others, in AgentGym's published layout, under DVC",
+        "import trajectories of others, in AgentGym's published layout, under DVC",
     )
     others.add_argument(
         "files",
@@ -45,12 +45,12 @@ def add(commands: Commands) -> None:
         help="a JSON list of {item_id, conversations}",
     )
     others.add_argument(
-        "--out", type=Path, help="folder, replaced where it exists (default: data.trajectories)"
+        "--out", type=Path, help="folder, replaced if it exists (default: data.trajectories)"
     )
     others.add_argument(
         "--drop-refused",
         action="store_true",
-        help="leave out rows that cannot be learned from, and say which",
+        help="leave out rows that cannot be learned from, and list them",
     )
     data.add("validate", _validate, "check files, schema, splits and leakage")
     data.add("keep", _keep, "put the files that a run reads into its store, found by data.digest")
@@ -70,8 +70,8 @@ def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.data.published import HUB_URL, import_dataset
 
     imported = import_dataset(arguments.url or HUB_URL, arguments.rev, arguments.out)
-    said = "imported into" if imported.is_new else "was imported already into"
-    say(f"{imported.url} at {imported.sha} {said} {imported.path}")
+    verb = "imported into" if imported.is_new else "was imported already into"
+    say(f"{imported.url} at {imported.sha} {verb} {imported.path}")
     say(f"licence: {imported.licence or 'not known here; see its repository'}")
     for env in dict.fromkeys((*cfg.env_weights, *PUBLISHED_COUNTS)):
         try:
@@ -109,9 +109,7 @@ def _import_trajectories(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    """The run's own items must be in order; of the other lists beside them it is told what is
-    not.
-    """
+    """Check the data. Errors in the run's own items raise; those in other lists are warnings."""
     from agentgym.data.check import compare_tasks, load_data, load_recorded
     from agentgym.data.items import PUBLISHED_COUNTS, load_splits
     from agentgym.data.published import check_pin
@@ -135,8 +133,8 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             other = load_splits(
                 cfg.data.path, name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
             )
-            found = compare_tasks((EnvConfig(name=name),), other)
-            warnings = (*other.warnings, *found.repeated, *found.unknown)
+            other_tasks = compare_tasks((EnvConfig(name=name),), other)
+            warnings = (*other.warnings, *other_tasks.repeated, *other_tasks.unknown)
             _describe(name, replace(other, warnings=warnings))
         except ConfigError as error:
             say(f"warning: {error}")

@@ -1,4 +1,4 @@
-"""`agentgym envs list | gc`: servers on a cluster, and those that nobody holds any more."""
+"""`agentgym envs list | gc`: list servers on a cluster, and remove those without a live run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add(commands: Commands) -> None:
     shown.add_argument("--json", action="store_true")
     gc = envs.add("gc", _gc, "servers of runs that died, and kept ones whose time is over")
     gc.add_argument(
-        "--remove", action="store_true", help="take them down (default: only say what would go)"
+        "--remove", action="store_true", help="take them down (default: only list them)"
     )
     gc.add_argument("--json", action="store_true")
 
@@ -30,13 +30,13 @@ def _list(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     with contextlib.closing(connected(cfg.kubernetes)) as kube:
         rows = [
             {
-                "run": each.run,
-                "held_by": "kept" if each.is_kept else str(each.holder or "nobody known"),
-                "is_alive": each.is_alive_now(),
-                "renewed": each.renewed,
-                "pods": num_live(kube, each.run),
+                "run": group.run,
+                "held_by": "kept" if group.is_kept else str(group.holder or "unknown"),
+                "is_alive": group.is_alive_now(),
+                "renewed": group.renewed,
+                "pods": num_live(kube, group.run),
             }
-            for each in groups(kube)
+            for group in groups(kube)
         ]
     if arguments.json:
         say(json.dumps(rows, indent=1))
@@ -54,18 +54,21 @@ def _gc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.deploy.kubernetes import connected, observation_s, orphans
 
     with contextlib.closing(connected(cfg.kubernetes)) as kube:
-        found = orphans(kube, observe_s=observation_s(cfg))
+        orphan_groups = orphans(kube, observe_s=observation_s(cfg))
         if arguments.remove:
-            for each in found:
-                take_down(kube, each.run, timeout_s=cfg.kubernetes.down_timeout_s)
+            for group in orphan_groups:
+                take_down(kube, group.run, timeout_s=cfg.kubernetes.down_timeout_s)
     if arguments.json:
-        rows = [{"run": each.run, "why": each.why, "removed": arguments.remove} for each in found]
+        rows = [
+            {"run": group.run, "why": group.why, "removed": arguments.remove}
+            for group in orphan_groups
+        ]
         say(json.dumps(rows, indent=1))
         return 0
-    for each in found:
-        say(f"{'gone' if arguments.remove else 'dead':<8}{each.run:<24}{each.why}")
-    if found and not arguments.remove:
+    for group in orphan_groups:
+        say(f"{'gone' if arguments.remove else 'dead':<8}{group.run:<24}{group.why}")
+    if orphan_groups and not arguments.remove:
         say("agentgym envs gc --remove takes them down")
-    if not found:
+    if not orphan_groups:
         say(f"nothing in namespace {cfg.kubernetes.namespace} is left over")
     return 0

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from agentgym.pipeline.evaluated import Evaluated
 
 INVALID = 3  # exit code of a result whose coverage is below the floor
-SHOWN = 20  # attempts that failed, or slots that are graded otherwise
-LOOKED_AT = 20  # other results, for one that compares
+SHOWN = 20  # failed attempts, or slots with another grade, in the output
+LOOKED_AT = 20  # newest other results that are searched for a comparable one
 
 
 def add(commands: Commands) -> None:
     command = commands.add(
         "evaluate",
         _evaluate,
-        "any policy on any environments: exit code 3 where too few episodes count",
+        "any policy on any environments: exit code 3 if too few episodes count",
         run_of=lambda arguments: run_meant(arguments.policy or ""),
     )
     command.add_argument(
@@ -41,19 +41,19 @@ def add(commands: Commands) -> None:
     add_options(command)
     command.add_argument("--out", type=Path, help="also write a pointer for DVC to this file")
     command.add_argument(
-        "--show", metavar="RESULT", help="an evaluation as far as it is, also while it runs"
+        "--show", metavar="RESULT", help="print an evaluation's state, also while it runs"
     )
     command.add_argument(
         "--regrade",
         metavar="RESULT",
-        help="score the recorded actions of an evaluation again; no policy is asked",
+        help="score the recorded actions of an evaluation again, without a policy",
     )
     command.add_argument("--json", action="store_true")
     add_waiting(command, "an evaluation")
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """What is asked for, as `request_of` reads it; the flow has the same."""
+    """Add the options of an evaluation, as `request_of` reads them; the flow shares them."""
     command.add_argument(
         "--env", action="append", default=[], metavar="NAME", help="may be repeated"
     )
@@ -63,7 +63,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help="of profiles/eval (default: that of the run's own evaluations)",
     )
-    for name, kind, told in (
+    for name, kind, meaning in (
         ("max-turns", positive, "turns an episode may have"),
         ("num-items", positive, "items of each environment, the first ones"),
         ("num-samples", positive, "samples of each item"),
@@ -75,7 +75,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         ("concurrency", positive, "episodes in flight, over all environments"),
         ("min-coverage", float, "share of the episodes that must count"),
     ):
-        command.add_argument(f"--{name}", type=kind, help=f"{told} (default: the protocol's)")
+        command.add_argument(f"--{name}", type=kind, help=f"{meaning} (default: the protocol's)")
     command.add_argument("--split", choices=("test", "validation", "train"))
     command.add_argument("--items", type=Path, metavar="FILE", help="a JSON list of {item_id}")
     command.add_argument("--greedy", action=argparse.BooleanOptionalAction, default=None)
@@ -115,14 +115,14 @@ def run_meant(policy: str) -> str:
 
 
 def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
-    """Errors: ConfigError."""
+    """Return the evaluation that the arguments request. Errors: ConfigError."""
     from pydantic import ValidationError
 
     from agentgym.config import first_line
     from agentgym.evaluation.asking import OWN
     from agentgym.evaluation.request import EvaluationRequest
 
-    settings = {each.partition("=")[0] for each in _overrides(arguments)}
+    settings = {override.partition("=")[0] for override in _overrides(arguments)}
     items = {"num": arguments.num_items, "split": arguments.split, "file": arguments.items}
     names = (
         *("max_turns", "num_samples", "temperature", "max_new_tokens", "context_tokens", "seed"),
@@ -132,12 +132,12 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
     changes: dict[str, Any] = {
         name: value for name in names if (value := getattr(arguments, name)) is not None
     }
-    if given := {name: value for name, value in items.items() if value is not None}:
-        changes["items"] = given
+    if item_changes := {name: value for name, value in items.items() if value is not None}:
+        changes["items"] = item_changes
     try:
         return EvaluationRequest(
             policy=arguments.policy or "",
-            envs=tuple(name for each in arguments.env for name in each.split(",")),
+            envs=tuple(name for names in arguments.env for name in names.split(",")),
             protocol=arguments.protocol,
             changes=changes,
             kept=tuple(name for name, setting in OWN.items() if setting in settings),
@@ -156,7 +156,7 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """`key.path=value`, as the command or the flow takes them."""
+    """Return the overrides `key.path=value` of the command or the flow."""
     return [*getattr(arguments, "set", ()), *getattr(arguments, "overrides", ())]
 
 
@@ -169,8 +169,8 @@ def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.store.files import write_whole
     from agentgym.store.lease import when_free
 
-    given = [each for each in (arguments.policy, arguments.show, arguments.regrade) if each]
-    if len(given) != 1:
+    subjects = [name for name in (arguments.policy, arguments.show, arguments.regrade) if name]
+    if len(subjects) != 1:
         raise ConfigError("expected one of POLICY, --show RESULT and --regrade RESULT")
     with Bars(PlainConsole(stderr=True)) as bars:
         if arguments.show:
@@ -191,14 +191,14 @@ def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def code_of(evaluated: Evaluated) -> int:
-    """0: valid; 1: it ended before its last episode; 3: too few episodes count."""
+    """Return the exit code. 0: valid; 1: ended before its last episode; 3: too few count."""
     if evaluated.stopped or not evaluated.result.is_complete:
         return 1
     return 0 if evaluated.is_valid else INVALID
 
 
 def told(evaluated: Evaluated) -> dict[str, Any]:
-    """For programs: everything but the slots."""
+    """Return an evaluation as JSON for programs: everything but the slots."""
     tree = evaluated.result.to_json()
     del tree["slots"], tree["columns"]
     return {
@@ -214,7 +214,7 @@ def told(evaluated: Evaluated) -> dict[str, Any]:
 
 
 def pointer(evaluated: Evaluated) -> dict[str, Any]:
-    """What DVC keeps: where the result lies, its digests and its numbers."""
+    """Return the pointer that DVC tracks: the result's step and key, its digest and numbers."""
     manifest = evaluated.manifest
     identity = {"step": manifest.step, "key": manifest.key, "digest": manifest.digest}
     return {"manifest": [identity], "results": manifest.results}
@@ -238,16 +238,16 @@ def _print(evaluated: Evaluated, options: str) -> None:
     for slot, before, after in evaluated.changed[:SHOWN]:
         say(f"graded otherwise: {slot}: {before}, now {after}")
     if evaluated.stopped:
-        say(f"stopped: {evaluated.stopped}; the same command goes on")
+        say(f"stopped: {evaluated.stopped}; the same command continues it")
     say(f"{evaluated.how}: evaluation {result.digest[:12]} in {evaluated.folder}")
     for line in next_steps(evaluated, options):
         say(line)
 
 
 def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
-    """Yield the report's file and the command that compares with the newest result of one question.
+    """Yield lines with the report's file and a command to compare with the newest similar result.
 
-    options: with which a command finds the store.
+    options: command-line options that find the store.
     """
     from agentgym.evaluation.page import PAGE
     from agentgym.evaluation.result import RESULT, Result, ResultError, differences
@@ -256,23 +256,23 @@ def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
     yield f"report   {folder / PAGE}"
     if not (result.is_complete and evaluated.is_valid):
         return
-    others = [each for each in folder.parent.glob(f"*/{RESULT}") if each.parent != folder]
-    others.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+    others = [path for path in folder.parent.glob(f"*/{RESULT}") if path.parent != folder]
+    others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     for path in others[:LOOKED_AT]:
         try:
             other = Result.load(path)
-        except ResultError:  # of another version
+        except ResultError:  # written by another version
             continue
         counts = other.is_complete and other.about.get("valid", True)
         if counts and not differences(result.identity, other.identity):
-            both = (shlex.quote(str(each)) for each in (path.parent, folder))
-            yield f"compare  agentgym compare {' '.join(both)}{options}"
+            folders = (shlex.quote(str(result_folder)) for result_folder in (path.parent, folder))
+            yield f"compare  agentgym compare {' '.join(folders)}{options}"
             return
-    yield ("compare  evaluate another policy by the same protocol: this line then has the command")
+    yield "compare  evaluate another policy by the same protocol: this line then has the command"
 
 
 def _limit(text: str) -> bool | int | float:
-    """An argument's type: true, false, a count or a share. Errors: ArgumentTypeError."""
+    """Parse an argument: true, false, a count or a share. Errors: ArgumentTypeError."""
     if text in ("true", "false"):
         return text == "true"
     try:

@@ -1,4 +1,4 @@
-"""`agentgym config | doctor`: every setting, and what this machine lacks."""
+"""`agentgym config | doctor`: list every setting, and check this machine."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def add(commands: Commands) -> None:
 
 
 def _config(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    every = list(settings(cfg))
+    rows = list(settings(cfg))
     if arguments.json:
-        say(json.dumps([asdict(each) for each in every], indent=1))
+        say(json.dumps([asdict(row) for row in rows], indent=1))
         return 0
     say("* changes results; what has none changes where and how fast they are computed")
     section = ""
-    for each in every:
-        if each.section != section:
-            section = each.section
+    for row in rows:
+        if row.section != section:
+            section = row.section
             say(f"\n{section}")
-        value, default = (json.dumps(what) for what in (each.value, each.default))
+        value, default = (json.dumps(item) for item in (row.value, row.default))
         changed = "" if value == default else f" (default {default})"
-        mark = "*" if each.changes_results else " "
-        shown = f"{mark} {each.name:<21}{value + changed}"
+        mark = "*" if row.changes_results else " "
+        shown = f"{mark} {row.name:<21}{value + changed}"
         if len(shown) >= MEANINGS_AT:
             say(shown)
             shown = ""
-        say(f"{shown:<{MEANINGS_AT}}{each.description}")
+        say(f"{shown:<{MEANINGS_AT}}{row.description}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: where their settings come from, and types of arguments."""
+"""Shared parts of the commands: the options for settings, and types of arguments."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ class Commands:
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._commands: Any = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def group(self, name: str, told: str) -> Self:
-        """`agentgym NAME COMMAND`."""
-        return type(self)(self._commands.add_parser(name, help=told))
+    def group(self, name: str, help_text: str) -> Self:
+        """Add a group of commands, `agentgym NAME COMMAND`."""
+        return type(self)(self._commands.add_parser(name, help=help_text))
 
     def add(
         self,
         name: str,
         run: Callable[[RunConfig, argparse.Namespace], int],
-        told: str,
+        help_text: str,
         *,
         params: bool = True,
         overrides: bool = True,
         run_of: Callable[[argparse.Namespace], str | None] = lambda _: None,
     ) -> argparse.ArgumentParser:
-        """params: it reads a parameter file; overrides: whose values can be set beside it;
-        run_of: the name of the run among its arguments, whose settings it takes from the store.
+        """Add a command.
+        params: it reads a parameter file; overrides: it has `--set` for single values;
+        run_of: returns the run named by the arguments; its settings come from the store.
         """
-        command: argparse.ArgumentParser = self._commands.add_parser(name, help=told)
+        command: argparse.ArgumentParser = self._commands.add_parser(name, help=help_text)
         command.add_argument("-v", "--verbose", action="store_true")
         command.set_defaults(run=run, params=None, set=(), run_of=run_of)
         if params:
@@ -51,18 +52,18 @@ class Commands:
         return command
 
 
-def add_pointers(command: argparse.ArgumentParser, told: str) -> None:
-    """The option `--pointers`; told: what they are to the command."""
+def add_pointers(command: argparse.ArgumentParser, help_text: str) -> None:
+    """Add the option `--pointers`. help_text: their effect in this command, a clause."""
     command.add_argument(
         "--pointers",
         type=Path,
         default=Path("outputs"),
-        help=f"folder of DVC's pointers{told} (default: %(default)s)",
+        help=f"folder of DVC's pointers{help_text} (default: %(default)s)",
     )
 
 
 def add_waiting(command: argparse.ArgumentParser, what: str) -> None:
-    """The options of what another program runs beside others. what: it makes, with its article."""
+    """Add options for programs that run commands concurrently. what: the product, for the help."""
     command.add_argument(
         "--wait",
         type=float,
@@ -74,7 +75,7 @@ def add_waiting(command: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_owner_pipe(command: argparse.ArgumentParser) -> None:
-    """Add the option by which a program that starts a command ends it, see `agentgym.cli`."""
+    """Add the option that ends a command together with the program that started it."""
     command.add_argument(
         "--owner-pipe",
         action="store_true",
@@ -83,19 +84,19 @@ def add_owner_pipe(command: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """An argument's type. Errors: ArgumentTypeError."""
+    """Parse a positive integer argument. Errors: ArgumentTypeError."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return int(text)
 
 
 def seed(text: str) -> int:
-    """An argument's type: 63 bits, as the settings that are seeds. Errors: ArgumentTypeError."""
+    """Parse a seed argument, 63 bits as in the settings. Errors: ArgumentTypeError."""
     if not 0 <= int(text) < 2**63:
         raise argparse.ArgumentTypeError(f"{text} is no seed; expected 0 to {2**63 - 1}")
     return int(text)
 
 
 def some(text: str) -> int | None:
-    """An argument's type: a number, or None for all. Errors: ArgumentTypeError."""
+    """Parse a positive integer argument, or `all` as None. Errors: ArgumentTypeError."""
     return None if text == "all" else positive(text)

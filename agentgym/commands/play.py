@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
     play.add_argument(
         "--item",
         default="",
-        help="its id (default: the first test items, or tasks where there are no lists)",
+        help="its id (default: the first test items, or tasks if there are no lists)",
     )
     play.add_argument("--games", type=positive, default=1, metavar="N", help="default: 1")
     play.add_argument(
@@ -50,11 +50,11 @@ def _play(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         arguments.engine,
     )
     played = play_games(cfg, game, say, _ask)
-    return 0 if all(each.status.is_valid for each in played) else 1
+    return 0 if all(episode.status.is_valid for episode in played) else 1
 
 
 def _ask(prompt: str) -> str | None:
-    """A line of the terminal; None at its end."""
+    """Return a line from the terminal; None at end of file."""
     sys.stdout.write(prompt)
     sys.stdout.flush()
     line = sys.stdin.readline()

@@ -15,25 +15,25 @@ from agentgym.console.guard import say
 if TYPE_CHECKING:
     from agentgym.evaluation.history import Entry
 
-HELD = 3  # exit code where the gate does not promote
+HELD = 3  # exit code if the gate does not promote
 
 
 def add(commands: Commands) -> None:
     promote = commands.add(
         "promote",
         _promote,
-        "have the gate judge a version of the registered model: exit code 3 where it is held or"
+        "have the gate judge a version of the registered model: exit code 3 if it is held or"
         " rejected",
     )
     promote.add_argument("version", help="its number in the registry")
     promote.add_argument(
-        "--force", action="store_true", help="move the alias whatever the gate would say"
+        "--force", action="store_true", help="move the alias without the gate's verdict"
     )
     promote.add_argument("--why", default="", help="of --force, for the history")
     promote.add_argument("--json", action="store_true")
 
     rollback = commands.add("rollback", _rollback, "give the alias back to who held it before")
-    rollback.add_argument("--to", metavar="VERSION", help="one that held it earlier")
+    rollback.add_argument("--to", metavar="VERSION", help="a version that had the alias earlier")
     rollback.add_argument("--why", default="by hand", help="for the history")
     rollback.add_argument("--json", action="store_true")
 
@@ -43,7 +43,7 @@ def add(commands: Commands) -> None:
     lineage = commands.add(
         "lineage",
         _lineage,
-        "what a version was made of and judged by; or which versions something is in",
+        "inputs and judgments of a version; or the versions that contain a digest",
     )
     lineage.add_argument(
         "of",
@@ -84,7 +84,7 @@ def _history(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     changed, files = champion_files(cfg, now)
     if arguments.json:
         tree = {
-            "entries": [_json(each) for each in entries],
+            "entries": [_json(entry) for entry in entries],
             "standing": asdict(now),
             "files": files,
         }
@@ -98,7 +98,7 @@ def _history(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             say(files)
         say(
             f"{cfg.registered_model}: {cfg.registry.alias} is"
-            + (f" version {holder}" if holder else " given to nobody")
+            + (f" version {holder}" if holder else " not assigned")
         )
         if now.drift:
             say(now.drift)
@@ -108,13 +108,13 @@ def _history(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 def _lineage(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.lineage import lineage, lines
 
-    found = lineage(cfg, arguments.of)
+    report = lineage(cfg, arguments.of)
     if arguments.json:
-        say(json.dumps(found, indent=1))
+        say(json.dumps(report, indent=1))
     else:
-        for line in lines(found):
+        for line in lines(report):
             say(line)
-    return 1 if found.get("changed") else 0
+    return 1 if report.get("changed") else 0
 
 
 def _say_entry(entry: Entry, cfg: RunConfig, *, as_json: bool) -> None:
@@ -127,23 +127,23 @@ def _say_entry(entry: Entry, cfg: RunConfig, *, as_json: bool) -> None:
         say(f"  {rule['verdict']:<8}{rule['rule']:<15}{rule['why']}")
     if needed := entry.decision.get("needed_items"):
         say(f"  {needed} items of each environment would do: evaluation.num_items, gate.protocol")
-    holder = f"version {entry.after.number}" if entry.after else "given to nobody"
+    holder = f"version {entry.after.number}" if entry.after else "not assigned"
     say(f"{cfg.registered_model}: {cfg.registry.alias} is {holder}")
 
 
 def _lines(entry: Entry) -> list[str]:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.at))
-    before, after = (each.number if each else "-" for each in (entry.before, entry.after))
+    before, after = (model.number if model else "-" for model in (entry.before, entry.after))
     moved = f"{before} -> {after}" if entry.moved else f"stays {after}"
-    what = entry.verdict or entry.kind
+    kind = entry.verdict or entry.kind
     return [
-        f"{entry.number or '-':>4}  {when}  {what:<12}version {entry.candidate.number:<5}{moved}",
+        f"{entry.number or '-':>4}  {when}  {kind:<12}version {entry.candidate.number:<5}{moved}",
         f"      {entry.why} ({entry.who})",
     ]
 
 
 def _json(entry: Entry) -> dict[str, Any]:
-    """Without the outcomes of single episodes."""
+    """Return an entry as JSON, without the outcomes of single episodes."""
     tree = asdict(entry)
     evidence = {**tree["decision"].get("evidence", {})}
     evidence.pop("pairs", None)

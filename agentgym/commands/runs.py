@@ -1,4 +1,4 @@
-"""`agentgym audit | compare`: what runs have left in the store."""
+"""`agentgym audit | compare`: verify and compare runs by their commits in the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _add_audit(commands: Commands) -> None:
     audit = commands.add(
         "audit",
         _audit,
-        "is a run what it says it is",
+        "verify a run: replay episodes, rescore them, repeat optimizer steps",
         run_of=lambda arguments: arguments.run_name,
     )
     audit.add_argument(
@@ -50,7 +50,7 @@ def _add_audit(commands: Commands) -> None:
         default=0,
         metavar="N",
         help="take the optimizer steps of warm start and stages that have at most N of them again,"
-        " which proves their weights; exit code 3 where some are left out (default: %(default)s,"
+        " which proves their weights; exit code 3 if some are left out (default: %(default)s,"
         " none)",
     )
     audit.add_argument(
@@ -89,7 +89,7 @@ def _add_compare(commands: Commands) -> None:
     compare.add_argument("--params", help="whose store has the results (default: params.yaml)")
 
 
-NOT_PROVEN = 3  # exit code where nothing is wrong, and what a decision rests on was not to be had
+NOT_PROVEN = 3  # exit code if nothing is wrong, but the evidence of a decision is missing
 
 
 def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
@@ -123,8 +123,8 @@ def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    named = [word for word in arguments.words if "=" not in word]
-    if len(named) > 1 or (named and Path(named[0]).suffix not in (".yaml", ".yml")):
+    words = [word for word in arguments.words if "=" not in word]
+    if len(words) > 1 or (words and Path(words[0]).suffix not in (".yaml", ".yml")):
         if arguments.params is None and Path("params.yaml").is_file():
             cfg = load_config("params.yaml", arguments.set)
         return _compare_results(cfg, arguments)
@@ -132,7 +132,7 @@ def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _compare_results(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    """Two results or more. Exit code 2 where they answer different questions."""
+    """Compare two results or more. Exit code 2 if they answer different questions."""
     from agentgym.comparison.versus import find_result, versus
     from agentgym.comparison.versus_report import files, lines, table_markdown
     from agentgym.store.files import write_whole
@@ -140,19 +140,19 @@ def _compare_results(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     level = arguments.confidence
     if level is not None and not 0.5 < level < 1:
         raise ConfigError(f"--confidence {level:g} is no level such as 0.95")
-    found = versus([find_result(word, cfg) for word in arguments.words], confidence=level)
-    data = json.dumps(found, indent=1, allow_nan=False)
+    comparison = versus([find_result(word, cfg) for word in arguments.words], confidence=level)
+    data = json.dumps(comparison, indent=1, allow_nan=False)
     if arguments.out is not None:
-        written = {"comparison.json": f"{data}\n".encode(), **files(found)}
-        for name, content in written.items():
+        output_files = {"comparison.json": f"{data}\n".encode(), **files(comparison)}
+        for name, content in output_files.items():
             write_whole(arguments.out / name, content)
     if arguments.json:
         say(data)
         return 0
-    for line in lines(found):
+    for line in lines(comparison):
         say(line)
-    if len(found["contrasts"]) > 1:
-        say(table_markdown(found), end="")
+    if len(comparison["contrasts"]) > 1:
+        say(table_markdown(comparison), end="")
     if arguments.out is not None:
         say(f"page and figures in {arguments.out}")
     return 0

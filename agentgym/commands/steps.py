@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
     )
     add_waiting(step, "a step")
     step.add_argument(
-        "--key", default="", help="end as bad input where it has another key than this one"
+        "--key", default="", help="exit with code 2 (bad input) if the step has another key"
     )
     plan = commands.add(
         "plan",
@@ -52,7 +52,7 @@ def add(commands: Commands) -> None:
     )
     plan.add_argument("--json", action="store_true")
     stored = commands.add(
-        "stored", _stored, "is what DVC's pointers name in the store, and in MLflow"
+        "stored", _stored, "check that the store and MLflow have all that DVC's pointers name"
     )
     add_pointers(stored, "")
     stored.add_argument("--out", type=Path, help="also write the digests to this file, for DVC")
@@ -92,12 +92,12 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         for path, text in files_of(cfg, outcomes[-1], arguments.out).items():
             write_whole(path, f"{text}\n".encode())
     for outcome in outcomes:
-        told = (
+        figures = (
             f"{name} {value if type(value) is int else f'{value:.4g}'}"
             for name, value in numbers(outcome, store).items()
         )
         manifest = f"manifest {outcome.manifest.digest[:12]}"
-        say(" · ".join([f"{outcome.step.name}: {outcome}", *told, manifest]))
+        say(" · ".join([f"{outcome.step.name}: {outcome}", *figures, manifest]))
     return 0
 
 
@@ -106,10 +106,12 @@ def _stored(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.table import open_store
     from agentgym.store.files import write_whole
 
-    found = confirm_pointers(cfg, arguments.pointers)
+    pointers = confirm_pointers(cfg, arguments.pointers)
     if arguments.out is not None:
-        write_whole(arguments.out, f"{json.dumps(found, indent=1)}\n".encode())
-    say(f"{open_store(cfg).root} has all that {len(found)} pointers in {arguments.pointers} name")
+        write_whole(arguments.out, f"{json.dumps(pointers, indent=1)}\n".encode())
+    say(
+        f"{open_store(cfg).root} has all that {len(pointers)} pointers in {arguments.pointers} name"
+    )
     return 0
 
 
@@ -129,24 +131,24 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.runs import find_run, require_run
     from agentgym.pipeline.table import open_store, run_key
 
-    named = arguments.of_run
-    if named and find_run(open_store(cfg), named) is None:
-        require_run(cfg, named)
+    run_name = arguments.of_run
+    if run_name and find_run(open_store(cfg), run_name) is None:
+        require_run(cfg, run_name)
     steps = plan(cfg)
     is_done = all(step.action == "skip" for step in steps)
-    taken, unknown = None, ""
+    cost, unknown = None, ""
     if not is_done:
         try:
-            taken = forecast(cfg, commit_bytes(cfg))
+            cost = forecast(cfg, commit_bytes(cfg))
         except ConfigError as error:
             unknown = str(error)
-    chosen = usual_pretrained(cfg) if cfg.model.source == "hub" else []
+    defaults = usual_pretrained(cfg) if cfg.model.source == "hub" else []
     if arguments.json:
         tree = {
             "run": f"r{run_key(cfg)[:12]}",
             "steps": [step.to_json() for step in steps],
-            "forecast": taken and {**asdict(taken), "most_commits": num_commits(cfg)},
-            "pretrained": [asdict(each) for each in chosen],
+            "forecast": cost and {**asdict(cost), "most_commits": num_commits(cfg)},
+            "pretrained": [asdict(default) for default in defaults],
         }
         say(json.dumps(tree, indent=1))
         return 0
@@ -155,19 +157,19 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         say(f"  {step.action:<7}{step.name:<22}{step.why}")
     if unknown:
         say(f"memory and time are not known: {unknown}")
-    if taken is not None:
-        for line in taken.lines(num_commits(cfg)):
+    if cost is not None:
+        for line in cost.lines(num_commits(cfg)):
             say(line)
-    if chosen:
+    if defaults:
         say("pretrained model, settings with defaults of their own:")
-    for each in chosen:
-        say(f"  {each}")
-    if chosen and not cfg.rollout.instructions:
+    for default in defaults:
+        say(f"  {default}")
+    if defaults and not cfg.rollout.instructions:
         say(
             "note: rollout.instructions false: the model learns the environment's grammar from"
             f" warm_start.num_demos {cfg.warm_start.num_demos} alone"
             if cfg.warm_start.enabled
-            else "warning: rollout.instructions false and warm_start.enabled false: the model is"
-            " never told the environment's grammar; set one of them true"
+            else "warning: rollout.instructions false and warm_start.enabled false: the model"
+            " never sees the environment's grammar; set one of them true"
         )
     return 0

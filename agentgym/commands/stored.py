@@ -1,4 +1,4 @@
-"""`agentgym gc | export`: what lies in the store."""
+"""`agentgym gc | export`: remove steps from the store, and export weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from agentgym.console.guard import say
 
 
 def add(commands: Commands) -> None:
-    gc = commands.add("gc", _gc, "what of the store nobody needs, and why the rest is kept")
-    gc.add_argument(
-        "--remove", action="store_true", help="remove it (default: only say what would go)"
-    )
+    gc = commands.add("gc", _gc, "steps of the store that are not needed, and why the rest is kept")
+    gc.add_argument("--remove", action="store_true", help="remove them (default: only list them)")
     add_pointers(gc, ", which keep what they name")
     gc.add_argument("--json", action="store_true")
 
@@ -51,7 +49,7 @@ def _gc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
     rows = survey(cfg, arguments.pointers)
     garbage = [row.head for row in rows if not row.reason]
-    gone = {each.digest for each in collect(cfg, garbage)} if arguments.remove else set()
+    gone = {head.digest for head in collect(cfg, garbage)} if arguments.remove else set()
     if arguments.json:
         tree = [
             {
@@ -73,14 +71,14 @@ def _gc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         say(f"{verb:<8}{day}  {amount(row.num_bytes):>9}  {name:<36}{row.reason}".rstrip())
     numbers = told(rows)
     size = amount(numbers["collectable_bytes"])
-    done = (
+    outcome = (
         f"{len(gone)} of {len(garbage)} were removed"
         if arguments.remove
         else "`agentgym gc --remove` removes them"
         if garbage
         else "nothing to remove"
     )
-    say(f"{len(garbage)} of {len(rows)} steps, {size}, are needed by nobody; {done}")
+    say(f"{len(garbage)} of {len(rows)} steps, {size}, are not needed; {outcome}")
     return 0 if len(gone) == len(garbage) or not arguments.remove else 1
 
 
@@ -89,7 +87,7 @@ def _export(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.runs import config_of_run
 
     if arguments.of_run:
-        # a run of another version, whose settings mean nothing here: what was noted of it suffices
+        # the settings of another version's run may be unknown here; the export does not need them
         with contextlib.suppress(ConfigError):
             cfg = config_of_run(arguments.of_run, cfg, arguments.params, arguments.set)
     manifest = export(

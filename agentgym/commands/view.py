@@ -1,4 +1,4 @@
-"""`agentgym view`: pages of what lies in the store."""
+"""`agentgym view`: pages about the runs in the store."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ def add(commands: Commands) -> None:
         help="address to listen at; others than loopback are for networks you trust (default:"
         " %(default)s)",
     )
-    view.add_argument("--port", type=int, help=f"default: {PORT} where it is free, else another")
+    view.add_argument("--port", type=int, help=f"default: {PORT} if it is free, else another")
     view.add_argument(
         "--name",
         action="append",
         default=[],
-        help="a name under which others reach this machine, beside the address it listens at",
+        help="a name under which others reach this machine, in addition to the address it listens"
+        " at",
     )
 
     view.add_argument(
         "--query",
         default="",
-        help="with --bundle and --jsonl: what stands behind"
+        help="with --bundle and --jsonl: the part after"
         " the ? in the address of a list, for example env=babyai&success=no",
     )
     view.add_argument(
@@ -98,7 +99,7 @@ def _serve(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             app = Guard(make_app(viewer), {*LOOPBACK, host, *arguments.name}, port, token)
             shown = arguments.name[0] if arguments.name else host
             page = with_login(f"http://{shown}:{port}{LOGIN}", f"{USER}:{token}")
-            # straight away, for whoever reads it through a pipe
+            # flush, because a program may read it through a pipe
             print(f"agentgym view: {page}  (Ctrl-C ends it)", flush=True)
             config = bounded(app, server_header=False, ws="none")
             with contextlib.suppress(KeyboardInterrupt):
@@ -107,14 +108,14 @@ def _serve(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def own_token(folder: Path) -> str:
-    """What pages ask for: kept, so that links stay good after the next start."""
+    """Return the token that pages require. It is stored, so that links work after a restart."""
     from agentgym.private import private_folder, write_private
 
     file = private_folder(folder) / "token"
     with contextlib.suppress(FileNotFoundError):
-        kept = file.read_text(encoding="utf-8").strip()
-        if len(kept) >= 32:
-            return kept
+        stored = file.read_text(encoding="utf-8").strip()
+        if len(stored) >= 32:
+            return stored
     token = secrets.token_urlsafe(32)
     write_private(file, token.encode())
     return token
@@ -122,7 +123,9 @@ def own_token(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _listener(host: str, wanted: int | None) -> Iterator[socket.socket]:
-    """Errors: ConfigError where the port is taken, or the address is none of this machine."""
+    """Yield a listening socket.
+    Errors: ConfigError if the port is taken, or the address is not this machine's.
+    """
     for port in (PORT, 0) if wanted is None else (wanted,):
         bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,1 +1,1 @@
-"""Many runs side by side: which they are, what came out, and how it is told."""
+"""Comparisons of many runs: their description, their results and the presentation."""

@@ -1,4 +1,4 @@
-"""A comparison as its file says it: recipes, horizons, environments and seeds, shaped like
+"""Comparison described by its file: recipes, horizons, environments and seeds, shaped like
 params.yaml.
 """
 
@@ -22,9 +22,9 @@ DEFAULT = "comparisons/default.yaml"
 
 
 def file_and_overrides(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Of a command line's words: the comparison's file (by default ours) and `key.path=value`s.
+    """Split a command line's words: the comparison's file (by default ours) and `key.path=value`s.
 
-    Errors: ConfigError where two words are files.
+    Errors: ConfigError if two words are files.
     """
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
@@ -40,7 +40,7 @@ class Matrix(Section):
 
 
 class ExtraCell(Section):
-    """One more row of the table: a recipe, a horizon, or both, and what else it changes."""
+    """One more row of the table: a recipe, a horizon, or both, and its other changes."""
 
     recipe: str = ""
     horizon: str = ""
@@ -48,7 +48,7 @@ class ExtraCell(Section):
     set: Layer = Field(default_factory=dict)
     until: str = ""  # its last step; default: the comparison's
     seeds: Seeds = ()  # default: the comparison's
-    group: str = ""  # rows of one group stand together; for whoever reads the result
+    group: str = ""  # rows of one group stand together, for readers of the result
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -60,38 +60,39 @@ class ExtraCell(Section):
 
 
 class Column(Section):
-    """An environment, as a column of the table: what every row changes there."""
+    """An environment, as a column of the table: the changes of every row in it."""
 
     params: Path | None = None  # in place of the comparison's; relative to its file
     set: Layer = Field(default_factory=dict)
-    # what a recipe or a horizon changes here, over what it changes everywhere; a layer may begin
-    # with `extends: FILE`, a parameter file whose values it lies over
+    # changes of a recipe or a horizon in this column, over its changes everywhere; a layer may
+    # begin with `extends: FILE`, a parameter file that it is laid over
     recipes: dict[str, Layer] = Field(default_factory=dict)
     horizons: dict[str, Layer] = Field(default_factory=dict)
 
     def beside(self, folder: Path) -> Self:
-        """With its files found from the comparison's folder; those that layers extend are read.
+        """Return the column with paths relative to the comparison's folder and extended layers
+        read.
         Errors: ConfigError.
         """
         read = {
-            what: {name: _read(layer, folder) for name, layer in getattr(self, what).items()}
-            for what in ("recipes", "horizons")
+            part: {name: _read(layer, folder) for name, layer in getattr(self, part).items()}
+            for part in ("recipes", "horizons")
         }
         params = None if self.params is None else folder / self.params
         return self.model_copy(update={"params": params, "set": _read(self.set, folder), **read})
 
 
 def _read(layer: Layer, folder: Path) -> Layer:
-    """A layer over the parameter file that it extends, if any."""
+    """Return a layer merged over the parameter file that it extends, if any."""
     base = layer.get("extends")
     if base is None:
         return layer
-    own = {name: value for name, value in layer.items() if name != "extends"}
-    return merge(read_tree(folder / str(base)), own)
+    changes = {name: value for name, value in layer.items() if name != "extends"}
+    return merge(read_tree(folder / str(base)), changes)
 
 
 class Comparison(Section):
-    """A comparison as its file says it."""
+    """A comparison, as its file describes it."""
 
     name: str = Field(pattern="^[a-z0-9][a-z0-9-]*$")  # of the files it writes
     title: str = ""
@@ -101,7 +102,7 @@ class Comparison(Section):
     horizons: dict[str, Layer]
     matrix: Matrix = Matrix()
     cells: tuple[ExtraCell, ...] = ()
-    # columns: every row in each of them, evaluated as `agentgym evaluate` does it, by this protocol
+    # columns: every row in each environment, evaluated like `agentgym evaluate`, by this protocol
     # (of profiles/eval, or a file; empty: that of the run's own evaluations) with these changes
     environments: dict[str, Column] = Field(default_factory=dict)
     protocol: str = ""
@@ -110,9 +111,9 @@ class Comparison(Section):
     # [a, b]: a minus b; two rows, two horizons (per recipe) or two recipes (per horizon)
     contrasts: tuple[tuple[str, str], ...] = ()
     # last step of every cell; default: the evaluation of its last checkpoint. register and report
-    # go further
+    # are later steps
     until: str = ""
-    # how long a cell waits for a step it shares with one that is at work on it
+    # seconds a cell waits for a shared step that another cell is running
     wait_s: PositiveFloat = 3600.0
 
     @model_validator(mode="after")
@@ -123,49 +124,52 @@ class Comparison(Section):
                 " name the environments"
             )
         for name, column in self.environments.items():
-            for what, own, known in (
+            for part, layers, known in (
                 ("recipes", column.recipes, self.recipes),
                 ("horizons", column.horizons, self.horizons),
             ):
-                if unknown := sorted(own.keys() - known.keys()):
+                if unknown := sorted(layers.keys() - known.keys()):
                     raise ValueError(
-                        f"environments.{name}.{what}: {unknown[0]!r} is none of"
+                        f"environments.{name}.{part}: {unknown[0]!r} is none of"
                         f" {', '.join(known) or 'none'}"
                     )
         return self
 
 
 def load_comparison(path: Path | str) -> Comparison:
-    """Errors: ConfigError with one line for a missing file, broken YAML, or an unknown key."""
+    """Load a comparison's file.
+
+    Errors: ConfigError with one line for a missing file, broken YAML, or an unknown key.
+    """
     path = Path(path)
     tree = read_tree(path)
     try:
-        found = Comparison.model_validate(tree)
+        comparison = Comparison.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_line(error, Comparison)}") from None
-    columns = {name: each.beside(path.parent) for name, each in found.environments.items()}
-    here = {"params": path.parent / found.params, "environments": columns}
-    return found.model_copy(update=here)
+    columns = {name: column.beside(path.parent) for name, column in comparison.environments.items()}
+    here = {"params": path.parent / comparison.params, "environments": columns}
+    return comparison.model_copy(update=here)
 
 
 @dataclass(frozen=True)
 class DescribedRow:
-    """One row of the table in one column: what its runs are made of."""
+    """One row of the table in one column, with the settings of its runs."""
 
-    name: str  # its own among all rows and columns
+    name: str  # unique among all rows and columns
     recipe: str
     horizon: str
     group: str
     until: str  # its last step; empty: the usual one
     seeds: Seeds
     params: Path
-    layers: tuple[Layer, ...]  # each over the one before
+    layers: tuple[Layer, ...]  # each one is laid over the previous one
     environment: str = ""
-    method: str = ""  # what it is called in every column
+    method: str = ""  # its name in every column
 
 
 def described_rows(comparison: Comparison) -> Iterator[DescribedRow]:
-    """Every row in every column. Errors: ConfigError for an unknown recipe or horizon."""
+    """Yield every row in every column. Errors: ConfigError for an unknown recipe or horizon."""
     matrix = comparison.matrix
     recipes = _known(matrix.recipes, comparison.recipes, "recipe", "matrix.recipes")
     horizons = _known(matrix.horizons, comparison.horizons, "horizon", "matrix.horizons")
@@ -194,8 +198,8 @@ def described_rows(comparison: Comparison) -> Iterator[DescribedRow]:
 
 
 def _layers(comparison: Comparison, cell: ExtraCell, column: Column) -> tuple[Layer, ...]:
-    """What a cell says lies over what its column does, and that over the recipe's and the
-    horizon's.
+    """Return the layers of a row in a column, lowest first: the cell's own changes lie over the
+    column's, those over the recipe's and the horizon's.
     """
     return (
         comparison.overrides,

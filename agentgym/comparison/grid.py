@@ -1,7 +1,7 @@
-"""A comparison whose columns are environments, for people: the published tables, algorithm by
-environment and method by environment, and the figures beside them.
+"""Presentation of a comparison whose columns are environments: the published tables, algorithm by
+environment and method by environment, and their figures.
 
-Pure functions of what `results.table` returns.
+Pure functions of the result of `results.table`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Cells = Mapping[str, Mapping[str, RowJson]]  # method -> environment -> row
 
 
 def grid_files(table: Table) -> dict[str, bytes]:
-    """What such a comparison leaves in a folder, by file name."""
+    """Return the files of such a comparison, by file name."""
     name = table["name"]
     files = {
         f"{name}.json": json.dumps(table, indent=1).encode() + b"\n",
@@ -47,7 +47,7 @@ def grid_files(table: Table) -> dict[str, bytes]:
 
 
 def grid_markdown(table: Table) -> str:
-    """A table for each number, then gains, contrasts and costs, and how to read them."""
+    """Return a table for each number, then gains, contrasts and costs, and how to read them."""
     head, rows = f"# {literal(table['title'] or table['name'])}", table["rows"]
     if not rows:
         return f"{head}\n\nNo cell is done.\n"
@@ -72,30 +72,30 @@ def grid_markdown(table: Table) -> str:
 
 
 def cells_of_table(table: Table) -> Cells:
-    """Methods in the order in which they first appear."""
-    found: dict[str, dict[str, RowJson]] = {}
+    """Return the rows by method and environment; methods in order of first appearance."""
+    cells: dict[str, dict[str, RowJson]] = {}
     for row in table["rows"]:
-        found.setdefault(row["method"], {})[row["environment"]] = row
-    return found
+        cells.setdefault(row["method"], {})[row["environment"]] = row
+    return cells
 
 
 def shared_keys(rows: Sequence[RowJson]) -> list[str]:
-    """Numbers that every cell has, in the first one's order; where none is shared, the first
-    cell's.
+    """Return the numbers that every cell has, in the first one's order; if none is shared, the
+    first cell's.
     """
     keys = [key for key in rows[0]["success"] if all(key in row["success"] for row in rows)]
     return keys or list(rows[0]["success"])
 
 
 def main_key(rows: Sequence[RowJson]) -> str:
-    """The mean over samples."""
+    """Return the name of the mean over samples."""
     return next(key for key in shared_keys(rows) if key.startswith("avg"))
 
 
 def training_rows(rows: Sequence[RowJson]) -> list[RowJson]:
-    """As `curves_png` draws them: a line of panels per environment, a line in it per method."""
+    """Return the rows for `curves_png`: panels per environment, a line in them per method."""
     envs = [row["environment"] for row in rows]
-    alone = {env for env in envs if envs.count(env) == 1}  # its title is the row's own
+    alone = {env for env in envs if envs.count(env) == 1}  # the title is the row's name
     return [
         {
             **row,
@@ -109,8 +109,8 @@ def training_rows(rows: Sequence[RowJson]) -> list[RowJson]:
 
 
 def success_png(table: Table) -> bytes:
-    """A panel per environment: each method's success with its interval, seeds as small dots, and
-    where it started.
+    """Draw a panel per environment: each method's success with its interval, seeds as small dots,
+    and the start of training.
     """
     from matplotlib.figure import Figure
 
@@ -119,9 +119,9 @@ def success_png(table: Table) -> bytes:
     panels = figure.subplots(1, len(table["environments"]), sharey=True, squeeze=False)[0]
     for axes, env in zip(panels, table["environments"], strict=True):
         style(axes, grid="x")
-        for place, row in enumerate(own.get(env) for own in cells.values()):
+        for y, row in enumerate(by_env.get(env) for by_env in cells.values()):
             if row is not None:
-                _mark(axes, place, row, key)
+                _mark(axes, y, row, key)
         axes.set_title(_drawn(env), fontsize=11, color=INK)
         axes.set_xlim(-3, 103)
     panels[0].set_yticks(range(len(cells)), [_drawn(name) for name in cells])
@@ -135,38 +135,38 @@ def success_png(table: Table) -> bytes:
     return png_of(figure)
 
 
-def _mark(axes: Any, place: int, row: RowJson, key: str) -> None:
-    found, seeds = row["success"][key], row["success"][key]["per_seed"]
+def _mark(axes: Any, y: int, row: RowJson, key: str) -> None:
+    estimate, seeds = row["success"][key], row["success"][key]["per_seed"]
     if "start" in row:
         start = 100 * row["start"][key]["mean"]
-        axes.plot(start, place, "|", color=MUTED, markersize=11, markeredgewidth=1.6)
-    axes.plot([100 * found["low"], 100 * found["high"]], [place] * 2, color=COLOURS[1])
-    axes.plot([100 * each for each in seeds], [place + 0.24] * len(seeds), ".", color=MUTED)
-    axes.plot(100 * found["mean"], place, "o", color=COLOURS[1], markersize=6)
+        axes.plot(start, y, "|", color=MUTED, markersize=11, markeredgewidth=1.6)
+    axes.plot([100 * estimate["low"], 100 * estimate["high"]], [y] * 2, color=COLOURS[1])
+    axes.plot([100 * value for value in seeds], [y + 0.24] * len(seeds), ".", color=MUTED)
+    axes.plot(100 * estimate["mean"], y, "o", color=COLOURS[1], markersize=6)
 
 
 def lines_png(table: Table, what: str, title: str) -> bytes | None:
-    """A panel per environment, a line per method, its interval as a band: success against turns,
-    or pass@k. None where no cell tells more than one value.
+    """Draw a panel per environment, a line per method, its interval as a band: success against
+    turns, or pass@k. None if no cell has more than one value.
     """
     from matplotlib.figure import Figure
 
     cells, envs = cells_of_table(table), table["environments"]
-    found = {
+    curves = {
         (method, env): curve
-        for method, own in cells.items()
-        for env, row in own.items()
+        for method, by_env in cells.items()
+        for env, row in by_env.items()
         if len((curve := _curve(row, what))[0]) > 1
     }
-    if not found:
+    if not curves:
         return None
     figure = Figure(figsize=(max(7.0, 3.4 * len(envs)), 3.4), facecolor="white")
     panels = figure.subplots(1, len(envs), sharey=True, squeeze=False)[0]
     for axes, env in zip(panels, envs, strict=True):
         style(axes)
         for number, method in enumerate(cells):
-            if (method, env) in found:
-                _line(axes, *found[method, env], COLOURS[1:][number % 6], method, what == "turns")
+            if (method, env) in curves:
+                _line(axes, *curves[method, env], COLOURS[1:][number % 6], method, what == "turns")
         axes.set_title(_drawn(env), fontsize=11, color=INK)
         axes.set_xlabel(title, fontsize=9)
         axes.locator_params(axis="x", integer=True)
@@ -194,7 +194,9 @@ def _line(
     method: str,
     stepped: bool,
 ) -> None:
-    mean, low, high = ([100 * each[part] for each in success] for part in ("mean", "low", "high"))
+    mean, low, high = (
+        [100 * estimate[part] for estimate in success] for part in ("mean", "low", "high")
+    )
     draws, fills = {"drawstyle": "steps-post"}, {"step": "post"}
     axes.plot(budgets, mean, color=colour, label=_drawn(method), **(draws if stepped else {}))
     axes.fill_between(budgets, low, high, color=colour, alpha=0.1, **(fills if stepped else {}))
@@ -209,16 +211,16 @@ def _curve(row: RowJson, what: str) -> tuple[list[float], list[Mapping[str, floa
 
 
 def _table(
-    table: Table, told: Callable[[RowJson], str], first: Mapping[str, str] | None = None
+    table: Table, text_of: Callable[[RowJson], str], first: Mapping[str, str] | None = None
 ) -> str:
-    """A line per method, a column per environment. first: a line above them, by environment."""
+    """Return a line per method, a column per environment. first: a line above, by environment."""
     envs = table["environments"]
     lines = [["*start*", "", *(first.get(env, "") for env in envs)]] if first else []
-    for method, own in cells_of_table(table).items():
-        row = next(iter(own.values()))
+    for method, by_env in cells_of_table(table).items():
+        row = next(iter(by_env.values()))
         plain = method == " ".join(filter(None, (row["recipe"], row["horizon"])))
         names = [literal(row["recipe"] if plain else method), literal(row["horizon"])]
-        lines.append([*names, *(told(own[env]) if env in own else "" for env in envs)])
+        lines.append([*names, *(text_of(by_env[env]) if env in by_env else "" for env in envs)])
     return markdown(["recipe", "horizon", *map(literal, envs)], lines, right=2)
 
 
@@ -232,26 +234,26 @@ def _with_interval(estimate: Mapping[str, Any]) -> str:
 
 
 def _starts(rows: Sequence[RowJson], key: str) -> dict[str, str] | None:
-    """By environment, where all its cells started alike; None where some column's did not."""
+    """Return the start by environment; None if the cells of some column started differently."""
     starts: dict[str, set[str]] = {}
     for row in rows:
         if "start" in row:
             starts.setdefault(row["environment"], set()).add(_with_interval(row["start"][key]))
-    alike = starts and all(len(each) == 1 for each in starts.values())
-    return {env: next(iter(each)) for env, each in starts.items()} if alike else None
+    alike = starts and all(len(values) == 1 for values in starts.values())
+    return {env: next(iter(values)) for env, values in starts.items()} if alike else None
 
 
 def _contrasts(table: Table, main: str) -> str:
-    """Differences of two methods, a column per environment."""
-    found: dict[str, dict[str, str]] = {}
-    for each in table["contrasts"]:
-        name = " − ".join(map(literal, each["of"]))
-        shown = " *" if each["shown"][main] else ""
-        limit = f" ({each['limit'][main]})" if each["limit"][main] else ""
-        told = f"{points_of(each['difference'][main])}{shown}{limit}"
-        found.setdefault(name, {})[each["environment"]] = told
+    """Return the differences of two methods, a column per environment."""
+    by_contrast: dict[str, dict[str, str]] = {}
+    for contrast in table["contrasts"]:
+        name = " − ".join(map(literal, contrast["of"]))
+        shown = " *" if contrast["shown"][main] else ""
+        limit = f" ({contrast['limit'][main]})" if contrast["limit"][main] else ""
+        text = f"{points_of(contrast['difference'][main])}{shown}{limit}"
+        by_contrast.setdefault(name, {})[contrast["environment"]] = text
     envs = table["environments"]
-    lines = [[name, *(own.get(env, "") for env in envs)] for name, own in found.items()]
+    lines = [[name, *(by_env.get(env, "") for env in envs)] for name, by_env in by_contrast.items()]
     return (
         f"Paired differences of {label(main)}, points; *: also with an interval that is right for"
         " all columns together (Bonferroni):\n\n"
@@ -274,13 +276,13 @@ def _cost(cost: Mapping[str, Sequence[float]]) -> str:
 
 def _reading(table: Table) -> str:
     rows = table["rows"]
-    asked = {}
+    settings = {}
     for row in rows:
-        own = row["evaluation"]
-        asked[row["environment"]] = (
-            f"{literal(row['environment'])}: {own['num_items']} {own['split']} items x"
-            f" {own['num_samples']} samples at temperature {own['temperature']:g},"
-            f" {own['max_turns']} turns"
+        evaluation = row["evaluation"]
+        settings[row["environment"]] = (
+            f"{literal(row['environment'])}: {evaluation['num_items']} {evaluation['split']} items"
+            f" x {evaluation['num_samples']} samples at temperature {evaluation['temperature']:g},"
+            f" {evaluation['max_turns']} turns"
         )
     seeds = sorted({seed for row in rows for seed in row["seeds"]})
     several = min(len(row["seeds"]) for row in rows) >= FEWEST_SEEDS
@@ -291,7 +293,7 @@ def _reading(table: Table) -> str:
     }
     return " ".join(
         [
-            f"Seeds {', '.join(map(str, seeds))}. {'; '.join(asked.values())}. Each cell is a"
+            f"Seeds {', '.join(map(str, seeds))}. {'; '.join(settings.values())}. Each cell is a"
             " training and two evaluations as `agentgym evaluate` makes them, of the checkpoint it"
             " began with and of its last one. Brackets:"
             f" {100 * table['confidence']:g} % intervals over"
@@ -303,5 +305,5 @@ def _reading(table: Table) -> str:
 
 
 def _drawn(text: str) -> str:
-    """As it stands: matplotlib would read formulas between dollar signs."""
+    """Return the text with dollar signs escaped: matplotlib would read formulas between them."""
     return text.replace("$", "\\$")

@@ -1,5 +1,5 @@
-"""What a column's cells came to: evaluations of any policy, read from the store, and their curves
-over turns and samples. Reads; nothing here plays.
+"""Evaluations of a column's cells, read from the store, and their curves over turns and samples.
+This module only reads and never plays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Judged:
     """A finished evaluation of one checkpoint in one environment."""
 
     result: Result
-    told: tuple[str, ...]  # of its first episodes: what the policy was shown
+    told: tuple[str, ...]  # texts shown to the policy in its first episodes
 
     @cached_property
     def table(self) -> Table:
@@ -41,14 +41,14 @@ class Judged:
 
     @cached_property
     def per_item(self) -> dict[str, FloatArray]:
-        """By name of `estimates.success`, [I]; NaN where an item has too few samples."""
+        """Success by name of `estimates.success`, [I]; NaN if an item has too few samples."""
         return estimates.per_item(self.table.greedy, self.table.samples)
 
     @property
     def keys(self) -> list[str]:
-        """Names of the numbers that a table shows; greedy first, where it was played."""
-        most = self.table.samples.shape[1]
-        names = [f"avg_at_{most}", *(f"pass_at_{k}" for k in ks(most) if k > 1)]
+        """Names of the numbers that a table shows; greedy first, if it was played."""
+        num_samples = self.table.samples.shape[1]
+        names = [f"avg_at_{num_samples}", *(f"pass_at_{k}" for k in ks(num_samples) if k > 1)]
         return names if np.isnan(self.table.greedy).all() else ["greedy", *names]
 
     @property
@@ -57,20 +57,20 @@ class Judged:
 
     @property
     def no_turns_curve(self) -> str:
-        """Why its episodes do not tell of shorter horizons; empty where they do."""
+        """Reason why its episodes say nothing about shorter horizons; empty: they do."""
         return obstacle(self.told, self.max_turns)
 
 
 def read_judged(cell: Cell, answers: dict[str, Manifest]) -> dict[str, Judged]:
-    """The cell's evaluations, by the step whose checkpoint they are of.
-    Errors: ConfigError where too few episodes of one count.
+    """Return the cell's evaluations, by the step whose checkpoint was evaluated.
+    Errors: ConfigError if too few episodes of one count.
     """
     store = open_store(cell.cfg)
-    found = {}
+    by_step = {}
     for step, answer in answers.items():
         result = stored_result(store, answer)
-        found[step] = Judged(result, tuple(_told(store, answer, result)))
-    return found
+        by_step[step] = Judged(result, tuple(_told(store, answer, result)))
+    return by_step
 
 
 def _told(store: RunStore, answer: Manifest, result: Result) -> Iterator[str]:
@@ -82,13 +82,13 @@ def _told(store: RunStore, answer: Manifest, result: Result) -> Iterator[str]:
 
 
 def curves_json(seeds: Sequence[Judged], confidence: float) -> dict[str, Any]:
-    """Of one row in one column: success within so many turns, pass@k and pass^k, over seeds and
+    """Return one row's curves in one column: success by turns, pass@k and pass^k, over seeds and
     items.
     """
     first = seeds[0]
-    most, why = first.table.samples.shape[1], first.no_turns_curve
+    num_samples, why = first.table.samples.shape[1], first.no_turns_curve
     horizons = tuple(range(1, first.max_turns + 1))
-    by_turns = [values_by_turns(sampled_slots(each.result.slots), horizons) for each in seeds]
+    by_turns = [values_by_turns(sampled_slots(judged.result.slots), horizons) for judged in seeds]
     turns = {
         "budgets": list(horizons),
         "success": _intervals(np.stack(by_turns, axis=1), first, confidence),
@@ -96,17 +96,20 @@ def curves_json(seeds: Sequence[Judged], confidence: float) -> dict[str, Any]:
     over_k = {
         f"pass_{how}": _intervals(
             np.stack(
-                [[each.per_item[f"pass_{how}_{k}"] for each in seeds] for k in range(1, most + 1)]
+                [
+                    [judged.per_item[f"pass_{how}_{k}"] for judged in seeds]
+                    for k in range(1, num_samples + 1)
+                ]
             ),
             first,
             confidence,
         )
         for how in ("at", "hat")
-        if most
+        if num_samples
     }
     return {
-        "evaluations": [each.result.digest for each in seeds],
-        "coverage": [round(each.result.coverage, 6) for each in seeds],
+        "evaluations": [judged.result.digest for judged in seeds],
+        "coverage": [round(judged.result.coverage, 6) for judged in seeds],
         "turns": None if why else turns,
         "no_turns_curve": why,
         **over_k,
@@ -114,13 +117,13 @@ def curves_json(seeds: Sequence[Judged], confidence: float) -> dict[str, Any]:
 
 
 def _intervals(values: FloatArray, first: Judged, confidence: float) -> list[dict[str, Any]]:
-    """values: [B, S, I]."""
-    found = interval_of(values, first, "share", confidence)
+    """Return an interval per budget. values: [B, S, I]."""
+    bounds = interval_of(values, first, "share", confidence)
     count = (~np.isnan(values)).any(axis=1).sum(axis=1)
     return [
         Interval(mean, low, high, num).to_json()
         for mean, low, high, num in zip(
-            *(each.round(6).tolist() for each in found), count.tolist(), strict=True
+            *(bound.round(6).tolist() for bound in bounds), count.tolist(), strict=True
         )
     ]
 
@@ -128,7 +131,7 @@ def _intervals(values: FloatArray, first: Judged, confidence: float) -> list[dic
 def interval_of(
     values: FloatArray, first: Judged, kind: Kind, confidence: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """(mean, low, high), each [...], of values [..., S, I], whose clusters are families where
+    """Return (mean, low, high), each [...], of values [..., S, I]; families are the clusters if
     there are some.
     """
     codes = family_codes(list(first.table.families))

@@ -1,11 +1,9 @@
-"""Which runs a comparison is made of: its recipes, horizons, environments and seeds become
-ordinary runs.
+"""Runs of a comparison: its recipes, horizons, environments and seeds become ordinary runs.
 
 A cell is a run like any other, under the keys it would have alone: cells share equal steps with
-each other and with `make pipeline`, and one that is done is done for every comparison it belongs
-to. Its numbers are those of the run's own evaluation; where environments are the columns, of
-evaluations of its last checkpoint and of the one it trained from, as `agentgym evaluate` makes
-them.
+each other and with `make pipeline`, and a finished cell is finished for every comparison it belongs
+to. Its numbers are those of the run's own evaluation. If environments are the columns, they are
+those of `agentgym evaluate` for its last checkpoint and for the one it trained from.
 """
 
 from __future__ import annotations
@@ -43,9 +41,9 @@ class Cell:
     seed: int
     until: str  # its last step
     cfg: RunConfig
-    environment: str = ""  # its column, where environments are the columns
-    method: str = ""  # what its row is called in every column
-    protocol: EvaluationProtocol | None = None  # of its evaluations there
+    environment: str = ""  # its column, if environments are the columns
+    method: str = ""  # its row's name in every column
+    protocol: EvaluationProtocol | None = None  # of its evaluations in this column
 
     @property
     def title(self) -> str:
@@ -57,7 +55,7 @@ class Cell:
 
     @property
     def slug(self) -> str:
-        """For file names: readable, and its own."""
+        """Readable and unique name for files."""
         return f"{re.sub('[^a-z0-9]+', '-', self.title.lower()).strip('-')}-{self.run_key[:8]}"
 
     @property
@@ -66,48 +64,48 @@ class Cell:
 
     @property
     def evaluation(self) -> str:
-        """The evaluation its numbers come from: the last one among its steps."""
+        """Name of the evaluation with its numbers: the last one among its steps."""
         table = steps_of(self.cfg)
         return [name for name in self.steps if table[name].kind is Kind.EVALUATE][-1]
 
     @property
     def start(self) -> str:
-        """The step whose checkpoint its training began with; empty where it trains nothing."""
+        """Name of the step whose checkpoint its training began with; empty if it trains nothing."""
         table = steps_of(self.cfg)
         return next((table[name].checkpoint for name in self.steps if table[name].stage), "")
 
     @property
     def judged(self) -> tuple[str, ...]:
-        """Steps whose checkpoints are evaluated by `protocol`: where it began, and its last."""
+        """Names of the steps whose checkpoints `protocol` evaluates: the start and the last one."""
         return tuple(filter(None, (self.start, self.until))) if self.protocol else ()
 
     def answers(self) -> dict[str, Manifest] | None:
-        """By step, the evaluations of those checkpoints; None where something is not done, or its
-        data are not here.
+        """Return the evaluations of those checkpoints, by step; None if something is not finished,
+        or its data are not here.
         """
         if not all(folder.is_dir() for folder in self.cfg.data_folders.values()):
             return None
-        done = finished(self.cfg, open_store(self.cfg))
-        if self.until not in done:
+        completed = finished(self.cfg, open_store(self.cfg))
+        if self.until not in completed:
             return None
         assert self.protocol is not None or not self.judged
-        found = {
+        by_step = {
             step: answered(self.cfg, f":{step}", self.protocol)
             for step in self.judged
             if self.protocol is not None
         }
-        answers = {step: answer for step, answer in found.items() if answer is not None}
-        return answers if len(answers) == len(found) else None
+        answers = {step: answer for step, answer in by_step.items() if answer is not None}
+        return answers if len(answers) == len(by_step) else None
 
     def is_done(self) -> bool:
         return self.answers() is not None
 
 
 def cells_of(comparison: Comparison, overrides: Sequence[str] = ()) -> tuple[Cell, ...]:
-    """Every cell, row by row.
-    Neighbours have different seeds and so share no step: cells side by side seldom wait.
+    """Return every cell, row by row.
 
-    overrides: `key.path=value` over everything a cell says.
+    Neighbours have different seeds and so share no step: parallel cells seldom wait.
+    overrides: `key.path=value` over all settings of a cell.
     Errors: ConfigError that names the cell.
     """
     rows = list(described_rows(comparison))
@@ -129,7 +127,7 @@ def cells_of(comparison: Comparison, overrides: Sequence[str] = ()) -> tuple[Cel
 
 
 def comparison_key(comparison: Comparison, cells: Sequence[Cell]) -> str:
-    """Names a comparison with all that changes its table, 64 hex digits."""
+    """Return a digest of everything that changes the comparison's table, 64 hex digits."""
     contrasts = [list(pair) for pair in comparison.contrasts]
     return config_digest(
         {
@@ -144,58 +142,59 @@ def comparison_key(comparison: Comparison, cells: Sequence[Cell]) -> str:
 
 
 def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[str, str]]:
-    """The pairs of rows that `contrasts` asks for.
-    Errors: ConfigError where a name is none, or two rows are not comparable.
+    """Return the pairs of rows that `contrasts` names.
+
+    Errors: ConfigError if a name is unknown, or two rows are not comparable.
     """
     first = {cell.row: cell for cell in reversed(cells)}
     pairs = []
     for a, b in comparison.contrasts:
         if a in first and b in first:
-            found = [(a, b)]
+            matches = [(a, b)]
         else:
-            found = [
+            matches = [
                 (x, y)
                 for x, y in itertools.product(reversed(first), repeat=2)
                 if _methods(first[x], first[y]) == (a, b)
                 or (first[x].horizon, first[y].horizon, first[x].recipe) == (a, b, first[y].recipe)
                 or (first[x].recipe, first[y].recipe, first[x].horizon) == (a, b, first[y].horizon)
             ]
-            found = [
+            matches = [
                 (x, y)
-                for x, y in found
+                for x, y in matches
                 if first[x].group == first[y].group and first[x].environment == first[y].environment
             ]
-        if not found:
+        if not matches:
             raise ConfigError(
                 f"contrasts: [{a}, {b}] names no two rows, nor two horizons of one recipe, nor two"
                 " recipes of one horizon"
             )
-        for x, y in found:
+        for x, y in matches:
             _check_comparable(first[x], first[y])
-        pairs += found
+        pairs += matches
     return list(dict.fromkeys(pairs))
 
 
 def _methods(a: Cell, b: Cell) -> tuple[str, str]:
-    """What two rows are called in every column; empty where there are none."""
+    """Return the names of two rows in every column; empty if there are no columns."""
     return (a.method, b.method) if a.environment else ("", "")
 
 
 def run_cell(cell: Cell, *, wait_s: float, stop: threading.Event | None = None) -> None:
-    """Bring a cell to its end in processes of its own. Errors: see `run_child`, naming the cell."""
-    place = f"cells/{cell.slug}"
+    """Run a cell to its end in separate processes. Errors: see `run_child`, naming the cell."""
+    folder = f"cells/{cell.slug}"
     run_child(
         cell.until,
         cell.cfg,
         title=cell.title,
-        place=place,
+        place=folder,
         with_parents=True,
         wait_s=wait_s,
         stop=stop,
     )
     if cell.protocol is None:
         return
-    protocol = cell.cfg.state_dir / f"{place}-protocol.yaml"
+    protocol = cell.cfg.state_dir / f"{folder}-protocol.yaml"
     tree = cell.protocol.model_dump(mode="json")
     write_whole(protocol, yaml.safe_dump(tree, sort_keys=False).encode())
     for step in cell.judged:
@@ -203,7 +202,7 @@ def run_cell(cell: Cell, *, wait_s: float, stop: threading.Event | None = None) 
             ("evaluate", f":{step}", "--protocol", str(protocol)),
             cell.cfg,
             title=f"{cell.title}, evaluation of {step}",
-            place=f"{place}-{step}",
+            place=f"{folder}-{step}",
             wait_s=wait_s,
             stop=stop,
         )
@@ -236,7 +235,7 @@ def _cell(comparison: Comparison, row: DescribedRow, seed: int, overrides: Seque
 
 
 def _last_step(cfg: RunConfig, *, trained: bool) -> str:
-    """The last training of a run, or the last evaluation among its own steps."""
+    """Return the last training of a run, or the last evaluation among its own steps."""
     table = steps_of(cfg)
     return [
         name
@@ -246,15 +245,15 @@ def _last_step(cfg: RunConfig, *, trained: bool) -> str:
 
 
 def _protocol(comparison: Comparison, cfg: RunConfig) -> EvaluationProtocol:
-    """Of a cell in an environment's column. Errors: ConfigError."""
+    """Return the protocol of a cell in an environment's column. Errors: ConfigError."""
     if len(cfg.envs) > 1:
         raise ConfigError(
             f"its run has the environments {cfg.env_names}; a column of a comparison is one, so"
             " leave `mix` empty there"
         )
-    asked = {"protocol": comparison.protocol, "changes": comparison.changes}
-    whoever = {"policy": ":any", "envs": (cfg.env.name,)}
-    return protocol_for(cfg, EvaluationRequest.model_validate(whoever | asked))
+    settings = {"protocol": comparison.protocol, "changes": comparison.changes}
+    any_policy = {"policy": ":any", "envs": (cfg.env.name,)}
+    return protocol_for(cfg, EvaluationRequest.model_validate(any_policy | settings))
 
 
 def _check_judged(cell: Cell) -> None:
@@ -273,8 +272,8 @@ def _check_judged(cell: Cell) -> None:
 
 
 def _check_comparable(a: Cell, b: Cell) -> None:
-    """Paired differences need the same items played the same way; the sampling temperature may
-    differ.
+    """Raise ConfigError unless both rows play the same items the same way; only the sampling
+    temperature may differ.
     """
     if a.protocol is not None and b.protocol is not None:
         unlike = differences(a.protocol.semantic(), b.protocol.semantic())

@@ -1,7 +1,7 @@
-"""A comparison for people: the table in the published layout, a figure of the results and one of
-the learning curves.
+"""Presentation of a comparison: the table in the published layout, a figure of the results and one
+of the learning curves.
 
-Pure functions of what `compare.table` returns, and so also of a result file written earlier.
+Pure functions of the result of `results.table`, and so also of a result file written earlier.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import numpy as np
 from agentgym.evaluation.report import GRID, INK, MUTED, label, png_of, style
 from agentgym.evaluation.seeds import FEWEST_SEEDS
 
-Table = Mapping[str, Any]  # as `compare.table` returns it
+Table = Mapping[str, Any]  # the result of `results.table`
 RowJson = Mapping[str, Any]
 
 # Okabe and Ito: safe for colour-blind eyes
 COLOURS = ("#56b4e9", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#1f2933")
 _OTHERS = "other recipes"
 _MARKERS = "os^DvPX"
-# of 1, or as a floor of 0: where both rows of a contrast are nearer, little can show between them
+# distance from 1, or from 0 as a floor: if both rows of a contrast are nearer, little can show
+# between them
 CEILING = 0.06
-# what training costs: name in a table -> title of an axis
+# cost of training: name in a table -> title of an axis
 AXES = {
     "step": "optimizer step",
     "turns": "turns played",
@@ -38,9 +39,7 @@ AXES = {
 
 
 def result_files(table: Table) -> dict[str, bytes]:
-    """What a comparison leaves in a folder, by file name: table as JSON and as text, and
-    figures.
-    """
+    """Return the files of a comparison, by file name: table as JSON and as text, and figures."""
     name = table["name"]
     files = {
         f"{name}.json": json.dumps(table, indent=1).encode() + b"\n",
@@ -55,8 +54,8 @@ def result_files(table: Table) -> dict[str, bytes]:
 
 
 def table_markdown(table: Table) -> str:
-    """Success in percent, one row per recipe and horizon; then the contrasts, and how to read
-    both.
+    """Return success in percent, one row per recipe and horizon; then the contrasts, and how to
+    read both.
     """
     rows = table["rows"]
     head = f"# {literal(table['title'] or table['name'])}"
@@ -72,25 +71,25 @@ def table_markdown(table: Table) -> str:
 
 
 def missing_line(titles: Iterable[str]) -> str:
-    """Of cells that are not done."""
+    """Return the line that names unfinished cells."""
     return f"Not in the table, because not done: {', '.join(map(literal, titles))}."
 
 
 def literal(name: str) -> str:
-    """A name from a comparison's file as it stands: no tag, link, image or further cell of the
+    """Escape a name from a comparison's file: it adds no tag, link, image or further cell to the
     Markdown around it.
     """
     return " ".join(name.split()).replace("<", "&lt;").replace("](", "]\\(").replace("|", "\\|")
 
 
 def results_png(table: Table) -> bytes:
-    """Each row's success with its interval, its seeds as small dots, and where it started; a
-    panel per number.
+    """Draw each row's success with its interval, its seeds as small dots, and its start; a panel
+    per number.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    # rows on validation items are there to choose settings by, not to be set beside test results
+    # validation rows exist to choose settings; do not compare them with test results
     rows = [row for row in table["rows"] if row["evaluation"]["split"] == "test"] or table["rows"]
     keys = list(rows[0]["success"])
     places = _places(rows)
@@ -98,13 +97,13 @@ def results_png(table: Table) -> bytes:
     panels = figure.subplots(1, len(keys), sharey=True, squeeze=False)[0]
     for axes, key in zip(panels, keys, strict=True):
         style(axes, grid="x")
-        for place, row in zip(places, rows, strict=True):
+        for y, row in zip(places, rows, strict=True):
             result = row["success"][key]
             if "start" in row:
                 start = row["start"][key]["mean"]
                 axes.plot(
                     [start, result["mean"]],
-                    [place, place],
+                    [y, y],
                     color=GRID,
                     linewidth=5,
                     solid_capstyle="butt",
@@ -112,7 +111,7 @@ def results_png(table: Table) -> bytes:
                 )
                 axes.plot(
                     start,
-                    place,
+                    y,
                     marker="|",
                     markersize=10,
                     markeredgewidth=1.6,
@@ -121,7 +120,7 @@ def results_png(table: Table) -> bytes:
                 )
             axes.plot(
                 result["per_seed"],
-                [place + 0.24] * len(result["per_seed"]),
+                [y + 0.24] * len(result["per_seed"]),
                 ".",
                 color=MUTED,
                 markersize=4,
@@ -129,12 +128,12 @@ def results_png(table: Table) -> bytes:
             )
             axes.plot(
                 [result["low"], result["high"]],
-                [place, place],
+                [y, y],
                 color=COLOURS[1],
                 linewidth=1.8,
                 zorder=3,
             )
-            axes.plot(result["mean"], place, "o", color=COLOURS[1], markersize=6, zorder=4)
+            axes.plot(result["mean"], y, "o", color=COLOURS[1], markersize=6, zorder=4)
         axes.set_title(f"{label(key)}", fontsize=11, color=INK)
         axes.xaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
         axes.margins(x=0.06)
@@ -154,8 +153,8 @@ def results_png(table: Table) -> bytes:
 
 
 def curves_png(table: Table) -> bytes | None:
-    """Validation success against what it cost: a line of panels per recipe, a panel per cost.
-    None where nothing was validated.
+    """Draw validation success against its cost: a line of panels per recipe, a panel per cost.
+    None if nothing was validated.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
@@ -240,9 +239,7 @@ def _results(rows: Sequence[RowJson]) -> str:
 
 
 def _titles(row: RowJson) -> tuple[str, str]:
-    """A row that is no more than a recipe and a horizon shows them in their columns; any other
-    shows its name.
-    """
+    """Return the two first columns: recipe and horizon, if the row is only these; else its name."""
     plain = row["name"] == " ".join(filter(None, (row["recipe"], row["horizon"])))
     return literal(row["recipe"] if plain else row["name"]), literal(row["horizon"])
 
@@ -284,8 +281,8 @@ def _contrasts(contrasts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _limit(contrast: Mapping[str, Any], average: str) -> str:
-    """Where a contrast has no room: `ceiling`, or of its greedy numbers alone, `ceiling
-    (greedy)`.
+    """Return the limit of a contrast without room: `ceiling`; if only its greedy numbers are there,
+    `ceiling (greedy)`.
     """
     limits = contrast.get("limit", {})
     if limits.get(average):
@@ -296,7 +293,7 @@ def _limit(contrast: Mapping[str, Any], average: str) -> str:
 def _reading(table: Table) -> str:
     row = table["rows"][0]
     settings = row["evaluation"]
-    seeds = sorted({seed for each in table["rows"] for seed in each["seeds"]})
+    seeds = sorted({seed for row in table["rows"] for seed in row["seeds"]})
     return (
         "Success in percent, mean ± sample standard deviation over seeds"
         f" {', '.join(map(str, seeds))}; {settings['num_items']} {settings['split']} items per"
@@ -313,12 +310,12 @@ def _reading(table: Table) -> str:
 
 
 def sources(table: Table) -> str:
-    """Return the words for what the table's intervals are taken over."""
+    """Return the text that names the source of the table's intervals: items, or seeds and items."""
     counts = [len(row["seeds"]) for row in table["rows"]]
     counts += [
-        len(found["per_seed"])
+        len(estimate["per_seed"])
         for contrast in table["contrasts"]
-        for found in contrast["difference"].values()
+        for estimate in contrast["difference"].values()
     ]
     if min(counts) < FEWEST_SEEDS:
         return f"items, of fewer than {FEWEST_SEEDS} seeds not over seeds"
@@ -339,8 +336,8 @@ def _signed(share: float) -> str:
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, right: int) -> str:
-    """Columns padded, so that it also reads as plain text. right: the first right-aligned
-    column.
+    """Return a Markdown table, padded so that it also reads as plain text. right: the first
+    right-aligned column.
     """
     rows = [head, *lines]
     widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(head))]
@@ -362,8 +359,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _places(rows: Sequence[RowJson]) -> list[float]:
-    """Where each row stands, from the top; a gap around the rows of one recipe and between
-    groups.
+    """Return each row's position, from the top, with a gap around the rows of one recipe and
+    between groups.
     """
     blocks = [(row["group"], row["recipe"]) for row in rows]
     alone = [
@@ -377,8 +374,8 @@ def _places(rows: Sequence[RowJson]) -> list[float]:
 
 
 def _panel_lines(rows: Sequence[RowJson]) -> dict[str, list[RowJson]]:
-    """title -> rows drawn together: the horizons of one recipe, the rows of one group, and the
-    recipes with one horizon.
+    """Return title -> rows drawn together: the horizons of one recipe, the rows of one group, and
+    the recipes with one horizon.
     """
     lines: dict[str, list[RowJson]] = {}
     for row in rows:
@@ -399,17 +396,20 @@ def _panel_lines(rows: Sequence[RowJson]) -> dict[str, list[RowJson]]:
 
 
 def _series(row: RowJson, together: Sequence[RowJson]) -> str:
-    """What tells a row from those it is drawn with: its horizon, its recipe, or only its name."""
-    for what, other in (("horizon", "recipe"), ("recipe", "horizon")):
-        alike, apart = {each[other] for each in together}, {each[what] for each in together}
+    """Return a row's label among the rows drawn together: horizon, recipe, or its name."""
+    for field, other in (("horizon", "recipe"), ("recipe", "horizon")):
+        alike, apart = (
+            {other_row[other] for other_row in together},
+            {other_row[field] for other_row in together},
+        )
         if len(alike) == 1 and len(apart) == len(together) and all(apart):
-            return str(row[what])
+            return str(row[field])
     return str(row["name"])
 
 
 def _colour_table(lines: Mapping[str, Sequence[RowJson]]) -> dict[str, tuple[str, str]]:
-    """One colour and marker per horizon, the same in every panel; other names take their turn
-    within theirs.
+    """Return one colour and marker per horizon, the same in every panel; other names get the free
+    ones.
     """
     table: dict[str, tuple[str, str]] = {}
     for rows in lines.values():
@@ -428,7 +428,7 @@ def _curves(row: RowJson) -> list[Mapping[str, Any]]:
 
 
 def _mean_curve(row: RowJson, axis: str) -> tuple[Any, Any, Any, Any]:
-    """(x, low, mean, high) over seeds, at the checkpoints all of them have."""
+    """Return (x, low, mean, high) over seeds, at the checkpoints all of them have."""
     curves = _curves(row)
     shared = sorted(set.intersection(*(set(curve["step"]) for curve in curves)))
     where = [[curve["step"].index(step) for step in shared] for curve in curves]
@@ -440,9 +440,7 @@ def _mean_curve(row: RowJson, axis: str) -> tuple[Any, Any, Any, Any]:
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, str, tuple[str, str]]]) -> None:
-    """Names at the right ends of the lines, moved apart where they would touch; points of an
-    inch are what counts.
-    """
+    """Write names at the right ends of the lines, moved apart if they would overlap, in points."""
     gap = (
         10.0
         / (axes.bbox.height * 72.0 / axes.figure.dpi)
@@ -456,11 +454,11 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, str, tuple[str, str]]]) -
     right = axes.get_xlim()[1]
     for (_, name, (colour, marker)), height in zip(ordered, heights, strict=True):
         axes.plot(right, height - over, marker, color=colour, markersize=5, clip_on=False)
-        place = {"xytext": (7, 0), "textcoords": "offset points"}
+        offset = {"xytext": (7, 0), "textcoords": "offset points"}
         axes.annotate(
             name,
             (right, height - over),
-            **place,
+            **offset,
             va="center",
             fontsize=9,
             color=INK,

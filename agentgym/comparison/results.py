@@ -1,16 +1,15 @@
-"""What a comparison found: success per row with its spread over seeds, paired intervals, learning
+"""Results of a comparison: success per row with its spread over seeds, paired intervals, learning
 curves and their cost.
 
-Reads the store and computes; nothing here runs a model. How sure a number is:
+Reads the store and computes; nothing here runs a model. Estimates and intervals:
 
-| number | estimate | interval |
-|---|---|---|
-| success of a row | mean over seeds of the mean over items | `seeds.crossed_interval` of a share |
-| gain of a row | the same of `row - its start`, by item and seed | the same, of a difference |
-| contrast of two rows | the same of `a - b`, over seeds of both | the same, of a difference |
+| number | estimate | interval | |---|---|---| | success of a row | mean over seeds of the mean over
+items | `seeds.crossed_interval` of a share | | gain of a row | the same of `row - its start`, by
+item and seed | the same, of a difference | | contrast of two rows | the same of `a - b`, over seeds
+of both | the same, of a difference |
 
-It speaks about other seeds and other items alike, of fewer than `seeds.FEWEST_SEEDS` seeds about
-other items alone, and the value of every seed is reported beside it.
+An interval covers other seeds and other items; with fewer than `seeds.FEWEST_SEEDS` seeds, only
+other items. The value of every seed is reported next to it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ VALIDATION = "validation/success"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Validation success after an optimizer step, and what training had cost by then."""
+    """Validation success after an optimizer step, and the cost of training up to it."""
 
     cost: Mapping[str, float]  # by AXES
     success: float
@@ -54,19 +53,20 @@ class Checkpoint:
 @dataclass(frozen=True)
 class CellResult:
     """One finished cell.
-    Tables are by key of `estimates.per_item`, one value per item, NaN where its episodes failed.
+
+    Tables are by key of `estimates.per_item`, one value per item, NaN if its episodes failed.
     """
 
     cell: Cell
     after: Mapping[str, FloatArray]
-    # of the checkpoint it trained from; None where it trained nothing
+    # of the checkpoint it trained from; None if it trained nothing
     start: Mapping[str, FloatArray] | None
     curve: tuple[Checkpoint, ...]
     cost: Mapping[str, float]  # of the whole training, by AXES; see `_costs`
     training: tuple[Point, ...]  # of its optimizer steps
     evaluated: tuple[Point, ...]  # of the evaluations before and after
     judged: Judged | None = None  # the evaluation after, in a column of environments
-    families: tuple[str | None, ...] | None = None  # of each item; None: in `judged`, or not kept
+    families: tuple[str | None, ...] | None = None  # of each item; None: in `judged`, or not stored
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Row:
 
     @property
     def keys(self) -> list[str]:
-        """Greedy first; pass@1 is avg@n under another name."""
+        """Names of the row's numbers, greedy first, without pass@1, which equals avg@n."""
         judged = self.cells[0].judged
         return judged.keys if judged else [k for k in self.cells[0].after if k != "pass_at_1"]
 
@@ -99,7 +99,7 @@ class Row:
         return self._estimate(np.stack([result.after[key] for result in self.cells]), "share")
 
     def gain(self, key: str) -> Estimate | None:
-        """Over the row's own start; None where it trained nothing."""
+        """Gain over the row's own start; None if it trained nothing."""
         differences = [
             result.after[key] - result.start[key]
             for result in self.cells
@@ -116,8 +116,10 @@ class Row:
         return self._estimate(np.stack(values), "share") if len(values) == len(self.cells) else None
 
     def minus(self, other: Row, key: str, *, confidence: float | None = None) -> Estimate:
-        """Over the seeds both have. confidence: default, the row's.
-        Errors: ValueError where they share none, or were not evaluated on as many items.
+        """Return the difference to another row, over the seeds both have.
+
+        confidence: default, the row's.
+        Errors: ValueError if they share no seed, or have different numbers of items.
         """
         shared = [seed for seed in self.seeds if seed in other.seeds]
         if not shared:
@@ -133,8 +135,8 @@ class Row:
         )
 
     def limit(self, other: Row, key: str) -> str:
-        """`ceiling` or `floor` where both rows are within CEILING of it, else nothing: a
-        contrast there has no room.
+        """Return `ceiling` or `floor` if both rows are within CEILING of it, else nothing: such a
+        contrast has no room.
         """
         both = [row.success(key).interval.mean for row in (self, other)]
         return "ceiling" if min(both) > 1 - CEILING else "floor" if max(both) < CEILING else ""
@@ -171,20 +173,20 @@ class Estimate:
 
 
 def read_rows(cells: Sequence[Cell]) -> tuple[list[Row], list[Cell]]:
-    """Rows of what the store holds, in the cells' order, and the cells that are not done."""
-    found: dict[str, list[CellResult]] = {}
+    """Return the rows in the store, in the cells' order, and the unfinished cells."""
+    by_row: dict[str, list[CellResult]] = {}
     missing = []
     for cell in cells:
         answers = cell.answers()
         if answers is None:
             missing.append(cell)
         else:
-            found.setdefault(cell.row, []).append(_read_cell(cell, answers))
-    return [Row(name, tuple(results)) for name, results in found.items()], missing
+            by_row.setdefault(cell.row, []).append(_read_cell(cell, answers))
+    return [Row(name, tuple(results)) for name, results in by_row.items()], missing
 
 
 def training_curve(points: Sequence[Point]) -> tuple[tuple[Checkpoint, ...], dict[str, float]]:
-    """(validated checkpoints, cost of the whole by AXES) from the points of training steps, in
+    """Return (validated checkpoints, total cost by AXES) from the points of training steps, in
     order.
     """
     steps = _costs(points)
@@ -197,22 +199,24 @@ def training_curve(points: Sequence[Point]) -> tuple[tuple[Checkpoint, ...], dic
 
 
 def _costs(points: Sequence[Point]) -> list[tuple[Point, dict[str, float]]]:
-    """Each training step with what training had cost by its end: turns, tokens (observations and
-    actions) and sampled tokens of the episodes that are kept; seconds, processor seconds of the
-    training process and hours of the accelerators it held, all without servers and validation.
+    """Return each training step with the cost of training up to its end.
+
+    Costs are turns, tokens (observations and actions) and sampled tokens of the episodes that are
+    kept; seconds, processor seconds of the training process and hours of its accelerators, all
+    without servers and validation.
     """
     total, steps = dict.fromkeys(AXES, 0.0), []
     for point in points:
-        had = point.metrics.get
-        played = had("rollout/num_episodes", 0.0) * (1.0 - had("rollout/env_error_frac", 0.0))
-        wall_s = had("time/step_s", 0.0) - had("time/validate_s", 0.0)
+        metric = point.metrics.get
+        played = metric("rollout/num_episodes", 0.0) * (1.0 - metric("rollout/env_error_frac", 0.0))
+        wall_s = metric("time/step_s", 0.0) - metric("time/validate_s", 0.0)
         spent = {
-            "turns": played * had("rollout/turns_mean", 0.0),
-            "tokens": played * had("rollout/tokens_mean", 0.0),
-            "sampled_tokens": played * had("rollout/action_tokens_mean", 0.0),
+            "turns": played * metric("rollout/turns_mean", 0.0),
+            "tokens": played * metric("rollout/tokens_mean", 0.0),
+            "sampled_tokens": played * metric("rollout/action_tokens_mean", 0.0),
             "wall_s": wall_s,
-            "cpu_s": had("time/cpu_s", 0.0),
-            "accelerator_h": wall_s * had("perf/accelerators", 0.0) / 3600,
+            "cpu_s": metric("time/cpu_s", 0.0),
+            "accelerator_h": wall_s * metric("perf/accelerators", 0.0) / 3600,
         }
         total = {"step": float(point.step)} | {
             axis: total[axis] + value for axis, value in spent.items()
@@ -224,9 +228,7 @@ def _costs(points: Sequence[Point]) -> list[tuple[Point, dict[str, float]]]:
 def table(
     comparison: Comparison, cells: Sequence[Cell], rows: Sequence[Row], missing: Sequence[Cell]
 ) -> dict[str, Any]:
-    """Everything the comparison says, as JSON types; the figures and the text are made from
-    this alone.
-    """
+    """Return the whole comparison as JSON types, the only source of figures and text."""
     by_name = {row.name: row for row in rows}
     contrasts = [
         (a, b) for a, b in contrast_rows(comparison, cells) if a in by_name and b in by_name
@@ -249,21 +251,21 @@ def table(
 
 
 def _contrast_json(a: Row, b: Row, num_columns: int) -> dict[str, Any]:
-    found = {
+    contrast = {
         "a": a.name,
         "b": b.name,
         "difference": {key: a.minus(b, key).to_json() for key in a.keys},
         "limit": {key: a.limit(b, key) for key in a.keys},
     }
     if not num_columns:
-        return found
+        return contrast
     level = 1 - (1 - a.confidence) / num_columns  # Bonferroni's, over the columns
     strict = {key: a.minus(b, key, confidence=level).interval for key in a.keys}
     return {
         "environment": a.first.environment,
         "of": [a.first.method, b.first.method],
-        **found,
-        "shown": {key: each.low > 0 or each.high < 0 for key, each in strict.items()},
+        **contrast,
+        "shown": {key: interval.low > 0 or interval.high < 0 for key, interval in strict.items()},
     }
 
 
@@ -315,17 +317,17 @@ def _evaluation_json(row: Row) -> dict[str, Any]:
     if judged is None:
         return {name: getattr(settings, name) for name in ("split", "num_items", *names)}
     assert row.first.protocol is not None
-    (asked,) = row.first.protocol.envs
-    given = asked.items.ids or asked.items.file
+    (env_protocol,) = row.first.protocol.envs
+    by_id = env_protocol.items.ids or env_protocol.items.file
     return {
-        "split": "given" if given else asked.items.split,
+        "split": "given" if by_id else env_protocol.items.split,
         "num_items": len(judged.table.items),
-        **{name: getattr(asked, name) for name in names},
+        **{name: getattr(env_protocol, name) for name in names},
     }
 
 
 def _column_json(row: Row) -> dict[str, Any]:
-    """Of a row in one of several columns: which one, and its curves."""
+    """Return the column of a row and its curves; {} if environments are not the columns."""
     seeds = [cell.judged for cell in row.cells if cell.judged is not None]
     if not seeds:
         return {}
@@ -334,7 +336,7 @@ def _column_json(row: Row) -> dict[str, Any]:
 
 
 def _by_axis(costs: Sequence[Mapping[str, float]], digits: int) -> dict[str, list[float | None]]:
-    """Of each axis that all of them know; an earlier version recorded fewer."""
+    """Return the costs of each axis that all of them have; an earlier version recorded fewer."""
     return {
         axis: [_round(cost[axis], digits) for cost in costs]
         for axis in AXES
@@ -344,36 +346,40 @@ def _by_axis(costs: Sequence[Mapping[str, float]], digits: int) -> dict[str, lis
 
 def _read_cell(cell: Cell, answers: dict[str, Manifest]) -> CellResult:
     store = open_store(cell.cfg)
-    done = finished(cell.cfg, store)
+    completed = finished(cell.cfg, store)
     trained = [
         name for name, step in steps_of(cell.cfg).items() if step.stage and name in cell.steps
     ]
-    points = [point for name in trained for point in committed_points(store, name, done[name].key)]
+    points = [
+        point for name in trained for point in committed_points(store, name, completed[name].key)
+    ]
     curve, cost = training_curve(points)
     if cell.protocol is not None:
         judged = read_judged(cell, answers)
         after, start = judged[cell.until], judged.get(cell.start)
         starts = start.per_item if start else None
         return CellResult(cell, after.per_item, starts, curve, cost, tuple(points), (), after)
-    evaluation = done[cell.evaluation]
+    evaluation = completed[cell.evaluation]
     baseline = evaluation.results.get("paired", {}).get("baseline")
     evaluated = [
         point
         for name in (baseline, cell.evaluation)
         if name
-        for point in committed_points(store, name, done[name].key)
+        for point in committed_points(store, name, completed[name].key)
     ]
-    found = Outcomes.of(stored_result(store, evaluation).slots)
-    began = Outcomes.of(stored_result(store, done[baseline]).slots) if baseline else None
+    outcomes = Outcomes.of(stored_result(store, evaluation).slots)
+    start_outcomes = (
+        Outcomes.of(stored_result(store, completed[baseline]).slots) if baseline else None
+    )
     return CellResult(
         cell,
-        _per_item(cell, found),
-        _per_item(cell, began) if began else None,
+        _per_item(cell, outcomes),
+        _per_item(cell, start_outcomes) if start_outcomes else None,
         curve,
         cost,
         tuple(points),
         tuple(evaluated),
-        families=found.families,
+        families=outcomes.families,
     )
 
 
@@ -393,8 +399,8 @@ def _rounded(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -> dict[str, Any]:
-    """The table of what is done, with its figures in the folder `out` and in MLflow.
-    Doing it again changes nothing.
+    """Write the table of the finished cells, with its figures, to the folder `out` and to MLflow.
+    Idempotent.
     """
     rows, missing = read_rows(cells)
     result = table(comparison, cells, rows, missing)
@@ -407,31 +413,29 @@ def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -
 
 
 def publish(result: Table, rows: Sequence[Row], files: Mapping[str, bytes]) -> None:
-    """Tables and figures to MLflow, with a run per finished cell below them.
-    Doing it again changes nothing.
-    """
+    """Send tables and figures to MLflow, with a run per finished cell below them. Idempotent."""
     shown = [
         CellPoints(
-            done.cell.title,
-            done.cell.cfg,
-            done.cell.run_key,
+            result_of_cell.cell.title,
+            result_of_cell.cell.cfg,
+            result_of_cell.cell.run_key,
             {
                 "row": row.name,
                 "recipe": row.first.recipe,
                 "horizon": row.first.horizon,
-                "seed": str(done.cell.seed),
+                "seed": str(result_of_cell.cell.seed),
             },
-            [*map(_charted, _costs(done.training)), *done.evaluated],
+            [*map(_charted, _costs(result_of_cell.training)), *result_of_cell.evaluated],
         )
         for row in rows
-        for done in row.cells
+        for result_of_cell in row.cells
     ]
     text = files[f"{result['name']}.md"].decode()
     deliver_comparison(result["name"], result["key"], shown, files, logged_tables(result), text)
 
 
 def _charted(step: tuple[Point, dict[str, float]]) -> Point:
-    """What a chart of a comparison needs of one training step."""
+    """Return the point of one training step with the metrics that the comparison's charts use."""
     point, cost = step
     success = {
         name: value

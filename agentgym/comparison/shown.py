@@ -1,5 +1,5 @@
-"""A comparison as people get it: by rows of recipes and horizons, or, where environments are its
-columns, as a grid.
+"""Presentation of a comparison: by rows of recipes and horizons, or as a grid if environments are
+its columns.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from agentgym.comparison.report import Table
 
 
 def result_files(table: Table) -> dict[str, bytes]:
-    """What a comparison leaves in a folder, by file name: table as JSON and as text, and
-    figures.
-    """
+    """Return the files of a comparison, by file name: table as JSON and as text, and figures."""
     return (grid.grid_files if table.get("environments") else report.result_files)(table)
 
 
 def table_markdown(table: Table) -> str:
-    """The tables and how to read them."""
+    """Return the tables and how to read them, as Markdown."""
     return (grid.grid_markdown if table.get("environments") else report.table_markdown)(table)
 
 
 def logged_tables(table: Table) -> dict[str, bytes]:
-    """The same numbers as MLflow shows tables, by file name: a line per row, and per contrast."""
+    """Return the same numbers as MLflow tables, by file name: a line per row, and per contrast."""
     rows = [
         {
             "row": row["name"],
@@ -38,26 +36,26 @@ def logged_tables(table: Table) -> dict[str, bytes]:
     ]
     contrasts = [
         {
-            "contrast": f"{each['a']} - {each['b']}",
-            "environment": each.get("environment", ""),
-            **_numbers("", each["difference"]),
+            "contrast": f"{contrast['a']} - {contrast['b']}",
+            "environment": contrast.get("environment", ""),
+            **_numbers("", contrast["difference"]),
         }
-        for each in table["contrasts"]
+        for contrast in table["contrasts"]
     ]
-    found = {"rows_table.json": rows, "contrasts_table.json": contrasts}
-    return {name: _split(lines) for name, lines in found.items() if lines}
+    tables = {"rows_table.json": rows, "contrasts_table.json": contrasts}
+    return {name: _split(lines) for name, lines in tables.items() if lines}
 
 
-def _numbers(what: str, estimates: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def _numbers(prefix: str, estimates: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     return {
-        f"{what}{key}{end}": round(estimate[part], 4)
+        f"{prefix}{key}{end}": round(estimate[part], 4)
         for key, estimate in estimates.items()
         for part, end in (("mean", ""), ("low", " low"), ("high", " high"))
     }
 
 
 def _split(lines: Sequence[Mapping[str, Any]]) -> bytes:
-    """Columns in the order in which they first appear; rows need not have all."""
+    """Return an MLflow table. Columns are in order of first appearance; rows need not have all."""
     columns = list(dict.fromkeys(name for line in lines for name in line))
     data = [[line.get(name) for name in columns] for line in lines]
     return json.dumps({"columns": columns, "data": data}, separators=(",", ":")).encode()

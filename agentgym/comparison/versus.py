@@ -1,5 +1,5 @@
-"""Results of evaluations beside each other: what each shows against the first one, and how its
-success grows with what an episode may take. JSON types, from which text and page are made.
+"""Comparison of evaluation results: each one against the first one, and success as a function of an
+episode's budget. JSON types, the source of text and page.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
 
 SCHEMA_VERSION = 1
-ITEMS = (100, 200, 500)  # for which the smallest difference is told
-LOOKED_AT = 50  # episodes, for what a policy is told of its horizon
+ITEMS = (100, 200, 500)  # numbers of items for which the smallest detectable difference is reported
+LOOKED_AT = 50  # episodes searched for a mention of the horizon
 
 
 @dataclass(frozen=True)
 class Named:
-    """A result and what it is called here."""
+    """A result and its name in the comparison."""
 
     name: str
     result: Result
@@ -53,16 +53,16 @@ def find_result(word: str, cfg: RunConfig) -> Named:
     """Return a result: by the beginning of an evaluation's digest, by a step of a run (`:stage-3`,
     `RUN:stage-3`: the run's own evaluation of it), or by a folder or its result.json.
 
-    One that the store has is computed from its episodes; a file from elsewhere is taken as it is,
-    and its name says so. Errors: ConfigError.
+    A result in the store is computed from its episodes; a file from elsewhere is taken unchecked,
+    and its name states this. Errors: ConfigError.
     """
     path, files = Path(word), cfg.state_dir / "evaluations"
     try:
         if is_result(word):
             folder = path.parent if path.name == RESULT else path
             if folder.resolve().parent != files.resolve():
-                kept = Result.load(path)
-                return Named(f"{_name(kept, folder.name)}, not checked: a file", kept, folder)
+                loaded = Result.load(path)
+                return Named(f"{_name(loaded, folder.name)}, not checked: a file", loaded, folder)
             word = folder.name
         store = open_store(cfg)
         head = _of_step(cfg, store, word) if ":" in word else find(store, word)
@@ -72,12 +72,12 @@ def find_result(word: str, cfg: RunConfig) -> Named:
         raise ConfigError(f"{word}: {error}") from None
 
 
-def _name(result: Result, place: str) -> str:
-    return f"{result.about.get('policy') or 'a policy'} ({place})"
+def _name(result: Result, location: str) -> str:
+    return f"{result.about.get('policy') or 'a policy'} ({location})"
 
 
 def _of_step(cfg: RunConfig, store: RunStore, word: str) -> Manifest:
-    """The run's own evaluation of a step. Errors: ConfigError where there is none."""
+    """Return the run's own evaluation of a step. Errors: ConfigError if there is none."""
     name = PolicyName.parse(word)
     weights = commit_of(cfg, store, name.name, run=name.of)
     for head in reversed(store.heads(f"evaluate-{name.name}")):
@@ -87,18 +87,19 @@ def _of_step(cfg: RunConfig, store: RunStore, word: str) -> Manifest:
 
 
 def versus(named: Sequence[Named], *, confidence: float | None = None) -> dict[str, Any]:
-    """What every result shows against the first one. confidence: default, the protocol's.
-    Errors: ConfigError where two of them do not answer one question, telling how.
+    """Return the comparison of every result with the first one. confidence: default, the
+    protocol's.
+    Errors: ConfigError if two of them answer different questions; the message lists how.
     """
     if len(named) < 2:
         raise ConfigError("a comparison needs two results or more")
     first, *others = named
     level = confidence or float(first.result.identity["protocol"].get("confidence", 0.95))
-    for each in named:
-        floor = float(each.result.about.get("min_coverage", 0.0))
-        if each.result.coverage < floor - 1e-9:
+    for entry in named:
+        floor = float(entry.result.about.get("min_coverage", 0.0))
+        if entry.result.coverage < floor - 1e-9:
             raise ConfigError(
-                f"{each.name} is invalid: coverage {each.result.coverage:.1%} is below"
+                f"{entry.name} is invalid: coverage {entry.result.coverage:.1%} is below"
                 f" {floor:.1%}; see to the environment and run `agentgym evaluate` again"
             )
     contrasts = []
@@ -112,7 +113,7 @@ def versus(named: Sequence[Named], *, confidence: float | None = None) -> dict[s
         "schema_version": SCHEMA_VERSION,
         "confidence": level,
         "baseline": first.name,
-        "results": [_result_json(each, level) for each in named],
+        "results": [_result_json(entry, level) for entry in named],
         "contrasts": contrasts,
     }
 
@@ -124,23 +125,25 @@ def _contrast(
         "before": first.name,
         "after": other.name,
         "same_policy": first.result.identity["policy"] == other.result.identity["policy"],
-        "verdict": overall([each.verdict for each in decisions.values()]),
+        "verdict": overall([decision.verdict for decision in decisions.values()]),
         "envs": {
             env: {
-                **each.to_json(),
-                "detectable_with": {str(items): detectable_with(each, items) for items in ITEMS},
+                **decision.to_json(),
+                "detectable_with": {
+                    str(items): detectable_with(decision, items) for items in ITEMS
+                },
             }
-            for env, each in decisions.items()
+            for env, decision in decisions.items()
         },
     }
 
 
 def overall(verdicts: Sequence[str]) -> str:
-    """Of all environments: better or worse where some are and none is the contrary, else `mixed`
-    or `not shown`.
+    """Return the verdict over all environments: better or worse if some are and none is the
+    contrary, else `mixed` or `not shown`.
     """
-    found = set(verdicts) - {"not shown"}
-    return "mixed" if len(found) == 2 else next(iter(found), "not shown")
+    shown = set(verdicts) - {"not shown"}
+    return "mixed" if len(shown) == 2 else next(iter(shown), "not shown")
 
 
 def _result_json(named: Named, confidence: float) -> dict[str, Any]:
@@ -161,49 +164,51 @@ def _result_json(named: Named, confidence: float) -> dict[str, Any]:
 
 
 def _curves_json(named: Named, env: str, confidence: float) -> dict[str, Any]:
-    """Success against what an episode may take; against turns only where a horizon cannot have
-    changed what was done.
+    """Return success against an episode's budget; against turns only if the horizon cannot have
+    changed the policy's actions.
     """
-    most = horizon_of(named.result, env)
-    why = obstacle(_told(named, env), most)
-    found = curves(named.result, env, most, confidence)
-    kept = [each for each in found if each is not None and not (why and each.axis == "turns")]
-    return {"curves": [each.to_json() for each in kept], "no_turns_curve": why}
+    max_turns = horizon_of(named.result, env)
+    why = obstacle(_told(named, env), max_turns)
+    candidates = curves(named.result, env, max_turns, confidence)
+    shown = [
+        curve for curve in candidates if curve is not None and not (why and curve.axis == "turns")
+    ]
+    return {"curves": [curve.to_json() for curve in shown], "no_turns_curve": why}
 
 
 def horizon_of(result: Result, env: str) -> int:
-    """Turns its episodes could have."""
-    for each in result.identity["protocol"]["envs"]:
-        if each["env"]["name"] == env:
-            return int(each["max_turns"])
+    """Number of turns that an episode could have."""
+    for env_protocol in result.identity["protocol"]["envs"]:
+        if env_protocol["env"]["name"] == env:
+            return int(env_protocol["max_turns"])
     return max(slot.num_turns for slot in result.of(env))
 
 
 def curves(result: Result, env: str, max_turns: int, confidence: float) -> list[Curve | None]:
-    """Success of an environment's samples against turns, tokens that the policy said, seconds;
-    None where a cost is not known.
+    """Return the success of an environment's samples against turns, generated tokens and seconds;
+    None if a cost is not known.
     """
     sampled = sampled_slots(result.of(env))
     if not any(slot.counts for slot in sampled):
         return []
-    said = [
+    num_tokens = [
         float(slot.usage.output_tokens) if slot.usage.known["output"] else None for slot in sampled
     ]
     seconds = [slot.wall_s or None for slot in sampled]
     return [
         by_turns(sampled, max_turns, confidence=confidence),
-        within(sampled, said, "tokens", confidence=confidence),
+        within(sampled, num_tokens, "tokens", confidence=confidence),
         within(sampled, seconds, "seconds", confidence=confidence),
     ]
 
 
 def sampled_slots(slots: Sequence[Slot]) -> list[Slot]:
-    """Of one environment; the greedy ones where there are no others."""
+    """Return the sampled slots of one environment; the greedy ones if there are no others."""
     return [slot for slot in slots if slot.sample] or list(slots)
 
 
 def _told(named: Named, env: str) -> Iterator[str]:
-    """What a policy was shown: its instructions, and the first episodes on record."""
+    """Yield the texts that a policy was shown: its instructions and its first episodes."""
     yield named.result.about.get("instructions", {}).get(env, "")
     folder = named.folder
     if folder is None or not (folder / FILE).is_file():

@@ -1,1 +1,1 @@
-"""Where engine and learner live: this process, or actors of a Ray cluster."""
+"""Engine and learner in this process, or in actors of a Ray cluster."""

@@ -1,5 +1,5 @@
-"""What learner ranks and rollout workers have in common: they can be ended, and they say why
-they failed.
+"""Helpers for learner ranks and rollout workers: end an actor, and find the cause of its
+failure.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def node_address() -> str:
 def end(actors: Sequence[Any]) -> None:
     import ray
 
-    if not ray.is_initialized():  # to end an actor Ray would start a cluster
+    if not ray.is_initialized():  # ray.kill would start a cluster
         return
     for actor in actors:
-        with contextlib.suppress(Exception):  # it is gone already, or goes with the cluster
+        with contextlib.suppress(Exception):  # already gone, or ends with the cluster
             ray.kill(actor, no_restart=True)
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What was raised inside the actor, where that is what happened."""
+    """Return the exception raised inside the actor, or the error itself if there is none."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, BaseException) else error
 

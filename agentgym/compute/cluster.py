@@ -1,10 +1,9 @@
-"""A run spread over processes of a Ray cluster: ranks that hold the weights, workers that play
-episodes.
+"""A run spread over processes of a Ray cluster: ranks hold the weights, workers play episodes.
 
 `RayLearner` and `RayEngine` are a `Learner` and an `Engine`.
-A worker that is lost costs the episodes it had not finished: they are played again elsewhere, and
-another worker takes its place.
-A rank that is lost ends the step, which goes on from its last commit when it is run again.
+A lost worker costs its unfinished episodes: they are played again elsewhere, and another worker
+replaces it.
+A lost rank ends the step, which resumes from its last commit when it is run again.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from agentgym.types import Endpoints
 
 CONNECT_TIMEOUT_S = 10.0  # to the cluster's port
 TEMP_PREFIX = "agentgym-ray-"  # folder of a local cluster
-# a socket's path has 107 bytes, so neither the state folder nor TMPDIR will do
+# a socket's path has at most 107 bytes: the state folder and TMPDIR may be too long
 TEMP_ROOT = Path("/tmp")  # noqa: S108
 ATTEMPTS = 8  # to make that folder
 _in_use = threading.Lock()  # Ray knows one cluster per process
@@ -46,15 +45,15 @@ _token = secrets.token_hex(32)  # of this process's local clusters
 
 
 class PlacementError(RuntimeError):
-    """The cluster has no room for what the run asks for."""
+    """The cluster has no room for the resources that the run requests."""
 
 
 @contextmanager
 def open_cluster(cfg: RunConfig, *, num_ranks: int, num_workers: int) -> Iterator[Cluster]:
-    """Room for so many ranks and workers on the configured cluster, or on a local one that ends
-    with the block.
+    """Yield room for that many ranks and workers on the configured cluster, or on a local one that
+    ends with the block.
 
-    Errors: RayUnreachable; PlacementError after `ray.placement_timeout_s`; ConfigError where Ray is
+    Errors: RayUnreachable; PlacementError after `ray.placement_timeout_s`; ConfigError if Ray is
     not installed.
     """
     settings = cfg.ray
@@ -67,14 +66,14 @@ def open_cluster(cfg: RunConfig, *, num_ranks: int, num_workers: int) -> Iterato
 
 
 class Cluster:
-    """A placement group, and what runs in it: first the ranks, then the workers.
+    """A placement group and the actors in it: first the ranks, then the workers.
     All their processes start at once.
     """
 
     def __init__(
         self, cfg: RunConfig, group: Any, num_ranks: int, num_workers: int, folder: Path | None
     ) -> None:
-        """folder: of a local cluster, which nobody else reads."""
+        """folder: of a local cluster, which only this user can read."""
         self._cfg, self._group, self._num_ranks, self._num_workers = (
             cfg,
             group,
@@ -98,7 +97,7 @@ class Cluster:
 
     @contextmanager
     def learner(self, plan: LearnerPlan) -> Iterator[RayLearner]:
-        """The plan's learner, spread over the ranks. Errors: RankLost."""
+        """Yield the plan's learner, spread over the ranks. Errors: RankLost."""
         try:
             settings = self._cfg.ray
             learner = RayLearner(
@@ -118,8 +117,8 @@ class Cluster:
     def engine(
         self, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
     ) -> Iterator[RayEngine]:
-        """Workers that hold the checkpoint's weights as `version`.
-        Errors: as their environment client's; WorkersLost.
+        """Yield an engine whose workers hold the checkpoint's weights as `version`.
+        Errors: those of the environment client; WorkersLost.
         """
         assert isinstance(checkpoint.weights, StoredTensors)
         plan = WorkerPlan(
@@ -153,7 +152,7 @@ class Cluster:
             RolloutWorker,
             settings.worker_cpus,
             settings.worker_gpus,
-            max_concurrency=self._num_slots + 8,  # beside the episodes: publish, canary
+            max_concurrency=self._num_slots + 8,  # in addition to the episodes: publish, canary
         ).remote()
 
     def _actor(
@@ -166,16 +165,20 @@ class Cluster:
         max_concurrency: int | None = None,
         groups: Mapping[str, int] | None = None,
     ) -> Any:
-        """groups: concurrency groups, with the threads of each."""
+        """Return the actor class with its options. groups: concurrency groups, with the threads of
+        each.
+        """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        strategy = PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=bundle
+        )
         remote = ray.remote(concurrency_groups=dict(groups)) if groups else ray.remote
         return remote(kind).options(
             num_cpus=cpus,
             num_gpus=gpus,
-            scheduling_strategy=place,
+            scheduling_strategy=strategy,
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=max_concurrency,
@@ -184,15 +187,15 @@ class Cluster:
 
 @contextmanager
 def connected(address: str, *, num_cpus: float) -> Iterator[Path | None]:
-    """This process as a driver of the cluster at `address`, or of a local one of so many logical
-    CPUs where it is empty.
+    """Connect this process as a driver to the cluster at `address`, or, if that is empty, to a
+    local cluster of `num_cpus` logical CPUs.
 
-    A local cluster ends with the block, and with this process if that is killed: its servers die
-    with the thread that started them, its workers with those, two agents of a node when they have
-    tried for a minute to tell it, and its folder is removed by the next local cluster.
-    Nothing of it listens on other than loopback, and all of it asks for a token of this process.
-    Result: its folder, mode 0700.
-    Errors: RayUnreachable; ConfigError where Ray is not installed.
+    A local cluster ends with the block, also if this process is killed: its servers die with the
+    thread that started them, its workers with the servers, and two agents of a node after they have
+    tried for a minute to reach it. The next local cluster removes its folder.
+    A local cluster listens on loopback alone, and requires a token of this process.
+    Result: the local cluster's folder, mode 0700.
+    Errors: RayUnreachable; ConfigError if Ray is not installed.
     """
     if not _in_use.acquire(blocking=False):
         raise RuntimeError(
@@ -215,9 +218,9 @@ def connected(address: str, *, num_cpus: float) -> Iterator[Path | None]:
                     _join(ray, address, options)
                 else:
                     folder = stack.enter_context(_temp_folder())
-                    # of its own, whatever is set for other clusters
+                    # its own token, whatever is set for other clusters
                     os.environ["RAY_AUTH_TOKEN"] = _token
-                    # Ray's default for a new cluster is to ask for the token
+                    # without these a new cluster requires the token, Ray's default
                     for name in ("RAY_AUTH_MODE", "RAY_ADDRESS"):
                         os.environ.pop(name, None)
                     options |= {
@@ -225,10 +228,10 @@ def connected(address: str, *, num_cpus: float) -> Iterator[Path | None]:
                         "include_dashboard": False,
                     }
                     with _loopback():
-                        # Ray opens its own folder to everybody
+                        # Ray makes its own folder readable to all users
                         ray.init("local", _temp_dir=str(folder / "r"), **options)
                 if in_main_thread:
-                    # Ray's own would end the process without a word
+                    # Ray's handler would end the process silently
                     signal.signal(signal.SIGTERM, handler)
                 yield folder
             finally:
@@ -249,7 +252,9 @@ def _import_ray() -> Any:
 
 
 def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
-    """Errors: RayUnreachable, also where a token is missing or wrong."""
+    """Join the cluster. Errors: RayUnreachable, also if a token is missing or wrong;
+    ConfigError.
+    """
     from ray._private.authentication.authentication_token_setup import (
         maybe_enable_token_auth_if_token_available,
     )
@@ -271,7 +276,7 @@ def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
             raise RayUnreachable(
                 f"no Ray cluster answers at {address} ({error}); {advice}"
             ) from None
-    # clusters ask for a token by default, Ray's clients send one only if told to
+    # clusters require a token by default, but Ray's clients send one only if configured to
     if auth_headers(os.environ):
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
@@ -298,7 +303,7 @@ def _environment_kept(*names: str) -> Iterator[None]:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """A cluster that is started meanwhile listens on loopback alone, as Ray has it where it
+    """Make a cluster that is started in the block listen on loopback alone, as Ray does if it
     expects no other machine.
     """
     from ray._private import ray_constants
@@ -313,31 +318,31 @@ def _loopback() -> Iterator[None]:
 
 @contextmanager
 def _temp_folder() -> Iterator[Path]:
-    """A short path of mode 0700 and a name nobody can foresee.
-    Those whose process was killed are removed on the way.
+    """Yield a folder with a short path, mode 0700 and an unpredictable name.
+    Folders of killed processes are removed first.
     """
-    for left in TEMP_ROOT.glob(f"{TEMP_PREFIX}*"):
-        _remove(left, _hold(left, wait=False))
-    # another run may have taken it for one left behind before it was held
+    for stale in TEMP_ROOT.glob(f"{TEMP_PREFIX}*"):
+        _remove(stale, _hold(stale, wait=False))
+    # before it is locked, another run may remove it as a stale one
     for _ in range(ATTEMPTS):
-        own = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=TEMP_ROOT))
-        lock = _hold(own, wait=True)
+        folder = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=TEMP_ROOT))
+        lock = _hold(folder, wait=True)
         if lock is not None:
             break
     else:
         raise RuntimeError(
-            f"no folder for a Ray cluster could be held in {TEMP_ROOT}: each was removed as soon as"
-            " it was made"
+            f"no folder for a Ray cluster could be locked in {TEMP_ROOT}: each was removed as soon"
+            " as it was made"
         )
     try:
-        yield own
+        yield folder
     finally:
-        _remove(own, lock)
+        _remove(folder, lock)
 
 
 def _hold(folder: Path, *, wait: bool) -> int | None:
-    """A descriptor that locks the folder as long as this process lives; None where it is not
-    ours, is held, gone, or no folder.
+    """Return a descriptor that locks the folder as long as this process lives; None if the folder
+    is not ours, is locked, gone, or no folder.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -364,7 +369,7 @@ def _bundle(cpus: float, gpus: float) -> dict[str, float]:
 
 @contextmanager
 def _placed(cfg: RunConfig, bundles: list[dict[str, float]]) -> Iterator[Any]:
-    """A placement group of these bundles, ready. Errors: PlacementError."""
+    """Yield a ready placement group of these bundles. Errors: PlacementError."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     group = placement_group(bundles, strategy="PACK")
@@ -397,13 +402,13 @@ def _no_room(cfg: RunConfig, bundles: list[dict[str, float]]) -> str:
         for node in ray.nodes()
         if node["Alive"]
     ]
-    asked = [
+    requested = [
         f"{bundles.count(bundle)} x ({spell(bundle)})"
         for bundle in {str(bundle): bundle for bundle in bundles}.values()
     ]
     return (
         "the Ray cluster has no room for this run within ray.placement_timeout_s"
-        f" {cfg.ray.placement_timeout_s:g}: asked for {' and '.join(asked)};"
+        f" {cfg.ray.placement_timeout_s:g}: asked for {' and '.join(requested)};"
         f" {'; '.join(nodes) or 'no node is alive'}. Lower ray.num_workers, ray.num_ranks or what"
         " each takes, or add nodes"
     )

@@ -41,8 +41,8 @@ from agentgym.types import EngineMismatch
 
 logger = logging.getLogger(__name__)
 
-VERDICT_S = 10.0  # after one rank failed, for the others to say what they know
-MIN_BYTES_PER_S = 1 << 20  # that a store takes
+VERDICT_S = 10.0  # after one rank failed, for the others to report
+MIN_BYTES_PER_S = 1 << 20  # lowest assumed speed of a store
 
 
 class RankLost(RuntimeError):
@@ -50,7 +50,7 @@ class RankLost(RuntimeError):
 
 
 class LearnerRank:
-    """Actor: one process of those that hold the weights."""
+    """Actor with one rank's part of the weights."""
 
     def __init__(self, rank: int, size: int, device: str, timeout_s: float) -> None:
         set_threads()
@@ -66,54 +66,62 @@ class LearnerRank:
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def serve(self) -> tuple[str, int]:
-        """On rank 0: open the place where the ranks meet, on the address of this node alone.
-        Result: that address.
+        """Open the rendezvous of the ranks on rank 0, at this node's address alone. Result: its
+        address.
         """
-        self._meeting, place = serve(node_address(), self._size, self._timeout)
-        return place
+        self._meeting, rendezvous = serve(node_address(), self._size, self._timeout)
+        return rendezvous
 
-    def join(self, place: Place, plan: LearnerPlan) -> None:
-        """Meet the others, and build this rank's part of the learner."""
+    def join(self, rendezvous: Place, plan: LearnerPlan) -> None:
+        """Meet the other ranks, and build this rank's part of the learner."""
         from agentgym.learner.sharded import Sharded
 
-        store = self._meeting or meet(place, self._size, self._timeout)
-        use_interface_of(node_address())  # what they exchange goes where Ray goes
+        store = self._meeting or meet(rendezvous, self._size, self._timeout)
+        use_interface_of(node_address())  # ranks exchange data over the interface that Ray uses
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend, store=store, rank=self._rank, world_size=self._size, timeout=self._timeout
         )
         self._learner = plan.build(Sharded(self._device))
-        self._outbox = Outbox(self._device, place.parent if isinstance(place, Path) else None)
+        self._outbox = Outbox(
+            self._device, rendezvous.parent if isinstance(rendezvous, Path) else None
+        )
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """A method of the learner, entered by every rank; rank 0 has the result."""
+        """Call a method of the learner, on every rank. Result: the method's on rank 0,
+        else None.
+        """
         result = getattr(self._learner, method)(*arguments, **named)
         return _on_host(result) if self._rank == 0 else None
 
     def snapshot(self, with_optimizer: bool) -> int:
-        """Entered by every rank: copy this rank's part. Result: bytes."""
+        """Copy this rank's part; every rank is called. Result: bytes."""
         self._snapshot = self._learner.snapshot(with_optimizer)
         return int(self._snapshot.size)
 
-    def begin_writing(self, place: StorePlace, step: str, key: str) -> None:
-        """Write the copy, beside what is called next."""
+    def begin_writing(self, store_place: StorePlace, step: str, key: str) -> None:
+        """Begin to write the copy in the background."""
         taken, self._snapshot = self._snapshot, None
-        self._writing = self._writer.submit(taken.write, place, step, key)
+        self._writing = self._writer.submit(taken.write, store_place, step, key)
 
     def written(self) -> dict[str, Blob] | None:
-        """What was written, None while it goes on. Errors: what stopped it."""
+        """Return the written blobs, or None while writing. Errors: the one that stopped it."""
         if not self._writing.done():
             return None
-        found: dict[str, Blob] = self._writing.result()
-        return found
+        blobs: dict[str, Blob] = self._writing.result()
+        return blobs
 
     def export(self, version: int) -> InObjectStore | None:
-        """On rank 0: the whole weights, in the object store."""
+        """Put the whole weights into the object store. Result: on rank 0 their delivery,
+        else None.
+        """
         weights = self._learner.weights_on_host()
         return None if self._rank else put(weights, version)
 
     def keep(self, version: int, timeout_s: float) -> Broadcast | None:
-        """On rank 0: keep the whole weights, to broadcast them. Result: all of it but where."""
+        """Keep the whole weights on rank 0, to broadcast them.
+        Result: on rank 0 the broadcast without its address, else None.
+        """
         weights = self._learner.weights_on_host()
         return None if self._rank else self._outbox.keep(weights, version, timeout_s)
 
@@ -125,14 +133,14 @@ class LearnerRank:
 
 
 def _on_host(result: Any) -> Any:
-    """Return a result with its experience in host memory: where it goes may be no GPU."""
+    """Return a result with its experience in host memory: the receiver may have no GPU."""
     if isinstance(result, tuple):
         return tuple(map(_on_host, result))
     return result.to(torch.device("cpu")) if isinstance(result, Experience) else result
 
 
 class RanksSnapshot:
-    """Copies of each rank's part, in the ranks."""
+    """Copies of each rank's part, which the ranks keep."""
 
     def __init__(self, actors: Sequence[Any], sizes: Sequence[int], timeout_s: float) -> None:
         """sizes: of each rank's part, bytes; timeout_s: of one call."""
@@ -143,12 +151,12 @@ class RanksSnapshot:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes of all parts."""
         return sum(self._sizes)
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
-        """Every rank writes its own; training goes on meanwhile. Errors: StoreFull, StoreNotHere;
-        RankLost after a deadline, or where a rank died.
+        """Let every rank write its part while training continues.
+        Errors: StoreFull, StoreNotHere; RankLost after a deadline, or if a rank died.
         """
         self.is_over.clear()
         try:
@@ -157,32 +165,34 @@ class RanksSnapshot:
             self.is_over.set()
 
     def close(self) -> None:
-        """Before the ranks end: wait for what they write, for the time of one call."""
+        """Wait until the ranks have written, for the time of one call. Call this before the ranks
+        end.
+        """
         if not self.is_over.wait(self._timeout_s):
             self._closed = True
 
-    def _write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
-        self._ask("begin_writing", place, step, key)
+    def _write(self, store_place: StorePlace, step: str, key: str) -> dict[str, Blob]:
+        self._ask("begin_writing", store_place, step, key)
         deadline = time.monotonic() + self._timeout_s + max(self._sizes) / MIN_BYTES_PER_S
         pause_s = 0.01
         while time.monotonic() < deadline and not self._closed:
             answers = self._ask("written")
             if None not in answers:
-                return {name: blob for each in answers for name, blob in each.items()}
+                return {name: blob for answer in answers for name, blob in answer.items()}
             time.sleep(pause_s)
             pause_s = min(1.0, 2 * pause_s)
         raise RankLost(
-            f"the learner's ranks have not written {self.size} bytes to {place.root} in time; run"
-            " the step again to go on from its last commit"
+            f"the learner's ranks have not written {self.size} bytes to {store_place.root} in time;"
+            " run the step again to go on from its last commit"
         )
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
-        """An answer of each; other calls of theirs may come first."""
+        """Return each rank's answer; a rank may execute other calls first."""
         import ray
 
         try:
-            asked = [getattr(actor, method).remote(*arguments) for actor in self._actors]
-            return list(ray.get(asked, timeout=self._timeout_s + SLACK_S))
+            references = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+            return list(ray.get(references, timeout=self._timeout_s + SLACK_S))
         except ray.exceptions.RayTaskError as error:
             raise cause_of(error) from None
         except ray.exceptions.RayError as error:
@@ -190,7 +200,7 @@ class RanksSnapshot:
 
 
 class RayLearner:
-    """A `Learner` whose weights are spread over ranks. Every call is one call of all of them."""
+    """A `Learner` whose weights are spread over ranks. Every call is one call of all ranks."""
 
     def __init__(self, actors: Sequence[Any], *, start_timeout_s: float, timeout_s: float) -> None:
         """start_timeout_s: until every process is there; timeout_s: of one call."""
@@ -201,9 +211,9 @@ class RayLearner:
     def join(self, plan: LearnerPlan, folder: Path | None) -> None:
         """Let the ranks meet and build the learner.
 
-        folder: of this user alone and seen by all ranks, where they are on one machine: they then
-        meet in a file of it, which nobody else can open.
-        None: at a port of rank 0's node, which asks for no secret.
+        folder: of this user alone and seen by all ranks, if they are on one machine: they then meet
+        in a file of it, which no other user can open.
+        None: they meet at a port of rank 0's node, which requires no secret.
         Errors: RankLost.
         """
         import ray
@@ -211,14 +221,14 @@ class RayLearner:
         self._where = self._gather(
             [actor.where.remote() for actor in self._actors], self._start_timeout_s
         )
-        place = (
+        rendezvous = (
             self._gather([self._actors[0].serve.remote()])[0]
             if folder is None
             else folder / f"ranks-{secrets.token_hex(8)}"
         )
         shared = ray.put(plan)
         self._gather(
-            [actor.join.remote(place, shared) for actor in self._actors],
+            [actor.join.remote(rendezvous, shared) for actor in self._actors],
             self._timeout_s + plan.size / MIN_BYTES_PER_S,
         )
         logger.info(
@@ -270,12 +280,12 @@ class RayLearner:
         return self._snapshot
 
     def close(self) -> None:
-        """Let the ranks write what they write."""
+        """Wait until the ranks have written the last snapshot."""
         if self._snapshot is not None:
             self._snapshot.close()
 
     def export(self, version: int, transport: str, timeout_s: float) -> Sender:
-        """The whole weights, for rollout workers, by the transport of that name.
+        """Return a sender of the whole weights to rollout workers, by the transport of that name.
         timeout_s: of one sending.
         """
         if transport == "object_store":
@@ -288,16 +298,18 @@ class RayLearner:
     def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
         import ray
 
-        shared = [ray.put(each) for each in arguments]
+        shared = [ray.put(argument) for argument in arguments]
         return self._gather(
             [actor.call.remote(method, *shared, **named) for actor in self._actors]
         )[0]
 
     def _gather(self, references: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """What each rank answered.
-        One that fails alone leaves the others in an exchange it never enters: then all end.
+        """Return each rank's answer.
+        If one rank fails alone, the others wait in an exchange that it never enters: then end all
+        ranks.
 
-        Errors: the ranks' own where it is one of ours; RankLost naming who died, hangs or failed.
+        Errors: a rank's own if it is one of ours; RankLost naming the rank that died, hangs or
+        failed.
         """
         import ray
 
@@ -326,10 +338,14 @@ class RayLearner:
         for cause in causes.values():
             if isinstance(cause, EngineMismatch | FloatingPointError | ValueError):
                 raise cause
-        raise RankLost(self._verdict(causes, [references.index(each) for each in waiting]))
+        raise RankLost(
+            self._verdict(causes, [references.index(reference) for reference in waiting])
+        )
 
     def _verdict(self, causes: dict[int, BaseException], silent: list[int]) -> str:
-        """The culprit first: who died, then who is silent, then who complains about the others."""
+        """Return the error text, the culprit first: ranks that died, then silent ranks, then those
+        that complain about the others.
+        """
         import ray
 
         died = [

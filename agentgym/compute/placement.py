@@ -1,5 +1,5 @@
-"""Where weights are trained and episodes played: in this process or in Ray actors.
-Who uses them cannot tell.
+"""Training of weights and playing of episodes, in this process or in Ray actors.
+Callers need not know which.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ logger = logging.getLogger(__name__)
 
 
 class Learner(Protocol):
-    """What updates weights, wherever they are."""
+    """Protocol of a learner: it updates weights, wherever they are."""
 
     def peak_tflops(self, of_device: float | None) -> float | None:
-        """Of all ranks' devices. of_device: of one; None: as its name tells, if that is known."""
+        """Return the peak of all ranks' devices, TFLOP/s; None if unknown.
+        of_device: peak of one device; None: the known one for the device's name.
+        """
         ...
 
     def score(self, batch: Batch) -> Tensor:
-        """[N] log-probabilities under the present weights; 0 where action_mask is false."""
+        """Return [N] log-probabilities under the current weights; 0 where action_mask is false."""
         ...
 
     def score_reference(self, batch: Batch) -> Tensor:
-        """The same under the plan's reference."""
+        """Return [N] log-probabilities under the plan's reference; 0 where action_mask is false."""
         ...
 
     def drop_reference(self) -> None:
-        """Give its memory back."""
+        """Free the memory of the reference."""
         ...
 
     def prepare(self, batch: Batch, config: PolicyGradientConfig, *, step: int) -> Experience:
-        """What is known of a batch before the update; advantages are not among it."""
+        """Return a batch's experience before the update, without advantages."""
         ...
 
     def update(
@@ -62,14 +64,14 @@ class Learner(Protocol):
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
     ) -> dict[str, float]: ...
     def snapshot(self, with_optimizer: bool = True) -> Writable:
-        """A copy of the trained networks; with the optimizer's state, all that another learner
-        needs to go on from here.
+        """Copy the trained networks; with the optimizer's state, the copy is all that another
+        learner needs to resume from here.
         """
         ...
 
 
 class Engine(Protocol):
-    """What plays episodes, wherever that is."""
+    """Protocol of an engine: it plays episodes, wherever that is."""
 
     def collect(
         self,
@@ -84,30 +86,32 @@ class Engine(Protocol):
         progress: Callable[[int], None] = ...,
     ) -> list[Trajectory]: ...
     def publish(self, learner: Any, version: int) -> float:
-        """learner: of the same `open_compute`."""
+        """Hand the learner's weights to the engine as `version` and prove that they arrived.
+        learner: of the same `open_compute`. Result: the canary's difference, nats.
+        """
         ...
 
     def usage(self) -> EngineUsage:
-        """As `Policy.usage`; of several engines the sum."""
+        """Return the usage, see `Policy.usage`; the sum over several engines."""
         ...
 
 
 def num_accelerators(cfg: RunConfig) -> float:
-    """GPUs that a training holds, those of its engines among them; 0 on a CPU."""
+    """Return the GPUs that a training uses, including its engines; 0 on a CPU."""
     if cfg.compute_device == "cpu":
         return 0.0
     ray = cfg.ray
-    held = ray.num_ranks * ray.rank_gpus + ray.num_workers * ray.worker_gpus
-    return held if cfg.compute == "ray" else 1.0
+    num_gpus = ray.num_ranks * ray.rank_gpus + ray.num_workers * ray.worker_gpus
+    return num_gpus if cfg.compute == "ray" else 1.0
 
 
 @contextmanager
 def open_compute(
     cfg: RunConfig, plan: LearnerPlan, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
 ) -> Iterator[tuple[Learner, Engine]]:
-    """A learner, and an engine that holds the checkpoint's weights as `version`.
-    Errors: where a server is not what training may use; see `open_cluster`; ConfigError where the
-    plan leaves `lora` out.
+    """Yield a learner, and an engine that holds the checkpoint's weights as `version`.
+    Errors: if training may not use a server; see `open_cluster`; ConfigError if the plan leaves
+    `lora` out.
     """
     if cfg.lora.rank and plan.adapter is None:
         raise ConfigError(
@@ -132,14 +136,14 @@ def open_compute(
         ):
             yield learner, engine
     else:
-        own = plan.build(SingleProcess(cfg.compute_device))
-        with inline.open_engine(cfg, checkpoint, endpoints, version=version) as single:
-            yield own, single
+        single_learner = plan.build(SingleProcess(cfg.compute_device))
+        with inline.open_engine(cfg, checkpoint, endpoints, version=version) as single_engine:
+            yield single_learner, single_engine
 
 
 @contextmanager
 def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[Learner]:
-    """A learner alone. Errors: see `open_cluster`."""
+    """Yield a learner alone. Errors: see `open_cluster`."""
     if cfg.compute == "ray":
         from agentgym.compute.cluster import open_cluster
 
@@ -155,9 +159,7 @@ def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[Learner]:
 def play_validation(
     cfg: RunConfig, engine: Engine, items: Sequence[Item], step: int
 ) -> list[Trajectory]:
-    """One episode of each validation item under the weights the engine holds; never learned
-    from.
-    """
+    """Play one episode of each validation item under the engine's weights; never train on them."""
     settings = cfg.validation
     return engine.collect(
         items[: settings.num_items],

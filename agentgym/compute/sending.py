@@ -1,5 +1,5 @@
-"""How weights go from the learner's first rank to rollout workers: through Ray's object store, or
-by collective broadcast.
+"""Transfer of weights from the learner's first rank to rollout workers: through Ray's object store,
+or by collective broadcast.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class InObjectStore:
 
 
 def put(weights: dict[str, Tensor], version: int) -> InObjectStore:
-    """Of this process's node."""
+    """Put weights into the object store of this process's node."""
     import ray
 
     blob = b"".join(TensorFile.of(weights).pieces())
@@ -71,9 +71,10 @@ class Sender(Protocol):
         ...
 
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
-        """num_receivers: processes of each worker that take weights.
-        Result: a delivery for each worker, and a reference to the sending, None where the sender
-        need do nothing.
+        """Begin a sending to these workers. num_receivers: processes of each worker that take
+        weights.
+        Result: a delivery for each worker, and a reference to the sending; None if the sender need
+        do nothing.
         """
         ...
 
@@ -92,9 +93,11 @@ class ObjectStoreSender:
 
 @dataclass(frozen=True)
 class BroadcastSender:
-    """Makes a group for each sending, so that a worker lost in one does not disturb the next."""
+    """Sender with a new process group for each sending, so that a worker lost in one does not
+    disturb the next.
+    """
 
-    rank: Any  # actor of the learner's first, with an `Outbox`
+    rank: Any  # actor of the learner's first rank, with an `Outbox`
     template: Broadcast
 
     @property
@@ -104,40 +107,38 @@ class BroadcastSender:
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
         import ray
 
-        def ask(method: str, *arguments: Any) -> Any:  # beside what else the rank does
+        def ask(method: str, *arguments: Any) -> Any:  # in parallel to the rank's other calls
             remote = getattr(self.rank, method).options(concurrency_group=SENDING).remote
             return remote(*arguments)
 
         opened = ask("open_broadcast", self.template, 1 + sum(num_receivers))
-        own: Broadcast = ray.get(opened, timeout=self.template.timeout_s + SLACK_S)
+        broadcast: Broadcast = ray.get(opened, timeout=self.template.timeout_s + SLACK_S)
         firsts = accumulate([1, *num_receivers[:-1]])
-        return [own.at(first) for first in firsts], ask("send", own)
+        return [broadcast.at(first) for first in firsts], ask("send", broadcast)
 
 
 class Outbox:
-    """Of the learner's first rank: the weights that it broadcasts, now and to whoever
-    comes later.
-    """
+    """Weights that the learner's first rank broadcasts, now and to workers that come later."""
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
         """device: what the rank computes on. folder: seen by all receivers; None: they meet at a
         port.
         """
         self._device, self._folder = device, folder
-        self._open: dict[int, Any] = {}  # meeting places by port
+        self._open: dict[int, Any] = {}  # rendezvous stores by port
         self._kept: tuple[int, dict[str, Tensor]] = (-1, {})
 
     def keep(self, weights: dict[str, Tensor], version: int, timeout_s: float) -> Broadcast:
-        """weights: in host memory, and nobody else's."""
+        """Keep weights for broadcasts. weights: in host memory, and not used elsewhere."""
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         described = Broadcast(
             weights_digest(weights), version, layout_of(weights), backend, timeout_s
         )
-        self._kept = version, weights  # only now: a worker may come for the ones before
+        self._kept = version, weights  # only now: until here a worker may fetch the previous ones
         return described
 
     def open(self, template: Broadcast, size: int) -> Broadcast:
-        """With a place where so many processes meet, this one among them."""
+        """Return the broadcast with a rendezvous of `size` processes, including this one."""
         if self._folder is not None:
             path = self._folder / f"weights-{secrets.token_hex(8)}"
             return replace(template, size=size, path=str(path))
@@ -147,7 +148,7 @@ class Outbox:
         return replace(template, size=size, host=host, port=port)
 
     def send(self, broadcast: Broadcast) -> None:
-        """Errors: TransportBroken."""
+        """Send the kept weights. Errors: TransportBroken."""
         meeting, (version, weights) = self._open.pop(broadcast.port, None), self._kept
         if version != broadcast.version:
             raise TransportBroken(

@@ -1,5 +1,5 @@
 """params.yaml as one frozen, validated tree.
-A number that changes a result is written there and nowhere else.
+Every number that changes a result is written in that file and nowhere else.
 """
 
 from agentgym.config.alarms import AlarmsConfig

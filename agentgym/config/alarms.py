@@ -1,6 +1,6 @@
-"""The settings of `alarms`: what is trouble while training, and what then happens.
+"""The settings of `alarms`: limits of measures while training, and the action beyond them.
 
-They change no result, so they may be changed between two starts of one run.
+They change no result, so you may change them between two starts of one run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _action(trouble: str) -> Any:
 
 
 class AlarmsConfig(Section):
-    """Of each alarm what it does, and the limit of its measure: see docs/operations.md."""
+    """The action of each alarm and the limit of its measure: see docs/operations.md."""
 
     entropy: Action = _action("entropy collapse")
     min_entropy: NonNegativeFloat = operational(0.02, "nats per action token")

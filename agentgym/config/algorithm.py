@@ -1,5 +1,5 @@
-"""The settings of `algorithm`: one family of them for each kind of recipe, so that a word that
-means nothing to a recipe is refused.
+"""The settings of `algorithm`: one family for each kind of recipe, so that a setting without
+meaning for a recipe is refused.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ DEFAULT_RECIPE = "grpo"
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What a stage of training does with its optimizer steps."""
+    """The data and the start of each optimizer step in a stage of training."""
 
     trainer: str  # module with `train_stage`
     samples_every_step: bool = False  # else it learns from a set fixed at the start of the stage
     imitates: bool = False  # the demonstrations are part of that set
-    prefers: bool = False  # it is made of pairs
+    prefers: bool = False  # the set consists of pairs
     begins_anew: bool = False  # each stage starts from the first weights, not from the last
-    # each stage goes on with the optimizer's state of the one before
+    # each stage continues with the optimizer's state of the stage before
     keeps_optimizer: bool = False
 
 
@@ -43,7 +43,7 @@ class AlgorithmConfig(Section):
 
 
 class PolicyGradientConfig(AlgorithmConfig):
-    """Of recipes that sample episodes for every optimizer step."""
+    """Settings of recipes that sample episodes for every optimizer step."""
 
     loop = Loop("agentgym.training.rl", samples_every_step=True, keeps_optimizer=True)
 
@@ -99,17 +99,17 @@ class PolicyGradientConfig(AlgorithmConfig):
     @model_validator(mode="after")
     def _check_kl(self) -> Self:
         recipe = recipe_of(self.recipe)
-        place, estimator = (
+        kl_place, estimator = (
             self.kl_place or recipe.kl_place,
             self.kl_estimator or recipe.kl_estimator,
         )
-        if place == "loss" and estimator == "k1":
+        if kl_place == "loss" and estimator == "k1":
             raise ValueError(
                 f"algorithm.kl_estimator k1 with kl_place loss (recipe {self.recipe}) has no"
                 " expected gradient and holds the policy to nothing; use kl_estimator k2 or k3, or"
                 " kl_place reward"
             )
-        if place == "reward" and recipe.standardises_groups:
+        if kl_place == "reward" and recipe.standardises_groups:
             raise ValueError(
                 f"algorithm.kl_place reward with recipe {self.recipe}, which divides by the"
                 " deviation of each group: in a group of equal outcomes the noise of the KL"
@@ -139,7 +139,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 
 
 class SequenceRatioConfig(PolicyGradientConfig):
-    """Of recipes whose ratio is a sequence's: it moves far less than a token's."""
+    """Settings of recipes with one ratio per sequence, which moves far less than a token's."""
 
     clip_low: PositiveFloat = setting(
         3e-4, "the ratio of a sequence's mean probabilities is clipped at 1 minus this"
@@ -150,7 +150,7 @@ class SequenceRatioConfig(PolicyGradientConfig):
 
 
 class ClippedWeightConfig(PolicyGradientConfig):
-    """Of recipes that clip the weight of a token's gradient and drop none."""
+    """Settings of recipes that clip the weight of a token's gradient and drop none."""
 
     clip_low: PositiveFloat = setting(
         1.0, "the weight of a token's gradient is at least 1 minus this; 1: no bound", le=1
@@ -161,7 +161,7 @@ class ClippedWeightConfig(PolicyGradientConfig):
 
 
 class DynamicSamplingConfig(PolicyGradientConfig):
-    """Of recipes that replace groups of equal rewards and penalize episodes near their limits."""
+    """Settings of recipes that replace groups of equal rewards and penalize overlong episodes."""
 
     max_refills: NonNegativeInt = setting(
         3, "rounds of further items in place of groups with equal rewards"
@@ -183,7 +183,7 @@ class DynamicSamplingConfig(PolicyGradientConfig):
 
 
 class DiscountedConfig(PolicyGradientConfig):
-    """Of recipes that look at when a reward came."""
+    """Settings of recipes that discount rewards over time."""
 
     gamma: float = setting(1.0, "discount per action token", gt=0, le=1)
     turn_rewards: bool = setting(
@@ -201,7 +201,7 @@ class DiscountedConfig(PolicyGradientConfig):
 
 
 class ActorCriticConfig(DiscountedConfig):
-    """Of recipes with a critic."""
+    """Settings of recipes with a critic."""
 
     dual_clip: float = setting(3.0, "largest loss per unit of negative advantage", gt=1)
     gae_lambda: float = setting(
@@ -217,7 +217,7 @@ class ActorCriticConfig(DiscountedConfig):
 
 
 class TurnActorCriticConfig(ActorCriticConfig):
-    """Of recipes with a critic whose steps in time are turns."""
+    """Settings of recipes with a critic whose time steps are turns."""
 
     gamma: float = setting(1.0, "discount per turn", gt=0, le=1)
     gae_lambda: float = setting(
@@ -227,13 +227,13 @@ class TurnActorCriticConfig(ActorCriticConfig):
 
 
 class ImitationConfig(AlgorithmConfig):
-    """Of supervised learning on the demonstrations: they and the optimizer say it all."""
+    """Settings of supervised learning: none, demonstrations and optimizer define it."""
 
     loop = Loop("agentgym.training.offline", imitates=True, keeps_optimizer=True)
 
 
 class ExplorationConfig(AlgorithmConfig):
-    """Of recipes that learn from episodes sampled when a stage begins."""
+    """Settings of recipes that learn from episodes sampled when a stage begins."""
 
     truncated: Truncated | None = setting(
         None, "what a cut episode counts as: zero or mask; None: the recipe's own"
@@ -255,7 +255,7 @@ class ExplorationConfig(AlgorithmConfig):
 
 
 class PreferenceConfig(ExplorationConfig):
-    """Of learning from pairs."""
+    """Settings of learning from pairs."""
 
     loop = Loop("agentgym.training.offline", prefers=True)
 
@@ -274,7 +274,7 @@ class PreferenceConfig(ExplorationConfig):
 
 
 class SelfTrainingConfig(ExplorationConfig):
-    """Of learning from demonstrations and successes of one's own."""
+    """Settings of learning from demonstrations and the policy's own successes."""
 
     loop = Loop("agentgym.training.offline", imitates=True, begins_anew=True)
 
@@ -294,40 +294,40 @@ FAMILIES: dict[str, type[AlgorithmConfig]] = {
 
 
 def family_of(recipe: str) -> type[AlgorithmConfig]:
-    """The settings that a recipe has. Errors: ValueError for an unknown recipe."""
+    """Return the class of a recipe's settings. Errors: ValueError for an unknown recipe."""
     if not isinstance(recipe, str):
         raise ValueError(f"algorithm.recipe: expected a name such as grpo, got {recipe!r:.80}")
     return cast(type[AlgorithmConfig], named(FAMILIES, recipe_of(recipe).settings))
 
 
 def algorithm_config(recipe: str = DEFAULT_RECIPE, **settings: Any) -> AlgorithmConfig:
-    """Of the family that the recipe has.
+    """Return settings of the recipe's family.
 
-    Errors: ValueError for an unknown recipe, or a setting that means nothing to it.
+    Errors: ValueError for an unknown recipe, or a setting without meaning for it.
     """
     family = family_of(recipe)
     for name in settings:
         if name in family.model_fields:
             continue
-        own = ", ".join(sorted(family.model_fields.keys() - {"recipe"})) or "none"
+        known = ", ".join(sorted(family.model_fields.keys() - {"recipe"})) or "none"
         if any(name in other.model_fields for other in FAMILIES.values()):
             raise ValueError(
-                f"algorithm.{name} means nothing to recipe {recipe}; its settings: {own}"
+                f"algorithm.{name} means nothing to recipe {recipe}; its settings: {known}"
             )
         raise ValueError(unknown_key(("algorithm",), name, family.model_fields))
     return family(recipe=recipe, **settings)
 
 
 def max_refills(algorithm: AlgorithmConfig) -> int:
-    """Further rounds of items that one optimizer step may take from the stream."""
+    """Return the further rounds of items that one optimizer step may take from the stream."""
     return algorithm.max_refills if isinstance(algorithm, DynamicSamplingConfig) else 0
 
 
 def carried_over(values: Mapping[str, Any], recipe: str) -> dict[str, Any]:
-    """Of settings written for one recipe those that mean the same to another."""
+    """Return the settings of one recipe that have the same meaning for another."""
     try:
         former, family = family_of(values.get("recipe", DEFAULT_RECIPE)), family_of(recipe)
-    except ValueError:  # whoever validates says so
+    except ValueError:  # the validation reports it
         return dict(values)
     return {
         name: value
@@ -337,7 +337,7 @@ def carried_over(values: Mapping[str, Any], recipe: str) -> dict[str, Any]:
 
 
 def _origin(family: type[AlgorithmConfig], name: str) -> type | None:
-    """The class that says what the setting means."""
+    """Return the class that declares the setting."""
     return next(
-        (each for each in family.__mro__ if name in vars(each).get("__annotations__", ())), None
+        (base for base in family.__mro__ if name in vars(base).get("__annotations__", ())), None
     )

@@ -1,4 +1,4 @@
-"""Steps that compute on other machines: what of a run would be local to whichever one it is."""
+"""Checks for steps that compute on other machines: settings that mean this machine alone."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from agentgym.trust import is_here
 
 
 def is_elsewhere(cfg: RunConfig) -> bool:
-    """Whether steps compute where this machine's paths are not."""
+    """Return True if steps compute on machines that do not have this machine's paths."""
     if cfg.compute == "kuberay":
         return True
     return cfg.compute == "ray-job" and not (cfg.ray.shared_paths or is_here(cfg.ray.address))
 
 
 def local_there(cfg: RunConfig) -> list[str]:
-    """What would be something else there, as `setting value: what to name instead`."""
-    found = []
+    """Return the settings with another meaning there, as `setting value: what to name instead`."""
+    problems = []
     if not cfg.store.uri:
-        found.append("store.uri '': name s3://bucket/prefix")
+        problems.append("store.uri '': name s3://bucket/prefix")
     uri = cfg.tracking.uri
     if not uri.startswith(("http://", "https://")) or is_here(uri):
-        found.append(f"tracking.uri {uri!r}: name an MLflow server that other machines reach")
+        problems.append(f"tracking.uri {uri!r}: name an MLflow server that other machines reach")
     if "@" in uri:
-        found.append("tracking.uri with a password: it belongs into a secret")
+        problems.append("tracking.uri with a password: it belongs into a secret")
     for env in cfg.envs:
-        found += [
+        problems += [
             f"env.endpoints {url} ({env.name}): name servers that other machines reach"
             for url in env.endpoints
             if is_here(url)
         ]
     name = cfg.model.name
     if cfg.model.source == "hub" and (Path(name).is_dir() or name.startswith(("/", ".", "~"))):
-        found.append(f"model.name {name}: name a repository of the Hub")
-    return found
+        problems.append(f"model.name {name}: name a repository of the Hub")
+    return problems
 
 
 def refused_elsewhere(cfg: RunConfig) -> str | None:
-    """Why a run whose steps compute on other machines is refused, or None."""
+    """Return the error text for settings that steps on other machines cannot use, or None."""
     local = local_there(cfg) if is_elsewhere(cfg) else []
     if not local:
         return None

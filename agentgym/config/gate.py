@@ -1,4 +1,4 @@
-"""The settings of `gate`: what a new model must show before the alias moves to it."""
+"""The settings of `gate`: requirements for a new model before the alias moves to it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class GateConfig(Section):
 
     protocol: str = setting(
         "",
-        "of `agentgym evaluate`, by which both models are judged on items of the gate's own; empty:"
-        " the run's own evaluation",
+        "protocol of `agentgym evaluate` that judges both models on the gate's items; empty: the"
+        " run's own evaluation",
     )
     confidence: float = setting(0.95, "level of every one-sided bound", gt=0.5, lt=1)
     min_gain: float = setting(
@@ -39,7 +39,7 @@ class GateConfig(Section):
     )
     min_items: PositiveInt = setting(50, "items of each environment, at least")
     max_length_ratio: PositiveFloat | None = setting(
-        2.0, "tokens said in an episode, of the champion's; null: any"
+        2.0, "tokens generated in an episode, relative to the champion's; null: any"
     )
     max_reference_kl: NonNegativeFloat | None = setting(
         None, "nats per action token from the reference at the end of training; null: any"

@@ -12,14 +12,14 @@ USUAL_TOKENS, USUAL_CHUNK = 16_384, 4_096
 
 
 class LearnerConfig(Section):
-    """How an update fits the memory of its device, and how fast it is.
-    What the weights are in is model.dtype; master weights are float32.
+    """Memory and speed of an update.
+    The weights' dtype is model.dtype; master weights are float32.
     """
 
     micro_batch_tokens: Literal["auto"] | PositiveInt = setting(
         USUAL_TOKENS,
         "tokens of one forward and backward, but where one sequence is longer; on a CPU, where"
-        " attention pads, each sequence counts as the longest beside it; tokens that a sequence"
+        " attention pads, each sequence counts as the longest of its batch; tokens that a sequence"
         " shares with the one before it count once. auto: as many as fit the GPU's memory, by what"
         " updates took; 16384 on a CPU",
     )
@@ -50,7 +50,7 @@ class LearnerConfig(Section):
 
     @property
     def usual_sizes(self) -> tuple[int, int]:
-        """Tokens of a micro-batch, and action tokens of a chunk; the defaults for auto."""
+        """(tokens of a micro-batch, action tokens of a chunk); the defaults for auto."""
         tokens, chunk = self.micro_batch_tokens, self.head_chunk_tokens
         return (
             USUAL_TOKENS if tokens == "auto" else tokens,

@@ -1,6 +1,4 @@
-"""Reading params.yaml: files that extend each other, layers, overrides, and what to say of what
-is wrong in them.
-"""
+"""Reading params.yaml: files that extend each other, layers, overrides and error texts."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from agentgym.trust import untrusted_address
 
 MAX_VALUES = 100_000  # of one parameter file
 MAX_DEPTH = 100  # levels of one parameter file
-# libyaml's where PyYAML was built with it: every command reads its parameters, eight times as fast
+# libyaml's loader, if PyYAML was built with it, is eight times as fast; every command uses it
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NO_JSON = tuple(
     f"tag:yaml.org,2002:{kind}" for kind in ("timestamp", "binary", "set", "omap", "pairs")
@@ -32,10 +30,10 @@ _NO_JSON = tuple(
 
 
 class _Loader(_SafeLoader):  # type: ignore[misc]
-    """YAML as far as JSON has the same: a date is text, and a key stands once in a mapping."""
+    """YAML with JSON's data model: a date is text, and a key occurs once in a mapping."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (as PyYAML has it)
-        first: [each for each in resolvers if each[0] not in _NO_JSON]
+        first: [resolver for resolver in resolvers if resolver[0] not in _NO_JSON]
         for first, resolvers in _SafeLoader.yaml_implicit_resolvers.items()
     }
     yaml_constructors = {  # noqa: RUF012
@@ -43,7 +41,7 @@ class _Loader(_SafeLoader):  # type: ignore[misc]
     }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """Errors: ConstructorError where a key stands twice, of which the last would count."""
+        """Construct a mapping. Errors: ConstructorError if a key occurs twice."""
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             name = (key.tag, str(key.value))
@@ -63,18 +61,19 @@ def load_config(
 ) -> RunConfig:
     """Read a params file, apply `key.path=value` overrides, validate.
 
-    A file may begin with `extends: OTHER` (a path relative to itself): its values then lie over the
+    A file may begin with `extends: OTHER` (a path relative to itself): its values then replace the
     other file's.
-    layers: mappings shaped like the file, each laid over what came before it, under the overrides.
+    layers: mappings shaped like the file; each replaces values of the earlier ones, and the
+    overrides replace theirs.
     Errors: ConfigError with one line, also for a missing file or broken YAML.
     """
     tree = read_tree(Path(path))
     for layer in layers:
         tree = merge(tree, layer)
-    # recipe and kind of model first: what a file sets for another one is not meant for it, what
-    # other overrides set is
+    # recipe and kind of model first: they discard the file's settings for other ones, but must not
+    # discard those of other overrides
     first = ("algorithm.recipe=", "model.source=")
-    for override in sorted(overrides, key=lambda each: not each.startswith(first)):
+    for override in sorted(overrides, key=lambda text: not text.startswith(first)):
         key, separator, text = override.partition("=")
         if not separator or not key:
             raise ConfigError(
@@ -102,7 +101,7 @@ def load_config(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value of a configuration, with what its section says of it."""
+    """One value of a configuration, with its default and description."""
 
     section: str  # "" at the top, `warm_start.optimizer` inside another
     name: str
@@ -113,13 +112,13 @@ class Setting:
 
 
 def settings(cfg: RunConfig) -> Iterator[Setting]:
-    """Every setting, section by section."""
-    own = algorithm_config(cfg.algorithm.recipe).model_copy(update={"recipe": DEFAULT_RECIPE})
-    yield from _settings(cfg, RunConfig().model_copy(update={"algorithm": own}), ())
+    """Yield every setting, section by section."""
+    algorithm = algorithm_config(cfg.algorithm.recipe).model_copy(update={"recipe": DEFAULT_RECIPE})
+    yield from _settings(cfg, RunConfig().model_copy(update={"algorithm": algorithm}), ())
 
 
 def _settings(values: Section, defaults: Section, section: tuple[str, ...]) -> Iterator[Setting]:
-    plain, usual = (each.model_dump(mode="json") for each in (values, defaults))
+    plain, usual = (tree.model_dump(mode="json") for tree in (values, defaults))
     inner = []
     for name, info in type(values).model_fields.items():
         value = getattr(values, name)
@@ -134,8 +133,8 @@ def _settings(values: Section, defaults: Section, section: tuple[str, ...]) -> I
             not is_operational(info),
             info.description or "",
         )
-    for each in inner:
-        yield from _settings(*each)
+    for arguments in inner:
+        yield from _settings(*arguments)
 
 
 def config_digest(semantic: dict[str, Any]) -> str:
@@ -146,7 +145,7 @@ def config_digest(semantic: dict[str, Any]) -> str:
 
 
 def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The mapping a YAML file holds, laid over the file it extends, if any.
+    """Return the mapping in a YAML file, merged over the file it extends, if any.
     Errors: ConfigError with one line.
     """
     if path.resolve() in extended_by:
@@ -182,8 +181,8 @@ def _read_yaml(text: str) -> Any:
 
 
 def _check_size(tree: Any, path: Path | str) -> None:
-    """Errors: ConfigError where aliases (`*name`) unfold to more than a person writes, or to a
-    loop: nobody would finish reading it; and where lists are nested without end.
+    """Raise ConfigError for a tree that is too large or nested too deep to be processed.
+    Aliases (`*name`) can unfold to more values than fit in memory, or to a loop.
     """
     waiting, num_values = [(tree, 0)], 0
     while waiting:
@@ -202,7 +201,7 @@ def _check_size(tree: Any, path: Path | str) -> None:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay one mapping over another, section by section.
+    """Return `base` with the values of `over`, section by section.
 
     Settings of `base` that were chosen for another recipe or kind of model are left out.
     """
@@ -218,7 +217,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """YAML, plus the `1e-3` that YAML 1.1 reads as text."""
+    """Parse YAML, and also `1e-3`, which YAML 1.1 reads as text."""
     try:
         value = _read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -242,13 +241,13 @@ def _assign(tree: dict[str, Any], keys: list[str], value: Any, override: str) ->
     tree[keys[-1]] = value
 
 
-# setting of an earlier version -> its name today; a name that is nearly the same is found without
+# setting of an earlier version -> its name today; similar names are found without an entry
 RENAMED = {"system_prompt": "instructions", "offline": "algorithm"}
 
 
 def first_line(error: ValidationError, root: type[BaseModel] = RunConfig) -> str:
-    """The first problem as one line, an unknown key with the nearest known one. root: what was
-    validated.
+    """Return the first problem as one line; an unknown key with the nearest known one.
+    root: the model that was validated.
     """
     problems = error.errors(include_url=False)
     problem = problems[0]
@@ -256,10 +255,10 @@ def first_line(error: ValidationError, root: type[BaseModel] = RunConfig) -> str
     path = ".".join(where)
     message = problem["msg"][0].lower() + problem["msg"][1:]
     if where and where[-1].startswith("literal["):  # one of several kinds: the last part names it
-        same = [each["msg"] for each in problems if each["loc"][:-1] == problem["loc"][:-1]]
+        same = [other["msg"] for other in problems if other["loc"][:-1] == problem["loc"][:-1]]
         path = ".".join(where[:-1])
         message = " or ".join(
-            [message, *(each.removeprefix("Input should be ") for each in same[1:])]
+            [message, *(text.removeprefix("Input should be ") for text in same[1:])]
         )
     if problem["type"] == "extra_forbidden":
         known, name = _known_keys(where[:-1], root), where[-1]

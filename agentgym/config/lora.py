@@ -10,12 +10,12 @@ from agentgym.config.section import Section, setting
 
 
 class LoraConfig(Section):
-    """Low-rank matrices trained beside frozen weights (LoRA, arXiv:2106.09685).
+    """Low-rank matrices trained in addition to frozen weights (LoRA, arXiv:2106.09685).
     The warm start of a tiny model, which stands in for pretraining, trains all weights anyway.
     """
 
     rank: NonNegativeInt = setting(
-        0, "rank of the matrices trained beside each frozen weight; 0: all weights are trained"
+        0, "rank of the matrices trained for each frozen weight; 0: all weights are trained"
     )
     alpha: PositiveInt = setting(32, "the product of the matrices counts alpha / rank")
     dropout: float = setting(0.0, "0: the engine samples without")

@@ -1,6 +1,4 @@
-"""Environments as a store has them on record, set up here only as far as the owner's own
-configuration goes.
-"""
+"""Environments recorded in a store, started here only as the owner's configuration allows."""
 
 from __future__ import annotations
 
@@ -13,16 +11,16 @@ from agentgym.config.sections import EnvConfig
 from agentgym.trust import outward, unowned
 
 
-def owned_env(env: EnvConfig, own: Sequence[EnvConfig]) -> EnvConfig:
-    """Return an environment on record as it may be started here: with the owner's servers where the
-    owner has the same environment, else with none.
+def owned_env(env: EnvConfig, owner_envs: Sequence[EnvConfig]) -> EnvConfig:
+    """Return a recorded environment as it may be started here.
+    It has the servers of the owner's configuration if the same environment is there, else none.
 
-    own: the environments of the owner's configuration.
-    Errors: ConfigError where an option names an address, a path or a variable that the owner's
+    owner_envs: the environments of the owner's configuration.
+    Errors: ConfigError if an option names an address, a path or a variable that the owner's
     configuration does not have.
     """
-    same_name = [each for each in own if each.name == env.name]
-    refused = unowned(env.name, env.options, [each.options for each in same_name])
+    same_name = [owned for owned in owner_envs if owned.name == env.name]
+    refused = unowned(env.name, env.options, [owned.options for owned in same_name])
     if refused:
         override = shlex.quote(f"env={json.dumps({'name': env.name, 'options': env.options})}")
         raise ConfigError(
@@ -30,14 +28,14 @@ def owned_env(env: EnvConfig, own: Sequence[EnvConfig]) -> EnvConfig:
             f" name; if you trust that, add --set {override}"
         )
     same = [
-        each for each in same_name if (each.options, each.dialect) == (env.options, env.dialect)
+        owned for owned in same_name if (owned.options, owned.dialect) == (env.options, env.dialect)
     ]
-    there = same[0] if same else EnvConfig(name=env.name)
+    base = same[0] if same else EnvConfig(name=env.name)
     settings = {"options": env.options, "dialect": env.dialect, "weight": env.weight}
-    return there.model_copy(update=settings)
+    return base.model_copy(update=settings)
 
 
 def asked_of(env: EnvConfig) -> str:
     """Return the addresses, paths and variables in an environment's options, for people."""
-    found = outward(env.name, env.options)
-    return ", ".join(f"{name} {json.dumps(value)}" for name, value in found.items())
+    values = outward(env.name, env.options)
+    return ", ".join(f"{name} {json.dumps(value)}" for name, value in values.items())

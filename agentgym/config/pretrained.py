@@ -2,7 +2,7 @@
 
 params.yaml and the fields of the sections hold the settings of the small default model. Actions,
 contexts, learning rates and the size of evaluations of a pretrained model differ by an order of
-magnitude, and the environment's grammar must be told to it.
+magnitude, and its prompt must explain the environment's grammar.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ RELEVANT = ("kind", "max_turns", "stage_steps")  # settings that bound the turns
 
 
 def defaults(tree: Mapping[str, Any]) -> dict[str, Default]:
-    """The defaults of a pretrained model, by dotted path.
+    """Return the defaults of a pretrained model, by dotted path.
 
-    tree: a mapping shaped like params.yaml. Its environments, horizons, action format and lora
-    decide; values that are no valid settings are left for the validation to name.
+    tree: a mapping shaped like params.yaml. The defaults depend on its environments, horizons,
+    action format and lora; invalid values are left for the validation to name.
     """
-    envs = [_section(tree, "env"), *(each for each in _items(tree.get("mix")) if _is_map(each))]
+    envs = [_section(tree, "env"), *(env for env in _items(tree.get("mix")) if _is_map(env))]
     names = [str(env.get("name", "babyai")) for env in envs]
     lengths = [LENGTHS.get(name, OTHER_LENGTHS) for name in names]
     rollout, lora = _section(tree, "rollout"), _section(tree, "lora")
     is_lora = isinstance(lora.get("rank"), int) and lora["rank"] > 0
     thought = THOUGHT if rollout.get("action_format") == "react" else 0
-    action, observation = (max(each) for each in zip(*lengths, strict=True))
+    action, observation = (max(column) for column in zip(*lengths, strict=True))
     is_native = all(env.get("dialect", "native") == "native" for env in envs)
     of_envs = f"for {' + '.join(names)}"
     kind = "LoRA" if is_lora else "all weights"
-    found = {
+    result = {
         "rollout.instructions": Default(
             is_native,
             "it has never seen the environment's grammar"
@@ -80,20 +80,20 @@ def defaults(tree: Mapping[str, Any]) -> dict[str, Default]:
     }
     turns = _longest(tree)
     if turns is not None:
-        taken = {name: rollout.get(name) for name in ("max_new_tokens", "observation_tokens")}
-        one, other = (
-            value if isinstance(value, int) else found[f"rollout.{name}"].value
-            for name, value in taken.items()
+        sizes = {name: rollout.get(name) for name in ("max_new_tokens", "observation_tokens")}
+        num_action, num_observation = (
+            value if isinstance(value, int) else result[f"rollout.{name}"].value
+            for name, value in sizes.items()
         )
-        needed = INSTRUCTIONS + turns * (one + other)
-        found["model.context_tokens"] = Default(
+        needed = INSTRUCTIONS + turns * (num_action + num_observation)
+        result["model.context_tokens"] = Default(
             -(-needed // STEP) * STEP, f"instructions and {turns} turns"
         )
-    return found
+    return result
 
 
 def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the tree in which settings that are missing have a pretrained model's defaults."""
+    """Return a copy of the tree in which missing settings have a pretrained model's defaults."""
     result = dict(tree)
     for path, default in defaults(tree).items():
         *sections, name = path.split(".")
@@ -109,7 +109,7 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_sizes(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without the settings that were chosen for another kind of model."""
+    """Return a copy of the tree without the settings that depend on the kind of model."""
     paths = defaults({})
 
     def copied(inner: Mapping[str, Any], at: str) -> dict[str, Any]:
@@ -128,15 +128,15 @@ def is_pretrained(tree: Mapping[str, Any]) -> bool:
 
 
 def _longest(tree: Mapping[str, Any]) -> int | None:
-    """Turns of the longest episode; None if a horizon is invalid."""
+    """Return the turns of the longest episode; None if a horizon is invalid."""
 
-    def given(name: str) -> dict[str, Any]:
+    def relevant(name: str) -> dict[str, Any]:
         return {key: value for key, value in _section(tree, name).items() if key in RELEVANT}
 
     try:
-        horizon = HorizonConfig.model_validate(given("horizon"))
-        evaluation = EvaluationConfig.model_validate(given("evaluation"))
-        validation = ValidationConfig.model_validate(given("validation"))
+        horizon = HorizonConfig.model_validate(relevant("horizon"))
+        evaluation = EvaluationConfig.model_validate(relevant("evaluation"))
+        validation = ValidationConfig.model_validate(relevant("validation"))
     except ValidationError:
         return None
     return max(*horizon.max_turns, evaluation.max_turns, validation.max_turns)

@@ -1,4 +1,4 @@
-"""The whole of params.yaml, and what must hold between its sections."""
+"""The whole of params.yaml, and the constraints between its sections."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from agentgym.config.sections import (
 
 
 def _of_recipe(value: Any) -> Any:
-    """A mapping becomes settings of the family that its recipe has."""
+    """Turn a mapping into settings of its recipe's family."""
     return algorithm_config(**value) if isinstance(value, dict) else value
 
 
 class RunConfig(Section):
-    """Everything a run needs to know."""
+    """The whole configuration of a run."""
 
     seed: Seed = setting(0, "seed of every random draw")
     deterministic: bool = setting(
@@ -53,7 +53,7 @@ class RunConfig(Section):
     compute_peak_tflops: PositiveFloat | None = operational(
         None,
         "dense bfloat16 TFLOP/s of one device, which model FLOPs utilization (perf/mfu) is a share"
-        " of; None: as the device's name tells, nothing on a CPU",
+        " of; None: derived from the device's name, nothing on a CPU",
     )
     compute: Literal["inline", "ray", "ray-job", "kuberay"] = operational(
         "inline",
@@ -160,10 +160,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_context(self) -> Self:
-        played = [*self.horizon.max_turns, self.evaluation.max_turns]
+        turn_limits = [*self.horizon.max_turns, self.evaluation.max_turns]
         if self.validation.every:
-            played.append(self.validation.max_turns)
-        longest = max(played)
+            turn_limits.append(self.validation.max_turns)
+        longest = max(turn_limits)
         needed = longest * (self.rollout.max_new_tokens + self.rollout.observation_tokens)
         if needed > self.model.context_tokens:
             raise ValueError(
@@ -247,36 +247,36 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_kuberay(self) -> Self:
-        """A pod has room for what Ray is to place there."""
+        """Check that a pod has room for the workers and ranks that Ray places there."""
         if self.compute != "kuberay":
             return self
         for name in ("worker", "rank"):
-            for kind, there in (("cpus", "worker_cpus"), ("gpus", "worker_gpus")):
-                asked, room = getattr(self.ray, f"{name}_{kind}"), getattr(self.kuberay, there)
-                if asked > room:
+            for kind, limit in (("cpus", "worker_cpus"), ("gpus", "worker_gpus")):
+                request, room = getattr(self.ray, f"{name}_{kind}"), getattr(self.kuberay, limit)
+                if request > room:
                     raise ValueError(
-                        f"ray.{name}_{kind} {asked:g} is more than kuberay.{there} {room}: no pod"
+                        f"ray.{name}_{kind} {request:g} is more than kuberay.{limit} {room}: no pod"
                         " has room for it; raise the one or lower the other"
                     )
         return self
 
     @property
     def adapts_warm_start(self) -> bool:
-        """Whether the warm start trains an adapter: on random weights there is none to learn."""
+        """True if the warm start trains an adapter; on random weights it trains all weights."""
         return self.model.source == "hub" and self.lora.rank > 0
 
     @property
     def learner_settings(self) -> LearnerConfig:
-        """The learner's settings. A deterministic run computes every sequence whole, in one thread:
-        sums depend on how both divide them. Rollouts beside an update get a core of their own,
-        and so does each process on Ray.
+        """The learner's settings as this run applies them.
+        A deterministic run computes every sequence whole and in one thread, because sums depend on
+        both. The update uses one thread if rollouts run at the same time or on Ray.
         """
         alone = self._may_thread and not self.rollout.max_staleness
-        own = {
+        changes = {
             "share_prefixes": self.learner.share_prefixes and not self.deterministic,
             "threads": self.learner.threads if alone else 1,
         }
-        return self.learner.model_copy(update=own)
+        return self.learner.model_copy(update=changes)
 
     @property
     def engine_threads(self) -> int:
@@ -289,7 +289,7 @@ class RunConfig(Section):
 
     @property
     def data_folders(self) -> dict[str, Path]:
-        """The folders of data this run reads, by the setting that names them."""
+        """Folders of data this run reads, by the setting that names them."""
         recorded = (
             {"data.trajectories": self.data.trajectories}
             if self.warm_start.source == "trajectories"
@@ -309,7 +309,7 @@ class RunConfig(Section):
 
     @property
     def env_names(self) -> str:
-        """For people: `babyai`, or `babyai + textcraft`."""
+        """Names of the environments for people: `babyai`, or `babyai + textcraft`."""
         return " + ".join(env.name for env in self.envs)
 
     @property
@@ -319,28 +319,26 @@ class RunConfig(Section):
 
     @property
     def experiment(self) -> str:
-        """MLflow's experiment: named by the rule, unless a name was set."""
+        """Name of MLflow's experiment, derived unless a name was set."""
         return self.tracking.experiment or self._rule_name
 
     @property
     def registered_model(self) -> str:
-        """Name of the registered model: by the rule, unless a name was set."""
+        """Name of the registered model, derived unless a name was set."""
         return self.registry.model_name or self._rule_name
 
     @property
     def _rule_name(self) -> str:
-        """The name that follows the environments, of experiment and registered model alike."""
+        """Default name of experiment and registered model, derived from the environments."""
         return "-".join(["agentgym", *(env.name for env in self.envs)])
 
     def semantic(self) -> dict[str, Any]:
-        """As of every section; the registered model by its name, whether it was set or follows."""
+        """Return the fields that change a result, with the registered model's resolved name."""
         tree = super().semantic()
         tree["registry"]["model_name"] = self.registered_model
         return tree
 
     @property
     def tracking_uri(self) -> str:
-        """MLflow's store; absolute, because MLflow freezes relative artifact roots where they
-        were first used.
-        """
+        """MLflow's store; absolute, because MLflow freezes relative artifact roots at first use."""
         return self.tracking.uri or f"sqlite:///{(self.state_dir / 'mlflow.db').resolve()}"

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""Building blocks of every section of the configuration."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch, MLflow and servers take 6
 
 
 class ConfigError(ValueError):
-    """One line that says what was expected, what came and what to do.
+    """A wrong setting; one line states what was expected, what came and what to do.
     Exit code 2; nothing was started.
     """
 
 
-def unknown_key(place: Sequence[str], name: str, known: Collection[str], sought: str = "") -> str:
-    """What to say of a key that is none. place: the sections it stands in; sought: what it may be
-    called today.
+def unknown_key(
+    sections: Sequence[str], name: str, known: Collection[str], sought: str = ""
+) -> str:
+    """Return the error text for an unknown key.
+    sections: path to the key; sought: its likely name today.
     """
     near = difflib.get_close_matches(sought or name, known, n=1, cutoff=0.6)
     hint = (
-        f"did you mean {'.'.join([*place, near[0]])}?"
+        f"did you mean {'.'.join([*sections, near[0]])}?"
         if near
         else f"known: {', '.join(sorted(known))}"
     )
-    return f"unknown key {'.'.join([*place, name])}; {hint}"
+    return f"unknown key {'.'.join([*sections, name])}; {hint}"
 
 
 def setting(default: Any, description: str, **constraints: Any) -> Any:
-    """A field that changes results: it is part of the keys."""
+    """Return a field that changes results, and is therefore part of the keys."""
     return Field(default=default, description=description, **constraints)
 
 
 def operational(default: Any, description: str, **constraints: Any) -> Any:
-    """A field that changes where or how fast work is done, never its result: it stays out of
-    every key.
+    """Return a field that changes where or how fast work is done, never its result.
+    It is part of no key.
     """
     return Field(
         default=default,
@@ -59,14 +61,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def semantic(self) -> dict[str, Any]:
-        """The fields that change a result, as plain JSON types."""
+        """Return the fields that change a result, as plain JSON types."""
         result: dict[str, Any] = {}
         for name, info in type(self).model_fields.items():
             if is_operational(info):
                 continue
             value = getattr(self, name)
             if isinstance(value, tuple) and value and isinstance(value[0], Section):
-                result[name] = [each.semantic() for each in value]
+                result[name] = [section.semantic() for section in value]
             else:
                 result[name] = (
                     value.semantic()

@@ -1,1 +1,1 @@
-"""What commands share: the terminal, progress bars, this machine."""
+"""Code that commands share: the terminal, progress bars, this machine."""

@@ -1,4 +1,4 @@
-"""How a command ends: one line and an exit code, nothing that steers the terminal."""
+"""End of a command: one line and an exit code, without control sequences for the terminal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from envs.plain import plain
 
 
 def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
-    """Run a command; its failures become one line and the exit code every command here has: see
-    `agentgym.cli.main`.
-    SIGTERM is Ctrl-C.
+    """Run a command; a failure becomes one line and an exit code, see `agentgym.cli.main`.
+    SIGTERM acts as Ctrl-C.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -32,9 +31,9 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last commit", file=sys.stderr)
         return 130
-    except Exception as error:  # the last resort: whoever called hears of it by the code
+    except Exception as error:  # the last resort: the exit code informs the caller
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
-            return 128 + signal.SIGPIPE  # as of any program before `| head`
+            return 128 + signal.SIGPIPE  # like any program before `| head`
         if show_traceback:
             say(traceback.format_exc(), file=sys.stderr, end="")
         say(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
@@ -43,7 +42,7 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
 
 def _reader_is_gone() -> bool:
     """Return whether the reader of standard output has gone; drop what is left of it if so."""
-    with contextlib.suppress(io.UnsupportedOperation):  # no file
+    with contextlib.suppress(io.UnsupportedOperation):  # stdout may be no file
         output, poll = sys.stdout.fileno(), select.poll()
         poll.register(output, 0)
         if any(event & select.POLLERR for _, event in poll.poll(0)):
@@ -53,5 +52,5 @@ def _reader_is_gone() -> bool:
 
 
 def say(text: object, *, file: TextIO | None = None, end: str = "\n") -> None:
-    """`print` for text that came from elsewhere: none of it steers the terminal."""
+    """Print text that came from elsewhere, without its control sequences."""
     print(plain(str(text)), file=file or sys.stdout, end=end)

@@ -1,4 +1,4 @@
-"""Progress bars for a terminal; plain lines where there is none."""
+"""Progress bars for a terminal; plain lines without one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Bars:
             self._bars.stop()
 
     def start(self, what: str, total: int) -> None:
-        """A new bar of `total` units."""
+        """Start a bar of `total` units."""
         self._what, self._note, self._total, self._count, self._said_at = (
             what,
             "",
@@ -64,7 +64,7 @@ class Bars:
             self._task = self._bars.add_task(what, total=total, note="")
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Without a terminal: a line every 20 s."""
+        """Advance the bar; without a terminal, print a line every 20 s."""
         self._count += count
         if self._task is not None:
             self._note = note or self._note

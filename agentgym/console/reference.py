@@ -1,6 +1,4 @@
-"""How fast this machine is at what a run on the CPU is made of, so that times of two machines can
-be compared.
-"""
+"""Speed of this machine at the work of a CPU run, so that times of two machines can be compared."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ SHAPE = (256, 96, 288)  # tokens, hidden size and MLP size of the default model
 
 
 def reference_s() -> float:
-    """Wall seconds of fixed work in one thread: half multiplies matrices as the default model does,
-    half is the interpreter's, as a client and a server of environments keep it busy.
+    """Wall seconds of fixed work in one thread: half are matrix products as in the default model,
+    half is interpreter work as in a client and a server of environments.
     """
     import torch
 

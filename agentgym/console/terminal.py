@@ -1,5 +1,5 @@
-"""Rich's console for text that came from elsewhere: its own colours and movements reach the
-terminal, and nobody else's.
+"""Rich's console for text that came from elsewhere: only Rich's own colors and movements reach the
+terminal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from envs.plain import plain
 
 
 class PlainConsole(Console):
-    """Text is plain wherever it stands: in tables, in bars, in what is printed beside them."""
+    """Console that makes all text plain: in tables, in bars, and between them."""
 
     def render(self, *arguments: Any, **named: Any) -> Iterator[Segment]:
         for segment in super().render(*arguments, **named):

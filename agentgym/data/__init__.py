@@ -1,1 +1,1 @@
-"""What an agent learns from and is tested on: lists of items, trajectories of others."""
+"""Training and test data of agents: lists of items, trajectories of others."""

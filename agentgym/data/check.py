@@ -1,4 +1,4 @@
-"""The data of a run, checked against what the run asks of it."""
+"""Checks of a run's data against the run's settings."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from agentgym.data.items import (
 )
 from agentgym.data.trajectories import Recorded, load_trajectories
 
-TASKS = "tasks.json"  # among the blobs of the data, see `tasks_json`
+TASKS = "tasks.json"  # name of a blob of the data, see `tasks_json`
 
 
 def load_data(cfg: RunConfig) -> Splits:
-    """The configured items, checked, also against what the run asks of them.
-    Errors: ConfigError.
-    """
+    """Return the configured items, checked against the run's settings. Errors: ConfigError."""
     splits = mix_splits(cfg.env_weights, list(splits_by_env(cfg).values()))
     if (
         isinstance(cfg.algorithm, ExplorationConfig)
@@ -34,7 +32,7 @@ def load_data(cfg: RunConfig) -> Splits:
             f" {len(splits.train)} train items of {cfg.env_names}, so that one stage could meet an"
             " item twice; lower it"
         )
-    for key, asked, name, items in (
+    for key, num_items, name, items in (
         (
             "evaluation.num_items",
             cfg.evaluation.num_items,
@@ -43,9 +41,9 @@ def load_data(cfg: RunConfig) -> Splits:
         ),
         ("rollout.items_per_step", cfg.rollout.items_per_step, "train", splits.train),
     ):
-        if asked > len(items):
+        if num_items > len(items):
             raise ConfigError(
-                f"{key} {asked} is more than the {len(items)} {name} items of {cfg.env_names};"
+                f"{key} {num_items} is more than the {len(items)} {name} items of {cfg.env_names};"
                 " lower it"
             )
     _check_draws(cfg, splits)
@@ -53,7 +51,7 @@ def load_data(cfg: RunConfig) -> Splits:
 
 
 def splits_by_env(cfg: RunConfig) -> dict[str, Splits]:
-    """The items of each environment of the run. Errors: DataError."""
+    """Return the items of each environment of the run. Errors: DataError."""
     fraction = cfg.data.validation_fraction
     return {
         env: load_splits(cfg.data.path, env, validation_fraction=fraction, seed=cfg.seed)
@@ -62,7 +60,7 @@ def splits_by_env(cfg: RunConfig) -> dict[str, Splits]:
 
 
 def load_recorded(cfg: RunConfig) -> list[Recorded]:
-    """The trajectories of others that the run learns from; none where it does not.
+    """Return the recorded trajectories that the run learns from; empty for other warm starts.
     Errors: DataError.
     """
     if cfg.warm_start.source != "trajectories":
@@ -74,20 +72,20 @@ def load_recorded(cfg: RunConfig) -> list[Recorded]:
 class Tasks:
     """The tasks behind the items of a run."""
 
-    digests: Mapping[str, str | None]  # of each item's task; None: its environment cannot say
-    repeated: tuple[str, ...]  # warnings about tasks that stand there under several ids
-    unknown: tuple[str, ...]  # warnings about environments that cannot say
+    digests: Mapping[str, str | None]  # item id -> task digest; None: unknown to the environment
+    repeated: tuple[str, ...]  # warnings about tasks listed under several ids
+    unknown: tuple[str, ...]  # warnings about environments without task digests
 
 
 def tasks_json(tasks: Tasks, splits: Splits) -> bytes:
-    """Digests of the tasks that evaluations may play, by item id."""
+    """Return the digests of the tasks that evaluations may play, by item id, as JSON."""
     ids = [item.item_id for item in (*splits.validation, *splits.test)]
     return json.dumps({name: tasks.digests[name] for name in ids}, indent=0).encode()
 
 
 def compare_tasks(envs: Sequence[EnvConfig], splits: Splits) -> Tasks:
-    """Errors: ConfigError where an item names no task, or the environment cannot be had here as it
-    is set.
+    """Find items with the same task.
+    Errors: ConfigError if an item names no task, or the environment cannot run here as configured.
     """
     from agentgym.deploy.local import IdentitiesUnknown, task_identities
 
@@ -96,28 +94,29 @@ def compare_tasks(envs: Sequence[EnvConfig], splits: Splits) -> Tasks:
     unknown: list[str] = []
     for env in envs:
         items = [item for name in SPLITS for item in getattr(splits, name) if item.env == env.name]
-        found: Sequence[str | None] = [None] * len(items)
+        task_digests: Sequence[str | None] = [None] * len(items)
         try:
-            found = task_identities(env, [item.task_id for item in items])
-            repeated += repeated_tasks(items, found)
+            task_digests = task_identities(env, [item.task_id for item in items])
+            repeated += repeated_tasks(items, task_digests)
         except IdentitiesUnknown as reason:
             unknown.append(f"{env.name}: items were compared by their ids alone: {reason}")
-        digests |= zip((item.item_id for item in items), found, strict=True)
+        digests |= zip((item.item_id for item in items), task_digests, strict=True)
     return Tasks(digests, tuple(repeated), tuple(unknown))
 
 
 def _check_draws(cfg: RunConfig, splits: Splits) -> None:
-    """Errors: ConfigError where one optimizer step could draw an item twice: equal keys give
-    equal samples.
+    """Raise ConfigError if one optimizer step could draw an item twice.
+    Equal keys give equal samples.
     """
-    asked = cfg.rollout.items_per_step
+    items_per_step = cfg.rollout.items_per_step
     rounds = 1 + max_refills(cfg.algorithm)
-    most = train_stream(cfg, splits, {}).most_distinct()
-    if cfg.algorithm.loop.samples_every_step and asked * rounds > most:
+    max_items = train_stream(cfg, splits, {}).most_distinct()
+    if cfg.algorithm.loop.samples_every_step and items_per_step * rounds > max_items:
         refills = f" x {rounds} rounds (algorithm.max_refills)" if rounds > 1 else ""
         raise ConfigError(
-            f"rollout.items_per_step {asked}{refills} is more than the {most} items that"
-            f" {len(splits.train)} train items of {cfg.env_names} give without one twice (a third"
+            f"rollout.items_per_step {items_per_step}{refills} is more than the {max_items} items"
+            f" that {len(splits.train)} train items of {cfg.env_names} give without one twice (a"
+            " third"
             " of a pass): the same item twice in a step has the same samples, token for token;"
-            f" lower it to {most // rounds}, or add items"
+            f" lower it to {max_items // rounds}, or add items"
         )

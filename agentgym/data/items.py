@@ -1,5 +1,5 @@
-"""The lists of items an environment is trained and tested on: read, checked, split, and handed
-out in a seeded order.
+"""Lists of train and test items of an environment: read, checked, split, and drawn in a seeded
+order.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import numpy as np
 from agentgym.config import ConfigError, RunConfig
 from agentgym.types import Item
 
-# Items in the published AgentGym-RL-Data-ID, (train, eval); None where the count is not known
-# exactly
+# Items in the published AgentGym-RL-Data-ID, (train, eval); None if the count is not known exactly
 PUBLISHED_COUNTS: dict[str, tuple[int | None, int | None]] = {
     "babyai": (810, 90),
     "textcraft": (374, 100),
@@ -29,7 +28,7 @@ PUBLISHED_COUNTS: dict[str, tuple[int | None, int | None]] = {
     "webarena": (372, 50),
 }
 
-# where `agentgym data import` puts the published lists
+# folder into which `agentgym data import` writes the published lists
 PUBLISHED = Path("data/hub/AgentGym-RL-Data-ID")
 
 _FILES = {"train": "train/{env}_train.json", "eval": "eval/{env}_test.json"}
@@ -39,7 +38,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class DataError(ConfigError):
-    """The dataset is not what a run can start from. One line, like every ConfigError."""
+    """A dataset that no run can start from. One line, like every ConfigError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +48,12 @@ class Splits:
     train: tuple[Item, ...]  # in the order of the file, without the validation items
     validation: tuple[Item, ...]  # taken out of the train file
     test: tuple[Item, ...]  # the eval file
-    # sha256 of both lists as data: the files' layout does not matter, the order of items does
+    # sha256 of both lists as data: the files' layout does not count, the order of items does
     digest: str
     warnings: tuple[str, ...]  # one line each
 
     def to_json(self) -> bytes:
-        """Equal splits give equal bytes; `splits_from_json` gives an equal object back."""
+        """Encode the splits; equal ones give equal bytes. `splits_from_json` inverts this."""
         row: dict[str, Any] = {
             name: [item.item_id for item in getattr(self, name)] for name in SPLITS
         }
@@ -64,7 +63,7 @@ class Splits:
 
 
 def splits_from_json(data: bytes) -> Splits:
-    """Errors: ValueError or KeyError where `data` is not what `Splits.to_json` wrote."""
+    """Invert `Splits.to_json`. Errors: ValueError or KeyError for other data."""
     row = json.loads(data)
     train, validation, test = (
         tuple(Item(*parse_item_id(item_id), name) for item_id in row[name]) for name in SPLITS
@@ -73,8 +72,8 @@ def splits_from_json(data: bytes) -> Splits:
 
 
 def data_digest(path: Path, *envs: str) -> str:
-    """sha256 over the bytes of the files a run reads, without looking inside.
-    Errors: DataError where they are not there.
+    """sha256 over the bytes of the files a run reads, without parsing them.
+    Errors: DataError if a file is missing.
     """
     digest = hashlib.sha256()
     for file in (path / pattern.format(env=env) for env in envs for pattern in _FILES.values()):
@@ -85,7 +84,7 @@ def data_digest(path: Path, *envs: str) -> str:
 
 
 def _not_there(path: Path, file: Path) -> DataError:
-    """Is the whole dataset missing, or an environment it knows nothing of."""
+    """Return the error for a missing file: no dataset at all, or no lists of an environment."""
     if not path.is_dir() and path == PUBLISHED and not Path(f"{path}.dvc").is_file():
         return DataError(
             f"dataset not imported: {file} does not exist; run `agentgym data import --rev main`,"
@@ -101,22 +100,22 @@ def _not_there(path: Path, file: Path) -> DataError:
             f"dataset not pulled: {file} does not exist; run `dvc pull {path}.dvc`, or set"
             " data.path to its folder"
         )
-    found = sorted(
-        each.name.removesuffix("_train.json") for each in path.glob("train/*_train.json")
+    envs = sorted(
+        train.name.removesuffix("_train.json") for train in path.glob("train/*_train.json")
     )
     return DataError(
-        f"{file} does not exist; {path} has lists for: {', '.join(found) or 'no environment'}"
+        f"{file} does not exist; {path} has lists for: {', '.join(envs) or 'no environment'}"
     )
 
 
 def has_lists(path: Path, env: str) -> bool:
-    """Whether the dataset knows the environment."""
+    """Return True if the dataset has lists for the environment."""
     return (path / _FILES["train"].format(env=env)).is_file()
 
 
 def mix_splits(weights: Mapping[str, float], parts: Sequence[Splits]) -> Splits:
-    """The splits of several environments as one, `interleave`d, so that any first part of a
-    split has their shares.
+    """Merge the splits of several environments by `interleave`, so that every prefix of a split
+    has their shares.
     """
     items = {
         name: tuple(interleave([item for part in parts for item in getattr(part, name)], weights))
@@ -135,8 +134,8 @@ def mix_splits(weights: Mapping[str, float], parts: Sequence[Splits]) -> Splits:
 
 
 def interleave(items: Sequence[Item], weights: Mapping[str, float]) -> list[Item]:
-    """All of them, environments taking turns by weight while they have any, each one's items in
-    the order they came in.
+    """Return all items, environments by weighted round robin while they have any.
+    The items of one environment keep their order.
     """
     waiting: dict[str, list[Item]] = {}
     for item in reversed(items):
@@ -152,8 +151,8 @@ def interleave(items: Sequence[Item], weights: Mapping[str, float]) -> list[Item
 
 
 def turns_of(weights: Mapping[str, float]) -> Iterator[str]:
-    """Whose turn it is, for ever: whoever is furthest behind its share, of equals the one named
-    first.
+    """Yield environment names forever (weighted round robin; ties in configuration order).
+    The next one is the environment furthest behind its share.
     """
     total, counts = sum(weights.values()), dict.fromkeys(weights, 0)
     for number in itertools.count(1):
@@ -163,10 +162,9 @@ def turns_of(weights: Mapping[str, float]) -> Iterator[str]:
 
 
 def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) -> Splits:
-    """Read `train/<env>_train.json` and `eval/<env>_test.json` under `path`, the layout of the set
-    on the Hub.
+    """Read `train/<env>_train.json` and `eval/<env>_test.json` under `path`, the Hub's layout.
 
-    An item is for validation where a hash of (seed, item) falls below `validation_fraction`, so
+    An item is for validation if a hash of (seed, item) falls below `validation_fraction`, so
     adding items never moves old ones between splits.
     Errors: DataError with one line that names up to five culprits.
     """
@@ -198,11 +196,10 @@ def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) 
 
 
 def repeated_tasks(items: Sequence[Item], digests: Sequence[str | None]) -> tuple[str, ...]:
-    """Warnings, one line each: tasks that stand in the splits under several ids.
+    """Return warnings, one line each, about tasks in the splits under several ids.
 
-    items: of one environment, splits one after the other; digests: of the task of each (see
-    `task_identities`).
-    Errors: DataError where an item names no task.
+    items: of one environment, split by split; digests: of their tasks (see `task_identities`).
+    Errors: DataError if an item names no task.
     """
     missing = [item.item_id for item, digest in zip(items, digests, strict=True) if digest is None]
     if missing:
@@ -211,11 +208,11 @@ def repeated_tasks(items: Sequence[Item], digests: Sequence[str | None]) -> tupl
             " correct the lists or its options"
         )
     first: dict[str | None, Item] = {}
-    found: dict[tuple[str, str], list[str]] = {}
+    repeats: dict[tuple[str, str], list[str]] = {}
     for item, digest in zip(items, digests, strict=True):
         earlier = first.setdefault(digest, item)
         if earlier is not item:
-            found.setdefault((item.split, earlier.split), []).append(
+            repeats.setdefault((item.split, earlier.split), []).append(
                 f"{item.item_id} = {earlier.item_id}"
             )
     sizes = Counter(item.split for item in items)
@@ -223,7 +220,7 @@ def repeated_tasks(items: Sequence[Item], digests: Sequence[str | None]) -> tupl
         f"{items[0].env}: {len(pairs)} of {sizes[split]} {split} items are the same task as"
         f" {'another' if split == other else 'a'} {other} item:"
         f" {_some(pairs)}{'' if split == other else f'; {split} is not held out'}"
-        for (split, other), pairs in found.items()
+        for (split, other), pairs in repeats.items()
     )
 
 
@@ -233,8 +230,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 def parse_item_id(item_id: str) -> tuple[str, int]:
-    """AgentGym's rule: the environment is the text before the first `_`, the index the digits
-    after the last; -1 where there are none.
+    """Return (environment, index) of an item id: the text before the first `_`, and the digits
+    after the last; -1 if there are none. This is AgentGym's rule.
     """
     digits = item_id.rpartition("_")[2]
     return item_id.partition("_")[0], int(digits) if re.fullmatch("[0-9]{1,18}", digits) else -1
@@ -242,12 +239,12 @@ def parse_item_id(item_id: str) -> tuple[str, int]:
 
 class ItemStream:
     """An endless, seeded order of items.
-    Environments take turns by weight; of each, every epoch is a new shuffle of all its items.
+    Environments take turns by weight. Each epoch of an environment is a new shuffle of its items.
 
-    `position` counts the items handed out and is the whole state: a stream built with another one's
-    position goes on where that one stands.
-    Batches cross epochs without a gap, and a batch of at most a third of the items never holds one
-    twice.
+    `position` counts the items drawn and is the whole state: a stream built with another one's
+    position continues the same sequence.
+    Batches cross epochs without a gap, and a batch of at most a third of the items never has an
+    item twice.
     """
 
     def __init__(
@@ -258,34 +255,35 @@ class ItemStream:
         position: int = 0,
         weights: Mapping[str, float] | None = None,
     ) -> None:
-        """weights: share of each environment; None: equal ones.
-        Errors: ValueError where an environment has no item.
+        """Build a stream. weights: share of each environment; None: equal ones.
+        Errors: ValueError if an environment has no item.
         """
         if position < 0:
             raise ValueError(f"stream position {position} must be >= 0")
         if weights is None:
             weights = dict.fromkeys((item.env for item in items), 1.0)
-        own = {env: [item for item in items if item.env == env] for env in weights}
-        if not own or not all(own.values()):
-            empty = ", ".join(env for env in own if not own[env])
+        by_env = {env: [item for item in items if item.env == env] for env in weights}
+        if not by_env or not all(by_env.values()):
+            empty = ", ".join(env for env in by_env if not by_env[env])
             raise ValueError(
                 f"an item stream needs at least one item, got none{f' of {empty}' if empty else ''}"
             )
         self.position = position
         self._weights = weights
         self._turns = turns_of(weights)
-        passed = Counter(itertools.islice(self._turns, position))
+        positions = Counter(itertools.islice(self._turns, position))
         self._streams = {
-            env: _Epochs(each, seed=seed, position=passed[env]) for env, each in own.items()
+            env: _Epochs(env_items, seed=seed, position=positions[env])
+            for env, env_items in by_env.items()
         }
 
     def most_distinct(self) -> int:
-        """The largest `n` of which no `next(n)` holds an item twice, wherever the stream stands."""
+        """Return the largest `n` for which no `next(n)` has an item twice, at any position."""
         shares = {
             env: weight / sum(self._weights.values()) for env, weight in self._weights.items()
         }
-        # of k environments one is less than a turn ahead of its share, so another less than k - 1
-        # behind: k turns between them
+        # each of k environments is less than 1 turn ahead of its share, so each is less than k - 1
+        # behind it: two positions differ by less than k turns
         slack = len(shares) if len(shares) > 1 else 0
         return max(
             0,
@@ -296,13 +294,13 @@ class ItemStream:
         )
 
     def next(self, n: int) -> list[Item]:
-        """The next `n` items."""
+        """Draw the next `n` items."""
         self.position += n
         return [self._streams[env].next() for env in itertools.islice(self._turns, n)]
 
 
 def train_stream(cfg: RunConfig, splits: Splits, state: Mapping[str, Any]) -> ItemStream:
-    """The train items as they come after the commit with this state."""
+    """Return the stream of train items that continues after the commit with this state."""
     return ItemStream(
         splits.train,
         seed=cfg.seed,
@@ -333,14 +331,11 @@ class _Epochs:
         return self._items[self._order[index]]
 
     def _order_of(self, epoch: int) -> list[int]:
-        """The epoch's shuffle, with the items that closed the epoch before moved back to its
-        middle.
-        """
+        """Return the epoch's shuffle, but the last items of the previous epoch in its middle."""
         order = self._shuffle(epoch)
         if epoch == 0:
             return order
-        # only the first two thirds are rearranged, so the last third of any epoch is known without
-        # its predecessors
+        # rearranging only the first two thirds keeps the last third independent of earlier epochs
         cut = len(order) - len(order) // 3
         recent = set(self._shuffle(epoch - 1)[cut:])
         return (
@@ -357,7 +352,7 @@ class _Epochs:
 
 
 def load_ids(path: Path, env: str) -> list[str]:
-    """The item ids of one environment in a file of any place, in its order, each once.
+    """Read the item ids of one environment from any file, in its order; each must occur once.
     Errors: DataError.
     """
     if not path.is_file() and PUBLISHED in path.parents:
@@ -367,22 +362,22 @@ def load_ids(path: Path, env: str) -> list[str]:
             f"{path} does not exist; items.file is read from where the command is typed"
         )
     ids = _read_ids(path.parent, path.name)
-    if foreign := [each for each in ids if parse_item_id(each)[0] != env or "_" not in each]:
+    if foreign := [name for name in ids if parse_item_id(name)[0] != env or "_" not in name]:
         raise DataError(
             f"{path}: {_some(foreign)} are no items of {env}; expected {env}_17 or alike"
         )
-    if wrong := [each for each in ids if parse_item_id(each)[1] < 0]:
+    if wrong := [name for name in ids if parse_item_id(name)[1] < 0]:
         raise DataError(f"{path}: {_some(wrong)} end in no number; expected {env}_17 or alike")
-    if twice := [each for each, count in Counter(ids).items() if count > 1]:
+    if twice := [name for name, count in Counter(ids).items() if count > 1]:
         raise DataError(f"{path}: {_some(twice)} stand there more than once; name each item once")
     return ids
 
 
 def read_json(path: Path, restore: str = "") -> Any:
-    """The content of a JSON file that somebody brought; a byte order mark is skipped.
+    """Return the content of a JSON file from any source; a byte order mark is skipped.
 
-    restore: what to do about a broken one, for the error's text.
-    Errors: FileNotFoundError; DataError.
+    restore: advice for a broken file, in the error's text.
+    Errors: FileNotFoundError, DataError.
     """
     try:
         data = path.read_bytes()
@@ -402,7 +397,7 @@ def read_json(path: Path, restore: str = "") -> Any:
 
 
 def _read_ids(root: Path, name: str) -> list[str]:
-    """The item ids of one file, in its order."""
+    """Return the item ids of one file, in its order."""
     path = root / name
     pointer = Path(f"{root}.dvc")
     restore = f"; restore it with `dvc pull --force {pointer}`" if pointer.is_file() else ""
@@ -460,7 +455,7 @@ def _validate(rows: list[tuple[str, str, int, str]], env: str, path: Path) -> No
         failures = error.failure_cases
     else:
         return
-    # a check of whole rows reports a row once per column, too
+    # a check of whole rows reports each row once per column
     of_column = failures["schema_context"].eq("Column")
     rules = (
         (
@@ -505,5 +500,5 @@ def _count_warnings(env: str, ids: dict[str, list[str]]) -> tuple[str, ...]:
 
 
 def _share(seed: int, item_id: str) -> float:
-    """A fixed number in [0, 1) for this seed and item."""
+    """Return a number in [0, 1) that depends on seed and item alone."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{item_id}".encode()).digest()[:8], "big") / 2**64

@@ -1,5 +1,5 @@
-"""The data of a run in its store, under its digest: for machines that have neither the folders nor
-a remote of DVC.
+"""Copies of a run's data in its store, by digest: for machines that have neither the folders nor a
+DVC remote.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agentgym.store.runstore import RunStore
 
 logger = logging.getLogger(__name__)
 
-STEP = "data"  # its commits lie beside those of steps
+STEP = "data"  # stored like the commits of a step
 LISTS, RECORDED = "lists", "trajectories"
 NAME = re.compile(rf"{LISTS}\.([\w-]+)\.(\w[\w.-]*)|{RECORDED}\.(\w[\w.-]*)")
 
@@ -24,7 +24,7 @@ NAME = re.compile(rf"{LISTS}\.([\w-]+)\.(\w[\w.-]*)|{RECORDED}\.(\w[\w.-]*)")
 def keep_data(cfg: RunConfig, store: RunStore) -> str:
     """Put the files that this run reads into its store, unless they are there.
 
-    Result: the digest that they are found by. Errors: DataError where they are not here.
+    Result: their digest, `data.digest`. Errors: DataError if a file is missing on this machine.
     """
     digest = input_digest(cfg)
     files = _files(cfg)
@@ -46,10 +46,10 @@ def keep_data(cfg: RunConfig, store: RunStore) -> str:
 
 
 def fetch_data(cfg: RunConfig, store: RunStore) -> bool:
-    """Bring the files of `data.digest` to the folders of the run, where these are not there.
+    """Copy the files of `data.digest` to the folders of the run, if these are missing.
 
-    Result: whether any came. Errors: DataError where the store does not have them, or where they
-    are not what the digest names.
+    Result: True if files were copied. Errors: DataError if the store does not have them, or if
+    their digest differs.
     """
     if not cfg.data.digest or all(folder.is_dir() for folder in cfg.data_folders.values()):
         return False
@@ -60,19 +60,19 @@ def fetch_data(cfg: RunConfig, store: RunStore) -> bool:
             " are, `agentgym data keep` with this store puts them there"
         )
     for name in manifest.blobs:
-        write_whole(_place(cfg, name), store.read(manifest, name))
-    found = input_digest(cfg)
-    if found != cfg.data.digest:
+        write_whole(_path_of(cfg, name), store.read(manifest, name))
+    digest = input_digest(cfg)
+    if digest != cfg.data.digest:
         raise DataError(
-            f"data.digest {cfg.data.digest[:12]}: what came from {store.root} is {found[:12]};"
+            f"data.digest {cfg.data.digest[:12]}: what came from {store.root} is {digest[:12]};"
             " remove those files there, and keep the data again"
         )
-    logger.info("data %s came from %s", found[:12], store.root)
+    logger.info("data %s came from %s", digest[:12], store.root)
     return True
 
 
 def _files(cfg: RunConfig) -> dict[str, Path]:
-    """Name in the store -> the file here, of every file that the run may read."""
+    """Return name in the store -> path, for every file that the run may read."""
     lists = [path for env in cfg.env_weights for path in cfg.data.path.glob(f"*/{env}_*.json")]
     files = {f"{LISTS}.{path.parent.name}.{path.name}": path for path in lists}
     if cfg.warm_start.source == "trajectories":
@@ -81,8 +81,8 @@ def _files(cfg: RunConfig) -> dict[str, Path]:
     return files
 
 
-def _place(cfg: RunConfig, name: str) -> Path:
-    """Where a file of the store belongs. Errors: DataError for a name that `_files` never gives."""
+def _path_of(cfg: RunConfig, name: str) -> Path:
+    """Return the path of a file of the store. Errors: DataError for a name unlike `_files`'s."""
     match = NAME.fullmatch(name)
     if match is None:
         raise DataError(f"data.digest {cfg.data.digest[:12]} in the store holds {name!r}, no list")

@@ -1,7 +1,7 @@
-"""The dataset under DVC: imported at one revision of its git repository, and compared with what
-its `.dvc` file pins.
+"""The dataset under DVC: imported at one revision of its git repository, and compared with the pin
+in its `.dvc` file.
 
-DVC is a program here, run as a child process; nothing of it is imported.
+DVC runs as a child process; none of its modules is imported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GIT_TIMEOUT_S = 120.0
 LICENCES = {"AgentGym/AgentGym-RL-Data-ID": "CC-BY-NC-4.0"}
 T = TypeVar("T")
 _SHA = re.compile(r"[0-9a-f]{40}")
-# what DVC runs in: it ends when this process does
+# DVC's process: it ends when this process does
 _DVC = (
     "import sys; from agentgym.deploy.owned import end_with_owner; end_with_owner(); from dvc.cli"
     " import main; sys.exit(main())"
@@ -40,7 +40,7 @@ _DVC = (
 
 
 class DvcError(RuntimeError):
-    """DVC could not do what it was asked; its own words are in the message."""
+    """A DVC command failed; the message contains DVC's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,15 @@ class Imported:
     """A dataset that DVC imported."""
 
     path: Path
-    pointer: Path  # the .dvc file: what to keep in git
+    pointer: Path  # the .dvc file, to keep in git
     url: str
     sha: str  # full commit id
-    licence: str | None  # SPDX id; None where this project does not know it
-    is_new: bool  # False: it was there already
+    licence: str | None  # SPDX id; None if this project does not know it
+    is_new: bool  # False: it was imported before
 
 
 def run_dvc(*arguments: str, timeout_s: float) -> str:
-    """Run `dvc` and wait for it. Result: what it said. Errors: DvcError, also after timeout_s."""
+    """Run `dvc` and wait for it. Result: its output. Errors: DvcError, also after timeout_s."""
     shown = " ".join(("dvc", *arguments))
     environment = {"DVC_NO_ANALYTICS": "1", "GIT_TERMINAL_PROMPT": "0"}
     with tempfile.TemporaryDirectory() as folder:
@@ -68,16 +68,18 @@ def run_dvc(*arguments: str, timeout_s: float) -> str:
                 code = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 raise DvcError(
-                    f"`{shown}` did not end within {timeout_s:g} s; run it by hand to see where it"
+                    f"`{shown}` did not end within {timeout_s:g} s; run it by hand to see why it"
                     " hangs"
                 ) from None
-        said = log.read_text(errors="replace", encoding="utf-8").strip()
+        output = log.read_text(errors="replace", encoding="utf-8").strip()
     if code:
         errors = [
-            line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR: ")
+            line.removeprefix("ERROR: ")
+            for line in output.splitlines()
+            if line.startswith("ERROR: ")
         ]
-        raise DvcError(f"`{shown}` failed ({code}): {' | '.join(errors) or said[-500:]}")
-    return said
+        raise DvcError(f"`{shown}` failed ({code}): {' | '.join(errors) or output[-500:]}")
+    return output
 
 
 def import_dataset(url: str, rev: str, out: Path) -> Imported:
@@ -86,26 +88,25 @@ def import_dataset(url: str, rev: str, out: Path) -> Imported:
 
     rev: a full commit id, or a branch or tag, which is resolved now: the `.dvc` file pins the
     commit.
-    What is imported already at that commit stays as it is, or is brought back where its folder is
-    gone.
+    An earlier import at that commit is kept; if its folder is missing, it is pulled.
     A killed import starts over.
-    Errors: ConfigError for what a person can correct, DataError where the folder is not what it
-    was, DvcError.
+    Errors: ConfigError for mistakes you can correct, DataError if the folder differs from the pin,
+    DvcError.
     """
     _check_project(out)
     if Path(url).is_dir():
         url = Path(url).resolve().as_uri()
-    pointer, begun = out.with_name(f"{out.name}.dvc"), out.with_name(f".{out.name}.importing")
+    pointer, marker = out.with_name(f"{out.name}.dvc"), out.with_name(f".{out.name}.importing")
     pinned = _pinned_source(pointer)
     sha = rev if pinned == (url, rev) else _resolve(url, rev)
     if pinned is None:
-        if out.exists() and not begun.is_file():
+        if out.exists() and not marker.is_file():
             raise ConfigError(
                 f"{out} exists and was not imported; move it away, or name another folder with"
                 " --out"
             )
         out.parent.mkdir(parents=True, exist_ok=True)
-        begun.touch()
+        marker.touch()
         try:
             run_dvc(
                 "import",
@@ -122,7 +123,7 @@ def import_dataset(url: str, rev: str, out: Path) -> Imported:
             _refuse_lfs_pointers(out, pointer, url)
         except DvcError as error:
             if not out.exists():
-                discard(begun)
+                discard(marker)
             if "revision" in str(error).lower() and sha in str(error):
                 raise ConfigError(
                     f"{url} has no commit {sha}; give one that a branch or tag of it contains"
@@ -146,7 +147,7 @@ def import_dataset(url: str, rev: str, out: Path) -> Imported:
     )
     if licence is not None:
         _note_licence(pointer, licence)
-    discard(begun)
+    discard(marker)
     return Imported(out, pointer, url, sha, licence, pinned is None)
 
 
@@ -154,14 +155,14 @@ def track_folder(out: Path, write: Callable[[Path], T], *, pattern: str) -> tupl
     """Have `write` fill the folder `out`, and pin it with `dvc add`.
     Result: the `.dvc` file, and what `write` returned.
 
-    What DVC tracks there already is replaced where it is of the same kind, DVC keeps the earlier
-    content.
-    One that was killed starts over.
-    pattern: of the names of files of that kind.
-    Errors: ConfigError where the folder is somebody's own or holds other files; DvcError.
+    A folder that DVC tracks already is replaced if all its files match; DVC's cache keeps the
+    earlier content.
+    A killed call starts over.
+    pattern: glob for the file names.
+    Errors: ConfigError if the folder is not tracked or has other files; DvcError.
     """
     _check_project(out)
-    pointer, begun = out.with_name(f"{out.name}.dvc"), out.with_name(f".{out.name}.importing")
+    pointer, marker = out.with_name(f"{out.name}.dvc"), out.with_name(f".{out.name}.importing")
     others = (
         sorted(path.name for path in out.rglob("*") if not path.match(pattern))
         if out.is_dir()
@@ -171,7 +172,7 @@ def track_folder(out: Path, write: Callable[[Path], T], *, pattern: str) -> tupl
         raise ConfigError(
             f"{out} holds {others[0]}, which is none of {pattern}; name another folder with --out"
         )
-    if not begun.is_file() and out.exists() != pointer.is_file():
+    if not marker.is_file() and out.exists() != pointer.is_file():
         if out.exists():
             raise ConfigError(
                 f"{out} exists and is not tracked by DVC; move it away, or name another folder with"
@@ -182,35 +183,34 @@ def track_folder(out: Path, write: Callable[[Path], T], *, pattern: str) -> tupl
             " another with --out"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    begun.touch()
+    marker.touch()
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".") as folder:
-        made = Path(folder, out.name)
-        made.mkdir()
-        result = write(made)
+        new_folder = Path(folder, out.name)
+        new_folder.mkdir()
+        result = write(new_folder)
         if out.exists():
             out.rename(Path(folder, "before"))
-        made.rename(out)
+        new_folder.rename(out)
     run_dvc("add", "--", str(out), timeout_s=IMPORT_TIMEOUT_S)
-    discard(begun)
+    discard(marker)
     return pointer, result
 
 
 def check_pin(path: Path) -> None:
-    """Compare the folder with the `.dvc` file beside it, byte for byte; nothing where there is no
-    such file.
+    """Compare the folder with its `.dvc` file, byte for byte; do nothing if there is no such file.
 
-    DVC itself trusts its cache and, unless a remote has `verify`, what a remote hands out.
-    Errors: DataError where they differ.
+    DVC itself trusts its cache and, unless a remote has `verify`, every remote.
+    Errors: DataError if they differ.
     """
     pointer = path.with_name(f"{path.name}.dvc")
     if not pointer.is_file():
         return
     outs = _read_pointer(pointer).get("outs") or [{}]
-    expected, found = str(outs[0].get("md5")), _folder_md5(path)
-    if found != expected:
+    expected, md5 = str(outs[0].get("md5")), _folder_md5(path)
+    if md5 != expected:
         raise DataError(
             f"digest mismatch: {path} is not what {pointer} pins: expected md5 {expected}, got"
-            f" {found}; if the files were changed here, `dvc checkout --force {pointer}` brings the"
+            f" {md5}; if the files were changed here, `dvc checkout --force {pointer}` brings the"
             f" pinned ones back and `dvc add {path}` pins the new ones; if `dvc pull` brought them,"
             " its remote is damaged: delete them and .dvc/cache, mend the remote and set its"
             " `verify`"
@@ -218,7 +218,7 @@ def check_pin(path: Path) -> None:
 
 
 def _folder_md5(path: Path) -> str:
-    """The digest DVC gives a folder: of the JSON list of its files with theirs."""
+    """Return DVC's digest of a folder: md5 of the JSON list of its files with their digests."""
     files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     rows = [{"md5": _md5((path / name).read_bytes()), "relpath": name} for name in files]
     return _md5(json.dumps(rows, sort_keys=True).encode()) + ".dir"
@@ -243,7 +243,7 @@ def _check_project(out: Path) -> None:
 
 
 def _refuse_lfs_pointers(out: Path, pointer: Path, url: str) -> None:
-    """DVC takes the pointer for the file where it does not get the file.
+    """Refuse an import with Git LFS pointers, which DVC takes for the files if it gets no content.
     Errors: DvcError, with nothing pinned.
     """
     for file in sorted(out.rglob("*")):
@@ -273,8 +273,8 @@ def _read_pointer(pointer: Path) -> dict[str, Any]:
 
 
 def _pinned_source(pointer: Path) -> tuple[str, str] | None:
-    """(url, commit) of an import, None where there is no pointer.
-    Errors: ConfigError where it pins something else.
+    """Return (url, commit) of an import, None if there is no pointer.
+    Errors: ConfigError if it pins something else.
     """
     if not pointer.is_file():
         return None
@@ -288,15 +288,15 @@ def _pinned_source(pointer: Path) -> tuple[str, str] | None:
 
 
 def _resolve(url: str, rev: str) -> str:
-    """The commit a full id, branch or tag means.
-    Errors: ConfigError where the repository or the name is unknown.
+    """Return the commit of a full id, branch or tag.
+    Errors: ConfigError if the repository or the name is unknown.
     """
     if not re.fullmatch(r"[\w.][\w./+-]*", rev):
         raise ConfigError(
             f"revision {rev!r} is no name of a commit; give a full commit id, a tag or a branch"
         )
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             ["git", "ls-remote", "--", url],
             capture_output=True,
             text=True,
@@ -311,15 +311,15 @@ def _resolve(url: str, rev: str) -> str:
         raise ConfigError(
             f"{url} did not answer within {GIT_TIMEOUT_S:g} s; check the network and --url"
         ) from None
-    if done.returncode:
-        said = " ".join(done.stderr.split())[-300:]
+    if result.returncode:
+        message = " ".join(result.stderr.split())[-300:]
         raise ConfigError(
-            f"{url} cannot be read as a git repository ({said}); check the network and --url"
+            f"{url} cannot be read as a git repository ({message}); check the network and --url"
         )
     if _SHA.fullmatch(rev):
         return rev
-    refs = {name: sha for sha, name in (line.split("\t") for line in done.stdout.splitlines())}
-    # of an annotated tag, the commit
+    refs = {name: sha for sha, name in (line.split("\t") for line in result.stdout.splitlines())}
+    # ^{} names the commit of an annotated tag
     for name in (f"refs/tags/{rev}^{{}}", f"refs/tags/{rev}", f"refs/heads/{rev}"):
         if name in refs:
             return refs[name]
@@ -337,7 +337,7 @@ def _resolve(url: str, rev: str) -> str:
 
 
 def _note_licence(pointer: Path, licence: str) -> None:
-    """In the `.dvc` file's `meta`, which DVC keeps."""
+    """Write the license into the `.dvc` file's `meta`, which DVC preserves."""
     if "meta" in _read_pointer(pointer):
         return
     temporary = write_temp(

@@ -3,8 +3,7 @@ learn from.
 
 A file is a JSON list of `{"item_id": ..., "conversations": [{"from": human | gpt, "loss": true |
 false | null, "value": text}]}`.
-What the environment said in them is only read by people: a run plays the actions again on its own
-environment.
+The recorded observations are for people only: a run plays the actions again on its own environment.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from agentgym.data.items import (
 )
 from agentgym.types import Item
 
-RECORDED = "trajectories.json"  # of a run: what its own copy of them is called
+RECORDED = "trajectories.json"  # name of a run's copy of them
 FILE = "{env}_trajectories.json"
 MAX_FILE_BYTES = 1 << 30
-MAX_REPLY_CHARS = 16_384  # as long as an environment server reads an action
+MAX_REPLY_CHARS = 16_384  # an environment server's limit for an action
 _SHOWN = 5  # refused rows in an error
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What somebody's agent said in one episode, beginning with its first action."""
+    """Replies of another agent in one episode, from its first action on."""
 
     item: Item
-    replies: tuple[str, ...]  # with the thought, where there is one
+    replies: tuple[str, ...]  # with the thought, if there is one
     file: str = field(default="", compare=False)
     row: int = field(default=0, compare=False)  # in that file, from 0
 
@@ -57,7 +56,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A row that nothing can be learned from."""
+    """A row that a run cannot learn from."""
 
     file: str
     row: int
@@ -68,7 +67,7 @@ class Refusal:
 
 
 def read_file(path: Path) -> tuple[list[dict[str, Any]], list[Recorded], list[Refusal]]:
-    """(rows as they are, what they say, those refused).
+    """Read (rows as they are, accepted trajectories, refused rows).
     Each row is in one of the last two. Errors: DataError for the file itself.
     """
     rows = _rows(path)
@@ -78,29 +77,29 @@ def read_file(path: Path) -> tuple[list[dict[str, Any]], list[Recorded], list[Re
     for index, row in enumerate(rows):
         if index in reasons:
             continue
-        each = Recorded(Item(*parse_item_id(row["item_id"])), _replies(row), path.name, index)
-        if first.setdefault(each, index) != index:
-            reasons[index] = f"says the same as row {first[each]}"
+        trajectory = Recorded(Item(*parse_item_id(row["item_id"])), _replies(row), path.name, index)
+        if first.setdefault(trajectory, index) != index:
+            reasons[index] = f"repeats row {first[trajectory]}"
         else:
-            recorded.append(each)
+            recorded.append(trajectory)
     return rows, recorded, [Refusal(path.name, index, reasons[index]) for index in sorted(reasons)]
 
 
 def read_files(
     paths: Sequence[Path], cfg: RunConfig, *, drop_refused: bool
 ) -> tuple[list[dict[str, Any]], list[Refusal]]:
-    """(rows to learn from, refused ones), held against the item lists of the run.
+    """Read (rows to learn from, refused rows), checked against the item lists of the run.
 
-    Errors: DataError where one is refused and not dropped, or where none is left.
+    Errors: DataError if a row is refused and not dropped, or if none is left.
     """
-    kept: list[dict[str, Any]] = []
+    accepted: list[dict[str, Any]] = []
     refusals: list[Refusal] = []
     splits: dict[str, Splits] = {}
     first: dict[Recorded, Recorded] = {}
     for path in paths:
         rows, recorded, refused = read_file(path)
-        for env in sorted({each.item.env for each in recorded} - splits.keys()):
-            # else its rows are refused one by one
+        for env in sorted({trajectory.item.env for trajectory in recorded} - splits.keys()):
+            # without lists, `outside` refuses its rows one by one
             if not cfg.data.path.is_dir() or has_lists(cfg.data.path, env):
                 splits[env] = load_splits(
                     cfg.data.path,
@@ -109,75 +108,79 @@ def read_files(
                     seed=cfg.seed,
                 )
         refused += outside(recorded, splits)
-        earlier = [(each, first.setdefault(each, each)) for each in recorded]
+        pairs = [(trajectory, first.setdefault(trajectory, trajectory)) for trajectory in recorded]
         refused += [
-            Refusal(each.file, each.row, f"says the same as {one.where}")
-            for each, one in earlier
-            if one is not each
+            Refusal(trajectory.file, trajectory.row, f"repeats {earlier.where}")
+            for trajectory, earlier in pairs
+            if earlier is not trajectory
         ]
         left_out = {refusal.row for refusal in refused}
-        kept += [row for index, row in enumerate(rows) if index not in left_out]
+        accepted += [row for index, row in enumerate(rows) if index not in left_out]
         refusals += sorted(refused, key=lambda refusal: refusal.row)
     if not drop_refused:
         _refuse(refusals, "correct them, or leave them out with --drop-refused")
-    if not kept:
+    if not accepted:
         _refuse(refusals, "nothing is left to learn from")
-    return kept, refusals
+    return accepted, refusals
 
 
 def outside(recorded: Sequence[Recorded], splits: Mapping[str, Splits]) -> list[Refusal]:
-    """Those whose item is not trained on: held out for the test, or in no list. splits: by
-    environment.
+    """Refuse trajectories of items outside the train lists: test items, or in no list.
+    splits: by environment.
     """
     refusals = []
     tests = {item.item_id for part in splits.values() for item in part.test}
     known = {item.item_id for part in splits.values() for item in (*part.train, *part.validation)}
-    for each in recorded:
-        if each.item.env not in splits:
-            refusals.append(
-                Refusal(each.file, each.row, f"there are no item lists of {each.item.env}")
-            )
-        elif each.item.item_id in tests:
+    for trajectory in recorded:
+        if trajectory.item.env not in splits:
             refusals.append(
                 Refusal(
-                    each.file,
-                    each.row,
-                    f"{each.item.item_id} is a test item; learning from it, the test is not"
+                    trajectory.file,
+                    trajectory.row,
+                    f"there are no item lists of {trajectory.item.env}",
+                )
+            )
+        elif trajectory.item.item_id in tests:
+            refusals.append(
+                Refusal(
+                    trajectory.file,
+                    trajectory.row,
+                    f"{trajectory.item.item_id} is a test item; learning from it, the test is not"
                     " held out",
                 )
             )
-        elif each.item.item_id not in known:
+        elif trajectory.item.item_id not in known:
             refusals.append(
                 Refusal(
-                    each.file,
-                    each.row,
-                    f"{each.item.item_id} is not in the train list of {each.item.env}",
+                    trajectory.file,
+                    trajectory.row,
+                    f"{trajectory.item.item_id} is not in the train list of {trajectory.item.env}",
                 )
             )
     return refusals
 
 
 def _refuse(refusals: Sequence[Refusal], advice: str) -> None:
-    """Errors: DataError with the first few, where there are any."""
+    """Raise DataError with the first refusals, if there are any."""
     if refusals:
         more = f" and {len(refusals) - _SHOWN} more" if len(refusals) > _SHOWN else ""
         raise DataError(f"{'; '.join(map(str, refusals[:_SHOWN]))}{more}; {advice}")
 
 
 def load_trajectories(folder: Path, splits: Mapping[str, Splits]) -> list[Recorded]:
-    """Of each environment of `splits`, all that its file in the folder says of train items.
+    """Return the trajectories of train items, for each environment of `splits`.
     Those of validation items are left out.
 
-    Errors: DataError where a file is missing, or where a row cannot be learned from.
+    Errors: DataError if a file is missing, or if a run cannot learn from a row.
     """
     result: list[Recorded] = []
     for env, part in splits.items():
         path = _file_of(folder, env)
         _, recorded, refusals = read_file(path)
         foreign = [
-            Refusal(each.file, each.row, f"is of {each.item.env}")
-            for each in recorded
-            if each.item.env != env
+            Refusal(trajectory.file, trajectory.row, f"is of {trajectory.item.env}")
+            for trajectory in recorded
+            if trajectory.item.env != env
         ]
         _refuse([*refusals, *foreign], "import them anew, see `agentgym data import-trajectories`")
         _refuse(
@@ -185,16 +188,18 @@ def load_trajectories(folder: Path, splits: Mapping[str, Splits]) -> list[Record
             "import them anew with --drop-refused: the lists have changed since",
         )
         trained = {item.item_id for item in part.train}
-        kept = [each for each in recorded if each.item.item_id in trained]
-        if not kept:
+        train_trajectories = [
+            trajectory for trajectory in recorded if trajectory.item.item_id in trained
+        ]
+        if not train_trajectories:
             raise DataError(f"{path} holds no trajectory of a train item of {env}")
-        result += kept
+        result += train_trajectories
     return result
 
 
 def trajectories_digest(folder: Path, *envs: str) -> str:
-    """sha256 over the bytes of the files a run reads, without looking inside.
-    Errors: DataError where they are not there.
+    """sha256 over the bytes of the files a run reads, without parsing them.
+    Errors: DataError if a file is missing.
     """
     digest = hashlib.sha256()
     for env in envs:
@@ -203,7 +208,7 @@ def trajectories_digest(folder: Path, *envs: str) -> str:
 
 
 def input_digest(cfg: RunConfig) -> str:
-    """Of all data files a run reads. Errors: DataError where one is not there."""
+    """sha256 over all data files a run reads. Errors: DataError if one is missing."""
     lists = data_digest(cfg.data.path, *cfg.env_weights)
     if cfg.warm_start.source != "trajectories":
         return lists
@@ -223,12 +228,14 @@ def _file_of(folder: Path, env: str) -> Path:
 
 
 def encode(recorded: Sequence[Recorded]) -> bytes:
-    """Equal trajectories give equal bytes; `decode` gives equal ones back."""
-    return json.dumps([each.to_json() for each in recorded], separators=(",", ":")).encode()
+    """Encode trajectories; equal ones give equal bytes. `decode` inverts this."""
+    return json.dumps(
+        [trajectory.to_json() for trajectory in recorded], separators=(",", ":")
+    ).encode()
 
 
 def decode(data: bytes) -> list[Recorded]:
-    """Errors: ValueError or KeyError where `encode` did not write it."""
+    """Invert `encode`. Errors: ValueError or KeyError for other data."""
     return [
         Recorded(Item(*parse_item_id(row["item_id"])), tuple(row["replies"]))
         for row in json.loads(data)
@@ -236,32 +243,39 @@ def decode(data: bytes) -> list[Recorded]:
 
 
 def chosen(
-    recorded: Sequence[Recorded], weights: Mapping[str, float], order: Sequence[int], most: int
+    recorded: Sequence[Recorded],
+    weights: Mapping[str, float],
+    order: Sequence[int],
+    num_trajectories: int,
 ) -> list[Recorded]:
-    """The first `most`, environments taking turns by weight, all of an item together.
+    """Return the first `num_trajectories`, environments by weighted round robin.
 
-    order: of the items as they are first met, a permutation of as many numbers.
+    Trajectories of one item stay together.
+    order: permutation of the items, which are numbered by first occurrence.
     """
     groups: dict[Item, list[Recorded]] = {}
-    for each in recorded:
-        groups.setdefault(each.item, []).append(each)
+    for trajectory in recorded:
+        groups.setdefault(trajectory.item, []).append(trajectory)
     items = list(groups)
     return [
-        each
+        trajectory
         for item in interleave([items[index] for index in order], weights)
-        for each in groups[item]
-    ][:most]
+        for trajectory in groups[item]
+    ][:num_trajectories]
 
 
 def write(folder: Path, rows: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """One file for each environment, in the layout they came in. Result: rows, by environment."""
+    """Write one file for each environment, in AgentGym's layout. Return rows by environment."""
     folder.mkdir(parents=True, exist_ok=True)
     by_env: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_env.setdefault(parse_item_id(row["item_id"])[0], []).append(row)
-    for env, own in by_env.items():
+    for env, env_rows in by_env.items():
         text = json.dumps(
-            [{"item_id": row["item_id"], "conversations": row["conversations"]} for row in own],
+            [
+                {"item_id": row["item_id"], "conversations": row["conversations"]}
+                for row in env_rows
+            ],
             indent=1,
             ensure_ascii=False,
         )
@@ -286,22 +300,22 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Its messages, without a system text; what is no object is a message that says nothing."""
-    said = row.get("conversations")
+    """Return a row's messages, without a system text; a non-object becomes an empty message."""
+    conversation = row.get("conversations")
     messages = (
-        [message if isinstance(message, dict) else {} for message in said]
-        if isinstance(said, list)
+        [message if isinstance(message, dict) else {} for message in conversation]
+        if isinstance(conversation, list)
         else []
     )
     return messages[1:] if messages and messages[0].get("from") == "system" else messages
 
 
 def _first(row: Mapping[str, Any]) -> int:
-    """Place of the first observation: after an exchange that is not to be learned, the task's
-    instructions and a promise to follow it.
+    """Return the index of the first observation, after an initial exchange without loss.
+    That exchange has the task's instructions and the agent's promise to follow them.
     """
-    said = _conversation(row)
-    return 2 if len(said) > 1 and said[1].get("loss") is False else 0
+    messages = _conversation(row)
+    return 2 if len(messages) > 1 and messages[1].get("loss") is False else 0
 
 
 def _replies(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -309,7 +323,7 @@ def _replies(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _check_rows(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Reasons, by row."""
+    """Return the reasons to refuse rows, by row."""
     # pandas and pandera take seconds to import
     import pandas as pd
     import pandera.pandas as pa
@@ -329,7 +343,7 @@ def _check_rows(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         },
         strict=True,
     )
-    told: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    describe: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "item_id": lambda row: (
             f"item_id {json.dumps(row.get('item_id'))[:80]} is not `<env>_<index>`"
         ),
@@ -339,31 +353,32 @@ def _check_rows(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         "replies": lambda row: "holds no reply of the agent",
     }
     return {
-        index: told[check](rows[index])
-        for check in reversed(told)
+        index: describe[check](rows[index])
+        for check in reversed(describe)
         for index in _failures(schema, table, check)
     }
 
 
 def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Reasons, by row: of its first message that is not as it must be."""
+    """Return the reasons to refuse rows, by row; each is about the row's first invalid message."""
     import pandas as pd
     import pandera.pandas as pa
 
-    said = [
-        (index, place, message)
+    messages = [
+        (index, position, message)
         for index, row in enumerate(rows)
-        for place, message in enumerate(_conversation(row))
+        for position, message in enumerate(_conversation(row))
     ]
     table = pd.DataFrame(
         {
-            "sender": [str(message.get("from")) for _, _, message in said],
-            "expected": ["gpt" if place % 2 else "human" for _, place, _ in said],
-            "length": [_length(message.get("value")) for _, _, message in said],
+            "sender": [str(message.get("from")) for _, _, message in messages],
+            "expected": ["gpt" if position % 2 else "human" for _, position, _ in messages],
+            "length": [_length(message.get("value")) for _, _, message in messages],
             "is_action": [
-                bool(place % 2) and place > _first(rows[index]) for index, place, _ in said
+                bool(position % 2) and position > _first(rows[index])
+                for index, position, _ in messages
             ],
-            "loss": [json.dumps(message.get("loss")) for _, _, message in said],
+            "loss": [json.dumps(message.get("loss")) for _, _, message in messages],
         }
     ).astype({"sender": str, "expected": str, "length": int, "is_action": bool, "loss": str})
     schema = pa.DataFrameSchema(
@@ -381,7 +396,7 @@ def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         ],
         strict=True,
     )
-    told: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    describe: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "sender": lambda message: (
             f"is from {json.dumps(message.get('from'))[:40]}; expected human or gpt"
         ),
@@ -401,22 +416,22 @@ def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
             "is an action with loss false; every action of a trajectory is learned from"
         ),
     }
-    found = [(at, check) for check in told for at in _failures(schema, table, check)]
+    failures = [(at, check) for check in describe for at in _failures(schema, table, check)]
     reasons: dict[int, str] = {}
-    for at, check in sorted(found, key=lambda each: each[0]):
-        index, place, message = said[at]
-        reasons.setdefault(index, f"message {place} {told[check](message)}")
+    for at, check in sorted(failures, key=lambda failure: failure[0]):
+        index, position, message = messages[at]
+        reasons.setdefault(index, f"message {position} {describe[check](message)}")
     return reasons
 
 
 def _task_id(item_id: Any) -> int:
-    """-1 for what is no item's id."""
+    """Return the index in an item's id; -1 for other values."""
     env, task_id = parse_item_id(item_id) if isinstance(item_id, str) else ("", -1)
     return task_id if re.fullmatch("[a-z0-9-]+", env) else -1
 
 
 def _length(value: Any) -> int:
-    """In characters; -1 for what is no text, half a surrogate pair too."""
+    """Return the characters of a text; -1 for other values and for half a surrogate pair."""
     try:
         return len(value) if isinstance(value, str) and value.encode() is not None else -1
     except UnicodeEncodeError:
@@ -424,7 +439,7 @@ def _length(value: Any) -> int:
 
 
 def _failures(schema: Any, table: Any, check: str) -> list[int]:
-    """Places in the table where the check of this name fails."""
+    """Return the indices of rows that fail the check of this name."""
     import pandera.pandas as pa
 
     try:

@@ -1,5 +1,5 @@
-"""An attempt at a step as a job elsewhere: its name, what its cluster says of it, and what a way to
-have it run must do.
+"""One attempt at a step, run as a job elsewhere: its name, the state that its cluster reports, and
+the protocol of a job transport.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ STOP_GRACE_S = 20  # whole seconds a job has to end in order
 
 
 class RayUnreachable(RuntimeError):
-    """Nobody answers for the Ray cluster: its dashboard, or the API server that has its RayJobs."""
+    """No answer for the Ray cluster: from its dashboard, or from the API server that stores its
+    RayJobs.
+    """
 
 
 class RayJobFailed(RuntimeError):
@@ -27,30 +29,30 @@ class RayJobFailed(RuntimeError):
 
 
 class Phase(enum.Enum):
-    """Where a job is on its way; each but the last has a deadline of its own."""
+    """Stage of a job; each but the last has a deadline of its own."""
 
     QUEUED = "queued"  # held back by a queue of the cluster
-    WAITING = "waiting"  # for room, and for its process
+    WAITING = "waiting"  # for resources, and for its process to start
     RUNNING = "running"
     ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a cluster says of a job."""
+    """State of a job as its cluster reports it."""
 
     phase: Phase
     status: str  # the cluster's own word
     message: str = ""
     exit_code: int | None = None
-    is_stopped: bool = False  # by somebody, not by its own end
+    is_stopped: bool = False  # stopped from outside, before its own end
     is_late: bool = False  # the cluster ended it at its deadline
-    is_lost: bool = False  # what it ran on is gone; it is to be stopped
+    is_lost: bool = False  # its cluster is gone; the caller must stop the job
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be run: a step, under the key that the submitter found."""
+    """A step to run, with the key that the submitter computed."""
 
     step: str
     run_key: str
@@ -62,41 +64,43 @@ class Job:
 
 
 class Transport(Protocol):
-    """A way to have jobs run. Methods raise OSError or RuntimeError where it does not answer."""
+    """A way to run jobs. Methods raise OSError or RuntimeError if the cluster does not answer."""
 
-    place: str  # for people
+    place: str  # shown in messages
 
     def attempts(self, job: Job) -> Mapping[int, Look]:
-        """All that are known there, by their number."""
+        """Return all attempts that the cluster knows, by number."""
         ...
 
     def submit(self, job: Job, name: str) -> None:
-        """Start it, unless it is there already. Errors: RayJobFailed, ConfigError."""
+        """Start the job, unless one of that name exists. Errors: RayJobFailed, ConfigError."""
         ...
 
     def look(self, name: str) -> Look | None:
-        """None where it is not known, or no longer."""
+        """Return the job's state; None if the cluster does not know the job, or no longer."""
         ...
 
     async def tail(self, name: str, hear: Callable[[str], None]) -> None:
-        """Pass every line of its log on once, until cancelled. Errors are tried again."""
+        """Pass every line of the job's log to `hear` once, until cancelled. The caller retries
+        errors.
+        """
         ...
 
     def stop(self, name: str) -> None:
-        """Ask for its end."""
+        """Request the job's end."""
         ...
 
     def gone_means(self) -> str:
-        """Why a job that was there may be unknown, for people."""
+        """Return why a job that existed may be unknown now, for a message."""
         ...
 
     def settle(self, job: Job) -> None:
-        """The step is done: nothing of its attempts is needed any more."""
+        """Clean up after the step is done: its attempts are no longer needed."""
         ...
 
 
 def numbered(names: Mapping[str, Look], job: Job) -> dict[int, Look]:
-    """Those that are attempts of this job, by their number."""
+    """Return the entries that are attempts of this job, by number."""
     base = job.name(1)[:-1]
     return {
         int(name.removeprefix(base)): look

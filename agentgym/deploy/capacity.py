@@ -1,4 +1,4 @@
-"""How many servers a number of episodes needs."""
+"""Number of servers that a number of episodes needs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from types import MappingProxyType
 
 from agentgym.config import ConfigError
 
-MIN_REPLICAS = 2  # one may be lost, or moved, while the other plays on
+MIN_REPLICAS = 2  # one may be lost or moved while the other keeps serving
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one server is given, while every session acts as fast as it is answered: half of what
-    its pod admits (k8s/components), so that the sessions of a lost one find room.
+    """Sessions given to one server, if every session acts as soon as it is answered.
+    It is half of what the pod admits (k8s/components), so that the sessions of a lost server find
+    room.
     """
 
     sessions: int
-    p99_ms: float  # of a step with so many on two cores, at most; docs/results/capacity.md
+    p99_ms: float  # upper bound for a step with so many on two cores; docs/results/capacity.md
 
 
 CAPACITIES: Mapping[str, Capacity] = MappingProxyType(
@@ -34,9 +35,9 @@ CAPACITIES: Mapping[str, Capacity] = MappingProxyType(
 
 
 def replicas_for(env: str, episodes: int) -> int:
-    """Servers for so many episodes in flight, at least MIN_REPLICAS.
+    """Return the number of servers for that many episodes in flight, at least MIN_REPLICAS.
 
-    Errors: ConfigError for an environment whose capacity nobody measured.
+    Errors: ConfigError for an environment whose capacity was not measured.
     """
     if env not in CAPACITIES:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The servers a run plays on: configured ones, those that are kept, its own processes, or fleets on
+"""Servers that a run plays on: configured ones, kept ones, its own processes, or fleets on
 Kubernetes.
 """
 
@@ -17,12 +17,13 @@ from agentgym.types import Endpoint, Endpoints
 
 @contextlib.contextmanager
 def environment_servers(cfg: RunConfig, expert: bool, run: str = "") -> Iterator[Endpoints]:
-    """The configured servers of each environment; else a fleet where `env.deploy` says so; else the
-    kept one; else one local process for as long as it is needed. An expert is asked on servers of
-    its own.
+    """Yield the endpoints of each environment.
 
-    run: the name that fleets bear; empty: one of their own.
-    Errors: ConfigError where a kept server is not what this run needs; see `local_env`, and
+    An environment with `env.deploy: kubernetes` gets a fleet. Any other gets its configured
+    servers, else its kept server, else a local process for the length of the block.
+    Experts get servers of their own.
+    run: name of the fleets; empty: a random one.
+    Errors: ConfigError if a kept server does not fit this run; see `local_env`, and
     `agentgym.deploy.kubernetes.fleets`.
     """
     with contextlib.ExitStack() as stack:
@@ -43,8 +44,8 @@ def _local(
 ) -> Sequence[Endpoint]:
     log_path = cfg.state_dir / "logs" / f"{env.name}{'-expert' if expert else ''}.log"
     if env.endpoints and not expert:
-        # for workers elsewhere
+        # workers on other machines need the token too
         return [Endpoint(url, token_of(url, env.name)) for url in env.endpoints]
-    if not expert and (kept := keep(cfg, env) if env.keep else kept_for(cfg, env)) is not None:
-        return [kept.endpoint]
+    if not expert and (server := keep(cfg, env) if env.keep else kept_for(cfg, env)) is not None:
+        return [server.endpoint]
     return stack.enter_context(local_env(env, expert=expert, log_path=log_path))

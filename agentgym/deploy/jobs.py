@@ -1,9 +1,10 @@
 """One step of a run as a job on a Ray cluster: submitted under the attempt's name, followed, found
 again, stopped.
 
-Two ways lead there: Ray's Jobs API (rayjobs.py), and a RayJob of Kubernetes that brings a cluster
-of its own (kuberay.py). The job computes under the keys of whoever submits it, or is refused.
-The final manifest in the store says what came of it, not the job's status.
+There are two transports: Ray's Jobs API (rayjobs.py), and a RayJob of Kubernetes that brings a
+cluster of its own (kuberay.py).
+The job computes under its submitter's keys, or is refused.
+The final manifest in the store is the result; the job's status is not.
 """
 
 from __future__ import annotations
@@ -30,29 +31,30 @@ from agentgym.store.runstore import RunStore
 
 logger = logging.getLogger(__name__)
 
-SILENCE_S = 60.0  # a cluster that was reached once may be away for so long
+SILENCE_S = 60.0  # a cluster that was reached once may be silent for so long
 LOG_END_S = 5.0  # for the last lines of a finished job
 LOG_LINES = 15  # of a failed job, in the error
-BAD_INPUT = 2  # exit code of a step that cannot succeed as it was asked for
+BAD_INPUT = 2  # exit code of a step whose input is bad: no retry helps
 
 
 def run_as_job(step: str, cfg: RunConfig, store: RunStore, *, run_key: str, key: str) -> Manifest:
-    """The step's final manifest, made by a job: where `compute` is ray-job on the cluster at
-    `ray.address`, where it is kuberay on one of its own.
+    """Run the step as a job and return its final manifest.
 
-    A job of this run and step that is still there, because whoever followed it died, is followed
-    again: there are never two.
-    One that ends badly is followed by the next attempt, at most `ray.job_attempts` in this call.
+    With `compute` ray-job it runs on the cluster at `ray.address`, with kuberay on a cluster of its
+    own.
+    If a job of this run and step still exists, because the process that followed it died, follow
+    that one: there are never two.
+    If the job fails, start the next attempt, at most `ray.job_attempts` in this call.
     An interrupt, a deadline or any other failure on this side stops the job.
-    Errors: RayUnreachable; ConfigError where the job says that its input is bad; TimeoutError;
-    RayJobFailed with the end of its log.
+    Errors: RayUnreachable; ConfigError if the job reports bad input; TimeoutError; RayJobFailed
+    with the end of its log.
     """
     transport = _transport(cfg)
     job = Job(step, run_key, key, cfg)
     number, reason = 0, ""
     for chance in range(cfg.ray.job_attempts):
         if chance:
-            # a driver that died without a word on another machine holds the lease so long
+            # a driver that died silently on another machine keeps the lease so long
             time.sleep(cfg.store.lease_ttl_s)
         number, is_new = _find_or_number(transport, job, number)
         name = job.name(number)
@@ -74,7 +76,7 @@ def run_as_job(step: str, cfg: RunConfig, store: RunStore, *, run_key: str, key:
 
 
 def _transport(cfg: RunConfig) -> Transport:
-    """Errors: ConfigError, RayUnreachable."""
+    """Connect to the cluster that `compute` names. Errors: ConfigError, RayUnreachable."""
     if cfg.compute == "kuberay":
         from agentgym.deploy.kuberay import KubeRay
 
@@ -85,8 +87,8 @@ def _transport(cfg: RunConfig) -> Transport:
 
 
 def _find_or_number(transport: Transport, job: Job, last: int) -> tuple[int, bool]:
-    """(number, False) of the attempt at this run and step that has not ended, else (the next one
-    after all that are known and the last of this call, True).
+    """Return (number, False) of an attempt at this run and step that has not ended; else (a new
+    number after all known ones and after `last`, True).
     """
     attempts = transport.attempts(job)
     for number, look in sorted(attempts.items(), reverse=True):
@@ -98,9 +100,10 @@ def _find_or_number(transport: Transport, job: Job, last: int) -> tuple[int, boo
 def _follow_or_stop(
     transport: Transport, name: str, cfg: RunConfig
 ) -> tuple[Look | None, list[str]]:
-    """(the end of the job, or None where the cluster has forgotten it; the end of its log).
+    """Follow the job. Result: (its last state, or None if the cluster has forgotten it; the end of
+    its log).
 
-    Whatever ends the following, but for a cluster that does not answer, also ends the job.
+    Any exception also stops the job, except for a cluster that does not answer.
     """
     try:
         look, lines = asyncio.run(_follow(transport, name, cfg))
@@ -115,7 +118,9 @@ def _follow_or_stop(
 
 
 async def _follow(transport: Transport, name: str, cfg: RunConfig) -> tuple[Look | None, list[str]]:
-    """Errors: RayUnreachable after SILENCE_S; TimeoutError past the deadline of a phase."""
+    """Follow the job to its end; result as `_follow_or_stop`.
+    Errors: RayUnreachable after SILENCE_S; TimeoutError past the deadline of a phase.
+    """
     lines: list[str] = []
 
     def hear(line: str) -> None:
@@ -153,7 +158,7 @@ async def _follow(transport: Transport, name: str, cfg: RunConfig) -> tuple[Look
 
 
 def _check_deadline(name: str, look: Look, waited_s: float, cfg: RunConfig) -> None:
-    """Errors: TimeoutError."""
+    """Raise TimeoutError if the job exceeds the deadline of its phase."""
     setting, limit_s = {
         Phase.QUEUED: ("kuberay.queue_timeout_s", cfg.kuberay.queue_timeout_s),
         Phase.WAITING: ("ray.placement_timeout_s", cfg.ray.placement_timeout_s),
@@ -163,7 +168,7 @@ def _check_deadline(name: str, look: Look, waited_s: float, cfg: RunConfig) -> N
         what = "end" if look.phase is Phase.RUNNING else "start"
         raise TimeoutError(
             f"job {name} did not {what} within {setting} {limit_s:g} ({look.status}:"
-            f" {look.message or 'it says no more'}); it was stopped"
+            f" {look.message or 'no message'}); it was stopped"
         )
 
 
@@ -175,8 +180,8 @@ async def _keep_tailing(transport: Transport, name: str, hear: Callable[[str], N
 
 
 def _stop(transport: Transport, name: str) -> None:
-    """End the job and wait until it has ended; a failure is logged, because something else is
-    already being raised.
+    """End the job and wait until it has ended. A failure is only logged: the caller has an error to
+    report already.
     """
     try:
         transport.stop(name)
@@ -200,7 +205,9 @@ def _reason(transport: Transport, name: str, look: Look | None, log: list[str]) 
 
 
 def _raise_where_no_attempt_helps(look: Look | None, reason: str, cfg: RunConfig) -> None:
-    """Errors: ConfigError, TimeoutError, RayJobFailed."""
+    """Raise the job's error if another attempt would not help. Errors: ConfigError, TimeoutError,
+    RayJobFailed.
+    """
     if look is None:
         return
     if look.exit_code == BAD_INPUT:
@@ -214,5 +221,5 @@ def _raise_where_no_attempt_helps(look: Look | None, reason: str, cfg: RunConfig
         raise TimeoutError(f"{reason}\nits cluster ended it at ray.job_timeout_s")
     if look.is_stopped:
         raise RayJobFailed(
-            f"{reason}\nsomebody stopped it; run the step again to go on from its last commit"
+            f"{reason}\nstopped from outside; run the step again to go on from its last commit"
         )

@@ -1,7 +1,7 @@
 """Environment servers that outlive the runs that use them: started once, ended on request.
 
-Each has a keeper, a process that owns it: it ends its server when it is told to, when its time is
-over, or by dying.
+Each has a keeper, a process that owns it. The server ends when the keeper gets a signal, when its
+time is over, or when the keeper dies.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ END_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Kept:
-    """What a keeper says of its server, in a file that its owner alone can read."""
+    """A keeper's record of its server, in a file that only its owner can read."""
 
     pid: int  # of the keeper
-    started: str  # tells it from a later process of that pid
+    started: str  # distinguishes it from a later process of that pid
     env: str
     options: dict[str, object]
     source: str  # digest of the code it was started from
@@ -53,14 +53,14 @@ class Kept:
 
 
 def keep(cfg: RunConfig, env: EnvConfig) -> Kept:
-    """A server of this environment that stays: the one that runs already, or a new one.
+    """Return a kept server of this environment: the running one, or a new one.
 
-    Errors: ConfigError where one runs that this run cannot use, or the environment refuses its
-    options; RuntimeError with the end of its log where it does not get ready.
+    Errors: ConfigError if the running one does not fit this run, or if the environment refuses its
+    options; RuntimeError with the end of its log if it does not get ready.
     """
-    found = kept_for(cfg, env)
-    if found is not None:
-        return found
+    existing = kept_for(cfg, env)
+    if existing is not None:
+        return existing
     check_local_env(env)
     file = _file(cfg.state_dir, env)
     private_folder(file.parent)
@@ -74,7 +74,7 @@ def keep(cfg: RunConfig, env: EnvConfig) -> Kept:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # it outlives this process, and the signals to its group
+            start_new_session=True,  # it must outlive this process, and signals to its group
         )
     deadline = time.monotonic() + env.start_timeout_s
     while time.monotonic() < deadline:
@@ -91,9 +91,9 @@ def keep(cfg: RunConfig, env: EnvConfig) -> Kept:
 
 
 def kept_for(cfg: RunConfig, env: EnvConfig) -> Kept | None:
-    """The server that is kept for this environment and these options, where one lives.
+    """Return the live kept server for this environment and these options, or None.
 
-    Errors: ConfigError where it is of other code than this, or too small for this run.
+    Errors: ConfigError if it runs other code than this, or is too small for this run.
     """
     server = _read(_file(cfg.state_dir, env))
     if server is None or not server.is_alive:
@@ -113,9 +113,7 @@ def kept_for(cfg: RunConfig, env: EnvConfig) -> Kept | None:
 
 
 def end_all(state: Path) -> list[Kept]:
-    """End every kept server of this state folder; those that lived.
-    Errors: RuntimeError for one that does not end.
-    """
+    """End every kept server of this state folder. Result: those that were alive."""
     ended = []
     for file in sorted((state / "environments").glob("*.json")):
         server = _read(file)
@@ -133,10 +131,12 @@ def _end(server: Kept) -> None:
     while server.is_alive:
         if time.monotonic() > deadline:
             with suppress(ProcessLookupError):
-                os.kill(server.pid, signal.SIGKILL)  # its server watches a pipe of it, and ends
+                os.kill(
+                    server.pid, signal.SIGKILL
+                )  # its server watches a pipe from it, and ends too
             return
         with suppress(ChildProcessError):
-            os.waitpid(server.pid, os.WNOHANG)  # where it is a child of this process
+            os.waitpid(server.pid, os.WNOHANG)  # only if it is a child of this process
         time.sleep(POLL_S)
 
 
@@ -157,16 +157,18 @@ def _source(env: EnvConfig) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The keeper. arguments: where it tells of its server, the server's log, its settings."""
+    """Run the keeper. arguments: path of its record, path of the server's log, the environment's
+    settings.
+    """
     file, log_path, env = Path(arguments[0]), Path(arguments[1]), arguments[2]
     settings = EnvConfig.model_validate_json(env)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = process_start(os.getpid())
     if started is None:
-        raise ConfigError("kept environments need /proc, to tell their processes from others")
+        raise ConfigError("kept environments need /proc, to recognize their processes")
     try:
         with local_env(settings, expert=False, log_path=log_path) as endpoints:
-            told = Kept(
+            record = Kept(
                 pid=os.getpid(),
                 started=started,
                 env=settings.name,
@@ -176,8 +178,8 @@ def main(arguments: Sequence[str]) -> int:
                 url=str(endpoints[0]),
                 token=endpoints[0].token,
             )
-            write_private(file, json.dumps(asdict(told)).encode())
-            time.sleep(settings.keep_s)  # or until it is told
+            write_private(file, json.dumps(asdict(record)).encode())
+            time.sleep(settings.keep_s)  # or until a signal
     except KeyboardInterrupt:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     finally:

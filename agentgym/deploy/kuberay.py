@@ -1,6 +1,7 @@
-"""Steps as RayJobs of Kubernetes: KubeRay's operator gives each a cluster, and takes it away.
+"""Steps as RayJobs of Kubernetes: KubeRay's operator creates a cluster for each, and deletes it.
 
-Only the resource is spoken to, never the cluster's dashboard: its token stays in its Secret.
+This module uses the resource alone, never the cluster's dashboard: the dashboard's token stays in
+its Secret.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from agentgym.deploy.rayjob import STEP_LABEL, image_of, rayjob
 RAY_JOB = Kind("ray.io/v1", "RayJob")
 RAY_CLUSTER = Kind("ray.io/v1", "RayCluster")
 POD = Kind("v1", "Pod")
-LOST_S = 10.0  # without its cluster a job that runs is lost; one that is suspended says so sooner
+LOST_S = 10.0  # until a running job without its cluster is lost; a suspended one reports sooner
 TAIL_S = 2.0
 TAIL_LINES = 500
-MESSAGE_CHARS = 2000  # the end of KubeRay's, which holds up to 20,000 of the log
+MESSAGE_CHARS = 2000  # the end of KubeRay's message, which has up to 20,000 of the log
 EXIT_CODE = re.compile(r"exit code (\d+)")
 QUEUED = ("Suspending", "Suspended")
 
@@ -60,8 +61,9 @@ class KubeRay:
 
     @classmethod
     def connect(cls, cfg: RunConfig) -> Self:
-        """Errors: ConfigError without an image or credentials, and where the cluster has no
-        KubeRay; RayUnreachable.
+        """Connect to the cluster.
+        Errors: ConfigError without an image or credentials, or if the cluster has no KubeRay;
+        RayUnreachable.
         """
         image = image_of(os.environ)
         kube = connect(context=cfg.kubernetes.context, namespace=cfg.kubernetes.namespace)
@@ -70,7 +72,7 @@ class KubeRay:
         except (NotServed, NotFound):
             raise ConfigError(
                 "compute kuberay: this cluster knows no RayJob (ray.io/v1); install KubeRay 1.5 or"
-                " newer, as k8s/README.md says"
+                " newer, see k8s/README.md"
             ) from None
         except ApiUnreachable as error:
             raise RayUnreachable(str(error)) from None
@@ -78,11 +80,15 @@ class KubeRay:
 
     def attempts(self, job: Job) -> Mapping[int, Look]:
         labels = {RUN_LABEL: f"r{job.run_key[:12]}", STEP_LABEL: job.step}
-        found = self._kube.list(RAY_JOB, labels=labels).items
-        return numbered({each["metadata"]["name"]: look_at(each) for each in found}, job)
+        resources = self._kube.list(RAY_JOB, labels=labels).items
+        return numbered(
+            {resource["metadata"]["name"]: look_at(resource) for resource in resources}, job
+        )
 
     def submit(self, job: Job, name: str) -> None:
-        """Names are unique in a namespace: somebody may have been faster."""
+        """Create the RayJob. Its name is unique in a namespace: another process may have been
+        faster.
+        """
         try:
             self._kube.create(rayjob(job, name, self._image))
         except AlreadyExists:
@@ -93,11 +99,11 @@ class KubeRay:
             raise RayJobFailed(f"{self.place} does not take job {name}: {error}") from None
 
     def look(self, name: str) -> Look | None:
-        found = self._kube.find(RAY_JOB, name)
-        if found is None:
+        resource = self._kube.find(RAY_JOB, name)
+        if resource is None:
             return None
-        look = look_at(found)
-        if look.phase is Phase.RUNNING and self._is_lost(name, found["status"]):
+        look = look_at(resource)
+        if look.phase is Phase.RUNNING and self._is_lost(name, resource["status"]):
             return Look(
                 Phase.ENDED,
                 "LOST",
@@ -109,9 +115,9 @@ class KubeRay:
         return look
 
     def _is_lost(self, name: str, status: Mapping[str, Any]) -> bool:
-        """Whether the cluster that the job ran on is gone, not only for a moment."""
-        found = self._kube.find(RAY_CLUSTER, status.get("rayClusterName") or "none")
-        uid = found["metadata"]["uid"] if found else ""
+        """Return True if the cluster that the job ran on is gone, not only for a moment."""
+        cluster = self._kube.find(RAY_CLUSTER, status.get("rayClusterName") or "none")
+        uid = cluster["metadata"]["uid"] if cluster else ""
         if uid and self._clusters.setdefault(name, uid) == uid:
             self._missing_since.pop(name, None)
             return False
@@ -119,13 +125,13 @@ class KubeRay:
         return time.monotonic() - since >= LOST_S
 
     async def tail(self, name: str, hear: Callable[[str], None]) -> None:
-        """The log of the pod that has handed the job over; in HTTPMode there is none."""
-        told: list[str] = []
+        """Pass on the log of the pod that submitted the job; in HTTPMode there is none."""
+        previous: list[str] = []
         while True:
             lines = await asyncio.to_thread(self._log, name)
-            for line in lines[overlap(told, lines) :]:
+            for line in lines[overlap(previous, lines) :]:
                 hear(line)
-            told = lines or told
+            previous = lines or previous
             await asyncio.sleep(TAIL_S)
 
     def _log(self, name: str) -> list[str]:
@@ -136,8 +142,8 @@ class KubeRay:
         return self._kube.log(newest["metadata"]["name"], lines=TAIL_LINES).splitlines()
 
     def stop(self, name: str) -> None:
-        """With all that it owns; its name is free once these are gone.
-        Errors: TimeoutError where they stay.
+        """Delete the job with all that it owns; its name is free once these are gone.
+        Errors: TimeoutError if they remain.
         """
         self._kube.delete(RAY_JOB, name, propagation="Foreground")
         deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -150,63 +156,64 @@ class KubeRay:
             time.sleep(POLL_S)
 
     def gone_means(self) -> str:
-        return "somebody deleted it"
+        return "it was deleted from outside"
 
     def settle(self, job: Job) -> None:
-        """What is ended is deleted: its result is in the store."""
+        """Delete ended attempts: their results are in the store."""
         for number, look in self.attempts(job).items():
             if look.phase is Phase.ENDED:
                 self._kube.delete(RAY_JOB, job.name(number))
 
 
 def end_jobs(cfg: RunConfig, run: str) -> int:
-    """Delete whatever RayJobs of a run are there, because it was cancelled and its own process may
-    have been killed before it could. Result: how many there were. Errors: ConfigError, KubeError.
+    """Delete all RayJobs of a cancelled run, whose own process may have been killed before it
+    could.
+    Result: their number. Errors: ConfigError, KubeError.
     """
     kube = connect(context=cfg.kubernetes.context, namespace=cfg.kubernetes.namespace)
     with contextlib.closing(kube):
-        found = kube.list(RAY_JOB, labels={RUN_LABEL: run}).items
-        return sum(kube.delete(RAY_JOB, each["metadata"]["name"]) for each in found)
+        resources = kube.list(RAY_JOB, labels={RUN_LABEL: run}).items
+        return sum(kube.delete(RAY_JOB, resource["metadata"]["name"]) for resource in resources)
 
 
-def look_at(found: Mapping[str, Any]) -> Look:
-    """What a RayJob says of itself. Errors: ConfigError where KubeRay finds it invalid."""
-    status = found.get("status") or {}
+def look_at(resource: Mapping[str, Any]) -> Look:
+    """Return the state that a RayJob reports. Errors: ConfigError if KubeRay finds it invalid."""
+    status = resource.get("status") or {}
     deployment, ray = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
     message = str(status.get("message", ""))
-    told = f"{ray or deployment or 'new'}"
-    if found["metadata"].get("deletionTimestamp"):
+    state = f"{ray or deployment or 'new'}"
+    if resource["metadata"].get("deletionTimestamp"):
         return Look(Phase.ENDED, "DELETED", "it is being deleted", is_stopped=True)
     if deployment == "ValidationFailed":
-        raise ConfigError(f"KubeRay refuses RayJob {found['metadata']['name']}: {message}")
-    if deployment in QUEUED or (found["spec"].get("suspend") and not deployment):
+        raise ConfigError(f"KubeRay refuses RayJob {resource['metadata']['name']}: {message}")
+    if deployment in QUEUED or (resource["spec"].get("suspend") and not deployment):
         return Look(Phase.QUEUED, deployment or "Suspended", "it is suspended; a queue admits it")
     if deployment in ("Complete", "Failed"):
         code = EXIT_CODE.search(message)
         reason = status.get("reason", "")
         return Look(
             Phase.ENDED,
-            f"{told} ({reason})" if reason else told,
+            f"{state} ({reason})" if reason else state,
             message=message[-MESSAGE_CHARS:],
             exit_code=int(code[1]) if code else None,
             is_stopped=ray == "STOPPED",
             is_late=reason == "DeadlineExceeded",
         )
     if deployment == "Running" and ray not in ("", "PENDING"):
-        return Look(Phase.RUNNING, told)
+        return Look(Phase.RUNNING, state)
     return Look(Phase.WAITING, deployment or "new", message or _cluster_says(status))
 
 
 def _cluster_says(status: Mapping[str, Any]) -> str:
-    """Why a cluster is not ready, as far as it tells."""
+    """Return why a cluster is not ready, as far as it reports a reason."""
     cluster = status.get("rayClusterStatus") or {}
     conditions = cluster.get("conditions") or []
-    told = [each["message"] for each in conditions if each.get("message")]
-    return "; ".join([*filter(None, [cluster.get("reason", "")]), *told])
+    messages = [condition["message"] for condition in conditions if condition.get("message")]
+    return "; ".join([*filter(None, [cluster.get("reason", "")]), *messages])
 
 
 def overlap(before: list[str], now: list[str]) -> int:
-    """How many of the first lines of `now` are the last of `before`."""
+    """Return how many of the first lines of `now` are the last of `before`."""
     for size in range(min(len(before), len(now)), 0, -1):
         if before[-size:] == now[:size]:
             return size

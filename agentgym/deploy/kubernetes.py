@@ -1,9 +1,9 @@
-"""Environment servers as fleets of pods that come up for a run and go with it.
+"""Environment servers as fleets of pods that come up for a run and end with it.
 
-All servers of a run are one group: they bear its name in the label `agentgym.io/run` and are owned
-by its lease (fleets/lease.py), so that one delete takes them away, and a run that died is known.
-While the run goes on, a thread renews the lease, tells the balancer where the servers are, and
-trips when there are more of them than there should be (fleets/upkeep.py).
+All servers of a run are one group: they have its name in the label `agentgym.io/run` and are owned
+by its lease (fleets/lease.py), so that one delete removes them and a dead run is recognized.
+During the run a thread renews the lease, passes the servers' addresses to the balancer, and trips
+if there are more servers than there should be (fleets/upkeep.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from agentgym.types import Endpoint
 
 logger = logging.getLogger(__name__)
 
-PORT = 8000  # of every server, as k8s/server says
+PORT = 8000  # of every server, as k8s/server sets it
 OBSERVE_S = 10.0  # more than two renewals of the shortest lease
 
 ByEnv = dict[str, Sequence[str]]  # environment -> endpoints
@@ -55,7 +55,7 @@ ByEnv = dict[str, Sequence[str]]  # environment -> endpoints
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is sent for a group."""
+    """Objects to send for a group."""
 
     run: str
     fleets: tuple[Fleet, ...]
@@ -63,20 +63,22 @@ class Plan:
 
     @classmethod
     def of(cls, cfg: RunConfig, envs: Sequence[EnvConfig], run: str, *, expert: bool) -> Plan:
-        """Errors: ConfigError as `rendered_fleet`, and where nobody knows how many servers are
-        enough.
+        """Plan the fleets of these environments. Errors: ConfigError as `rendered_fleet`, and if a
+        server's capacity is unknown.
         """
         fleets = tuple(fleet_of(cfg, env, run, expert=expert) for env in envs)
-        return cls(run, fleets, tuple(o for each in fleets for o in rendered(each, cfg.kubernetes)))
+        return cls(
+            run, fleets, tuple(o for fleet in fleets for o in rendered(fleet, cfg.kubernetes))
+        )
 
     def services(self) -> dict[str, str]:
-        """Environment -> name of its Service."""
-        return {each.env: f"env-{each.env}-{self.run}" for each in self.fleets}
+        """Name of the Service of each environment."""
+        return {fleet.env: f"env-{fleet.env}-{self.run}" for fleet in self.fleets}
 
 
 def fleet_of(cfg: RunConfig, env: EnvConfig, run: str, *, expert: bool) -> Fleet:
-    """The servers of one environment that this run needs.
-    Errors: ConfigError where `env.replicas auto` knows no capacity.
+    """Return the servers of one environment that this run needs.
+    Errors: ConfigError if `env.replicas auto` knows no capacity.
     """
     replicas = (
         replicas_for(env.name, cfg.rollout.concurrency) if env.replicas == "auto" else env.replicas
@@ -90,7 +92,7 @@ def fleet_of(cfg: RunConfig, env: EnvConfig, run: str, *, expert: bool) -> Fleet
 
 
 def rendered(fleet: Fleet, where: KubernetesConfig, manifests: Path = MANIFESTS) -> list[Object]:
-    """Errors: ConfigError."""
+    """Return the objects of a fleet. Errors: ConfigError."""
     return rendered_fleet(
         where.overlay,
         fleet,
@@ -101,7 +103,9 @@ def rendered(fleet: Fleet, where: KubernetesConfig, manifests: Path = MANIFESTS)
 
 
 def connected(where: KubernetesConfig, retries: Retries = Retries()) -> Kube:  # noqa: B008 (frozen)
-    """Errors: ConfigError without credentials, or without the package `kubernetes`."""
+    """Connect to the cluster. Errors: ConfigError without credentials, or without the package
+    `kubernetes`.
+    """
     return connect(
         context=where.context,
         namespace=where.namespace,
@@ -112,14 +116,13 @@ def connected(where: KubernetesConfig, retries: Retries = Retries()) -> Kube:  #
 
 
 def of_fleets(cfg: RunConfig) -> list[EnvConfig]:
-    """The environments of this run whose servers are on Kubernetes."""
+    """Return the environments of this run whose servers are on Kubernetes."""
     return [env for env in cfg.envs if env.deploy == "kubernetes"]
 
 
 def check_fleets(cfg: RunConfig) -> None:
-    """Before a run begins: is there anything in its way on the cluster.
-    Errors: ConfigError, a line for each thing that is missing; KubeError where the cluster does not
-    answer.
+    """Check, before a run begins, that nothing on the cluster is in its way.
+    Errors: ConfigError with a line for each obstacle; KubeError if the cluster does not answer.
     """
     envs = of_fleets(cfg)
     if not envs:
@@ -132,42 +135,42 @@ def check_fleets(cfg: RunConfig) -> None:
                 if len(lines) > 1
                 else lines[0]
             )
-        dead = [each for each in groups(kube) if not each.is_alive_now() and not each.is_kept]
+        dead = [group for group in groups(kube) if not group.is_alive_now() and not group.is_kept]
         if dead:
             logger.warning(
                 "%d runs seem to have died and left servers (%s); agentgym envs gc takes them away",
                 len(dead),
-                ", ".join(each.run for each in dead[:3]),
+                ", ".join(group.run for group in dead[:3]),
             )
 
 
 def missing(kube: Kube, cfg: RunConfig) -> list[str]:
-    """What is in the way of this run's fleets. Errors: ConfigError, KubeError."""
+    """Return a line for each obstacle to this run's fleets. Errors: ConfigError, KubeError."""
     plan = Plan.of(cfg, of_fleets(cfg), "preflight", expert=False)
     return no_key() + lacks(kube, plan.objects, kind_of_addresses(kube))
 
 
 @contextlib.contextmanager
 def fleets(cfg: RunConfig, envs: Sequence[EnvConfig], *, expert: bool, run: str) -> Iterator[ByEnv]:
-    """Endpoints of servers of these environments on the cluster, ready for sessions.
+    """Yield endpoints of servers of these environments on the cluster, ready for sessions.
 
-    Those that are kept (`env.keep`, `envs-up`) are used and stay; of the others a group comes up
-    under the run's name and is taken down afterwards, whatever happened.
+    Kept fleets (`env.keep`, `envs-up`) are used and stay. For the other environments a group comes
+    up under the run's name and is always taken down afterwards.
     Errors: ConfigError, KubeError, FleetNotReady, LeaseHeld.
     """
     with contextlib.ExitStack() as stack:
         kube = stack.enter_context(contextlib.closing(connected(cfg.kubernetes)))
         endpoints: ByEnv = {}
-        own: list[EnvConfig] = []
+        temporary: list[EnvConfig] = []
         for env in envs:
             plan = None if expert else kept_plan(cfg, env)
             if plan and (env.keep or is_kept(kube, plan.run)):
                 group, plan = keep_fleet(kube, env, plan)
                 endpoints |= stack.enter_context(_served(kube, cfg, group, plan))
             else:
-                own.append(env)
-        if own:
-            endpoints |= stack.enter_context(_own(kube, cfg, own, expert=expert, run=run))
+                temporary.append(env)
+        if temporary:
+            endpoints |= stack.enter_context(_own(kube, cfg, temporary, expert=expert, run=run))
         yield endpoints
 
 
@@ -189,8 +192,9 @@ def _own(
 
 
 def _take_down_dead(kube: Kube, run: str, timeout_s: float) -> None:
-    """What killed attempts of this run have left, whose machine cannot be seen from here: a new
-    attempt had servers of its own. What fails here is logged.
+    """Take down the servers that killed attempts of this run left.
+    A new attempt has servers of its own, because it cannot see whether a process on another machine
+    lives. Errors are logged.
     """
     try:
         for name in _end_dead(kube, run, timeout_s):
@@ -200,7 +204,9 @@ def _take_down_dead(kube: Kube, run: str, timeout_s: float) -> None:
 
 
 def _take_down(kube: Kube, group: Group, timeout_s: float) -> None:
-    """What fails here is logged: something else may already be raised, or all work is done."""
+    """Take down the group. Errors are logged: another error may be raised already, or all work is
+    done.
+    """
     try:
         take_down(kube, group.run, timeout_s=timeout_s)
     except (KubeError, ConfigError, RuntimeError) as error:
@@ -209,13 +215,13 @@ def _take_down(kube: Kube, group: Group, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _served(kube: Kube, cfg: RunConfig, group: Group, plan: Plan) -> Iterator[ByEnv]:
-    """Once ready: endpoints, kept up while they are used."""
+    """Yield the endpoints once the servers are ready, and keep them current while they are used."""
     where, services = cfg.kubernetes, plan.services()
-    most = most_pods(plan.objects)
+    max_pods = most_pods(plan.objects)
     folder = cfg.state_dir.resolve() / "fleets"
     listings = {service: Listing(folder / f"{service}.json") for service in services.values()}
-    with Upkeep(kube, group, listings, most=most).running():
-        wait_ready(kube, group.run, timeout_s=where.ready_timeout_s, most=most)
+    with Upkeep(kube, group, listings, most=max_pods).running():
+        wait_ready(kube, group.run, timeout_s=where.ready_timeout_s, most=max_pods)
         for service in services.values():
             addresses = first_addresses(kube, service, num=1, timeout_s=60.0)
             listings[service].say(addresses)
@@ -233,8 +239,9 @@ def _served(kube: Kube, cfg: RunConfig, group: Group, plan: Plan) -> Iterator[By
 
 
 def kept_plan(cfg: RunConfig, env: EnvConfig, manifests: Path = MANIFESTS) -> Plan:
-    """The fleet of this environment that outlives runs: named for all that its servers are, so
-    that other options, or another image, are another fleet.
+    """Plan the fleet of this environment that outlives runs.
+    Its name is a digest of its objects, so that other options, or another image, make another
+    fleet.
     """
     fleet = fleet_of(cfg, env, "keep", expert=False)
     same = Fleet(env.name, "keep", 1, fleet.arguments)
@@ -244,38 +251,41 @@ def kept_plan(cfg: RunConfig, env: EnvConfig, manifests: Path = MANIFESTS) -> Pl
 
 
 def is_kept(kube: Kube, run: str) -> bool:
-    """Whether such a fleet is there and its time is not over."""
-    found = kube.find(LEASE, lease_name(run))
-    return found is not None and Group.of(found).is_alive_now()
+    """Return True if such a fleet exists and its time is not over."""
+    lease = kube.find(LEASE, lease_name(run))
+    return lease is not None and Group.of(lease).is_alive_now()
 
 
 def keep_fleet(kube: Kube, env: EnvConfig, plan: Plan) -> tuple[Group, Plan]:
-    """Bring it up, or leave it as it is, with more servers where more are planned now.
-    Result: its group, and what is there. Errors: KubeError.
+    """Bring the fleet up, or leave it as it is, with more servers if more are planned now.
+    Result: its group, and the plan as it was sent. Errors: KubeError.
     """
     group = acquire(kube, plan.run, ttl_s=env.keep_s, kept=True)
     objects = []
-    for each in plan.objects:
-        if each["kind"] == "Deployment" and "replicas" in each["spec"]:
-            found = kube.find(DEPLOYMENT, each["metadata"]["name"])
-            more = max(each["spec"]["replicas"], found["spec"].get("replicas", 1) if found else 1)
-            each = each | {"spec": each["spec"] | {"replicas": more}}
-        objects.append(each)
+    for obj in plan.objects:
+        if obj["kind"] == "Deployment" and "replicas" in obj["spec"]:
+            deployment = kube.find(DEPLOYMENT, obj["metadata"]["name"])
+            more = max(
+                obj["spec"]["replicas"], deployment["spec"].get("replicas", 1) if deployment else 1
+            )
+            obj = obj | {"spec": obj["spec"] | {"replicas": more}}
+        objects.append(obj)
     send(kube, group, objects)
     return group, replace(plan, objects=tuple(objects))
 
 
 def keep_up(cfg: RunConfig, env: EnvConfig) -> str:
-    """A kept fleet of this environment, ready. Result: its name.
-    Errors: ConfigError, KubeError, FleetNotReady; what did not get ready is taken down.
+    """Bring up a kept fleet of this environment and wait until it is ready. Result: its name.
+    Errors: ConfigError, KubeError, FleetNotReady; a new fleet that does not get ready is taken
+    down.
     """
     plan = kept_plan(cfg, env)
     with contextlib.closing(connected(cfg.kubernetes)) as kube:
         was_there = is_kept(kube, plan.run)
         group, plan = keep_fleet(kube, env, plan)
         try:
-            timeout_s, most = cfg.kubernetes.ready_timeout_s, most_pods(plan.objects)
-            wait_ready(kube, plan.run, timeout_s=timeout_s, most=most)
+            timeout_s, max_pods = cfg.kubernetes.ready_timeout_s, most_pods(plan.objects)
+            wait_ready(kube, plan.run, timeout_s=timeout_s, most=max_pods)
         except BaseException:
             if not was_there:
                 _take_down(kube, group, cfg.kubernetes.down_timeout_s)
@@ -291,14 +301,14 @@ def end_kept(cfg: RunConfig) -> list[str]:
     if not names:
         return []
     with contextlib.closing(connected(cfg.kubernetes)) as kube:
-        there = [each for each in names if kube.find(LEASE, lease_name(each)) is not None]
-        for each in there:
-            take_down(kube, each, timeout_s=cfg.kubernetes.down_timeout_s)
-        return there
+        existing = [name for name in names if kube.find(LEASE, lease_name(name)) is not None]
+        for name in existing:
+            take_down(kube, name, timeout_s=cfg.kubernetes.down_timeout_s)
+        return existing
 
 
 def end_run(cfg: RunConfig, run: str) -> list[str]:
-    """Take down what a run of this name has left, of processes that are gone. Result: the groups.
+    """Take down the groups that dead processes of this run left. Result: the groups.
     Errors: ConfigError, KubeError, FleetNotReady.
     """
     with contextlib.closing(connected(cfg.kubernetes)) as kube:
@@ -306,44 +316,46 @@ def end_run(cfg: RunConfig, run: str) -> list[str]:
 
 
 def _end_dead(kube: Kube, run: str, timeout_s: float) -> list[str]:
-    """Result: the groups. Errors: KubeError, FleetNotReady."""
+    """Take down the dead groups of a run. Result: their names. Errors: KubeError, FleetNotReady."""
     dead = [
-        each.run
-        for each in groups(kube)
-        if (each.run == run or each.run.startswith(f"{run}-")) and not each.is_alive_now()
+        group.run
+        for group in groups(kube)
+        if (group.run == run or group.run.startswith(f"{run}-")) and not group.is_alive_now()
     ]
-    for each in dead:
-        take_down(kube, each, timeout_s=timeout_s)
+    for name in dead:
+        take_down(kube, name, timeout_s=timeout_s)
     return dead
 
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """Servers that nobody holds any more."""
+    """Servers that no live run uses."""
 
     run: str
     why: str
 
 
 def orphans(kube: Kube, *, observe_s: float) -> list[Orphan]:
-    """Groups whose run is dead or whose time is over, and objects of runs that have no lease.
+    """Return groups whose run is dead or whose time is over, and objects of runs that have no
+    lease.
     Errors: KubeError.
     """
     dead = [
-        Orphan(each.run, f"last heard of at {each.renewed}, {each.holder or 'kept'}")
-        for each in dead_groups(kube, observe_s=observe_s)
+        Orphan(group.run, f"last heard of at {group.renewed}, {group.holder or 'kept'}")
+        for group in dead_groups(kube, observe_s=observe_s)
     ]
     labelled = {
-        each["metadata"]["labels"][RUN_LABEL]
+        obj["metadata"]["labels"][RUN_LABEL]
         for kind in kinds_of(kube)
-        for each in kube.list(kind, labels={RUN_LABEL: None}).items
+        for obj in kube.list(kind, labels={RUN_LABEL: None}).items
     }
-    known = {each.run for each in groups(kube)}  # looked at last: a lease comes before its objects
+    # read last, because a lease is created before its objects
+    known = {group.run for group in groups(kube)}
     return dead + [Orphan(run, "it has no lease") for run in sorted(labelled - known)]
 
 
 def observation_s(cfg: RunConfig) -> float:
-    """How long a silent group is watched before it counts as dead: two renewals."""
+    """Seconds that a silent group is watched before it counts as dead: two renewals."""
     return max(OBSERVE_S, 2 * cfg.kubernetes.lease_s / RENEWALS)
 
 

@@ -31,19 +31,19 @@ IDENTITIES_TIMEOUT_S = 600.0  # a thousand worlds of BabyAI take 1 to 7 s
 
 
 class IdentitiesUnknown(RuntimeError):
-    """Nobody here can say which tasks are equal; the text says why."""
+    """This machine cannot determine which tasks are equal; the message gives the reason."""
 
 
 @contextmanager
 def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[Endpoint]]:
-    """Endpoints of one server on a free loopback port, ready for sessions; its output is appended
-    to log_path.
+    """Yield endpoints of one server on a free loopback port, ready for sessions; its output is
+    appended to log_path.
 
-    The server asks for a token of its own, made here and handed over in its environment, where only
-    this user can read it.
+    The server requires a token of its own, made here and passed in its environment, where only this
+    user can read it.
     It watches a pipe that only this process holds, so it ends even if this process is killed.
-    Errors: ConfigError where it refuses its name or options; RuntimeError with the end of its log,
-    where it exits or is not ready within env.start_timeout_s.
+    Errors: ConfigError if it refuses its name or options; RuntimeError with the end of its log, if
+    it exits or is not ready within env.start_timeout_s.
     """
     # the server removes it when it ends
     port_file = log_path.with_name(f"{env.name}-{secrets.token_hex(8)}.port")
@@ -64,7 +64,7 @@ def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[
 
 
 def check_local_env(env: EnvConfig) -> None:
-    """Errors: ConfigError where a local server would refuse the environment's name or options."""
+    """Raise ConfigError if a local server would refuse the environment's name or options."""
     if env.is_elsewhere:
         return
     checked = subprocess.run(
@@ -80,10 +80,10 @@ def check_local_env(env: EnvConfig) -> None:
 
 
 def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]:
-    """A digest of each task, in order: equal ones are one task under several ids.
+    """Return a digest of each task, in order: equal digests mean one task under several ids.
     None: the id names no task.
 
-    Errors: ConfigError where a local server would refuse the environment's name or options;
+    Errors: ConfigError if a local server would refuse the environment's name or options;
     IdentitiesUnknown.
     """
     if env.dialect != "native":
@@ -91,7 +91,7 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
             f"servers of dialect {env.dialect} do not say which tasks are equal"
         )
     try:
-        told = subprocess.run(
+        result = subprocess.run(
             _envs("identities", env),
             input=json.dumps(list(task_ids)),
             capture_output=True,
@@ -102,16 +102,18 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
         )
     except subprocess.TimeoutExpired:
         raise IdentitiesUnknown(f"no answer within {IDENTITIES_TIMEOUT_S:g} s") from None
-    if told.returncode == BAD_INPUT and env.is_elsewhere:
-        raise IdentitiesUnknown(_refusal(told.stderr))  # the servers may have what is missing here
-    if told.returncode == BAD_INPUT:
-        raise ConfigError(f"env: {_refusal(told.stderr)}")
-    if told.returncode:
+    if result.returncode == BAD_INPUT and env.is_elsewhere:
+        raise IdentitiesUnknown(
+            _refusal(result.stderr)
+        )  # the servers may have what is missing here
+    if result.returncode == BAD_INPUT:
+        raise ConfigError(f"env: {_refusal(result.stderr)}")
+    if result.returncode:
         raise RuntimeError(
-            f"`python -m envs identities {env.name}` ended with code {told.returncode}:"
-            f" {told.stderr.strip()[-1000:]}"
+            f"`python -m envs identities {env.name}` ended with code {result.returncode}:"
+            f" {result.stderr.strip()[-1000:]}"
         )
-    digests: list[str | None] | None = json.loads(told.stdout)
+    digests: list[str | None] | None = json.loads(result.stdout)
     if digests is None:
         raise IdentitiesUnknown("the environment does not say which of its tasks are equal")
     return digests
@@ -156,8 +158,8 @@ def _wait_until_ready(
 
 
 def _readiness(endpoint: str) -> ErrorReply | None:
-    """None where the server is ready."""
-    # a proxy has no business on loopback
+    """Return None if the server is ready, else its reason."""
+    # never use a proxy on loopback
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{endpoint}/readyz", timeout=5):

@@ -23,11 +23,12 @@ from agentgym.config import ConfigError
 Object = dict[str, Any]
 
 SERVICES = "agentgym"  # namespace of Prefect and MLflow
-FLOWS, FLEETS = f"{SERVICES}-flows", f"{SERVICES}-fleets"  # of flows' pods, and of their servers
-MANIFESTS = Path("k8s")  # of the project in whose root the command was typed
+# namespaces of flows' pods and of their servers
+FLOWS, FLEETS = f"{SERVICES}-flows", f"{SERVICES}-fleets"
+MANIFESTS = Path("k8s")  # relative: commands run in the project's root
 ENVIRONMENT_LABEL = "agentgym.io/environment"
 RUN_LABEL = "agentgym.io/run"
-INSTANCE_LABEL = "app.kubernetes.io/instance"  # keeps fleets of one environment apart
+INSTANCE_LABEL = "app.kubernetes.io/instance"  # distinguishes fleets of one environment
 NAMESPACES = re.compile(  # in JSON: as a whole value, or in the name of a service
     r'(?<="namespace": ")agentgym(?=")|(?<="kubernetes.io/metadata.name": ")agentgym(?=")'
     r'|(?<=")agentgym(?=-(?:flows|fleets)")|\bagentgym(?=(?:-flows|-fleets)?\.svc\b)'
@@ -47,8 +48,8 @@ class Fleet:
 
     env: str
     run: str  # in the objects' names and in the label RUN_LABEL
-    replicas: int  # with the component autoscale: the fewest
-    arguments: tuple[str, ...] = ()  # of `python -m envs serve`; they win over the manifest's
+    replicas: int  # with the component autoscale: the minimum
+    arguments: tuple[str, ...] = ()  # of `python -m envs serve`; they override the manifest's
 
 
 def rendered(
@@ -58,20 +59,21 @@ def rendered(
     installation: str = SERVICES,
     manifests: Path = MANIFESTS,
 ) -> list[Object]:
-    """All objects of an overlay. components: optional ones beside it, as `network/https`.
-    installation: what its three namespaces are called: NAME, NAME-flows and NAME-fleets.
+    """Return all objects of an overlay. components: optional ones next to it, for example
+    `network/https`.
+    installation: name of its three namespaces: NAME, NAME-flows and NAME-fleets.
 
-    Errors: ConfigError without a kubectl, where there is no such overlay or component, and
-    where the overlay lacks what it must be given.
+    Errors: ConfigError without a kubectl, if there is no such overlay or component, or if the
+    overlay lacks required input.
     """
     objects = _render(_kustomization(overlay, components), manifests)
-    return [_renamed(each, installation) for each in objects]
+    return [_renamed(obj, installation) for obj in objects]
 
 
-def _renamed(each: Object, installation: str) -> Object:
-    """The object with other names of our namespaces, wherever it has them."""
-    result: Object = json.loads(NAMESPACES.sub(installation, json.dumps(each)))
-    if each["kind"] == "Namespace" and each["metadata"]["name"] == SERVICES:
+def _renamed(obj: Object, installation: str) -> Object:
+    """Return the object with our namespaces renamed, wherever it names them."""
+    result: Object = json.loads(NAMESPACES.sub(installation, json.dumps(obj)))
+    if obj["kind"] == "Namespace" and obj["metadata"]["name"] == SERVICES:
         result["metadata"]["name"] = installation
     return result
 
@@ -84,10 +86,10 @@ def rendered_fleet(
     namespace: str = FLEETS,
     manifests: Path = MANIFESTS,
 ) -> list[Object]:
-    """The objects of one fleet alone: Deployment, Service, PodDisruptionBudget and, with the
+    """Return the objects of one fleet alone: Deployment, Service, PodDisruptionBudget and, with the
     component autoscale, HorizontalPodAutoscaler.
 
-    What a namespace holds once (policies, roles, quota) is not among them.
+    Objects that a namespace has once (policies, roles, quota) are not included.
     Errors: ConfigError as `rendered`, for a name that Kubernetes would refuse, and for an
     environment that k8s/components does not have.
     """
@@ -102,9 +104,9 @@ def rendered_fleet(
         "patches": _patches(fleet, autoscaled=AUTOSCALE in components),
     }
     objects = [
-        each | {"metadata": each["metadata"] | {"namespace": namespace}}
-        for each in _render(kustomization, manifests)
-        if each["metadata"].get("labels", {}).get(ENVIRONMENT_LABEL) == fleet.env
+        obj | {"metadata": obj["metadata"] | {"namespace": namespace}}
+        for obj in _render(kustomization, manifests)
+        if obj["metadata"].get("labels", {}).get(ENVIRONMENT_LABEL) == fleet.env
     ]
     if not objects:
         raise ConfigError(
@@ -115,15 +117,17 @@ def rendered_fleet(
 
 
 def _kustomization(overlay: str, components: Sequence[str]) -> dict[str, Any]:
-    """What is built on an overlay; paths are relative to the folder of the manifests."""
+    """Return a kustomization of an overlay with components; paths are relative to the manifests'
+    folder.
+    """
     return {
         "resources": [f"overlays/{overlay}"],
-        "components": [f"components/{each}" for each in components],
+        "components": [f"components/{component}" for component in components],
     }
 
 
 def _patches(fleet: Fleet, *, autoscaled: bool) -> list[dict[str, Any]]:
-    """Of the fleet's own objects; an overlay has others of their kinds."""
+    """Return patches of the fleet's own objects; an overlay has others of these kinds."""
     patch = functools.partial(_patch_of, fleet.env)
     if autoscaled:
         bounds = {"minReplicas": fleet.replicas, "maxReplicas": 2 * fleet.replicas}
@@ -137,8 +141,8 @@ def _patches(fleet: Fleet, *, autoscaled: bool) -> list[dict[str, Any]]:
     patches.append(patch("Deployment", token, f"env-{fleet.env}-{fleet.run}"))
     return patches + [
         # Kubernetes reads $(NAME) as a variable and $$ as $
-        patch("Deployment", "/spec/template/spec/containers/0/args/-", each.replace("$", "$$"))
-        for each in fleet.arguments
+        patch("Deployment", "/spec/template/spec/containers/0/args/-", argument.replace("$", "$$"))
+        for argument in fleet.arguments
     ]
 
 
@@ -149,7 +153,7 @@ def _patch_of(env: str, kind: str, path: str, value: str | int) -> dict[str, Any
 
 
 def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
-    """What `kubectl kustomize` makes of it. Errors: ConfigError."""
+    """Return the objects that `kubectl kustomize` renders. Errors: ConfigError."""
     kubectl = find_kubectl()
     for part in (*kustomization["resources"], *kustomization["components"]):
         if not (manifests / part / "kustomization.yaml").is_file():
@@ -158,14 +162,14 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
                 f" {manifests / Path(part).parent}, and type the command in the project's root"
             )
     with tempfile.TemporaryDirectory(prefix="agentgym-k8s-") as folder:
-        place = Path(folder)
-        _lay_out(manifests.resolve(), place)
-        (place / "kustomization.yaml").write_text(
+        workdir = Path(folder)
+        _lay_out(manifests.resolve(), workdir)
+        (workdir / "kustomization.yaml").write_text(
             yaml.safe_dump(dict(kustomization)), encoding="utf-8"
         )
         try:
-            done = subprocess.run(
-                [kubectl, "kustomize", str(place)],
+            result = subprocess.run(
+                [kubectl, "kustomize", str(workdir)],
                 capture_output=True,
                 text=True,
                 timeout=TIMEOUT_S,
@@ -174,52 +178,52 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
             )
         except subprocess.TimeoutExpired:
             raise ConfigError(f"{kubectl} kustomize did not end within {TIMEOUT_S:g} s") from None
-    what = manifests / kustomization["resources"][0]
-    if done.returncode:
+    overlay = manifests / kustomization["resources"][0]
+    if result.returncode:
         # each folder that was entered adds its own `in FOLDER': `
-        reason = done.stderr.strip().rpartition("\n")[2].rpartition("': ")[2].rstrip('"')
+        reason = result.stderr.strip().rpartition("\n")[2].rpartition("': ")[2].rstrip('"')
         raise ConfigError(
-            f"{what} cannot be rendered: {reason}; it needs kubectl 1.32 or newer ({kubectl}) and"
-            f" what {manifests / 'README.md'} says of this overlay"
+            f"{overlay} cannot be rendered: {reason}; it needs kubectl 1.32 or newer ({kubectl})"
+            f" and what {manifests / 'README.md'} requires for this overlay"
         )
-    objects: list[Object] = list(yaml.safe_load_all(done.stdout))
-    _check_digests(objects, what)
+    objects: list[Object] = list(yaml.safe_load_all(result.stdout))
+    _check_digests(objects, overlay)
     return objects
 
 
-def _lay_out(manifests: Path, place: Path) -> None:
-    """The folders of the manifests there; kustomize takes relative paths alone. An image has no
-    digests in it, its own is made later: a pod has them beside it.
+def _lay_out(manifests: Path, workdir: Path) -> None:
+    """Put the manifests' folders into workdir, because kustomize takes only relative paths.
+    An image is built before its own digest is known, so a pod has the digests in files at IMAGES.
     """
-    beside = sorted(each for each in IMAGES.glob("[a-z]*") if each.is_file())
-    if not beside or (manifests / IMAGES_FILE).exists():
+    image_files = sorted(file for file in IMAGES.glob("[a-z]*") if file.is_file())
+    if not image_files or (manifests / IMAGES_FILE).exists():
         for name in FOLDERS:
-            (place / name).symlink_to(manifests / name)
+            (workdir / name).symlink_to(manifests / name)
         return
-    shutil.copytree(manifests, place, dirs_exist_ok=True)
-    lines = [f"{each.name}={each.read_text(encoding='utf-8').strip()}\n" for each in beside]
-    (place / IMAGES_FILE).write_text("".join(lines), encoding="utf-8")
+    shutil.copytree(manifests, workdir, dirs_exist_ok=True)
+    lines = [f"{file.name}={file.read_text(encoding='utf-8').strip()}\n" for file in image_files]
+    (workdir / IMAGES_FILE).write_text("".join(lines), encoding="utf-8")
 
 
-def _check_digests(objects: Sequence[Object], what: Path) -> None:
-    """Errors: ConfigError for an image whose digest is none."""
-    for each in objects:
-        if each["kind"] == "Deployment":
-            for container in each["spec"]["template"]["spec"]["containers"]:
+def _check_digests(objects: Sequence[Object], overlay: Path) -> None:
+    """Raise ConfigError for an image whose digest is malformed."""
+    for obj in objects:
+        if obj["kind"] == "Deployment":
+            for container in obj["spec"]["template"]["spec"]["containers"]:
                 image = container["image"]
                 if "@" in image and not DIGEST.fullmatch(image):
                     raise ConfigError(
-                        f"{what}: image {image} of {each['metadata']['name']}: expected"
-                        " registry/name@sha256: and 64 hex digits, as the registry tells them"
+                        f"{overlay}: image {image} of {obj['metadata']['name']}: expected"
+                        " registry/name@sha256: and 64 hex digits, as the registry prints them"
                     )
 
 
 def find_kubectl() -> str:
-    """Path of `kubectl`: the one installed beside this Python, else of PATH.
+    """Return the path of `kubectl`: the one installed next to this Python, else the one on PATH.
     Errors: ConfigError with the command that installs one.
     """
-    beside = str(Path(sys.executable).parent)
-    kubectl = shutil.which("kubectl", path=beside) or shutil.which("kubectl")
+    bin_folder = str(Path(sys.executable).parent)
+    kubectl = shutil.which("kubectl", path=bin_folder) or shutil.which("kubectl")
     if kubectl is None:
         raise ConfigError(
             "manifests are rendered by kubectl, and there is none on PATH; install it from"

@@ -24,7 +24,8 @@ ORPHAN_GRACE_S = 3.0
 def owned_process(
     command: Sequence[str], *, log_path: Path, env: Mapping[str, str], pass_fds: Sequence[int] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A child in a process group of its own, its output appended to log_path, ended on exit.
+    """Yield a child in a process group of its own; its output is appended to log_path, and it is
+    ended on exit.
 
     Its stdin is a pipe that only this process holds: a child that calls `end_with_owner`, or
     watches stdin itself, also ends when this process is killed.
@@ -48,9 +49,7 @@ def owned_process(
 
 
 def tail(log_path: Path) -> str:
-    """The end of a child's output, for an error message; where it could not even write one, why
-    not.
-    """
+    """Return the end of a child's output for an error message; if it is empty, a likely reason."""
     lines = log_path.read_text(errors="replace", encoding="utf-8").splitlines()[-LOG_LINES:]
     if lines:
         return "\n".join([f"the last lines of {log_path}:", *lines])
@@ -62,8 +61,8 @@ def tail(log_path: Path) -> str:
 
 
 def end_with_owner(grace_s: float = ORPHAN_GRACE_S) -> None:
-    """In a child: end once stdin is closed, with the whole process group where this process leads
-    it; in order where that works and by SIGKILL after grace_s where it does not.
+    """End this child process once its stdin is closed: by SIGTERM, and by SIGKILL after grace_s.
+    If it leads its process group, the whole group gets the signals.
     """
 
     def send(number: signal.Signals) -> None:
@@ -73,7 +72,7 @@ def end_with_owner(grace_s: float = ORPHAN_GRACE_S) -> None:
             os.kill(os.getpid(), number)
 
     def watch() -> None:
-        while os.read(0, 4096):  # not sys.stdin: its lock would break the interpreter's own end
+        while os.read(0, 4096):  # not sys.stdin: its lock would break the interpreter's shutdown
             pass
         send(signal.SIGTERM)
         threading.Event().wait(grace_s)
@@ -83,9 +82,7 @@ def end_with_owner(grace_s: float = ORPHAN_GRACE_S) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """The closed pipe ends the child within moments; signals to its whole group are for one
-    that hangs.
-    """
+    """Close the pipe, which ends the child within moments; signal its whole group if it hangs."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.close()

@@ -1,8 +1,8 @@
-"""A RayJob of Kubernetes (`ray.io/v1`, KubeRay) that is one attempt at one step of a run: a Ray
-cluster that begins with it and ends with it.
+"""A RayJob of Kubernetes (`ray.io/v1`, KubeRay) for one attempt at one step of a run: a Ray cluster
+that begins and ends with it.
 
-What KubeRay's own validation asks for beside the resource's schema is kept here: rayVersion with
-authOptions, either shutdownAfterJobFinishes or deletion rules, names of at most 47 characters.
+It also meets KubeRay's own validation, which is stricter than the resource's schema: rayVersion
+with authOptions, either shutdownAfterJobFinishes or deletion rules, names of at most 47 characters.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Object = dict[str, Any]
 
 STEP_LABEL = "agentgym.io/step"
 ROLE_LABEL = "agentgym.io/role"
-RUN_KEY_ANNOTATION = "agentgym.io/run-key"  # whole digests: labels and names hold their beginning
+RUN_KEY_ANNOTATION = "agentgym.io/run-key"  # whole digests: labels and names have their prefixes
 STEP_KEY_ANNOTATION = "agentgym.io/step-key"
 IMAGE_VARIABLE = "AGENTGYM_IMAGE"
-SECRETS = ("agentgym-rollout", "agentgym-env-token")  # whose keys are variables of the pods
+SECRETS = ("agentgym-rollout", "agentgym-env-token")  # their keys become variables of the pods
 HEAD_CPUS = 1
 SUBMITTER_MEMORY_MIB = 512
-END_S = 60  # a pod's, to end in order
+END_S = 60  # time that a pod has to end in order
 
 
 def rayjob(job: Job, name: str, image: str) -> Object:
-    """The resource that runs the job under that name. image: with a digest, or a tag."""
+    """Return the resource that runs the job under that name. image: with a digest, or a tag."""
     cfg, settings = job.cfg, job.cfg.kuberay
     inner = sent_config(cfg)
     alone = inner.compute == "inline"
@@ -63,7 +63,7 @@ def rayjob(job: Job, name: str, image: str) -> Object:
             "entrypoint": f"python -m agentgym.deploy.sent {arguments(job)}",
             "entrypointNumCpus": cfg.ray.rank_cpus if alone else 0,
             "entrypointNumGpus": cfg.ray.rank_gpus if alone else 0,
-            "backoffLimit": 0,  # attempts are ours: each under a name of its own
+            "backoffLimit": 0,  # we count attempts, each under a name of its own
             "activeDeadlineSeconds": round(cfg.ray.job_timeout_s),
             **_deletion(settings),
             "rayClusterSpec": _cluster(cfg, image, labels, variables),
@@ -73,7 +73,7 @@ def rayjob(job: Job, name: str, image: str) -> Object:
 
 
 def _deletion(settings: KubeRayConfig) -> Object:
-    """KubeRay takes one of the two, not both."""
+    """Return the settings of deletion: KubeRay takes one of the two kinds, not both."""
     keep_s = settings.keep_cluster_s
     if settings.deletion == "shutdown":
         return {"shutdownAfterJobFinishes": True, "ttlSecondsAfterFinished": keep_s}
@@ -87,7 +87,7 @@ def _deletion(settings: KubeRayConfig) -> Object:
 
 
 def _queue(settings: KubeRayConfig) -> dict[str, str]:
-    """Kueue admits the whole job, or lets it wait, by `spec.suspend`."""
+    """Return labels for Kueue, which admits the whole job, or lets it wait, by `spec.suspend`."""
     labels = {"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {}
     if settings.priority:
         labels["kueue.x-k8s.io/priority-class"] = settings.priority
@@ -111,9 +111,9 @@ def _cluster(
         worker["spec"]["nodeSelector"] = dict(settings.node_labels)
     return {
         "rayVersion": ray_version(),
-        "authOptions": {"mode": "token"},  # an empty one turns nothing on
+        "authOptions": {"mode": "token"},  # empty options would turn nothing on
         "headGroupSpec": {
-            # it has the cluster's bookkeeping, and work there would end with the cluster's memory
+            # no work on the head: it keeps the cluster's state, and a full memory would end it
             "rayStartParams": {"num-cpus": "0", "num-gpus": "0"},
             "template": head,
         },
@@ -140,7 +140,9 @@ def _pod(
     gpus: Mapping[str, int] | None = None,
     name: str = "ray",
 ) -> Object:
-    """A restricted pod, which may be evicted for nothing less than its node's end."""
+    """Return a restricted pod. Its requests equal its limits, so it is among the last to be
+    evicted.
+    """
     sizes = {"cpu": str(cpus), "memory": memory, **{k: str(v) for k, v in (gpus or {}).items()}}
     spec: Object = {
         "automountServiceAccountToken": False,
@@ -158,7 +160,9 @@ def _pod(
                 "name": name,
                 "image": image,
                 "env": variables,
-                "envFrom": [{"secretRef": {"name": each, "optional": True}} for each in SECRETS],
+                "envFrom": [
+                    {"secretRef": {"name": secret, "optional": True}} for secret in SECRETS
+                ],
                 "resources": {"requests": sizes, "limits": sizes},
                 "securityContext": {
                     "allowPrivilegeEscalation": False,
@@ -177,8 +181,9 @@ def _pod(
 
 
 def _submitter(settings: KubeRayConfig, image: str, labels: Mapping[str, str]) -> Object:
-    """The pod that hands the job to its cluster and passes its log on; it gets no secret of ours.
-    One that dies is made anew, and finds the job it has handed over by its id.
+    """Return the pod that submits the job to its cluster and passes on its log; it gets no secret
+    of ours.
+    If it dies, its replacement finds the submitted job by its id.
     """
     if settings.mode != "K8sJobMode":
         return {}
@@ -191,12 +196,12 @@ def _submitter(settings: KubeRayConfig, image: str, labels: Mapping[str, str]) -
 
 
 def _literals(cfg: RunConfig) -> list[Object]:
-    """Nothing here is secret."""
+    """Return variables with literal values; none of them is secret."""
     values = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S),
         "OMP_NUM_THREADS": "1",
-        "MLFLOW_TRACKING_URI": cfg.tracking.uri,  # the machine says it too: agentgym/trust.py
+        "MLFLOW_TRACKING_URI": cfg.tracking.uri,  # the environment must agree: agentgym/trust.py
     }
     return [{"name": name, "value": value} for name, value in values.items()]
 
@@ -207,7 +212,7 @@ def _tokens(cfg: RunConfig) -> list[Object]:
     A fleet's Secret has the name of its Service. The tokens of other servers are in SECRETS.
     """
     service = re.compile(rf"http://(env-[a-z0-9-]+)\.{cfg.kubernetes.namespace}\.svc:\d+")
-    found = {
+    secret_names = {
         token_variable(env.name): name[1]
         for env in cfg.envs
         for url in env.endpoints
@@ -220,12 +225,13 @@ def _tokens(cfg: RunConfig) -> list[Object]:
                 "secretKeyRef": {"name": name, "key": TOKEN_VARIABLE, "optional": True},
             },
         }
-        for variable, name in found.items()
+        for variable, name in secret_names.items()
     ]
 
 
 def image_of(environment: Mapping[str, str]) -> str:
-    """What runs with the run's secrets is the deployment's choice, not a parameter file's.
+    """Return the image from the environment: the deployment, not a parameter file, chooses what
+    runs with the run's secrets.
     Errors: ConfigError.
     """
     image = environment.get(IMAGE_VARIABLE, "")
@@ -238,7 +244,7 @@ def image_of(environment: Mapping[str, str]) -> str:
 
 
 def ray_version() -> str:
-    """Errors: ConfigError without Ray."""
+    """Return the version of Ray. Errors: ConfigError without Ray."""
     try:
         return importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Steps as jobs of a Ray cluster that is there, through its Jobs API.
+"""Steps as jobs of an existing Ray cluster, through its Jobs API.
 
-The job runs the source and the configuration of whoever submits it: both are sent with it.
+Each job runs the submitter's source and configuration: both are sent with it.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class RayJobs:
 
     @classmethod
     def connect(cls, cfg: RunConfig) -> Self:
-        """Errors: ConfigError without Ray, RayUnreachable."""
+        """Connect to the cluster's dashboard. Errors: ConfigError without Ray, RayUnreachable."""
         return cls(_connect(cfg.ray.address), cfg)
 
     def attempts(self, job: Job) -> Mapping[int, Look]:
-        known = {each.submission_id: each for each in self._client.list_jobs()}
-        return numbered({name: _look(each) for name, each in known.items() if name}, job)
+        jobs = {details.submission_id: details for details in self._client.list_jobs()}
+        return numbered({name: _look(details) for name, details in jobs.items() if name}, job)
 
     def submit(self, job: Job, name: str) -> None:
-        """Names are unique on a cluster: somebody may have been faster."""
+        """Submit the job. Its name is unique on a cluster: another process may have been faster."""
         with tempfile.TemporaryDirectory(prefix="agentgym-job-") as folder:
             request = _request(job, name, Path(folder))
             deadline = time.monotonic() + job.cfg.ray.placement_timeout_s
@@ -74,21 +74,21 @@ class RayJobs:
     def look(self, name: str) -> Look | None:
         try:
             return _look(self._client.get_job_info(name))
-        except RuntimeError as error:  # replies but 200
+        except RuntimeError as error:  # for any status but 200
             if "status code 404" in str(error):
                 return None
             raise
 
     async def tail(self, name: str, hear: Callable[[str], None]) -> None:
-        """However often the connection breaks, from the first character that is new."""
-        num_told, rest = 0, ""
+        """Pass on the log's new lines; a broken connection resumes at the first new character."""
+        num_read, rest = 0, ""
         async for text in self._client.tail_job_logs(name):
-            num_told += len(text)
-            num_new = num_told - self._told.get(name, 0)
+            num_read += len(text)
+            num_new = num_read - self._told.get(name, 0)
             if num_new <= 0:
                 continue
             *whole, rest = (rest + text[-num_new:]).split("\n")
-            self._told[name] = num_told - len(rest)
+            self._told[name] = num_read - len(rest)
             for line in whole:
                 hear(line)
 
@@ -99,7 +99,7 @@ class RayJobs:
         return "it must have been started again"
 
     def settle(self, job: Job) -> None:
-        """Ended jobs are history of the cluster, and hold nothing."""
+        """Do nothing: ended jobs are the cluster's history and use no resources."""
 
 
 def _look(job: JobDetails) -> Look:
@@ -115,7 +115,7 @@ def _look(job: JobDetails) -> Look:
 
 
 def _request(job: Job, name: str, folder: Path) -> dict[str, Any]:
-    """What is sent; source and configuration lie in folder."""
+    """Return the arguments of `submit_job`; source and configuration are written to folder."""
     inner = sent_config(job.cfg)
     alone = inner.compute == "inline"
     for package, source in package_folders().items():
@@ -142,10 +142,10 @@ def _request(job: Job, name: str, folder: Path) -> dict[str, Any]:
 
 
 def auth_headers(environment: Mapping[str, str]) -> dict[str, str]:
-    """What an authenticated cluster asks for: the token from where Ray keeps it, or nothing where
-    there is none.
+    """Return the headers for an authenticated cluster: the token from where Ray keeps it, or
+    nothing if there is none.
 
-    Ray's own client sends a token only after RAY_AUTH_MODE=token, while the clusters it starts
+    Ray's own client sends a token only with RAY_AUTH_MODE=token, while the clusters it starts
     demand one by default.
     """
     if environment.get("RAY_AUTH_MODE", "token").lower() != "token":
@@ -159,14 +159,16 @@ def auth_headers(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def forget_token() -> None:
-    """Ray keeps the first token it saw, and this process may have been on another cluster."""
+    """Clear Ray's cached token: Ray keeps the first one, and this process may have used another
+    cluster.
+    """
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled
 
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _connect(address: str) -> JobSubmissionClient:
-    """A client of the Jobs API that gives up in time.
+    """Return a client of the Jobs API whose requests have timeouts.
     Errors: ConfigError without Ray, RayUnreachable.
     """
     try:
@@ -188,7 +190,7 @@ def _connect(address: str) -> JobSubmissionClient:
 
     advice = "start the cluster, or correct ray.address (the dashboard's, http://host:8265)"
     try:
-        # they would win over the address given
+        # these variables would override the address
         with _without("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
             return Client(address, headers=auth_headers(os.environ))
     except AuthenticationError as error:
@@ -209,8 +211,8 @@ def _connect(address: str) -> JobSubmissionClient:
 
 @contextlib.contextmanager
 def _without(*names: str) -> Iterator[None]:
-    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    removed = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
     finally:
-        os.environ.update(kept)
+        os.environ.update(removed)

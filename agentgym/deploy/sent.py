@@ -1,6 +1,6 @@
-"""A run as a job elsewhere has it: what differs there, and the command that runs one step of it.
+"""A run's configuration inside a job elsewhere, and the command that runs one step of it there.
 
-As a program it writes the parameters that came as a variable to a file, and becomes that command.
+As a program, this module writes the parameters from a variable to a file and becomes that command.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from agentgym.config import RunConfig, is_elsewhere
 from agentgym.deploy.attempts import Job
 
 PARAMS_VARIABLE = "AGENTGYM_PARAMS"
-STATE = Path(".agentgym")  # on a machine that does not have ours
+STATE = Path(".agentgym")  # on a machine that does not have our folders
 
 
 def sent_config(cfg: RunConfig) -> RunConfig:
-    """The same run as seen from inside a job: actors of the job's own cluster or, where every bit
-    must repeat, the job's own process.
+    """Return the run's configuration inside a job: it uses actors of the job's own cluster or, if
+    every bit must repeat, the job's own process.
 
     Paths are absolute or, on a machine that does not have them, below its own state.
     """
     data, store = cfg.data, cfg.store
     if is_elsewhere(cfg):
-        place = STATE / "data" / data.digest[:16]
+        folder = STATE / "data" / data.digest[:16]
         data = data.model_copy(
-            update={"path": place / "lists", "trajectories": place / "trajectories"}
+            update={"path": folder / "lists", "trajectories": folder / "trajectories"}
         )
         store = store.model_copy(update={"path": STATE / "store"})
     else:
@@ -48,7 +48,9 @@ def sent_config(cfg: RunConfig) -> RunConfig:
 
 
 def arguments(job: Job) -> str:
-    """Of `agentgym step`: refused there where source, data or settings give another key."""
+    """Return the arguments of `agentgym step`, which refuses them if source, data or settings give
+    another key.
+    """
     return shlex.join((job.step, "--verbose", "--key", job.key))
 
 
@@ -57,11 +59,11 @@ def params_text(cfg: RunConfig) -> str:
 
 
 def main() -> None:
-    """`agentgym step` with these arguments."""
+    """Become `agentgym step` with these arguments."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False, encoding="utf-8") as file:
         file.write(os.environ[PARAMS_VARIABLE])
     command = [sys.executable, "-m", "agentgym", "step", *sys.argv[1:], "--params", file.name]
-    os.execv(sys.executable, command)  # noqa: S606 (it is the job, and gets the signals to it)
+    os.execv(sys.executable, command)  # noqa: S606 (the job's process must get the job's signals)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How sure a mean over items is, where items come alone or in families: `clustered_interval`.
+"""Confidence interval of a mean over items, independent or in families: `clustered_interval`.
 
 Items of a family (a level, a kind of task) succeed and fail together, so the interval is made of
 the families' sums, not of the items. With G families of n_g of the N items, and S_g the sum of a
@@ -6,15 +6,15 @@ family's distances from the mean,
 
     variance of the mean = sum over g of S_g^2 / (1 - n_g / N), over N^2
 
-which is unbiased where the items are independent after all (CR2: Bell and McCaffrey 2002).
-Its degrees of freedom are Satterthwaite's: G - 1 where families are of one size, fewer where a
-large one outweighs the others, and fewer where a few families make most of it (their kurtosis).
-Without families every item is one, and this is the variance and the t everybody knows.
+which is unbiased if the items are independent after all (CR2: Bell and McCaffrey 2002).
+Its degrees of freedom are Satterthwaite's: G - 1 if families are of one size, fewer if a large one
+outweighs the others, and fewer if a few families make most of it (their kurtosis).
+Without families every item is its own cluster, and this is the usual variance and t interval.
 
-A share near 0 or 1 is skewed: it gets the Wilson interval of as many independent draws as have its
-standard error, and one episode per item is Wilson's own case.
-`seeds.crossed_interval` does the same where several seeds answer.
-`benchmarks/clusters.py` simulates what this covers, beside the bootstrap that it was chosen over.
+A share near 0 or 1 is skewed: it gets the Wilson interval of the number of independent draws that
+has its standard error. With one episode per item this is Wilson's own interval.
+`seeds.crossed_interval` does the same for several seeds.
+`benchmarks/clusters.py` simulates the coverage of this interval and of the bootstrap.
 """
 
 from __future__ import annotations
@@ -25,37 +25,39 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri, stdtr, stdtrit  # scipy.stats checks more, and costs 50 times it
+from scipy.special import ndtri, stdtr, stdtrit  # scipy.stats checks more and is 50 times slower
 
 from agentgym.evaluation.passk import Interval
 
 FloatArray = NDArray[np.float64]
-# of a value: a share in 0 .. 1, a difference of two in -1 .. 1, or any number
+# a share in 0 .. 1, a difference of two shares in -1 .. 1, or any number
 Kind = Literal["share", "difference", "number"]
-# families that can be clusters; with fewer, what other families would do is not known, and the
-# interval speaks of these ones' items
+# fewest families that can be clusters; with fewer, the interval says nothing about other families,
+# only about other items of these
 FEWEST = 5
-RARE = 6  # items; with fewer a normal approximation is none
+RARE = 6  # items; with fewer, the normal approximation fails
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of one mean or of many at a time, each [...]."""
+    """Moments of one mean or of many at a time, each [...]."""
 
     mean: FloatArray
     variance: FloatArray  # of the mean
     freedom: FloatArray  # degrees of freedom of that variance
     num_items: NDArray[np.int_]
 
-    def interval(self, confidence: float, least: float = -np.inf, most: float = np.inf) -> Interval:
-        """Student's, of the one mean these are, cut to what a value can be."""
+    def interval(
+        self, confidence: float, lower: float = -np.inf, upper: float = np.inf
+    ) -> Interval:
+        """Return Student's interval of a single mean, clipped to lower .. upper."""
         quantile = stdtrit(self.freedom.item(), (1 + confidence) / 2)
         mean, half = self.mean.item(), float(quantile * np.sqrt(self.variance.item()))
-        low, high = max(mean - half, least), min(mean + half, most)
+        low, high = max(mean - half, lower), min(mean + half, upper)
         return Interval(mean, low, high, int(self.num_items.item()))
 
     def p_value(self) -> FloatArray:
-        """[...] Of the two-sided t test that the mean is 0; 1 where nothing varies around 0."""
+        """p of the two-sided t test that the mean is 0, [...]; 1 if nothing varies around 0."""
         error = np.sqrt(self.variance)
         score = np.divide(
             np.abs(self.mean), error, out=np.where(self.mean == 0, 0.0, np.inf), where=error > 0
@@ -70,9 +72,10 @@ def clustered_interval(
     kind: Kind,
     confidence: float,
 ) -> Interval:
-    """The mean of `values` [I] with its interval; NaN is left out. families: [I], of each item.
+    """Return the mean of `values` [I] with its interval; NaN is left out.
 
-    Errors: ValueError where no value is left.
+    families: [I], of each item.
+    Errors: ValueError if no value is left.
     """
     if values.ndim != 1 or np.isnan(values).all():
         raise ValueError(
@@ -88,27 +91,31 @@ def clustered_interval(
 def clustered_intervals(
     values: FloatArray, codes: NDArray[np.int_] | None = None, *, kind: Kind, confidence: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """(mean, low, high), each [...], of many rows at a time. values: [..., I]; codes: [I]."""
-    found = moments(values, codes, kind=kind)
-    quantile = stdtrit(found.freedom, (1 + confidence) / 2)
+    """Return (mean, low, high), each [...], of many rows. values: [..., I]; codes: [I]."""
+    estimate = moments(values, codes, kind=kind)
+    quantile = stdtrit(estimate.freedom, (1 + confidence) / 2)
     if kind == "share":
-        rare, variance = _rare(values, found.mean, kind), found.variance
+        rare, variance = _rare(values, estimate.mean, kind), estimate.variance
         if codes is None:  # a proportion: its variance is known from the mean
             one_draw = ((values == 0) | (values == 1) | np.isnan(values)).all(axis=-1)
-            spread = found.mean * (1 - found.mean) / found.num_items
+            spread = estimate.mean * (1 - estimate.mean) / estimate.num_items
             variance = np.where(one_draw, spread, variance)
             quantile = np.where(one_draw, ndtri((1 + confidence) / 2), quantile)
-        return found.mean, *score_bounds(found.mean, variance, quantile, found.num_items, rare)
-    half = quantile * np.sqrt(found.variance)
-    low, high = found.mean - half, found.mean + half
+        return estimate.mean, *score_bounds(
+            estimate.mean, variance, quantile, estimate.num_items, rare
+        )
+    half = quantile * np.sqrt(estimate.variance)
+    low, high = estimate.mean - half, estimate.mean + half
     if kind == "difference":
         low, high = np.maximum(low, -1.0), np.minimum(high, 1.0)
-    return found.mean, low, high
+    return estimate.mean, low, high
 
 
 def moments(values: FloatArray, codes: NDArray[np.int_] | None = None, *, kind: Kind) -> Moments:
-    """values: [..., I], NaN is left out; codes: [I], whole numbers from 0, equal for items of one
-    family; None: every item for itself.
+    """Return the moments of the mean of each row.
+
+    values: [..., I], NaN is left out.
+    codes: [I], integers from 0, equal for items of one family; None: every item is its own cluster.
     """
     valid = ~np.isnan(values)
     count = valid.sum(axis=-1)
@@ -124,7 +131,7 @@ def moments(values: FloatArray, codes: NDArray[np.int_] | None = None, *, kind: 
     )
     parts = scale * off**2
     variance = parts.sum(axis=-1) / count**2
-    if kind == "difference":  # two more items that differ, one each way (Bonett and Price 2012)
+    if kind == "difference":  # add two items that differ, one each way (Bonett and Price 2012)
         floor = (np.where(valid, values, 0.0) ** 2).sum(axis=-1) + 2
         rare = _rare(values, mean, kind)
         variance = np.where(rare, np.maximum(variance, floor / (count + 2) ** 2), variance)
@@ -132,20 +139,23 @@ def moments(values: FloatArray, codes: NDArray[np.int_] | None = None, *, kind: 
 
 
 def family_codes(families: Sequence[Hashable] | None) -> NDArray[np.int_] | None:
-    """[I] whole numbers from 0, in the order of first appearance; None where there are fewer than
-    FEWEST.
+    """Return a code per item, [I]: integers from 0, in the order of first appearance.
+
+    None if there are fewer than FEWEST families.
     """
     if families is None:
         return None
-    place = {family: code for code, family in enumerate(dict.fromkeys(families))}
-    return np.array([place[family] for family in families]) if len(place) >= FEWEST else None
+    code_of = {family: code for code, family in enumerate(dict.fromkeys(families))}
+    return np.array([code_of[family] for family in families]) if len(code_of) >= FEWEST else None
 
 
 def _freedom(
     parts: FloatArray, sizes: FloatArray, count: NDArray[np.int_], scale: FloatArray
 ) -> FloatArray:
-    """[...] Satterthwaite's for independent items, and of that as much as the clusters' kurtosis
-    leaves: a variance that one cluster makes is hardly known.
+    """Degrees of freedom of the variance, [...].
+
+    Satterthwaite's for independent items, reduced by the clusters' kurtosis: one cluster alone
+    cannot estimate a variance well.
     """
     squares = sizes**2
     spread = (
@@ -162,16 +172,16 @@ def _freedom(
 
 
 def _rare(values: FloatArray, mean: FloatArray, kind: Kind) -> NDArray[np.bool_]:
-    """[...] Whether fewer items than a normal approximation needs make the result what it is."""
+    """Mask of the results that too few items decide for a normal approximation, [...]."""
     end = 0.0 if kind == "difference" else np.round(mean)[..., None]
     return np.asarray(telling(np.nan_to_num(values - end, nan=0.0)) < RARE)
 
 
 def telling(off: FloatArray) -> FloatArray:
-    """[...] How many items make a result what it is: k where k are off alike, fewer where one
-    outweighs the others.
+    """Return how many items decide a result, [...]: k if k are off alike, fewer if one outweighs
+    the others.
 
-    off: [..., I] from what says nothing: 0 for a difference, the nearer end for a share.
+    off: [..., I] distance from no information: 0 for a difference, the nearer end for a share.
     """
     size = np.abs(off)
     squares = (size**2).sum(axis=-1)
@@ -187,9 +197,9 @@ def score_bounds(
     num_items: NDArray[np.int_],
     rare: NDArray[np.bool_],
 ) -> tuple[FloatArray, FloatArray]:
-    """The score interval of as many draws as would have this variance. rare: of at most one an
-    item.
-    [...]
+    """Score interval of as many draws as would have this variance, each [...].
+
+    rare: cap the draws at one per item.
     """
     spread = mean * (1 - mean)
     draws = np.divide(
@@ -202,5 +212,5 @@ def score_bounds(
     # at 0 and 1 the bound equals the mean in exact arithmetic; rounding must not put it on the
     # wrong side
     low, high = np.clip(centre - half, 0.0, mean), np.clip(centre + half, mean, 1.0)
-    exact = (variance == 0) & ~rare  # items that all say the same, and neither 0 nor 1
+    exact = (variance == 0) & ~rare  # equal items, neither 0 nor 1: the interval is a point
     return np.where(exact, mean, low), np.where(exact, mean, high)

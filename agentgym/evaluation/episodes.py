@@ -1,4 +1,4 @@
-"""Every attempt of an evaluation as one parquet file, for whoever asks further questions."""
+"""Every attempt of an evaluation as one parquet file, for further analysis."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from agentgym.evaluation.result import OUTCOME_OF, usage_of
 from agentgym.types import Trajectory, Usage, flat
 
 FILE = "episodes.parquet"
-ROWS = 2_000  # of a row group; so many are in memory
+ROWS = 2_000  # rows per row group, so at most this many are in memory
 
 
 def write_episodes(path: Path, attempts: Iterable[Trajectory]) -> int:
-    """One row for each attempt, those that failed too. Result: how many."""
+    """Write one row per attempt, failed ones too. Result: the number of rows."""
     import pyarrow
     import pyarrow.parquet
 
@@ -30,7 +30,7 @@ def write_episodes(path: Path, attempts: Iterable[Trajectory]) -> int:
 
 
 def read_episodes(path: Path) -> Iterator[dict[str, Any]]:
-    """Its rows, a row group in memory at a time."""
+    """Yield the rows of the file, with one row group in memory at a time."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -39,7 +39,7 @@ def read_episodes(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def to_row(trajectory: Trajectory) -> dict[str, Any]:
-    """What a column can hold of it; info is JSON, because environments tell different things."""
+    """Return the attempt's columns. Info is JSON because its keys depend on the environment."""
     outcome, usage = OUTCOME_OF[trajectory.status], usage_of(trajectory)
     return {
         "env": trajectory.item.env,

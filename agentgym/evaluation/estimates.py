@@ -1,8 +1,8 @@
-"""What one evaluation says of a policy: functions of arrays, one row per item and one column per
-sample; NaN is an episode that does not count.
+"""Estimates of one evaluation: functions of arrays, one row per item and one column per sample; NaN
+is an episode that does not count.
 
-Every interval knows its clusters: all samples of an item, and all items of a family where families
-are told. `clustered.py` says how.
+Every interval knows its clusters: all samples of an item, and all items of a family if families are
+known. `clustered.py` explains how.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ Families = Sequence[str | None]
 def success(
     greedy: FloatArray, samples: FloatArray, families: Families | None = None, *, confidence: float
 ) -> dict[str, Interval | None]:
-    """`greedy`, `avg_at_<n>`, and `pass_at_<k>` and `pass_hat_<k>` for every k up to n; None where
-    no item has enough samples that count.
+    """Return `greedy`, `avg_at_<n>`, and `pass_at_<k>` and `pass_hat_<k>` for every k up to n; None
+    if no item has enough samples that count.
 
     greedy: [I], samples: [I, n]; 1, 0, or NaN. families: [I].
     An item with fewer than k samples that count leaves pass@k and pass^k: there is no estimate of
-    it. `Interval.num_items` says how many are left.
-    Errors: ValueError where another value stands, or other shapes.
+    it. `Interval.num_items` counts the rest.
+    Errors: ValueError for any other value or shape.
     """
     rows = per_item(greedy, samples)
     values = np.stack(list(rows.values()))
-    found: dict[str, Interval | None] = dict.fromkeys(rows)
-    told: NDArray[np.bool_] = np.asarray(~np.isnan(values).all(axis=1))
+    result: dict[str, Interval | None] = dict.fromkeys(rows)
+    has_value: NDArray[np.bool_] = np.asarray(~np.isnan(values).all(axis=1))
     intervals = clustered_intervals(
-        values[told], family_codes(families), kind="share", confidence=confidence
+        values[has_value], family_codes(families), kind="share", confidence=confidence
     )
-    counts = (~np.isnan(values[told])).sum(axis=1)
+    counts = (~np.isnan(values[has_value])).sum(axis=1)
     for name, mean, low, high, count in zip(
-        [name for name, is_told in zip(rows, told, strict=True) if is_told],
+        [name for name, has in zip(rows, has_value, strict=True) if has],
         *intervals,
         counts,
         strict=True,
     ):
-        found[name] = Interval(float(mean), float(low), float(high), int(count))
-    return found
+        result[name] = Interval(float(mean), float(low), float(high), int(count))
+    return result
 
 
 def per_item(greedy: FloatArray, samples: FloatArray) -> dict[str, FloatArray]:
-    """One value per item and name of `success`, [I]; NaN where it has too few samples."""
+    """Return one value per item and name of `success`, [I]; NaN if it has too few samples."""
     if greedy.ndim != 1 or samples.ndim != 2 or len(greedy) != len(samples):
         raise ValueError(
             f"an evaluation is greedy [I] and samples [I, n], got {greedy.shape} and"
@@ -64,22 +64,22 @@ def per_item(greedy: FloatArray, samples: FloatArray) -> dict[str, FloatArray]:
     for name, values in (("greedy", greedy), ("samples", samples)):
         if not (np.isnan(values) | (values == 0) | (values == 1)).all():
             raise ValueError(f"{name} must hold success as 1 or 0, or NaN; pass success, not score")
-    most = samples.shape[1]
+    num_samples = samples.shape[1]
     n, c = (~np.isnan(samples)).sum(axis=1), np.nansum(samples, axis=1)
-    at, hat = curves(n, c, most)
+    at, hat = curves(n, c, num_samples)
     share = np.divide(c, n, out=np.full(len(n), np.nan), where=n > 0)
     return {
         "greedy": greedy,
-        f"avg_at_{most}": share,
-        **{f"pass_at_{k + 1}": at[:, k] for k in range(most)},
-        **{f"pass_hat_{k + 1}": hat[:, k] for k in range(most)},
+        f"avg_at_{num_samples}": share,
+        **{f"pass_at_{k + 1}": at[:, k] for k in range(num_samples)},
+        **{f"pass_hat_{k + 1}": hat[:, k] for k in range(num_samples)},
     }
 
 
 def mean_reward(
     rewards: FloatArray, families: Families | None = None, *, confidence: float
 ) -> Interval | None:
-    """Mean over items of the mean over their samples, [I, n]; None where nothing counts."""
+    """Return the mean over items of their mean over samples, [I, n]; None if nothing counts."""
     values = item_means(rewards)
     if np.isnan(values).all():
         return None
@@ -89,8 +89,9 @@ def mean_reward(
 def ratio(
     part: FloatArray, whole: FloatArray, families: Families | None = None, *, confidence: float
 ) -> Interval | None:
-    """Sum of `part` over sum of `whole`, both [I] and in the same units of counting: invalid
-    actions over actions, turns of successes over successes. None where the whole is 0.
+    """Return the sum of `part` over the sum of `whole`, both [I] and in the same units of counting:
+    for example invalid actions over actions, or turns of successes over successes. None if the
+    whole is 0.
 
     The interval is that of the linearised ratio (Cochran 1977, section 6.4), clustered.
     """
@@ -112,8 +113,8 @@ def to_success(
     *,
     confidence: float,
 ) -> dict[str, Any] | None:
-    """What an episode that succeeds takes, in turns or tokens: its mean with interval, and its
-    median. cost, samples: [I, n]. None where nothing succeeded or a cost is not known.
+    """Return the cost of an episode that succeeds, in turns or tokens: its mean with interval, and
+    its median. cost, samples: [I, n]. None if nothing succeeded or a cost is not known.
     """
     won = samples == 1
     if not won.any() or np.isnan(cost[won]).any():
@@ -128,17 +129,17 @@ def to_success(
 def by_family(
     samples: FloatArray, families: Families, *, confidence: float
 ) -> dict[str, dict[str, Any]]:
-    """Success of each family's items, by name: its items are the clusters. samples: [I, n].
-    Items whose family nobody told are in none.
+    """Return the success of each family, by name. Its items are the clusters. samples: [I, n].
+    Items without a family are left out.
     """
-    values, told = item_means(samples), np.array(families, dtype=object)
+    values, family_of = item_means(samples), np.array(families, dtype=object)
     result = {}
-    for family in sorted({each for each in families if each is not None}):
-        own = values[told == family]
-        known = not np.isnan(own).all()
+    for family in sorted({family for family in families if family is not None}):
+        family_values = values[family_of == family]
+        known = not np.isnan(family_values).all()
         result[family] = {
-            "num_items": len(own),
-            "success": clustered_interval(own, kind="share", confidence=confidence)
+            "num_items": len(family_values),
+            "success": clustered_interval(family_values, kind="share", confidence=confidence)
             if known
             else None,
         }
@@ -146,12 +147,12 @@ def by_family(
 
 
 def rate(count: float, wall_s: float) -> float | None:
-    """Of episodes, turns or tokens a second; None where no time is known."""
+    """Return episodes, turns or tokens per second; None if no time is known."""
     return count / wall_s if wall_s > 0 else None
 
 
 def item_means(values: FloatArray) -> FloatArray:
-    """[I] over the samples that count; NaN where none does. values: [I, n]."""
+    """Mean over the samples that count, [I]; NaN if none does. values: [I, n]."""
     count = (~np.isnan(values)).sum(axis=1)
     total = np.nansum(values, axis=1)
     return np.asarray(np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0))

@@ -1,5 +1,5 @@
-"""One evaluation: slots that are owed are played, recorded and concluded. A step of a run does so
-with its checkpoint under the run's protocol, `agentgym evaluate` with any policy under any.
+"""One evaluation: play the missing slots, record them and conclude. A step of a run evaluates its
+checkpoint under the run's protocol, `agentgym evaluate` any policy under any protocol.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from agentgym.store.runstore import RunStore
 from agentgym.tracking.points import Point
 from agentgym.types import Endpoints, Item, Usage
 
-SCHEMA = 1  # of what an evaluation's digest is made of
+SCHEMA = 1  # version of the fields that an evaluation's digest covers
 HARNESS = ("agentgym.evaluation.play", "agentgym.rollouts.collect", "agentgym.rollouts.episode")
 Items = Mapping[str, Sequence[Item]]  # by environment
 
@@ -53,18 +53,18 @@ class Opened:
 
     loop: LoopThread
     told: Mapping[str, str]  # instructions of the servers, by environment
-    # usage before this process -> who plays
+    # usage before this process -> the policy as a player
     seat: Callable[[Usage], AbstractAsyncContextManager[Playing]]
-    pool: EnvPools | None = None  # None: connections are the workers' own
+    pool: EnvPools | None = None  # None: the workers open connections themselves
 
 
 def evaluate(ctx: StepContext) -> Manifest:
     """Evaluate a checkpoint of a run under the run's protocol, and compare it with the step's
     baseline, item by item.
 
-    A resumed step plays what is owed: episodes that were not played, or that failed.
+    A resumed step plays the missing episodes: those not yet played and those that failed.
     Errors: RolloutError as soon as more episodes failed than `evaluation.min_coverage` allows;
-    what is committed stays.
+    committed episodes are kept.
     """
     cfg, settings, step, store = ctx.cfg, ctx.cfg.evaluation, ctx.step, ctx.store
     set_threads(cfg.engine_threads)
@@ -110,7 +110,7 @@ def evaluate(ctx: StepContext) -> Manifest:
 
 def items_of_step(cfg: RunConfig, splits: Splits) -> dict[str, tuple[Item, ...]]:
     """Return the items that a run's evaluations play, by environment: the first
-    `evaluation.num_items` of the split. Errors: ValueError where there are fewer.
+    `evaluation.num_items` of the split. Errors: ValueError if there are fewer.
     """
     settings = cfg.evaluation
     items = getattr(splits, settings.split)[: settings.num_items]
@@ -119,12 +119,12 @@ def items_of_step(cfg: RunConfig, splits: Splits) -> dict[str, tuple[Item, ...]]
             f"evaluation.num_items {settings.num_items} is more than the {len(items)}"
             f" {settings.split} items of {cfg.env_names}; lower it"
         )
-    found = {env.name: tuple(item for item in items if item.env == env.name) for env in cfg.envs}
-    return {env: its for env, its in found.items() if its}
+    by_env = {env.name: tuple(item for item in items if item.env == env.name) for env in cfg.envs}
+    return {env: its for env, its in by_env.items() if its}
 
 
 def tasks_of_step(store: RunStore, data: Manifest, items: Items) -> dict[str, list[str | None]]:
-    """Return the digest of each item's task, where its environment could say, by environment."""
+    """Return the digest of each item's task, by environment; None if the environment has none."""
     digests = json.loads(store.read(data, TASKS))
     return {env: [digests[item.item_id] for item in its] for env, its in items.items()}
 
@@ -135,10 +135,14 @@ def protocol_of_step(cfg: RunConfig, items: Items) -> EvaluationProtocol:
     protocol = protocol_of_run(cfg, list(items))
     num_episodes = sum(map(len, items.values())) * (1 + settings.num_samples)
     envs = tuple(
-        each.model_copy(
-            update={"items": each.items.model_copy(update={"num": len(items[each.env.name])})}
+        env_protocol.model_copy(
+            update={
+                "items": env_protocol.items.model_copy(
+                    update={"num": len(items[env_protocol.env.name])}
+                )
+            }
         )
-        for each in protocol.envs
+        for env_protocol in protocol.envs
     )
     return protocol.model_copy(
         update={
@@ -150,7 +154,7 @@ def protocol_of_step(cfg: RunConfig, items: Items) -> EvaluationProtocol:
 
 
 def require_coverage(ledger: Ledger, least: float) -> None:
-    """Errors: RolloutError where so many episodes failed that the rest cannot stand for all."""
+    """Raise RolloutError if so many episodes failed that the rest cannot stand for all."""
     failed = [slot for slot in ledger.slots.values() if slot.failed and not slot.counts]
     num_out, num = len(failed), len(ledger.slots)
     if num_out > (1 - least) * num + 1e-9:
@@ -166,7 +170,7 @@ def require_coverage(ledger: Ledger, least: float) -> None:
 def _open(
     cfg: RunConfig, contender: Contender, endpoints: Endpoints, protocol: EvaluationProtocol
 ) -> Iterator[Opened]:
-    """A run's checkpoint, in this process or in Ray's rollout workers."""
+    """Open a run's checkpoint as a policy, in this process or in Ray's rollout workers."""
     if cfg.compute != "ray":
         with open_local(cfg, contender, endpoints, protocol) as opened:
             yield opened
@@ -181,7 +185,7 @@ def _open(
 
         @asynccontextmanager
         async def seat(spent: Usage) -> AsyncIterator[Playing]:
-            yield Playing(lambda settings, asked: engine.attempts(settings))
+            yield Playing(lambda settings, _protocol: engine.attempts(settings))
 
         yield Opened(engine.loop, {**dict.fromkeys(endpoints, ""), **engine.instructions}, seat)
 
@@ -194,8 +198,8 @@ def open_local(
     protocol: EvaluationProtocol,
     watched: Callable[[Player], Player] = lambda player: player,
 ) -> Iterator[Opened]:
-    """A policy that plays in this process. watched: what stands between a player and its episode.
-    Errors: where a server is not what may be used.
+    """Open a policy that plays in this process. watched: wraps a player before it plays an episode.
+    Errors: those of `open_pool` if a server must not be used.
     """
     with open_pool(cfg, endpoints, allow_expert=contender.needs_expert) as (pool, loop, guides):
 
@@ -203,12 +207,12 @@ def open_local(
         async def seat(spent: Usage) -> AsyncIterator[Playing]:
             async with seated(contender, cfg, spent) as taken:
                 yield Playing(
-                    lambda settings, asked: Attempts(
+                    lambda settings, played: Attempts(
                         pool,
                         lambda item, sample: watched(taken.player_of(item, sample)),
                         settings,
-                        asked.episode_timeout_s,
-                        asked.max_attempts,
+                        played.episode_timeout_s,
+                        played.max_attempts,
                     ),
                     taken.stopped,
                 )
@@ -217,21 +221,25 @@ def open_local(
 
 
 def pace(protocol: EvaluationProtocol) -> dict[str, Any]:
-    """Return when a ledger commits; clocks have no say in a run that is to be repeatable."""
+    """Return when a ledger commits. A run that must be repeatable does not commit by the clock."""
     every_s = math.inf if protocol.deterministic else protocol.commit_every_s
     return {"commit_every_s": every_s, "chunk_episodes": protocol.chunk_episodes}
 
 
-def asked_of(protocol: EvaluationProtocol, told: Mapping[str, str]) -> dict[str, str]:
-    """Return what episodes begin with, by environment, of a policy that knows the rules."""
-    return {each.env.name: told[each.env.name] for each in protocol.envs if each.instructions}
+def asked_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -> dict[str, str]:
+    """Return the instructions for a policy that was trained here, by environment."""
+    return {
+        env_protocol.env.name: openings[env_protocol.env.name]
+        for env_protocol in protocol.envs
+        if env_protocol.instructions
+    }
 
 
 def slots_of(
     protocol: EvaluationProtocol, items: Items, tasks: Mapping[str, Sequence[str | None]]
 ) -> tuple[Slot, ...]:
-    """Return every slot that is asked for. tasks: digest of each item's task, where known."""
-    samples = {each.env.name: each.sample_numbers for each in protocol.envs}
+    """Return every slot of the evaluation. tasks: digest of each item's task, if known."""
+    samples = {env_protocol.env.name: env_protocol.sample_numbers for env_protocol in protocol.envs}
     return expected_slots(items, samples, tasks)
 
 
@@ -241,21 +249,21 @@ def about(
     instructions: Mapping[str, str],
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """Return what people are told of an evaluation."""
+    """Return the facts about an evaluation that reports show."""
     departs = [f"Not as {protocol.follows}: {line}" for line in protocol.departs]
     return {
         "policy": contender.about,
         "protocol": protocol.name,
         "follows": protocol.follows,
         "min_coverage": protocol.min_coverage,
-        "settings": protocol.semantic(),  # where servers were is nobody's business
+        "settings": protocol.semantic(),  # without the addresses of servers, which may be private
         "instructions": dict(instructions),
         "notes": [*departs, *notes],
     }
 
 
 def show_progress(progress: Progress, title: str, ledger: Ledger) -> None:
-    """Begin a bar that stands where the ledger does."""
+    """Start a progress bar at the ledger's position."""
     progress.start(title, len(ledger.slots))
     progress.advance(len(ledger.slots) - len(ledger.owed))
 
@@ -268,8 +276,8 @@ def play_owed(
     ledger: Ledger,
     progress: Progress,
 ) -> str:
-    """Play what the ledger owes. Result: why it stopped before its last episode; empty: it did
-    not.
+    """Play the ledger's missing slots. Result: why it stopped before the last episode; empty: it
+    played all.
     """
 
     async def playing() -> str:
@@ -290,25 +298,25 @@ def play_owed(
 
     try:
         return opened.loop.run(playing())
-    finally:  # interrupted: what is finished is committed before the lease is given back
+    finally:  # if interrupted: commit finished episodes before the lease is returned
         opened.loop.cancel()
 
 
 def conclude(
     protocol: EvaluationProtocol, ledger: Ledger, stopped: str, tariff: Tariff | None = None
 ) -> Result:
-    """Return the result as far as it is."""
+    """Return the result of the slots played so far."""
     slots = tuple(ledger.slots.values())
-    said = {**ledger.about, "valid": protocol.is_covered(coverage_of(slots))}
+    facts = {**ledger.about, "valid": protocol.is_covered(coverage_of(slots))}
     if tariff is not None:
         usage = sum((slot.total_usage for slot in slots), Usage())
-        said["cost"] = asdict(tariff.cost(usage))
+        facts["cost"] = asdict(tariff.cost(usage))
     if stopped:
-        said["notes"] = [*said["notes"], f"It stopped before its last episode: {stopped}"]
+        facts["notes"] = [*facts["notes"], f"It stopped before its last episode: {stopped}"]
     wall_s = ledger.elapsed_s
     played = sum(slot.outcome is not None for slot in slots)
     clock = {"took_s": round(wall_s, 3), "episodes_per_s": round(played / max(wall_s, 1e-9), 3)}
-    return Result(ledger.identity, slots, numbers_of(slots, protocol), said, clock)
+    return Result(ledger.identity, slots, numbers_of(slots, protocol), facts, clock)
 
 
 def identity_of(
@@ -318,7 +326,9 @@ def identity_of(
     policy: Mapping[str, Any],
     instructions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """All that decides what a result means, and nothing else. instructions: of the servers."""
+    """Return everything that determines what a result means, and nothing else. instructions: of the
+    servers.
+    """
     listed = {
         env: "\n".join(f"{item.item_id} {task}" for item, task in zip(its, tasks[env], strict=True))
         for env, its in items.items()
@@ -332,11 +342,14 @@ def identity_of(
             for env, text in listed.items()
         },
         "prompts": {
-            each.env.name: prompts_digest(instructions[each.env.name]) if each.instructions else ""
-            for each in protocol.envs
+            env_protocol.env.name: prompts_digest(instructions[env_protocol.env.name])
+            if env_protocol.instructions
+            else ""
+            for env_protocol in protocol.envs
         },
         "environments": {
-            each.env.name: env_version(each.env.name, each.env.options) for each in protocol.envs
+            env_protocol.env.name: env_version(env_protocol.env.name, env_protocol.env.options)
+            for env_protocol in protocol.envs
         },
         "harness": source_digest(HARNESS),
     }

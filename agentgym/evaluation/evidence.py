@@ -1,4 +1,4 @@
-"""What the gate judges by: two results of one question as evidence."""
+"""Evidence for the gate, from two results of one question."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
 from agentgym.tracking.deliver import committed_points
 
 KL = "actor/reference_kl"
-# a model's name in the registry and its version -> its result by the gate's protocol
+# a model's name in the registry and its version -> its result under the gate's protocol
 PlayAnew = Callable[[str], Result]
 
 
@@ -31,7 +31,9 @@ def first_evidence(result: Result) -> Evidence:
 
 
 def paired_evidence(champion: Result, candidate: Result, seen: Collection[str]) -> Evidence:
-    """seen: ids of the items that the candidate was trained or chosen on.
+    """Return the evidence on a candidate and the champion it would replace.
+
+    seen: ids of the items that the candidate was trained or chosen on.
     Errors: Incomparable.
     """
     pairs = align(champion, candidate)
@@ -47,19 +49,20 @@ def paired_evidence(champion: Result, candidate: Result, seen: Collection[str]) 
 
 
 def incomparable(why: str) -> Evidence:
-    """Where there is nothing to pair."""
+    """Return evidence without pairs, with the reason."""
     return Evidence({}, True, obstacle=why)
 
 
 def _tokens(result: Result) -> float | None:
-    """Said in an episode, on average."""
-    said = [slot.usage.output_tokens for slot in result.slots if slot.counts]
-    return float(np.mean(said)) if any(said) else None
+    """Mean number of tokens that the policy generates in an episode; None if not known."""
+    num_tokens = [slot.usage.output_tokens for slot in result.slots if slot.counts]
+    return float(np.mean(num_tokens)) if any(num_tokens) else None
 
 
 def own_results(store: RunStore, evaluation: Manifest, champion: Version) -> tuple[Result, Result]:
-    """Champion's and candidate's result, where both runs' own evaluations asked the same.
-    Errors: Incomparable where they did not, or the champion's is not in this store;
+    """Return the champion's and the candidate's result, if both runs' own evaluations asked the
+    same.
+    Errors: Incomparable if they did not, or if the champion's is not in this store;
     NumbersChanged.
     """
     ours = stored_result(store, evaluation)
@@ -75,6 +78,6 @@ def own_results(store: RunStore, evaluation: Manifest, champion: Version) -> tup
 
 
 def reference_kl(store: RunStore, checkpoint: Manifest) -> float | None:
-    """The last one that training measured; None: none was."""
+    """Return the last reference KL that training measured; None if none was."""
     points = committed_points(store, checkpoint.step, checkpoint.key)
     return next((p.metrics[KL] for p in reversed(points) if KL in p.metrics), None)

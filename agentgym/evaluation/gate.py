@@ -1,12 +1,13 @@
-"""Whether a candidate takes the champion's place: PROMOTE, HOLD or REJECT, a reason per rule.
+"""Gate for a candidate against the champion: PROMOTE, HOLD or REJECT, with a reason per rule.
 
-A pure function of what is on record: `judge`. Both models answered the same question item by item,
-so the gain is a paired difference, and its lower one-sided bound must exceed `gate.min_gain`.
-HOLD is for what cannot be told yet: a set too small to show a gain that would be worth it (the
-number of items that would do is said), failing environments, other questions, a set of items that
-was looked at too often. REJECT is for what was shown. A first champion needs its floor only.
+`judge` is a pure function of recorded evidence. Both models answered the same question item by
+item, so the gain is a paired difference, and its lower one-sided bound must exceed `gate.min_gain`.
+HOLD means that no decision is possible yet: the set is too small to show a gain that would be worth
+it (the reason names the number of items that would do), environments fail, the questions differ, or
+the items were used too often. REJECT means that the evidence is against the candidate.
+A first champion only needs to reach its floor.
 
-`benchmarks/gate.py` measures how often it promotes a model that is no better.
+`benchmarks/gate.py` measures how often the gate promotes a model that is no better.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ class Audited(TypedDict):
     audit_note: str
 
 
-SPEAK_FOR = ("first", "gain")  # rules; the others only forbid
+SPEAK_FOR = ("first", "gain")  # rules that support a promotion; the others only forbid one
 _LETTERS = {0.0: "0", 1.0: "1"}
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a candidate and of the champion; JSON has all of it."""
+    """Evidence about a candidate and the champion; JSON has all of it."""
 
-    pairs: Mapping[str, Pair]  # before: the champion, all NaN where there is none
+    pairs: Mapping[str, Pair]  # before: the champion, all NaN if there is none
     has_champion: bool
     # share of the episodes that count, of the candidate and of the champion
     coverage: tuple[float, float] = (1.0, 1.0)
     questions: tuple[str, str] = ("", "")  # digest of each one's evaluation
-    tokens: tuple[float | None, float | None] = (None, None)  # said in an episode, by each
+    tokens: tuple[float | None, float | None] = (None, None)  # generated per episode, by each
     reference_kl: float | None = None  # nats per action token, at the end of training
     obstacle: str = ""  # why the two cannot be compared
-    drift: str = ""  # that the alias was moved by hand
-    num_seen: int = 0  # of the items, that the candidate was trained or chosen on
-    num_looks: int = 0  # candidates that these items have judged before
+    drift: str = ""  # message that the alias was moved by hand; empty: it was not
+    num_seen: int = 0  # number of items that the candidate was trained or chosen on
+    num_looks: int = 0  # number of candidates that these items have judged before
     audit: AuditState = "none"
     audit_note: str = ""
 
@@ -74,7 +75,7 @@ class Evidence:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Self:
-        """Errors: ValueError, KeyError or TypeError where it is none."""
+        """Read `to_json`'s tree. Errors: ValueError, KeyError or TypeError if it is not one."""
         pairs = {env: _pair_of(row) for env, row in tree["pairs"].items()}
         rest: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
@@ -86,53 +87,55 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What one rule says. Its verdict is what would come of it alone."""
+    """Ruling of one rule. Its verdict is the verdict that this rule alone would give."""
 
     rule: str
     verdict: Verdict
     why: str
     env: str = ""
     numbers: Mapping[str, float | int | None] = field(default_factory=dict)
-    needed_items: int | None = None  # with which it could be told
+    needed_items: int | None = None  # number of items with which the rule could decide
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict and how it came about."""
+    """A verdict and the rulings behind it."""
 
     verdict: Verdict
     rulings: tuple[Ruling, ...]
 
     @property
     def why(self) -> str:
-        """The rulings that made the verdict, in one line; of a promotion what speaks for it."""
-        made = [each for each in self.rulings if each.verdict == self.verdict]
+        """Rulings that made the verdict, in one line; for a promotion, those that support it."""
+        decisive = [ruling for ruling in self.rulings if ruling.verdict == self.verdict]
         if self.verdict == "PROMOTE":
-            made = [each for each in made if each.rule in SPEAK_FOR]
-        return "; ".join(each.why for each in made)
+            decisive = [ruling for ruling in decisive if ruling.rule in SPEAK_FOR]
+        return "; ".join(ruling.why for ruling in decisive)
 
     @property
     def needed_items(self) -> int | None:
-        """Of each environment, that would do where the set is too small."""
-        return max((each.needed_items for each in self.rulings if each.needed_items), default=None)
+        """Items per environment that would suffice if the set is too small."""
+        return max(
+            (ruling.needed_items for ruling in self.rulings if ruling.needed_items), default=None
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
             "verdict": self.verdict,
             "why": self.why,
             "needed_items": self.needed_items,
-            "rules": [asdict(each) for each in self.rulings],
+            "rules": [asdict(ruling) for ruling in self.rulings],
         }
 
 
 def judge(rules: GateConfig, evidence: Evidence) -> Judgement:
-    """Errors: none; what cannot be told is held."""
+    """Return the judgement. It never raises: if the evidence does not decide, it is HOLD."""
     rulings = [*_of_the_candidate(rules, evidence)]
     if evidence.has_champion:
         rulings += _of_both(rules, evidence)
-    elif all(each.verdict == "PROMOTE" for each in rulings):
+    elif all(ruling.verdict == "PROMOTE" for ruling in rulings):
         rulings.insert(0, Ruling("first", "PROMOTE", "the first model of this name"))
-    verdicts = [each.verdict for each in rulings]
+    verdicts = [ruling.verdict for ruling in rulings]
     verdict: Verdict = next((v for v in ("REJECT", "HOLD") if v in verdicts), "PROMOTE")
     return Judgement(verdict, tuple(rulings))
 
@@ -144,13 +147,13 @@ def _of_the_candidate(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]
         yield Ruling("audit", "HOLD", "its run is not known, so it cannot be audited")
     else:
         yield Ruling("audit", "PROMOTE", f"audit: {evidence.audit}")
-    told = zip(("candidate", "champion"), evidence.coverage, strict=True)
-    for whose, share in list(told)[: 1 + evidence.has_champion]:
+    shares = zip(("candidate", "champion"), evidence.coverage, strict=True)
+    for model, share in list(shares)[: 1 + evidence.has_champion]:
         low = share < rules.min_coverage - 1e-9
         yield Ruling(
             "coverage",
             "HOLD" if low else "PROMOTE",
-            f"{share:.1%} of the {whose}'s episodes count"
+            f"{share:.1%} of the {model}'s episodes count"
             + (f", below gate.min_coverage {rules.min_coverage:.1%}" if low else ""),
             numbers={"coverage": share, "least": rules.min_coverage},
         )
@@ -160,23 +163,23 @@ def _of_the_candidate(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]
 
 
 def _floor(rules: GateConfig, env: str, pair: Pair) -> Ruling:
-    """That the success is not below the floor."""
+    """Return the ruling on whether success reaches the floor."""
     means = item_means(pair.after)
     if np.isnan(means).all():
         return Ruling("floor", "HOLD", f"{env}: no episode counts", env)
     codes = family_codes(pair.families)
     known = pair.families if codes is not None else None
-    found = clustered_interval(means, known, kind="share", confidence=2 * rules.confidence - 1)
-    numbers = {"success": found.mean, "low": found.low, "least": rules.min_success}
-    said = f"{env}: success {found.mean:.1%} (at least {found.low:.1%})"
+    interval = clustered_interval(means, known, kind="share", confidence=2 * rules.confidence - 1)
+    numbers = {"success": interval.mean, "low": interval.low, "least": rules.min_success}
+    text = f"{env}: success {interval.mean:.1%} (at least {interval.low:.1%})"
     floor = f"gate.min_success {rules.min_success:.1%}"
-    if found.low >= rules.min_success:
-        return Ruling("floor", "PROMOTE", f"{said}, above {floor}", env, numbers)
-    if found.mean < rules.min_success:
-        return Ruling("floor", "REJECT", f"{said}, below {floor}", env, numbers)
-    half, room = found.mean - found.low, found.mean - rules.min_success
-    needed = _needed(found.num_items, half, room) if room > 0 else None
-    return Ruling("floor", "HOLD", f"{said}, too few items for {floor}", env, numbers, needed)
+    if interval.low >= rules.min_success:
+        return Ruling("floor", "PROMOTE", f"{text}, above {floor}", env, numbers)
+    if interval.mean < rules.min_success:
+        return Ruling("floor", "REJECT", f"{text}, below {floor}", env, numbers)
+    half, room = interval.mean - interval.low, interval.mean - rules.min_success
+    needed = _needed(interval.num_items, half, room) if room > 0 else None
+    return Ruling("floor", "HOLD", f"{text}, too few items for {floor}", env, numbers, needed)
 
 
 def _of_both(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
@@ -209,9 +212,9 @@ def _of_both(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
         return
     gains = {env: _gain(pair) for env, pair in evidence.pairs.items()}
     yield _superior(rules, gains, evidence.pairs)
-    for env, own in gains.items():
+    for env, gain in gains.items():
         if len(gains) > 1:
-            yield _not_inferior(rules, env, own)
+            yield _not_inferior(rules, env, gain)
         yield from _families(rules, env, evidence.pairs[env])
 
 
@@ -230,9 +233,9 @@ def _few(rules: GateConfig, env: str, pair: Pair) -> Ruling | None:
 
 
 def _gained(pair: Pair) -> FloatArray:
-    """[I] of each item, over the samples that count in both."""
+    """Difference per item, [I], over the samples that count in both."""
     valid = ~(np.isnan(pair.before) | np.isnan(pair.after))
-    before, after = (np.where(valid, each, np.nan) for each in (pair.before, pair.after))
+    before, after = (np.where(valid, success, np.nan) for success in (pair.before, pair.after))
     return item_means(after) - item_means(before)
 
 
@@ -240,46 +243,46 @@ def _gain(pair: Pair) -> Moments:
     return moments(_gained(pair)[None], family_codes(pair.families), kind="difference")
 
 
-def _bounds(found: Moments, confidence: float) -> tuple[float, float, float, float]:
-    """(mean, lower one-sided bound, upper one, gain that would be shown with POWER)."""
-    error = float(np.sqrt(found.variance).item())
-    quantile, power = (float(stdtrit(found.freedom, p).item()) for p in (confidence, POWER))
-    mean = found.mean.item()
+def _bounds(gain: Moments, confidence: float) -> tuple[float, float, float, float]:
+    """Return (mean, lower one-sided bound, upper one, gain that would be shown with POWER)."""
+    error = float(np.sqrt(gain.variance).item())
+    quantile, power = (float(stdtrit(gain.freedom, p).item()) for p in (confidence, POWER))
+    mean = gain.mean.item()
     return mean, mean - quantile * error, mean + quantile * error, (quantile + power) * error
 
 
 def _together(gains: Mapping[str, Moments]) -> Moments:
-    """Of the mean over environments, which count alike. Freedom: Welch's and Satterthwaite's."""
+    """Moments of the mean over environments, with equal weights (Welch and Satterthwaite)."""
     several = list(gains.values())
-    parts = np.array([each.variance.item() for each in several]) / len(several) ** 2
-    freedom = np.array([each.freedom.item() for each in several])
+    parts = np.array([gain.variance.item() for gain in several]) / len(several) ** 2
+    freedom = np.array([gain.freedom.item() for gain in several])
     spread = (parts**2 / freedom).sum()
     return Moments(
-        np.array(np.mean([each.mean.item() for each in several])),
+        np.array(np.mean([gain.mean.item() for gain in several])),
         np.array(parts.sum()),
         np.array(parts.sum() ** 2 / spread if spread else freedom.min()),
-        np.array(sum(int(each.num_items.item()) for each in several)),
+        np.array(sum(int(gain.num_items.item()) for gain in several)),
     )
 
 
 def _superior(rules: GateConfig, gains: Mapping[str, Moments], pairs: Mapping[str, Pair]) -> Ruling:
-    found = _together(gains)
-    mean, low, high, detectable = _bounds(found, rules.confidence)
+    overall = _together(gains)
+    mean, low, high, detectable = _bounds(overall, rules.confidence)
     p_exact = _exact_p(pairs)
-    items = max(int(each.num_items.item()) for each in gains.values())
+    items = max(int(gain.num_items.item()) for gain in gains.values())
     numbers = {"gain": mean, "low": low, "high": high, "detectable": detectable, "p": p_exact}
-    said = f"{100 * mean:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]"
+    text = f"{100 * mean:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]"
     shown = p_exact is None or p_exact <= 1 - rules.confidence
     if low > rules.min_gain and shown:
-        return Ruling("gain", "PROMOTE", f"{said} over the champion", "", numbers)
+        return Ruling("gain", "PROMOTE", f"{text} over the champion", "", numbers)
     if high < rules.min_gain and mean < 0:
-        return Ruling("gain", "REJECT", f"{said}: it is worse", "", numbers)
+        return Ruling("gain", "REJECT", f"{text}: it is worse", "", numbers)
     if detectable > rules.worth:
         needed = _needed(items, detectable, rules.worth)
         return Ruling(
             "gain",
             "HOLD",
-            f"{said}: too few items to tell; {needed} would show a gain of"
+            f"{text}: too few items to tell; {needed} would show a gain of"
             f" {100 * rules.worth:.1f} points",
             "",
             numbers,
@@ -288,14 +291,14 @@ def _superior(rules: GateConfig, gains: Mapping[str, Moments], pairs: Mapping[st
     return Ruling(
         "gain",
         "REJECT",
-        f"{said}: no gain, and one of {100 * rules.worth:.1f} points would have been shown",
+        f"{text}: no gain, and one of {100 * rules.worth:.1f} points would have been shown",
         "",
         numbers,
     )
 
 
 def _exact_p(pairs: Mapping[str, Pair]) -> float | None:
-    """One-sided, of as many wins among items that differ; None where an item is more than one
+    """One-sided p of as many wins among the items that differ; None if an item has more than one
     episode or belongs to a family that is a cluster.
     Source: McNemar 1947, with the binomial distribution itself.
     """
@@ -306,33 +309,33 @@ def _exact_p(pairs: Mapping[str, Pair]) -> float | None:
     return float(binomtest(won, won + lost, 0.5, "greater").pvalue) if won + lost else 1.0
 
 
-def _not_inferior(rules: GateConfig, env: str, found: Moments) -> Ruling:
+def _not_inferior(rules: GateConfig, env: str, gain: Moments) -> Ruling:
     margin = rules.margins.get(env, rules.margin)
-    mean, low, high, detectable = _bounds(found, rules.confidence)
+    mean, low, high, detectable = _bounds(gain, rules.confidence)
     numbers = {"gain": mean, "low": low, "high": high, "margin": margin}
-    said = f"{env}: {100 * mean:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]"
+    text = f"{env}: {100 * mean:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]"
     allowed = f"it may lose {100 * margin:.1f}"
     if low >= -margin:
-        return Ruling("not worse", "PROMOTE", f"{said}; {allowed}", env, numbers)
+        return Ruling("not worse", "PROMOTE", f"{text}; {allowed}", env, numbers)
     if high < -margin:
-        return Ruling("not worse", "REJECT", f"{said}; {allowed} at most", env, numbers)
-    items = int(found.num_items.item())
+        return Ruling("not worse", "REJECT", f"{text}; {allowed} at most", env, numbers)
+    items = int(gain.num_items.item())
     needed = _needed(items, detectable, margin) if margin else None
-    return Ruling("not worse", "HOLD", f"{said}: too few items; {allowed}", env, numbers, needed)
+    return Ruling("not worse", "HOLD", f"{text}: too few items; {allowed}", env, numbers, needed)
 
 
 def _families(rules: GateConfig, env: str, pair: Pair) -> Iterator[Ruling]:
-    """Each that is shown to lose more than it may, all of them being so many chances to be wrong
-    (Bonferroni). One that is merely small forbids nothing: no set would ever be large enough.
+    """Yield a ruling for each family that is shown to lose more than it may (Bonferroni over
+    families). A family that is merely small forbids nothing: no set would ever be large enough.
     """
-    gained, told = _gained(pair), np.array(pair.families, dtype=object)
-    names = sorted({each for each in pair.families if each is not None})
+    gained, family_of = _gained(pair), np.array(pair.families, dtype=object)
+    names = sorted({family for family in pair.families if family is not None})
     for family in names:
-        own = gained[(told == family) & ~np.isnan(gained)]
-        if len(own) < 2:
+        family_gains = gained[(family_of == family) & ~np.isnan(gained)]
+        if len(family_gains) < 2:
             continue
         level = 1 - (1 - rules.confidence) / len(names)
-        mean, _, high, _ = _bounds(moments(own[None], kind="difference"), level)
+        mean, _, high, _ = _bounds(moments(family_gains[None], kind="difference"), level)
         if high < 0 and mean < -rules.family_margin:
             yield Ruling(
                 "family",
@@ -369,12 +372,12 @@ def _guard_rails(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
 
 
 def _needed(items: int, detectable: float, wanted: float) -> int:
-    """Errors shrink with the root of the items."""
+    """Items needed to detect `wanted`: errors shrink with the square root of the items."""
     return max(items + 1, math.ceil(items * (detectable / wanted) ** 2))
 
 
 def _pair_json(pair: Pair) -> dict[str, Any]:
-    """Outcomes are a letter each: 1, 0, or - where an episode does not count."""
+    """Outcomes are one letter each: 1, 0, or - if an episode does not count."""
     return {
         "items": list(pair.items),
         "families": list(pair.families) if any(pair.families) else None,

@@ -1,14 +1,15 @@
-"""Who held the alias of a registered model, and why: an append-only history in the store.
+"""History of a registered model's alias: who held it, and why. It is append-only, in the store.
 
-It is a step of the store of its own, `promotions`, under a key of the model's and the alias's name.
-An entry is a commit, made under the step's lease, so entries are serial however many pipelines
-decide at once; its decision is a record, which names by digest the one before and never goes.
+It is its own step of the store, `promotions`, under a key of the model's and the alias's name.
+An entry is a commit made under the step's lease, so entries are serial however many pipelines
+decide at once. Its decision is a record, which names the previous one by digest and is never
+deleted.
 An entry is *owed* until MLflow has its decision and its alias: then a commit without a decision
-says so. Whoever opens the history next brings what is owed to its end, so a kill between any two
-of them is mended by the same command.
+marks it as settled. The next process that opens the history settles an owed entry, so after a kill
+between any two commits you run the same command again.
 
-One history decides in a registry, wherever the stores are: a tag of the registered model says in
-which store it is (`Home`), and every store that can reach that one adds to it.
+One history decides in a registry, wherever the stores are: a tag of the registered model names the
+store (`Home`), and every store that can reach it adds to its history.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from agentgym.store.runstore import RunStore, StepWriter
 logger = logging.getLogger(__name__)
 
 STEP, RECORD = "promotions", "decision.json"
-WAIT_S = 120.0  # for another process that decides; it takes a second
+WAIT_S = 120.0  # for another process that decides; a decision takes a second
 SCHEMA = 1
 Kind = Literal["judged", "forced", "rolled back", "found"]
 
 
 @dataclass(frozen=True)
 class Version:
-    """A registered model, by what it is and by its number in the registry."""
+    """A registered model, by its content and by its number in the registry."""
 
     number: str
     checkpoint: str  # digest of the manifest whose weights these are; empty: not one of ours
@@ -51,12 +52,14 @@ class Version:
 
     def evaluation_in(self, store: RunStore) -> Manifest | None:
         """Return the evaluation of the run that made it; None if this store lacks it."""
-        told = self.evaluation
-        final = store.final(told["step"], told["key"]) if told else None
-        return final if final is not None and final.digest == told["digest"] else None
+        evaluation = self.evaluation
+        final = store.final(evaluation["step"], evaluation["key"]) if evaluation else None
+        return final if final is not None and final.digest == evaluation["digest"] else None
 
     def is_same(self, other: Version | None) -> bool:
-        """Numbers are given anew where the registry is replaced; what it is stays."""
+        """Return True for the same model. A replaced registry numbers versions anew, so checkpoints
+        are compared first.
+        """
         if other is None:
             return False
         if self.checkpoint and other.checkpoint:
@@ -69,21 +72,21 @@ class Entry:
     """One line of the history."""
 
     kind: Kind
-    asked: str  # what was to be decided: equal for a command and its repetition
+    asked: str  # identity of the question to decide: equal for a command and its repetition
     candidate: Version
-    before: Version | None  # who held the alias
-    after: Version | None  # who holds it from here on
+    before: Version | None  # holder before this entry
+    after: Version | None  # holder after this entry
     who: str
     at: float  # seconds since 1970
     why: str
-    # of a judged one: verdict, rules, evidence
+    # of kind "judged": verdict, rules, evidence
     decision: Mapping[str, Any] = field(default_factory=dict)
     number: int = 0  # from 1, in order
     schema_version: int = SCHEMA
 
     @property
     def verdict(self) -> str:
-        """PROMOTE, HOLD or REJECT; empty where nobody judged."""
+        """PROMOTE, HOLD or REJECT; empty if the entry was not judged."""
         return str(self.decision.get("verdict", ""))
 
     @property
@@ -95,7 +98,7 @@ class Entry:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Errors: ValueError, KeyError or TypeError where it is none."""
+        """Read an entry. Errors: ValueError, KeyError or TypeError if it is not one."""
         tree = json.loads(data)
         if tree["schema_version"] != SCHEMA:
             raise ValueError(
@@ -107,7 +110,7 @@ class Entry:
 
 
 def me() -> str:
-    """Return who decides, for people: the operating system's user, whatever LOGNAME says."""
+    """Return who decides, for people: the operating system's user, not LOGNAME."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # a container's user may have no name
@@ -116,7 +119,7 @@ def me() -> str:
 
 
 class History:
-    """Of one alias of one registered model. Reading needs no lease."""
+    """History of one alias of one registered model. Reading needs no lease."""
 
     def __init__(self, store: RunStore, model: str, alias: str) -> None:
         self.store, self.model, self.alias = store, model, alias
@@ -124,14 +127,16 @@ class History:
         self._began = ""
 
     def entries(self) -> list[Entry]:
-        """In order. Errors: DigestMismatch, BlobMissing, ValueError for one that is none."""
+        """Return the entries in order. Errors: DigestMismatch, BlobMissing, ValueError for a broken
+        one.
+        """
         return [self.entry(commit) for commit in self.commits() if RECORD in commit.records]
 
     def commits(self) -> list[Manifest]:
         return self.store.history(STEP, self.key)
 
     def entry(self, commit: Manifest) -> Entry:
-        """Errors: as `entries`."""
+        """Return a commit's entry. Errors: as `entries`."""
         return Entry.from_bytes(self.store.read(commit, RECORD))
 
     @property
@@ -141,18 +146,18 @@ class History:
         """
         if not self._began:
             decisions = (c.records[RECORD] for c in self.commits() if RECORD in c.records)
-            self._began = next((each.digest for each in decisions), "")
+            self._began = next((decision.digest for decision in decisions), "")
         return self._began
 
     @property
     def is_owed(self) -> bool:
-        """Whether MLflow lacks the last entry."""
+        """True while MLflow lacks the last entry."""
         head = self.store.head(STEP, self.key)
         return head is not None and RECORD in head.records
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenHistory]:
-        """The right to add to it; waited for. Errors: LeaseHeld."""
+        """Wait for the lease and open the history for writing. Errors: LeaseHeld."""
         with contextlib.ExitStack() as stack:
             writer = when_free(lambda: stack.enter_context(self.store.open(STEP, self.key)), WAIT_S)
             yield OpenHistory(self, writer)
@@ -164,17 +169,17 @@ class HistoryElsewhere(ConfigError):
 
 @dataclass(frozen=True)
 class Home:
-    """Where the history of an alias is, as its registry says."""
+    """Location of the history of an alias, as its registry states it."""
 
-    # a folder, from that of the registry's database on where it lies below it, so that a copy of
-    # both is one of its own; or s3://bucket/prefix
+    # a folder, relative to that of the registry's database if it lies below it, so that a copy of
+    # both is a history of its own; or s3://bucket/prefix
     store: str
-    host: str  # that has the folder; empty: S3, or beside the database
+    host: str  # that has the folder; empty: S3, or next to the database
     began: str  # `History.began`
 
     @classmethod
     def of(cls, history: History, base: Path | None = None) -> Self:
-        """base: folder of the registry's database, where it is a file."""
+        """Return a history's home. base: folder of the registry's database, if it is a file."""
         root = StorePlace.of(history.store).root
         if base is not None and not _is_s3(root) and Path(root).is_relative_to(base):
             return cls(str(Path(root).relative_to(base)), "", history.began)
@@ -185,54 +190,54 @@ class Home:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Errors: ValueError or TypeError where it is none."""
+        """Read a home. Errors: ValueError or TypeError if it is not one."""
         return cls(**json.loads(text))
 
-    def deciding(self, own: History, base: Path | None = None) -> History:
-        """The history meant, seen from a store with a history of its own.
+    def deciding(self, local: History, base: Path | None = None) -> History:
+        """Return the history that decides, as seen from a store whose own history is `local`.
 
-        A store that was moved or copied has the same history. One that is gone leaves `own`, which
-        begins with whoever holds the alias.
+        A store that was moved or copied has the same history. If it is deleted, `local` decides,
+        and begins with the version that holds the alias.
         Errors: HistoryElsewhere.
         """
-        here = Home.of(own, base)
-        if (self.store, self.host) == (here.store, here.host) or own.began == self.began:
-            return own
+        here = Home.of(local, base)
+        if (self.store, self.host) == (here.store, here.host) or local.began == self.began:
+            return local
         is_here = self.host in ("", socket.gethostname())
-        there = self._history(own, base)
-        if there is not None and there.began == self.began:
-            return there
-        if is_here and there is not None:
-            return own
-        place = f"{self.store} on {self.host}" if self.host else self.store
+        remote = self._history(local, base)
+        if remote is not None and remote.began == self.began:
+            return remote
+        if is_here and remote is not None:
+            return local
+        location = f"{self.store} on {self.host}" if self.host else self.store
         raise HistoryElsewhere(
-            f"the history of {own.model}@{own.alias} is in {place}, which cannot be reached from"
-            " here: decide there with `agentgym promote VERSION`, or name a store that both can"
-            " reach (store.uri)"
+            f"the history of {local.model}@{local.alias} is in {location}, which cannot be reached"
+            " from here: decide there with `agentgym promote VERSION`, or name a store that both"
+            " can reach (store.uri)"
         )
 
-    def _history(self, own: History, base: Path | None) -> History | None:
-        """None where the store cannot be looked at from here."""
-        store = self.opened(own.store, base)
+    def _history(self, local: History, base: Path | None) -> History | None:
+        """Return the history; None if its store cannot be read from here."""
+        store = self.opened(local.store, base)
         if store is None:
             return None
         try:
-            found = History(store, own.model, own.alias)
-            found.commits()
+            history = History(store, local.model, local.alias)
+            history.commits()
         except (ConfigError, OSError) as error:
             logger.warning("the store %s cannot be read: %s", self.store, error)
             return None
-        return found
+        return history
 
-    def opened(self, own: RunStore, base: Path | None) -> RunStore | None:
-        """Return the store; None if it cannot be looked at from here."""
+    def opened(self, local: RunStore, base: Path | None) -> RunStore | None:
+        """Return the store; None if it cannot be read from here."""
         root = self.store
         if not _is_s3(root):
             root = str(Path(base or "/", root))
             if not Path(root).is_dir() and self.host not in ("", socket.gethostname()):
                 return None
         try:
-            return StorePlace(root, own.lease_ttl_s).open()
+            return StorePlace(root, local.lease_ttl_s).open()
         except (ConfigError, OSError) as error:
             logger.warning("the store %s cannot be opened: %s", self.store, error)
             return None
@@ -244,7 +249,7 @@ def _is_s3(root: str) -> bool:
 
 @dataclass
 class OpenHistory:
-    """A history that nobody else adds to meanwhile."""
+    """A history under lease: no other process adds to it."""
 
     history: History
     writer: StepWriter
@@ -254,14 +259,14 @@ class OpenHistory:
         return self.history.entries()
 
     def add(self, entry: Entry) -> Entry:
-        """Durable from here on, and owed. Result: it with its number."""
+        """Append the entry durably; it is owed from now on. Result: the entry with its number."""
         numbered = Entry(**{**vars(entry), "number": len(self.entries) + 1})
         self._commit({RECORD: numbered.to_bytes()})
         self.entries.append(numbered)
         return numbered
 
     def settle(self) -> None:
-        """MLflow has the last entry."""
+        """Record that MLflow has the last entry."""
         self._commit({})
 
     def _commit(self, records: Mapping[str, bytes]) -> None:
@@ -278,5 +283,5 @@ class OpenHistory:
 
 
 def champion_of(entries: list[Entry]) -> Version | None:
-    """Who holds the alias by the last entry."""
+    """Return the version that holds the alias by the last entry."""
     return entries[-1].after if entries else None

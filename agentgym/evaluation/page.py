@@ -1,5 +1,5 @@
-"""What a person reads of an evaluation: lines for a terminal, a figure, one page that needs no
-network and runs no script.
+"""Presentation of an evaluation: lines for a terminal, a figure, and one page that needs no network
+and runs no script.
 """
 
 from __future__ import annotations
@@ -30,21 +30,25 @@ SHOWN_KEYS = ("greedy", "avg_at_", "pass_at_")
 
 
 def headline(result: Result) -> list[str]:
-    """Both conventions, and how much of what was asked for counts."""
+    """Return lines with both conventions, and the share of the episodes that counts."""
     lines = []
-    for env, own in result.numbers.items():
-        lines.append(f"{env}: {_numbers(own['summary'])}")
-        lines.append(f"  failed as failures: {_numbers(own[FAILED])}")
+    for env, numbers in result.numbers.items():
+        lines.append(f"{env}: {_numbers(numbers['summary'])}")
+        lines.append(f"  failed as failures: {_numbers(numbers[FAILED])}")
         lines.append(
-            f"  coverage {own['coverage']:.1%}: {own['num_counted']} of {own['num_slots']} episodes"
-            " count"
-            + (f", {own['num_played']} played" if own["num_played"] < own["num_slots"] else "")
+            f"  coverage {numbers['coverage']:.1%}: {numbers['num_counted']} of"
+            f" {numbers['num_slots']} episodes count"
+            + (
+                f", {numbers['num_played']} played"
+                if numbers["num_played"] < numbers["num_slots"]
+                else ""
+            )
         )
     return lines
 
 
 def notes(result: Result) -> Iterator[str]:
-    """What a reader must know, a line each."""
+    """Yield the notes on a result that a reader needs, one line each."""
     yield from result.about.get("notes", ())
     if not result.about.get("valid", True):
         yield (
@@ -54,8 +58,8 @@ def notes(result: Result) -> Iterator[str]:
     outcomes = {name: num for name, num in result.outcomes.items() if num}
     yield "Outcomes: " + ", ".join(f"{num} {name}" for name, num in outcomes.items()) + "."
     yield from _lost_replies(result)
-    for env, own in result.numbers.items():
-        retried = own["retried"]
+    for env, numbers in result.numbers.items():
+        retried = numbers["retried"]
         if retried["num"]:
             yield (
                 f"{env}: {retried['num']} episodes that count needed another attempt; they succeed"
@@ -71,7 +75,7 @@ def notes(result: Result) -> Iterator[str]:
 
 
 def _lost_replies(result: Result) -> Iterator[str]:
-    """Replies that were cut or filtered count as they are: how many there are, by environment."""
+    """Yield how many replies were cut or filtered, by environment; they are played as they are."""
     for env in result.envs:
         usage = sum((slot.total_usage for slot in result.of(env)), Usage())
         replies = usage.num_calls - usage.num_failed
@@ -85,7 +89,7 @@ def _lost_replies(result: Result) -> Iterator[str]:
 
 
 def failures(result: Result) -> list[tuple[str, int, str, str]]:
-    """Every attempt that failed: item and sample, which attempt, outcome, error."""
+    """Return every attempt that failed: item and sample, number of the attempt, outcome, error."""
     return [
         (f"{slot.item_id} #{slot.sample}", number, str(attempt.outcome), attempt.error)
         for slot in result.slots
@@ -94,17 +98,18 @@ def failures(result: Result) -> list[tuple[str, int, str, str]]:
 
 
 def usage_facts(result: Result) -> dict[str, str]:
-    """Calls, tokens and cost; unknown is unknown. What an engine of ours finds in its cache depends
-    on what else it had to do, and is no fact of the policy.
+    """Return calls, tokens and cost; unknown numbers stay unknown.
+
+    Cached tokens of our own engine are left out: they depend on its other work, not on the policy.
     """
-    usage, told = result.usage, result.usage.known
+    usage, tokens = result.usage, result.usage.known
     if "engine" in result.identity.get("policy", {}):
-        del told["cached"]
+        del tokens["cached"]
     facts = {"calls": f"{usage.num_calls} ({usage.num_failed} failed)"}
-    for name, known in told.items():
+    for name, known in tokens.items():
         least = getattr(usage, f"{name}_tokens")
-        untold = "unknown" + (f", at least {least}" if least else "")
-        facts[f"{name} tokens"] = untold if known is None else str(known)
+        unknown = "unknown" + (f", at least {least}" if least else "")
+        facts[f"{name} tokens"] = unknown if known is None else str(known)
     if cost := result.about.get("cost"):
         about = "" if cost["exact"] else "at least "
         facts["cost"] = f"{about}{cost['amount']:.6g} {cost['currency']}"
@@ -112,8 +117,8 @@ def usage_facts(result: Result) -> dict[str, str]:
 
 
 def render(result: Result, examples: Sequence[EpisodeExample]) -> dict[str, bytes]:
-    """The figure and the page, by file name."""
-    rows = [_row(env, own) for env, own in result.numbers.items() if own["summary"]]
+    """Return the figure and the page, by file name."""
+    rows = [_row(env, numbers) for env, numbers in result.numbers.items() if numbers["summary"]]
     figures = {}
     if rows:
         shared = [key for key in rows[0].summary if all(key in row.summary for row in rows)]
@@ -128,13 +133,13 @@ def render(result: Result, examples: Sequence[EpisodeExample]) -> dict[str, byte
         notes_html(list(notes(result))),
         _table(result),
         "".join(figure_html("Success", png) for png in figures.values() if png),
-        *(_families(env, own) for env, own in result.numbers.items()),
+        *(_families(env, numbers) for env, numbers in result.numbers.items()),
         _failed(failures(result)),
         episodes_html(examples),
         facts_html(facts),
     ]
     title = f"{result.about.get('policy', 'a policy')} · {' + '.join(result.numbers)}"
-    page = page_html(title, [each for each in sections if each]).encode()
+    page = page_html(title, [section for section in sections if section]).encode()
     return {**{name: png for name, png in figures.items() if png}, PAGE: page}
 
 
@@ -147,16 +152,18 @@ def _numbers(summary: Mapping[str, Any]) -> str:
     return ", ".join(shown) or "nothing counts"
 
 
-def _row(env: str, own: Mapping[str, Any]) -> EvaluationRow:
+def _row(env: str, numbers: Mapping[str, Any]) -> EvaluationRow:
     summary, failed = (
         {
             key: Interval(**row)
-            for key, row in own[part].items()
+            for key, row in numbers[part].items()
             if key.startswith(SHOWN_KEYS) and key != "pass_at_1"
         }
         for part in ("summary", FAILED)
     )
-    return EvaluationRow(env, env, summary, None, own["num_items"], 0, own["coverage"], failed)
+    return EvaluationRow(
+        env, env, summary, None, numbers["num_items"], 0, numbers["coverage"], failed
+    )
 
 
 def _only(row: EvaluationRow, keys: Sequence[str]) -> EvaluationRow:
@@ -167,20 +174,20 @@ def _only(row: EvaluationRow, keys: Sequence[str]) -> EvaluationRow:
 def _table(result: Result) -> str:
     head = ("items", "episodes", "coverage", "success", "failed as failures", "reward", "turns")
     body = []
-    for env, own in result.numbers.items():
-        reward, turns = own["reward"], own["turns_to_success"]
+    for env, numbers in result.numbers.items():
+        reward, turns = numbers["reward"], numbers["turns_to_success"]
         cells = (
-            str(own["num_items"]),
-            f"{own['num_counted']} of {own['num_slots']}",
-            f"{percent(own['coverage'])} %",
-            _numbers(own["summary"]),
-            _numbers(own[FAILED]),
+            str(numbers["num_items"]),
+            f"{numbers['num_counted']} of {numbers['num_slots']}",
+            f"{percent(numbers['coverage'])} %",
+            _numbers(numbers["summary"]),
+            _numbers(numbers[FAILED]),
             "–" if reward is None else f"{reward['mean']:.3f}",
             "–" if turns is None else f"{turns['median']:g}",
         )
         cells_html = "".join(
-            f"<td>{escape(cell).replace(', ', '<br>') if place in (3, 4) else escape(cell)}</td>"
-            for place, cell in enumerate(cells)
+            f"<td>{escape(cell).replace(', ', '<br>') if column in (3, 4) else escape(cell)}</td>"
+            for column, cell in enumerate(cells)
         )
         body.append(f'<tr><th scope="row">{escape(env)}</th>{cells_html}</tr>')
     return _section("Evaluation", ("environment", *head), body) + (
@@ -191,13 +198,13 @@ def _table(result: Result) -> str:
     )
 
 
-def _families(env: str, own: Mapping[str, Any]) -> str:
-    if not own["by_family"]:
+def _families(env: str, numbers: Mapping[str, Any]) -> str:
+    if not numbers["by_family"]:
         return ""
     body = [
         f'<tr><th scope="row">{escape(family)}</th><td>{_share(row["success"])}</td>'
         f"<td>{row['num_items']}</td></tr>"
-        for family, row in own["by_family"].items()
+        for family, row in numbers["by_family"].items()
     ]
     return _section(f"{env} by kind of task", ("kind", "success, %", "items"), body)
 

@@ -1,12 +1,12 @@
-"""Whether one policy is better than another: two results of one question, item by item.
+"""Paired comparison of two policies: two results of one question, item by item.
 
 An item's difficulty cancels in the difference of two policies on it, so a paired comparison sees
 what two intervals side by side hide. Items of a family move together, so with `clustered.FEWEST`
 families or more they are the clusters, and the answer holds for other families of the kind; with
-fewer it holds for these. The test is McNemar's exact one where each item was played once and is a
-cluster of its own, else Student's t on the clusters; `benchmarks/decisions.py` measures both.
+fewer it holds for these families. The test is McNemar's exact one if each item was played once and
+is a cluster of its own, else Student's t on the clusters; `benchmarks/decisions.py` measures both.
 
-Several environments are several chances to be wrong: their p-values are Holm's.
+P-values are corrected for the number of environments (Holm).
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from agentgym.evaluation.result import Result, Slot, differences
 
 FloatArray = NDArray[np.float64]
 Verdict = Literal["better", "worse", "not shown"]
-POWER = 0.8  # with which a difference counts as one that would have been shown
-MAX_SHOWN = 12  # differences of two questions that are told
+POWER = 0.8  # power at which a difference would have been shown
+MAX_SHOWN = 12  # most differences of two questions that an error lists
 
 
 class Incomparable(ValueError):
-    """Two results that do not answer one question."""
+    """Two results that answer different questions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two policies on the items of one environment; NaN where a slot does not count in both."""
+    """Two policies on the items of one environment; NaN if a slot does not count in both."""
 
     items: tuple[str, ...]
     families: tuple[str | None, ...]
-    before: FloatArray  # [I, n] success of the one
-    after: FloatArray  # [I, n] of the other
-    num_slots: int = 0  # that were asked for
+    before: FloatArray  # [I, n] success of the first policy
+    after: FloatArray  # [I, n] success of the second policy
+    num_slots: int = 0  # slots of the evaluation
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a pair shows, as numbers of success; differences are after - before."""
+    """Statistics of one pair, in units of success; differences are after - before."""
 
     num_items: int
     num_samples: int
@@ -60,12 +60,12 @@ class Decision:
     difference: Interval
     test: Literal["mcnemar_exact", "clustered_t"]
     p_value: float
-    wins: tuple[str, ...]  # items on which the other is ahead
+    wins: tuple[str, ...]  # items on which the second policy is ahead
     losses: tuple[str, ...]
     num_ties: int
-    # the smallest difference that so many items show with probability POWER
+    # the smallest difference that this many items show with probability POWER
     detectable: float
-    # items that would show the difference that was seen; None: there is none
+    # items that would show the observed difference; None: it is 0
     needed_items: int | None
     by_family: Mapping[str, float]
     p_adjusted: float = 1.0  # Holm's, over the environments
@@ -76,44 +76,46 @@ class Decision:
 
 
 def compare(pairs: Mapping[str, Pair], *, confidence: float) -> dict[str, Decision]:
-    """Each environment's decision, by name. Errors: ValueError where no pair of slots counts."""
+    """Return the decision of each environment, by name. Errors: ValueError if no pair of slots
+    counts.
+    """
     decisions = {env: decide(pair, confidence=confidence) for env, pair in pairs.items()}
-    adjusted = holm([each.p_value for each in decisions.values()])
+    adjusted = holm([decision.p_value for decision in decisions.values()])
     result = {}
-    for (env, each), p_adjusted in zip(decisions.items(), adjusted, strict=True):
+    for (env, decision), p_adjusted in zip(decisions.items(), adjusted, strict=True):
         shown = p_adjusted < 1 - confidence
         verdict: Verdict = "not shown"
         if shown:
-            verdict = "better" if each.difference.mean > 0 else "worse"
-        fields = {name: getattr(each, name) for name in Decision.__dataclass_fields__}
+            verdict = "better" if decision.difference.mean > 0 else "worse"
+        fields = {name: getattr(decision, name) for name in Decision.__dataclass_fields__}
         result[env] = Decision(**fields | {"p_adjusted": p_adjusted, "verdict": verdict})
     return result
 
 
 def decide(pair: Pair, *, confidence: float) -> Decision:
-    """One environment's, without what depends on the others."""
+    """Return the decision of one environment, without the correction over environments."""
     valid = ~(np.isnan(pair.before) | np.isnan(pair.after))
-    before, after = (np.where(valid, each, np.nan) for each in (pair.before, pair.after))
-    ours, theirs = item_means(after), item_means(before)
-    gained = ours - theirs
+    before, after = (np.where(valid, success, np.nan) for success in (pair.before, pair.after))
+    mean_after, mean_before = item_means(after), item_means(before)
+    gained = mean_after - mean_before
     if np.isnan(gained).all():
         raise ValueError("no slot counts in both results; look at their outcomes")
     codes = family_codes(pair.families)
-    found = moments(gained[None], codes, kind="difference")
+    gain_moments = moments(gained[None], codes, kind="difference")
     alone = codes is None and bool((valid.sum(axis=1) <= 1).all())
     signs = [(item, gain) for item, gain in zip(pair.items, gained, strict=True) if gain == gain]
-    detectable = float(np.minimum(detectable_difference(found, confidence).item(), 1.0))
-    mean = found.mean.item()
+    detectable = float(np.minimum(detectable_difference(gain_moments, confidence).item(), 1.0))
+    mean = gain_moments.mean.item()
     return Decision(
         num_items=len(signs),
         num_samples=pair.before.shape[1],
         clusters="items" if codes is None else "families",
         num_clusters=len(signs) if codes is None else len(np.unique(codes[~np.isnan(gained)])),
-        before=float(np.nanmean(theirs)),
-        after=float(np.nanmean(ours)),
-        difference=found.interval(confidence, -1.0, 1.0),
+        before=float(np.nanmean(mean_before)),
+        after=float(np.nanmean(mean_after)),
+        difference=gain_moments.interval(confidence, -1.0, 1.0),
         test="mcnemar_exact" if alone else "clustered_t",
-        p_value=mcnemar_exact(gained) if alone else found.p_value().item(),
+        p_value=mcnemar_exact(gained) if alone else gain_moments.p_value().item(),
         wins=tuple(item for item, gain in signs if gain > 0),
         losses=tuple(item for item, gain in signs if gain < 0),
         num_ties=sum(not gain for _, gain in signs),
@@ -124,8 +126,10 @@ def decide(pair: Pair, *, confidence: float) -> Decision:
 
 
 def mcnemar_exact(gained: FloatArray) -> float:
-    """Two-sided p of as many wins and losses, or a more uneven split of them, where both are as
-    likely. gained: [I] of single episodes: 1, 0, -1 or NaN.
+    """Two-sided p of this split of wins and losses or a more uneven one, if both are equally
+    likely.
+
+    gained: [I] of single episodes: 1, 0, -1 or NaN.
     Source: McNemar 1947, with the binomial distribution itself.
     """
     won, lost = int((gained > 0).sum()), int((gained < 0).sum())
@@ -133,24 +137,26 @@ def mcnemar_exact(gained: FloatArray) -> float:
 
 
 def detectable_difference(
-    found: Moments, confidence: float, power: float = POWER
+    gain: Moments, confidence: float, power: float = POWER
 ) -> NDArray[np.float64]:
-    """[...] The smallest true difference whose test comes out with probability `power`, where
-    values vary as these do.
+    """Smallest true difference that the test shows with probability `power`, [...], if values vary
+    like these.
     """
-    level = stdtrit(found.freedom, (1 + confidence) / 2) + stdtrit(found.freedom, power)
-    return np.asarray(level * np.sqrt(found.variance))
+    level = stdtrit(gain.freedom, (1 + confidence) / 2) + stdtrit(gain.freedom, power)
+    return np.asarray(level * np.sqrt(gain.variance))
 
 
 def detectable_with(decision: Decision, num_items: int) -> float:
-    """The smallest difference that so many items would show, where they are as these are; of
-    families, as many families more as there are items.
+    """Return the smallest difference that `num_items` items would show, if they are like these.
+
+    The number of families grows in proportion to the number of items.
     """
     return float(min(1.0, decision.detectable * math.sqrt(decision.num_items / num_items)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted so that a false one among all of them is as rare as in one alone.
+    """Return p-values adjusted for the number of tests (family-wise error rate).
+
     Source: Holm 1979.
     """
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
@@ -162,10 +168,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def align(before: Result, after: Result) -> dict[str, Pair]:
-    """Both results by environment, item and sample: sampled episodes, or greedy ones where there
+    """Pair both results by environment, item and sample: sampled episodes, or greedy ones if there
     are no others.
 
-    Errors: Incomparable where they asked different questions, telling which, or where one is not
+    Errors: Incomparable if the questions differ (the message lists how), or if one result is not
     finished.
     """
     unlike = differences(before.identity, after.identity)
@@ -177,12 +183,12 @@ def align(before: Result, after: Result) -> dict[str, Pair]:
             + more
             + "\nevaluate both policies by one protocol"
         )
-    for name, each in (("first", before), ("second", after)):
-        if not each.is_complete:
-            left = each.outcomes["not_played"]
+    for name, result in (("first", before), ("second", after)):
+        if not result.is_complete:
+            left = result.outcomes["not_played"]
             raise Incomparable(
-                f"the {name} result is not finished: {left} of {len(each.slots)} episodes were not"
-                " played; run the same `agentgym evaluate` again, it goes on"
+                f"the {name} result is not finished: {left} of {len(result.slots)} episodes were"
+                " not played; run the same `agentgym evaluate` again, it continues"
             )
     return {env: _pair(before.of(env), after.of(env)) for env in before.envs}
 
@@ -212,15 +218,15 @@ def _pair(before: Sequence[Slot], after: Sequence[Slot]) -> Pair:
         return table
 
     num_slots = len(items) * len(columns)
-    told = tuple(families.values())
-    return Pair(items, told, table_of(before), table_of(after), num_slots)
+    family_of_item = tuple(families.values())
+    return Pair(items, family_of_item, table_of(before), table_of(after), num_slots)
 
 
 def _of_families(families: Sequence[str | None], gained: FloatArray) -> dict[str, float]:
-    """Mean difference of each family that was told."""
-    told = np.array(families, dtype=object)
+    """Mean difference of each known family."""
+    family_of_item = np.array(families, dtype=object)
     means = {
-        family: gained[(told == family) & ~np.isnan(gained)]
-        for family in sorted({each for each in families if each is not None})
+        family: gained[(family_of_item == family) & ~np.isnan(gained)]
+        for family in sorted({family for family in families if family is not None})
     }
-    return {family: float(own.mean()) for family, own in means.items() if len(own)}
+    return {family: float(gains.mean()) for family, gains in means.items() if len(gains)}

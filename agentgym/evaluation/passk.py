@@ -1,6 +1,5 @@
 """Exact estimates of an evaluation's success: pass@k and pass^k of samples, Wilson's interval of a
-proportion. How sure a mean over items is:
-`clustered.py`.
+proportion. `clustered.py` has the interval of a mean over items.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ class Interval:
     mean: float
     low: float
     high: float
-    num_items: int  # items the estimate rests on; fewer than evaluated where environments failed
+    num_items: int  # items the estimate rests on; fewer than evaluated if environments failed
 
     def to_json(self) -> dict[str, float | int]:
-        """Plain JSON types; `Interval(**row)` gives an equal object back."""
+        """Return plain JSON types; `Interval(**row)` gives an equal object back."""
         return asdict(self)
 
 
@@ -34,7 +33,7 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> FloatArray:
 
     n: samples per item; c: how many of them succeeded.
     They broadcast; the result has their shape.
-    Errors: ValueError where n < k (undefined), k < 1, or c is outside 0 .. n.
+    Errors: ValueError if n < k (undefined), k < 1, or c is outside 0 .. n.
     Source: arXiv:2107.03374, section 2.1.
     """
     total, successes = np.broadcast_arrays(
@@ -53,15 +52,16 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> FloatArray:
     return np.asarray(at_least_one.reshape(total.shape))
 
 
-def curves(n: FloatArray, c: FloatArray, most: int) -> tuple[FloatArray, FloatArray]:
-    """(pass@k, pass^k) for k = 1 .. most, each [I, most]: that at least one of k samples
-    succeeds, 1 - C(n - c, k) / C(n, k), and that all of them do, C(c, k) / C(n, k).
+def curves(n: FloatArray, c: FloatArray, max_k: int) -> tuple[FloatArray, FloatArray]:
+    """Return (pass@k, pass^k) for k = 1 .. max_k, each [I, max_k].
 
+    pass@k: at least one of k samples succeeds, 1 - C(n - c, k) / C(n, k); pass^k: all of them
+    succeed, C(c, k) / C(n, k).
     n, c: [I] samples of an item and how many of them succeeded.
-    Unbiased; NaN where an item has fewer than k samples: there is no estimate.
+    Unbiased; NaN if an item has fewer than k samples: there is no estimate.
     Source: arXiv:2107.03374, section 2.1; arXiv:2406.12045, section 5.1.
     """
-    drawn = np.arange(most)
+    drawn = np.arange(max_k)
     left = (n[:, None] - drawn).astype(np.float64)
     left[left <= 0] = np.nan
     none = np.cumprod(np.maximum(n[:, None] - c[:, None] - drawn, 0.0) / left, axis=1)

@@ -1,5 +1,5 @@
-"""Plays the slots an evaluation owes: environments side by side under one budget, or, where it must
-be repeatable to the bit, one after the other in waves of one size.
+"""Players of an evaluation's missing slots: environments side by side under one budget, or, if the
+evaluation must be repeatable to the bit, one after the other in waves of one size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentgym.types import Item
 
 
 class EvaluationStopped(RuntimeError):
-    """It ended before its last episode. What was played is committed; the same command goes on."""
+    """An end before the last episode. Played episodes are committed; the same command continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class Playing:
     """An open policy with its environments."""
 
     attempts: Callable[[EpisodeSettings, EnvProtocol], PlaysEpisodes]
-    stopped: Callable[[], str] = lambda: ""  # why it plays no more; empty: it goes on
+    stopped: Callable[[], str] = lambda: ""  # why the policy cannot play more; empty: it can
 
 
 @dataclass(frozen=True)
 class Table:
-    """Everything that plays: policy, servers, and how each environment is played."""
+    """Everything needed to play: policy, servers, and the settings of each environment."""
 
     protocol: EvaluationProtocol
     seat: Playing
@@ -39,29 +39,29 @@ class Table:
     items: Mapping[str, Item]  # by id
     progress: Callable[[int], None] = lambda _: None
 
-    def attempts(self, asked: EnvProtocol) -> dict[bool, PlaysEpisodes]:
-        """Of the greedy episodes and of the samples."""
+    def attempts(self, env_protocol: EnvProtocol) -> dict[bool, PlaysEpisodes]:
+        """Return the players of the greedy episodes (True) and of the samples (False)."""
         settings = EpisodeSettings(
             seed=self.protocol.seed,
             step=0,
-            max_turns=asked.max_turns,
-            temperature=asked.temperature,
-            max_new_tokens=asked.max_new_tokens,
-            context_tokens=asked.context_tokens,
-            instructions=self.instructions if asked.instructions else {},
-            action_format=asked.action_format,
+            max_turns=env_protocol.max_turns,
+            temperature=env_protocol.temperature,
+            max_new_tokens=env_protocol.max_new_tokens,
+            context_tokens=env_protocol.context_tokens,
+            instructions=self.instructions if env_protocol.instructions else {},
+            action_format=env_protocol.action_format,
         )
         return {
             greedy: self.seat.attempts(
-                replace(settings, temperature=0.0) if greedy else settings, asked
+                replace(settings, temperature=0.0) if greedy else settings, env_protocol
             )
             for greedy in (True, False)
         }
 
 
 async def play(table: Table, ledger: Ledger) -> None:
-    """Until nothing is owed, committing on the way; what was finished is committed, however it
-    ends. Errors: EvaluationStopped; Fenced, StoreFull.
+    """Play until no slot is missing, and commit on the way. Finished episodes are always committed.
+    Errors: EvaluationStopped; Fenced, StoreFull.
     """
     try:
         if table.protocol.deterministic:
@@ -74,8 +74,8 @@ async def play(table: Table, ledger: Ledger) -> None:
 
 
 async def _side_by_side(table: Table, ledger: Ledger) -> None:
-    """Each environment has as many episodes in flight as its servers hold, all of them together
-    as many as the budget.
+    """Play each environment with as many episodes in flight as its servers allow, and all of them
+    together within the budget.
     """
     budget = asyncio.Semaphore(table.protocol.concurrency)
     committing = asyncio.Lock()
@@ -88,8 +88,8 @@ async def _side_by_side(table: Table, ledger: Ledger) -> None:
                 if slot is None:
                     return
                 item = table.items[slot.item_id]
-                own = attempts[slot.sample == 0]
-                ledger.finished(await own.play(item, slot.sample, failed=ledger.failed))
+                player = attempts[slot.sample == 0]
+                ledger.finished(await player.play(item, slot.sample, failed=ledger.failed))
                 table.progress(1)
             if ledger.is_due and not committing.locked():
                 async with committing:
@@ -97,24 +97,24 @@ async def _side_by_side(table: Table, ledger: Ledger) -> None:
 
     workers = []
     owed = ledger.owed
-    for asked in table.protocol.envs:
-        own = [slot for slot in owed if slot.env == asked.env.name]
-        waiting, attempts = iter(own), table.attempts(asked)
-        most = min(asked.most_in_flight, table.protocol.concurrency, len(own))
-        workers += [work(waiting, attempts) for _ in range(most)]
+    for env_protocol in table.protocol.envs:
+        env_slots = [slot for slot in owed if slot.env == env_protocol.env.name]
+        waiting, attempts = iter(env_slots), table.attempts(env_protocol)
+        num_workers = min(env_protocol.most_in_flight, table.protocol.concurrency, len(env_slots))
+        workers += [work(waiting, attempts) for _ in range(num_workers)]
     await _until_stopped(workers)
 
 
 async def _until_stopped(workers: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """All of them; where one says stop, the others end the episodes they are in; where one
-    breaks, they are cancelled.
+    """Run all workers. If one raises EvaluationStopped, the others finish their current episodes;
+    any other error cancels them.
     """
-    tasks = [asyncio.create_task(each) for each in workers]
+    tasks = [asyncio.create_task(worker) for worker in workers]
     try:
         waiting = set(tasks)
         while waiting:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
-            for error in (task.exception() for task in done):
+            completed, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+            for error in (task.exception() for task in completed):
                 if error is not None and not isinstance(error, EvaluationStopped):
                     raise error
     finally:
@@ -124,21 +124,21 @@ async def _until_stopped(workers: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _in_waves(table: Table, ledger: Ledger) -> None:
-    """Waves of the canonical order: one that was committed is never played again, and the next
-    ones are the same, whether or not the process is.
+    """Play waves in canonical order. A committed wave is never played again, and the next waves are
+    the same after a restart.
     """
-    for asked in table.protocol.envs:
-        size = min(asked.most_in_flight, table.protocol.concurrency)
-        for greedy, attempts in table.attempts(asked).items():
-            own = [
+    for env_protocol in table.protocol.envs:
+        size = min(env_protocol.most_in_flight, table.protocol.concurrency)
+        for greedy, attempts in table.attempts(env_protocol).items():
+            episodes = [
                 (table.items[slot.item_id], slot.sample)
                 for slot in ledger.owed
-                if slot.env == asked.env.name and (slot.sample == 0) == greedy
+                if slot.env == env_protocol.env.name and (slot.sample == 0) == greedy
             ]
-            for first in range(0, len(own), size):
+            for first in range(0, len(episodes), size):
                 _check(table, ledger)
                 wave = await in_lockstep(
-                    attempts, own[first : first + size], table.progress, ledger.failed
+                    attempts, episodes[first : first + size], table.progress, ledger.failed
                 )
                 for trajectory in wave:
                     ledger.finished(trajectory)
@@ -147,12 +147,12 @@ async def _in_waves(table: Table, ledger: Ledger) -> None:
 
 
 def _check(table: Table, ledger: Ledger) -> None:
-    """Errors: EvaluationStopped."""
+    """Raise EvaluationStopped if the policy stopped or too many episodes failed."""
     if reason := table.seat.stopped():
         raise EvaluationStopped(reason)
-    num, of = ledger.num_failed, len(ledger.slots)
-    if num > table.protocol.errors_allowed(of):
+    num, num_slots = ledger.num_failed, len(ledger.slots)
+    if num > table.protocol.errors_allowed(num_slots):
         raise EvaluationStopped(
-            f"{num} of {of} episodes failed for good, and fail_on_error is"
+            f"{num} of {num_slots} episodes failed for good, and fail_on_error is"
             f" {table.protocol.fail_on_error}; last: {ledger.last_error}"
         )

@@ -1,7 +1,7 @@
-"""The alias moves by a decision: judged by the gate, recorded in the history, then told to MLflow.
+"""Promotions: the gate judges, the history records the decision, then MLflow gets the alias.
 
-`agentgym.evaluation.history` is the truth; MLflow shows it. An alias that MLflow has elsewhere was
-moved by hand: it is found and named, and nothing moves until somebody says what is to count.
+`agentgym.evaluation.history` is the truth; MLflow shows it. If MLflow has the alias elsewhere, it
+was moved by hand: this is reported, and nothing moves until the user decides which one counts.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ MADE_IN = "made_in"  # of a decision: the store that has its evidence
 HOME = "mlflow.agentgym.history."  # tag of a registered model, with an alias: its history's Home
 ROUNDS = 5  # champions that may change while a candidate is judged
 VERDICT, WHY, DECISION = "gate.verdict", "gate.why", "gate.decision"  # tags of a version
-BY_HAND = ("forced", "rolled back")  # kinds of entries that set the alias whoever holds it
+BY_HAND = ("forced", "rolled back")  # kinds of entries that set the alias without a judgement
 EvidenceFor = Callable[[Version | None], Evidence]
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Who holds the alias, by the history and by MLflow."""
+    """The alias's holder by the history and by MLflow."""
 
     champion: Version | None  # by the history
     held: str | None  # number of the version that holds it in MLflow
-    drift: str = ""  # that somebody moved it by hand
+    drift: str = ""  # message that the alias was moved by hand; empty: it was not
 
 
 class Promotions:
-    """An alias of a registered model, its history and the registry it is shown in."""
+    """An alias of a registered model, its history and its registry."""
 
     def __init__(self, store: RunStore, tracker: Tracker, model: str, alias: str) -> None:
         self.own = History(store, model, alias)
@@ -76,12 +76,12 @@ class Promotions:
 
     @property
     def history(self) -> History:
-        """The one that decides: this store's own, unless the registry names another store's.
+        """The history that decides: this store's own, unless the registry names another store's.
         Errors: HistoryElsewhere.
         """
         tags = model_tags(self.tracker, self.model) or {}
-        told = tags.get(HOME + self.alias)
-        return Home.from_json(told).deciding(self.own, self._base) if told else self.own
+        home = tags.get(HOME + self.alias)
+        return Home.from_json(home).deciding(self.own, self._base) if home else self.own
 
     @property
     def _base(self) -> Path | None:
@@ -91,43 +91,46 @@ class Promotions:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenHistory]:
-        """The right to add to the history, with what it owes MLflow brought there first.
+        """Open the history for writing; an entry that it owes MLflow is sent first.
         Errors: HistoryElsewhere.
         """
         with self.history.open() as opened:
             if opened.history.is_owed:
                 self._tell(opened)
-            elif opened.history.began:  # of a version that did not say where it is
+            elif opened.history.began:  # an earlier release did not tag its location
                 self._claim(opened.history)
             yield opened
 
     def _claim(self, history: History) -> None:
-        """The registry says where its history is."""
+        """Tag the registered model with the location of its history."""
         tags, wanted = model_tags(self.tracker, self.model), Home.of(history, self._base).to_json()
         if tags is not None and tags.get(HOME + self.alias) != wanted:
             self.tracker.client.set_registered_model_tag(self.model, HOME + self.alias, wanted)
 
     def standing(self, entries: list[Entry]) -> Standing:
-        champion, held = champion_of(entries), alias_version(self.tracker, self.model, self.alias)
+        champion, current = (
+            champion_of(entries),
+            alias_version(self.tracker, self.model, self.alias),
+        )
         if champion is None:
-            return Standing(None, held)
+            return Standing(None, current)
         number = self.number_of(champion)
-        if number is not None and held is None and self._is_newer(entries[-1]):
-            return Standing(champion, held)  # the registry was made anew
-        if number in (held, None) and (number or held is None):
-            return Standing(champion, held)
-        told = f"version {held}" if held else "no version"
+        if number is not None and current is None and self._is_newer(entries[-1]):
+            return Standing(champion, current)  # the registry was recreated
+        if number in (current, None) and (number or current is None):
+            return Standing(champion, current)
+        current_text = f"version {current}" if current else "no version"
         return Standing(
             champion,
-            held,
-            f"the alias {self.alias} was moved by hand: MLflow has it at {told}, the history at"
-            f" version {champion.number} since entry {entries[-1].number}; `agentgym rollback --to"
-            f" {champion.number}` puts it back, `agentgym promote VERSION --force --why ...` makes"
-            " another one count",
+            current,
+            f"the alias {self.alias} was moved by hand: MLflow has it at {current_text}, the"
+            f" history at version {champion.number} since entry {entries[-1].number}; `agentgym"
+            f" rollback --to {champion.number}` puts it back, `agentgym promote VERSION --force"
+            " --why ...` makes another one count",
         )
 
     def number_of(self, version: Version) -> str | None:
-        """What the registry has it as; None where it is not there."""
+        """Return the version's number in the registry; None if it is not there."""
         if version.checkpoint:
             return find_version(self.tracker, self.model, version.checkpoint)
         with contextlib.suppress(LookupError):
@@ -136,12 +139,12 @@ class Promotions:
         return None
 
     def version(self, number: str) -> Version:
-        """Errors: ConfigError where there is none."""
+        """Return a version by its number. Errors: ConfigError if there is none."""
         try:
             tags = version_tags(self.tracker, self.model, number)
         except LookupError:
             raise ConfigError(
-                f"{self.model} has no version {number}; where MLflow lost it, the pipeline"
+                f"{self.model} has no version {number}; if MLflow lost it, the pipeline"
                 " (or `agentgym step register`) registers its run's model again"
             ) from None
         return version_of(number, tags)
@@ -159,10 +162,10 @@ class Promotions:
         """Return the store with the evidence of a decision; None if none is named, or it cannot be
         looked at from here.
         """
-        place = decision.get(MADE_IN)
-        return Home(**place, began="").opened(self.own.store, self._base) if place else None
+        location = decision.get(MADE_IN)
+        return Home(**location, began="").opened(self.own.store, self._base) if location else None
 
-    # --- what moves it ------------------------------------------------------------------------
+    # --- moving the alias ---------------------------------------------------------------------
 
     def consider(
         self,
@@ -174,22 +177,24 @@ class Promotions:
         question: Question | None = None,
         who: str = "",
     ) -> Entry:
-        """Judge the candidate against whoever holds the alias, and move it where that is the
-        verdict. Asked again, what was decided stands, whatever was killed in between.
+        """Judge the candidate against the alias's holder, and move the alias on the verdict
+        PROMOTE.
+        Idempotent: a repeated call returns the recorded decision, also after a crash.
 
-        evidence_for: may play for minutes, so nobody waits for it; where the champion changed
-        meanwhile, it is asked for the new one. It is not asked where the two were judged on
-        different things.
-        question: what evidence_for asks, where the gate has no protocol of its own.
+        evidence_for: may play for minutes, so no lease is kept meanwhile; if the champion changed,
+        it is called again for the new one. It is not called if the two were judged on different
+        questions.
+        asked: identity of this decision, as `Entry.asked`.
+        question: what evidence_for evaluates, if the gate has no protocol of its own.
         Errors: HistoryElsewhere.
         """
         for _ in range(ROUNDS):
             with self.open() as opened:
                 self._adopt(opened)
-                found = next((each for each in opened.entries if each.asked == asked), None)
+                recorded = next((entry for entry in opened.entries if entry.asked == asked), None)
                 standing = self.standing(opened.entries)
-                if found is not None:
-                    return found
+                if recorded is not None:
+                    return recorded
             if candidate.is_same(standing.champion):
                 return _same(candidate, standing)
             unlike = self._unlike(candidate, standing.champion, rules, question)
@@ -212,18 +217,25 @@ class Promotions:
         rules: GateConfig,
         question: Question | None,
     ) -> str:
-        """Why the candidate is no model of what the champion is; empty: it is one."""
-        theirs = self.question(champion) if champion is not None else None
-        if theirs is None:
+        """Return why the candidate was judged on another question than the champion; empty: it was
+        not.
+        """
+        champion_question = self.question(champion) if champion is not None else None
+        if champion_question is None:
             return ""
         envs_only = bool(rules.protocol)
-        asked = (self.question(candidate), None if envs_only else question)
-        reasons = (other_question(q, theirs, envs_only=envs_only) for q in asked if q is not None)
+        questions = (self.question(candidate), None if envs_only else question)
+        reasons = (
+            other_question(q, champion_question, envs_only=envs_only)
+            for q in questions
+            if q is not None
+        )
         return next(filter(None, reasons), "")
 
     def misplaced(self) -> str:
-        """Why the alias is at a model of other things than the one that held it before, by a
-        judgement that nobody passed over since; empty: it is not. Earlier releases judged so.
+        """Return why the alias's holder was judged on other things than the one before it; empty:
+        it was not. Only earlier releases could judge so; forced moves and rollbacks since then are
+        ignored.
         Errors: HistoryElsewhere.
         """
         broken = ""
@@ -231,8 +243,14 @@ class Promotions:
             if entry.kind in BY_HAND:
                 broken = ""
             elif entry.moved and entry.before is not None and not broken:
-                ours, theirs = (self.question(each) for each in (entry.candidate, entry.before))
-                if ours is None or theirs is None or not (unlike := unlike_parts(ours, theirs)):
+                question_after, question_before = (
+                    self.question(version) for version in (entry.candidate, entry.before)
+                )
+                if (
+                    question_after is None
+                    or question_before is None
+                    or not (unlike := unlike_parts(question_after, question_before))
+                ):
                     continue
                 before, after = entry.before.number, entry.candidate.number
                 broken = (
@@ -244,7 +262,7 @@ class Promotions:
         return broken
 
     def question(self, version: Version) -> Question | None:
-        """Return what a version was judged on; None if unknown. Errors: HistoryElsewhere."""
+        """Return a version's question; None if unknown. Errors: HistoryElsewhere."""
         stores = {store.root: store for store in (self.own.store, self.history.store)}
         return question_of_version(stores.values(), self.tracker, self.model, version)
 
@@ -254,67 +272,69 @@ class Promotions:
         candidate: Version,
         rules: GateConfig,
         evidence: Evidence,
-        asked: str,
+        identity: str,
         who: str,
     ) -> Entry:
         standing = self.standing(opened.entries)
         looks = sum(
-            each.decision.get("item_set") == evidence.item_set
-            for each in opened.entries
-            if each.before is not None
+            earlier.decision.get("item_set") == evidence.item_set
+            for earlier in opened.entries
+            if earlier.before is not None
         )
         known = replace(evidence, drift=standing.drift, num_looks=looks)
-        found = judge(rules, known)
+        judgement = judge(rules, known)
         champion = standing.champion
         entry = Entry(
             "judged",
-            asked,
+            identity,
             candidate,
             champion,
-            candidate if found.verdict == "PROMOTE" else champion,
+            candidate if judgement.verdict == "PROMOTE" else champion,
             who,
             time.time(),
-            found.why,
-            {**decision_json(rules, known, found), MADE_IN: self.made_in},
+            judgement.why,
+            {**decision_json(rules, known, judgement), MADE_IN: self.made_in},
         )
         return self._add(opened, entry)
 
     def force(self, version: Version, why: str, kind: Kind = "forced") -> Entry:
-        """Move it because a person says so."""
+        """Move the alias because a person decided so."""
         with self.open() as opened:
             self._adopt(opened)
             before = champion_of(opened.entries)
-            asked = sha256(canonical_json([kind, version.number, why, len(opened.entries)]))
-            entry = Entry(kind, asked, version, before, version, me(), time.time(), why)
+            identity = sha256(canonical_json([kind, version.number, why, len(opened.entries)]))
+            entry = Entry(kind, identity, version, before, version, me(), time.time(), why)
             return self._add(opened, entry)
 
     def roll_back(self, to: str | None, why: str) -> Entry:
-        """Move it to who held it before, or to a version that once did.
-        Errors: ConfigError where there is none, or it is gone.
+        """Move the alias to its previous holder, or to another version that once held it.
+        Errors: ConfigError if there is none, or it is gone.
         """
         entries = self.history.entries()
-        holders = [each.after for each in entries if each.after is not None]
+        holders = [entry.after for entry in entries if entry.after is not None]
         now = champion_of(entries)
         if to is None:
-            earlier = [each for each in holders if not each.is_same(now)]
+            earlier = [holder for holder in holders if not holder.is_same(now)]
             if not earlier:
-                raise ConfigError(f"{self.model}: nobody held {self.alias} before; nothing to do")
+                raise ConfigError(
+                    f"{self.model}: no version held {self.alias} before; nothing to do"
+                )
             target = earlier[-1]
         else:
-            held = [each for each in holders if each.number == to]
-            if not held:
-                numbers = ", ".join(dict.fromkeys(each.number for each in holders)) or "none"
+            matching = [holder for holder in holders if holder.number == to]
+            if not matching:
+                numbers = ", ".join(dict.fromkeys(holder.number for holder in holders)) or "none"
                 raise ConfigError(
                     f"{self.model} version {to} never held {self.alias}; those that did: {numbers}"
                 )
-            target = held[-1]
+            target = matching[-1]
         if self.number_of(target) is None:
             raise ConfigError(f"{self.model} version {target.number} is gone from the registry")
         return self.force(target, why, "rolled back")
 
     def restore(self) -> None:
-        """Bring MLflow to what the history says, where the registry was made anew or the last
-        entry did not get there. Errors: HistoryElsewhere.
+        """Bring MLflow to the history's state, if the registry was recreated or the last entry did
+        not get there. Errors: HistoryElsewhere.
         """
         history = self.history
         entries = history.entries()
@@ -326,20 +346,22 @@ class Promotions:
             self._tell(opened, restore=True)
 
     def undecided(self, candidate: Version, why: str) -> Entry:
-        """Of a candidate that nobody here can decide on; in no history."""
-        held = alias_version(self.tracker, self.model, self.alias)
-        holder = self.version(held) if held is not None else None
+        """Return an entry for a candidate that cannot be decided on here; it is in no history."""
+        number = alias_version(self.tracker, self.model, self.alias)
+        holder = self.version(number) if number is not None else None
         return Entry("found", "", candidate, holder, holder, me(), time.time(), why)
 
     def _adopt(self, opened: OpenHistory) -> None:
-        """A registry that is older than its history: who holds the alias is its first entry."""
-        held = None if opened.entries else alias_version(self.tracker, self.model, self.alias)
-        if held is None:
+        """Record the alias's current holder as the first entry, if the registry is older than its
+        history.
+        """
+        number = None if opened.entries else alias_version(self.tracker, self.model, self.alias)
+        if number is None:
             return
-        version = self.version(held)
+        version = self.version(number)
         why = "held the alias when the history began"
-        asked = sha256(canonical_json(["found", held]))
-        self._add(opened, Entry("found", asked, version, None, version, me(), time.time(), why))
+        identity = sha256(canonical_json(["found", number]))
+        self._add(opened, Entry("found", identity, version, None, version, me(), time.time(), why))
 
     def _add(self, opened: OpenHistory, entry: Entry) -> Entry:
         added = opened.add(entry)
@@ -347,8 +369,9 @@ class Promotions:
         return added
 
     def _tell(self, opened: OpenHistory, *, restore: bool = False) -> None:
-        """MLflow gets the last entry: the decision first, the alias last. restore: the alias even
-        where the entry did not move it.
+        """Send the last entry to MLflow: the decision first, the alias last.
+
+        restore: set the alias even if the entry did not move it.
         """
         entry = opened.entries[-1]
         self._claim(opened.history)
@@ -379,14 +402,14 @@ def decision_tags(entry: Entry) -> dict[str, str]:
     return {VERDICT: verdict, WHY: entry.why[:5000], DECISION: sha256(entry.to_bytes())}
 
 
-def note_of(entry: Entry, place: str) -> str:
-    """Return the text of a version's page about its last decision. place: its artifact."""
+def note_of(entry: Entry, artifact_path: str) -> str:
+    """Return the text of a version's page about its last decision."""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(entry.at))
     over = f" over version {entry.before.number}" if entry.before else ""
     lines = [
         f"**{entry.verdict or entry.kind}**{over}: {entry.why}",
         "",
-        f"Decision {entry.number}, {when}, by {entry.who}; `{place}` among its run's"
+        f"Decision {entry.number}, {when}, by {entry.who}; `{artifact_path}` among its run's"
         " artifacts has the numbers and the items.",
     ]
     rules = entry.decision.get("rules", [])
@@ -397,19 +420,19 @@ def note_of(entry: Entry, place: str) -> str:
             f" {rule['why'].replace('|', ' ')} |"
             for rule in rules
         ]
-    made = entry.candidate
+    candidate = entry.candidate
     named = {
-        "checkpoint": made.checkpoint[:12],
-        "run": made.run_key and f"r{made.run_key[:12]}",
-        "evaluation": made.evaluation.get("digest", "")[:12],
+        "checkpoint": candidate.checkpoint[:12],
+        "run": candidate.run_key and f"r{candidate.run_key[:12]}",
+        "evaluation": candidate.evaluation.get("digest", "")[:12],
     }
-    told = ", ".join(f"{what} `{which}`" for what, which in named.items() if which)
-    lines += ["", f"Lineage: {told}; all it was made of: `agentgym lineage {made.number}`"]
+    lineage = ", ".join(f"{name} `{value}`" for name, value in named.items() if value)
+    lines += ["", f"Lineage: {lineage}; all it was made of: `agentgym lineage {candidate.number}`"]
     return "\n".join(lines)
 
 
 def version_of(number: str, tags: Mapping[str, str]) -> Version:
-    """As its tags describe it."""
+    """Return the version that its tags describe."""
     evaluation = {
         "digest": tags.get("evaluation", ""),
         "step": tags.get("evaluation.step", ""),
@@ -424,10 +447,10 @@ def version_of(number: str, tags: Mapping[str, str]) -> Version:
     )
 
 
-def decision_json(rules: GateConfig, evidence: Evidence, found: Judgement) -> dict[str, Any]:
-    """All that the verdict follows from: `judge` of it comes to the same."""
+def decision_json(rules: GateConfig, evidence: Evidence, judgement: Judgement) -> dict[str, Any]:
+    """Return everything that the verdict follows from: `judge` of it returns the same."""
     return {
-        **found.to_json(),
+        **judgement.to_json(),
         "item_set": evidence.item_set,
         "settings": json.loads(json.dumps(rules.model_dump(mode="json"))),
         "evidence": evidence.to_json(),
@@ -435,11 +458,11 @@ def decision_json(rules: GateConfig, evidence: Evidence, found: Judgement) -> di
 
 
 def judged_again(decision: Mapping[str, Any]) -> dict[str, Any]:
-    """What its evidence and its rules come to now. Errors: ValueError, KeyError, TypeError."""
+    """Judge a decision's evidence by its rules again. Errors: ValueError, KeyError, TypeError."""
     rules = GateConfig.model_validate(decision["settings"])
     evidence = Evidence.from_json(decision["evidence"])
-    place = {MADE_IN: decision[MADE_IN]} if MADE_IN in decision else {}
-    return {**decision_json(rules, evidence, judge(rules, evidence)), **place}
+    location = {MADE_IN: decision[MADE_IN]} if MADE_IN in decision else {}
+    return {**decision_json(rules, evidence, judge(rules, evidence)), **location}
 
 
 def _same(candidate: Version, standing: Standing) -> Entry:
@@ -449,7 +472,7 @@ def _same(candidate: Version, standing: Standing) -> Entry:
 
 
 def summary(entry: Entry) -> dict[str, Any]:
-    """What a step or a page tells of it; equal for a command and its repetition."""
+    """Return an entry's summary for steps and pages; equal for a command and its repetition."""
     return {
         "verdict": entry.verdict,
         "moved": entry.moved,
@@ -464,10 +487,10 @@ def summary(entry: Entry) -> dict[str, Any]:
 
 
 def sentence(registered: Mapping[str, Any]) -> str:
-    """What became of the alias, from the results of `register`: one line without its name."""
-    found = registered["champion"]
-    verdict = f"{found['verdict']}: " if found.get("verdict") in ("HOLD", "REJECT") else ""
-    if found["moved"]:
-        return f"moves to version {registered['version']}: {found['why']}"
-    holder = f"stays with version {found['over']}" if found["over"] else "is given to nobody"
-    return f"{holder}: {verdict}{found['why']}"
+    """Return what happened to the alias, from `register`'s results: one line without its name."""
+    decision = registered["champion"]
+    verdict = f"{decision['verdict']}: " if decision.get("verdict") in ("HOLD", "REJECT") else ""
+    if decision["moved"]:
+        return f"moves to version {registered['version']}: {decision['why']}"
+    holder = f"stays with version {decision['over']}" if decision["over"] else "is given to nobody"
+    return f"{holder}: {verdict}{decision['why']}"

@@ -1,4 +1,4 @@
-"""How policies are evaluated: on which items of which environments, how often, for how many turns.
+"""Protocols of evaluations: which items of which environments, how often, for how many turns.
 
 A protocol is a YAML file, `profiles/eval/NAME.yaml`. It names no policy, so that every policy
 evaluated under it is comparable with every other.
@@ -36,10 +36,10 @@ FOLDER = Path("profiles/eval")
 
 
 class ItemsConfig(Section):
-    """Which items: those of a split, of a file, or named one by one."""
+    """Items of an evaluation: those of a split, of a file, or named one by one."""
 
     split: Literal["test", "validation", "train"] = setting(
-        "test", "items of the run's lists (data.path); ignored where ids or a file are given"
+        "test", "items of the run's lists (data.path); ignored if ids or a file are given"
     )
     num: PositiveInt | None = setting(None, "the first of them, so many; null: all")
     ids: tuple[str, ...] = setting((), "item ids, for example babyai_17, in this order")
@@ -51,7 +51,7 @@ class ItemsConfig(Section):
     def _check(self) -> Self:
         if self.ids and self.file is not None:
             raise ValueError("items.ids and items.file are both given; name the items once")
-        if twice := sorted({each for each in self.ids if self.ids.count(each) > 1}):
+        if twice := sorted({item_id for item_id in self.ids if self.ids.count(item_id) > 1}):
             raise ValueError(
                 f"items.ids names {twice[0]} twice; samples of an item have num_samples"
             )
@@ -59,12 +59,12 @@ class ItemsConfig(Section):
 
 
 class EnvProtocol(Section):
-    """How one environment is played."""
+    """Settings of one environment in an evaluation."""
 
     env: EnvConfig = EnvConfig()
     items: ItemsConfig = ItemsConfig()
     num_samples: PositiveInt = setting(1, "samples of each item")
-    greedy: bool = setting(False, "one greedy episode of each item, beside the samples")
+    greedy: bool = setting(False, "one greedy episode of each item, in addition to the samples")
     max_turns: PositiveInt = setting(12, "turns an episode may have")
     temperature: NonNegativeFloat = setting(1.0, "temperature of the samples; 0: greedy")
     max_new_tokens: PositiveInt = setting(512, "tokens of one action, at most")
@@ -97,9 +97,13 @@ class EnvProtocol(Section):
                 f"{self.env.name}: env.weight {self.env.weight:g} means nothing in an evaluation,"
                 " where every item is played; leave it out"
             )
-        foreign = [each for each in self.items.ids if parse_item_id(each)[0] != self.env.name]
-        if foreign or any(parse_item_id(each)[1] < 0 for each in self.items.ids):
-            name = (foreign or [each for each in self.items.ids if parse_item_id(each)[1] < 0])[0]
+        foreign = [
+            item_id for item_id in self.items.ids if parse_item_id(item_id)[0] != self.env.name
+        ]
+        if foreign or any(parse_item_id(item_id)[1] < 0 for item_id in self.items.ids):
+            name = (
+                foreign or [item_id for item_id in self.items.ids if parse_item_id(item_id)[1] < 0]
+            )[0]
             raise ValueError(
                 f"items.ids: {name!r} is no item of {self.env.name}; expected {self.env.name}_17"
                 " or alike"
@@ -112,17 +116,17 @@ class EnvProtocol(Section):
 
     @property
     def most_in_flight(self) -> int:
-        """Episodes that its servers hold at a time."""
+        """Episodes that its servers play at a time."""
         return self.env.max_sessions * max(1, len(self.env.endpoints))
 
     @property
     def sample_numbers(self) -> tuple[int, ...]:
-        """0 is the greedy episode, where there is one; samples are counted from 1."""
+        """Numbers of the samples, from 1; 0 is the greedy episode, if there is one."""
         return tuple(range(0 if self.greedy else 1, 1 + self.num_samples))
 
 
 class EvaluationProtocol(Section):
-    """The whole file. What changes a result is in the evaluation's digest."""
+    """A whole protocol file. Every setting that changes a result is in the evaluation's digest."""
 
     name: str = operational("", "for people; its settings are its identity")
     follows: str = operational("", "the published protocol it follows, for people")
@@ -149,7 +153,7 @@ class EvaluationProtocol(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = [each.env.name for each in self.envs]
+        names = [env_protocol.env.name for env_protocol in self.envs]
         if len(set(names)) < len(names):
             raise ValueError(
                 f"envs: the environments must have different names, got {', '.join(names)}; remove"
@@ -159,22 +163,22 @@ class EvaluationProtocol(Section):
 
     @property
     def env_configs(self) -> tuple[EnvConfig, ...]:
-        return tuple(each.env for each in self.envs)
+        return tuple(env_protocol.env for env_protocol in self.envs)
 
     def is_covered(self, coverage: float) -> bool:
         """Return True if enough episodes count for a valid result."""
         return coverage >= self.min_coverage - 1e-9
 
     def errors_allowed(self, num_episodes: int) -> float:
-        """`fail_on_error` as episodes that may fail for good."""
+        """Return `fail_on_error` as the number of episodes that may fail for good."""
         limit = self.fail_on_error
         if isinstance(limit, bool):
             return 0 if limit else num_episodes
         return limit * num_episodes if isinstance(limit, float) and limit < 1 else limit
 
     def only(self, names: Sequence[str]) -> EvaluationProtocol:
-        """With these of its environments alone. Errors: ConfigError for one it has not."""
-        having = {each.env.name: each for each in self.envs}
+        """Return the protocol with these environments. Errors: ConfigError for an unknown one."""
+        having = {env_protocol.env.name: env_protocol for env_protocol in self.envs}
         if unknown := [name for name in names if name not in having]:
             raise ConfigError(
                 f"the protocol {self.name or 'given'} has no environment {unknown[0]!r}; it has:"
@@ -186,15 +190,17 @@ class EvaluationProtocol(Section):
 def load_protocol(
     name: str, overrides: Mapping[str, Any] | None = None, folder: Path = FOLDER
 ) -> EvaluationProtocol:
-    """A file, or one of `profiles/eval` by its name. overrides: fields laid over each environment
-    (`max_turns`, `items`, ...) and over the whole (`seed`, ...), by their names.
+    """Load a file, or one of `profiles/eval` by its name.
+
+    overrides: fields laid over each environment (`max_turns`, `items`, ...) and over the whole
+    (`seed`, ...), by their names.
     Errors: ConfigError with one line.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = folder / f"{name}.yaml"
         if not path.is_file():
-            known = ", ".join(sorted(each.stem for each in folder.glob("*.yaml"))) or "none"
+            known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
             raise ConfigError(
                 f"there is no protocol {name!r} in {folder}; known: {known}. A file ends in .yaml"
             )
@@ -203,12 +209,12 @@ def load_protocol(
 
 
 def protocol_from(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> EvaluationProtocol:
-    """The mapping of a file as a protocol. Errors: ConfigError."""
+    """Return a file's mapping as a protocol. Errors: ConfigError."""
     envs = tree.get("envs", ())
     tree = dict(tree)
     for key, value in overrides.items():
         if key in EnvProtocol.model_fields and isinstance(envs, list | tuple):
-            envs = [_over(each, key, value) if isinstance(each, dict) else each for each in envs]
+            envs = [_over(env, key, value) if isinstance(env, dict) else env for env in envs]
         else:
             tree[key] = value
     tree["envs"] = envs
@@ -218,13 +224,17 @@ def protocol_from(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> Eval
         raise ConfigError(first_line(error, EvaluationProtocol)) from None
 
 
-def owned_protocol(settings: Mapping[str, Any], own: Sequence[EnvConfig]) -> EvaluationProtocol:
-    """The protocol of an evaluation on record, on the owner's servers. own: as for `owned_env`.
+def owned_protocol(settings: Mapping[str, Any], servers: Sequence[EnvConfig]) -> EvaluationProtocol:
+    """Return the protocol of a recorded evaluation, on the owner's servers. servers: as for
+    `owned_env`.
     Errors: ConfigError.
     """
-    kept = protocol_from(settings, {})
-    envs = [each.model_copy(update={"env": owned_env(each.env, own)}) for each in kept.envs]
-    return kept.model_copy(update={"envs": tuple(envs)})
+    recorded = protocol_from(settings, {})
+    envs = [
+        env_protocol.model_copy(update={"env": owned_env(env_protocol.env, servers)})
+        for env_protocol in recorded.envs
+    ]
+    return recorded.model_copy(update={"envs": tuple(envs)})
 
 
 def _over(tree: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
@@ -235,8 +245,8 @@ def _over(tree: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
 def protocol_of_run(
     cfg: RunConfig, envs: Sequence[str], overrides: Mapping[str, Any] | None = None
 ) -> EvaluationProtocol:
-    """The protocol of a run's own evaluations, of these environments; one the run does not have
-    is played with its own defaults.
+    """Return the protocol of a run's own evaluations, on these environments; one that the run does
+    not have gets its defaults.
     """
     settings, rollout = cfg.evaluation, cfg.rollout
     known = {env.name: env.model_copy(update={"weight": 1.0}) for env in cfg.envs}
@@ -270,26 +280,29 @@ def protocol_of_run(
 
 
 def items_of(protocol: EvaluationProtocol, cfg: RunConfig) -> dict[str, tuple[Item, ...]]:
-    """The items of each environment, in order. cfg: whose lists and validation split count.
-    Errors: DataError where there are fewer than asked for, or none.
+    """Return the items of each environment, in order. cfg: has the item lists and validation split.
+    Errors: DataError if there are fewer than `items.num`, or none.
     """
-    return {each.env.name: _items(each, cfg) for each in protocol.envs}
+    return {env_protocol.env.name: _items(env_protocol, cfg) for env_protocol in protocol.envs}
 
 
-def _items(asked: EnvProtocol, cfg: RunConfig) -> tuple[Item, ...]:
-    env, chosen = asked.env.name, asked.items
+def _items(env_protocol: EnvProtocol, cfg: RunConfig) -> tuple[Item, ...]:
+    env, chosen = env_protocol.env.name, env_protocol.items
     if chosen.file is not None or chosen.ids:
         ids = chosen.ids if chosen.file is None else load_ids(chosen.file, env)
-        found = tuple(Item(env, parse_item_id(each)[1], "given") for each in ids)
-        place = str(chosen.file or "items.ids")
+        items = tuple(Item(env, parse_item_id(item_id)[1], "given") for item_id in ids)
+        source = str(chosen.file or "items.ids")
     else:
         splits = load_splits(
             cfg.data.path, env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
         )
-        found, place = getattr(splits, chosen.split), f"the {chosen.split} split of {cfg.data.path}"
-    if chosen.num is not None and chosen.num > len(found):
+        items, source = (
+            getattr(splits, chosen.split),
+            f"the {chosen.split} split of {cfg.data.path}",
+        )
+    if chosen.num is not None and chosen.num > len(items):
         raise DataError(
-            f"{env}: items.num {chosen.num} is more than the {len(found)} items of {place};"
+            f"{env}: items.num {chosen.num} is more than the {len(items)} items of {source};"
             " lower it"
         )
-    return found[: chosen.num]
+    return items[: chosen.num]

@@ -1,4 +1,4 @@
-"""What leaves a run: the registered model, and the report a person reads."""
+"""Steps that publish a run: the registered model, and the report."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ PAGE = "report.html"
 def register_policy(ctx: StepContext, run_key: str, play_anew: PlayAnew) -> Manifest:
     """Put the checkpoint into the registry, and let the gate decide whether the alias moves to it.
 
-    Once per checkpoint, whatever is killed in between.
-    play_anew: plays a registered version by the gate's protocol.
+    It is registered once per checkpoint, also after a crash.
+    play_anew: plays a registered version under the gate's protocol.
     """
     cfg, store = ctx.cfg, ctx.store
     ctx.progress.start("register the model", 1)
@@ -74,12 +74,12 @@ def register_policy(ctx: StepContext, run_key: str, play_anew: PlayAnew) -> Mani
     candidate = promotions.version(version)
 
     def evidence_for(champion: Version | None) -> Evidence:
-        found = _evidence(cfg, store, evaluation, candidate, champion, play_anew)
-        seen = splits_from_json(ctx.read(ctx.data, "splits.json"))
-        chosen_on = {item.item_id for item in (*seen.train, *seen.validation)}
-        items = {item for pair in found.pairs.values() for item in pair.items}
+        evidence = _evidence(cfg, store, evaluation, candidate, champion, play_anew)
+        splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
+        chosen_on = {item.item_id for item in (*splits.train, *splits.validation)}
+        items = {item for pair in evidence.pairs.values() for item in pair.items}
         return replace(
-            found,
+            evidence,
             num_seen=len(items & chosen_on),
             reference_kl=reference_kl(store, ctx.checkpoint),
             **ctx.gate.audited(run_key),
@@ -108,13 +108,13 @@ def register_policy(ctx: StepContext, run_key: str, play_anew: PlayAnew) -> Mani
             "checkpoint": ctx.step.checkpoint,
             "champion": summary(entry),
         },
-        # of a model that is registered anew they are others, so two equal runs may differ in them
+        # two equal runs may differ: files of a model that is registered again are not the same
         records={RECORD: json.dumps(files, sort_keys=True).encode()} if files else {},
     )
 
 
 def promotions_of(cfg: RunConfig, store: RunStore) -> Promotions:
-    """Of the configured alias."""
+    """Return the promotions of the configured alias."""
     return Promotions(store, tracker_of(cfg), cfg.registered_model, cfg.registry.alias)
 
 
@@ -126,7 +126,7 @@ def _evidence(
     champion: Version | None,
     play_anew: PlayAnew,
 ) -> Evidence:
-    """By the runs' own evaluations where they asked the same; else both models play anew."""
+    """Return evidence from the runs' own evaluations if comparable; else play both anew."""
     if not cfg.gate.protocol:
         if champion is None:
             return first_evidence(stored_result(store, evaluation))
@@ -142,15 +142,15 @@ def _evidence(
 def evidence_anew(
     cfg: RunConfig, candidate: Version, champion: Version | None, play_anew: PlayAnew
 ) -> Evidence:
-    """What both models come to by one protocol."""
+    """Return evidence from playing both models under one protocol."""
     name = cfg.registered_model
-    ours = play_anew(f"models:/{name}/{candidate.number}")
+    candidate_result = play_anew(f"models:/{name}/{candidate.number}")
     if champion is None:
-        return first_evidence(ours)
+        return first_evidence(candidate_result)
     try:
-        theirs = play_anew(f"models:/{name}/{champion.number}")
-        return paired_evidence(theirs, ours, ())
-    except (Incomparable, ConfigError) as error:  # its files are gone, for example
+        champion_result = play_anew(f"models:/{name}/{champion.number}")
+        return paired_evidence(champion_result, candidate_result, ())
+    except (Incomparable, ConfigError) as error:  # for example, the champion's files are gone
         return incomparable(str(error))
 
 
@@ -162,10 +162,10 @@ def confirm_registration(
     evaluation: Manifest,
     run_key: str,
 ) -> None:
-    """Put the model back where the ledger was replaced since, and the alias to who holds it by the
+    """Register the model again if the ledger was replaced since, and restore the alias from the
     history.
 
-    Errors: LedgerError where it has another number there.
+    Errors: LedgerError if the model has another number there.
     """
     name = cfg.registered_model
     version = find_version(tracker_of(cfg), name, checkpoint.digest)
@@ -175,7 +175,7 @@ def confirm_registration(
         if committed and lasting_files(tracker_of(cfg), name, version) != committed:
             raise LedgerError(
                 f"{name}: MLflow had lost this checkpoint, and the packages here make other files"
-                f" of it than {registered.step} commit {registered.seq} says; delete"
+                f" of it than {registered.step} commit {registered.seq} states; delete"
                 f" {store.root}/steps/register-{registered.key[:16]} to register it again"
             )
     if version != registered.results["version"]:
@@ -184,14 +184,14 @@ def confirm_registration(
             f" {registered.results['version']}; delete"
             f" {store.root}/steps/register-{registered.key[:16]} to register it again"
         )
-    with contextlib.suppress(HistoryElsewhere):  # who can reach it restores the alias
+    with contextlib.suppress(HistoryElsewhere):  # a process that can reach it restores the alias
         promotions_of(cfg, store).restore()
 
 
 def _register(
     cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation: Manifest, run_key: str
 ) -> str:
-    """The version."""
+    """Register the checkpoint. Result: the version."""
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(Path(folder), store, checkpoint)
         return register_model(
@@ -208,7 +208,7 @@ def _register(
 def tags_of_version(
     cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation: Manifest, run_key: str
 ) -> dict[str, str]:
-    """Tags of a registered version, beside the digests of its files and the last decision."""
+    """Return a registered version's tags, without its files' digests and the last decision."""
     question = question_of_evaluation(store, evaluation)
     return {
         "step_key": checkpoint.digest,
@@ -224,7 +224,7 @@ def tags_of_version(
 
 
 def headline_tags(evaluation: Manifest) -> dict[str, str]:
-    """Its main numbers, as tags of the model version that was evaluated."""
+    """Return an evaluation's main numbers, as tags of the model version that was evaluated."""
     return {
         f"eval.{name}": f"{interval['mean']:.4f}"
         for name, interval in evaluation.results["summary"].items()
@@ -232,16 +232,16 @@ def headline_tags(evaluation: Manifest) -> dict[str, str]:
 
 
 def write_report(ctx: StepContext, run_key: str, steps: Mapping[str, Step]) -> Manifest:
-    """Curves, table and example episodes as one page; MLflow gets them once they are committed."""
+    """Write curves, table and example episodes as one page; MLflow gets them after the commit."""
     ctx.progress.start("report", 1)
     files = report_files(ctx.cfg, ctx.store, ctx.parents, run_key, steps)
     ctx.progress.advance()
     evaluations = _compared(ctx.parents, steps)
     first, last = evaluations[0], evaluations[-1]
-    found = ctx.parents[ctx.step.registration].results
+    registration = ctx.parents[ctx.step.registration].results
     registered = {
-        **{name: found[name] for name in ("model", "version", "alias")},
-        "told": sentence(found),
+        **{name: registration[name] for name in ("model", "version", "alias")},
+        "told": sentence(registration),
     }
     return ctx.commit(
         done=True,
@@ -259,11 +259,15 @@ def report_files(
     run_key: str,
     steps: Mapping[str, Step],
 ) -> dict[str, bytes]:
-    """The page and its pictures, from what the steps before left in the store. steps: by name."""
+    """Return the page and its pictures, from the earlier steps' commits in the store. steps: by
+    name.
+    """
     titles = {name: step.title.removeprefix("evaluate ") for name, step in steps.items()}
-    found = {step.kind: parents[name] for name, step in steps.items() if name in parents}
+    by_kind = {step.kind: parents[name] for name, step in steps.items() if name in parents}
     compared = _compared(parents, steps)
-    others = [each for each in _evaluations(parents, steps).values() if each not in compared]
+    others = [
+        manifest for manifest in _evaluations(parents, steps).values() if manifest not in compared
+    ]
     rows = {
         manifest.step: _row(manifest, titles[manifest.step]) for manifest in [*compared, *others]
     }
@@ -285,7 +289,7 @@ def report_files(
         ],
     )
     bars = evaluation_png([rows[manifest.step] for manifest in compared])
-    last, registered = compared[-1], found[Kind.REGISTER].results
+    last, registered = compared[-1], by_kind[Kind.REGISTER].results
     page = report_html(
         f"{cfg.env_names} · {cfg.algorithm.recipe} · max_turns"
         f" {' > '.join(map(str, cfg.horizon.max_turns))}",
@@ -309,15 +313,15 @@ def report_files(
             for name, manifest in parents.items()
         },
         confidence=cfg.evaluation.confidence,
-        notes=[*_notes(found), *map(str, committed_alarms(store, trained))],
+        notes=[*_notes(by_kind), *map(str, committed_alarms(store, trained))],
     )
     return {"learning_curve.png": curve, "evaluation.png": bars, PAGE: page.encode()}
 
 
-def _notes(found: Mapping[Kind, Manifest]) -> list[str]:
-    """What a reader must know of the data, and of how conversations are written."""
-    conversation = found[Kind.INITIALIZE].results.get("conversation", [])
-    return [*found[Kind.PREPARE].results["warnings"], *conversation]
+def _notes(by_kind: Mapping[Kind, Manifest]) -> list[str]:
+    """Return warnings about the data, and notes on how conversations are written."""
+    conversation = by_kind[Kind.INITIALIZE].results.get("conversation", [])
+    return [*by_kind[Kind.PREPARE].results["warnings"], *conversation]
 
 
 def _evaluations(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> dict[str, Manifest]:
@@ -327,7 +331,7 @@ def _evaluations(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> 
 
 
 def _compared(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> list[Manifest]:
-    """The evaluation that others are compared with, and those, in order."""
+    """Return the baseline evaluation and those compared with it, in order."""
     evaluations = _evaluations(parents, steps)
     baseline = next(
         m.results["paired"]["baseline"] for m in evaluations.values() if "paired" in m.results
@@ -340,7 +344,7 @@ def _compared(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> lis
 
 
 def _intervals(manifest: Manifest, part: str = "summary") -> dict[str, Interval]:
-    """Greedy first; pass@1 is avg@n under another name, and left out."""
+    """Return a manifest's intervals, greedy first, without pass@1, which equals avg@n."""
     rows = manifest.results[part].items()
     intervals = {
         name: Interval(**row) for name, row in rows if name not in ("baseline", "pass_at_1")
@@ -351,16 +355,16 @@ def _intervals(manifest: Manifest, part: str = "summary") -> dict[str, Interval]
 def _row(manifest: Manifest, title: str) -> EvaluationRow:
     name = str(manifest.results["checkpoint"]).replace("-", " ")
     paired = _intervals(manifest, "paired") if "paired" in manifest.results else None
-    found = manifest.results
+    results = manifest.results
     failed = _intervals(manifest, FAILED)
     return EvaluationRow(
         name,
         title,
         _intervals(manifest),
         paired,
-        found["num_items"],
-        found["max_turns"],
-        found["coverage"],
+        results["num_items"],
+        results["max_turns"],
+        results["coverage"],
         failed,
     )
 
@@ -374,15 +378,17 @@ def _curves(store: RunStore, trained: Sequence[Manifest]) -> list[Curve]:
         ("rollout/success", "training, sampled", True),
         ("validation/success", "validation, sampled", False),
     ):
-        found = [(point.step, point.metrics[metric]) for point in points if metric in point.metrics]
+        measured = [
+            (point.step, point.metrics[metric]) for point in points if metric in point.metrics
+        ]
         curves.append(
-            Curve(title, [step for step, _ in found], [value for _, value in found], smooth)
+            Curve(title, [step for step, _ in measured], [value for _, value in measured], smooth)
         )
     return curves
 
 
 def _examples(store: RunStore, evaluation: Manifest, title: str) -> list[EpisodeExample]:
-    """One success and one failure of an evaluation, where there are both."""
+    """Return one success and one failure of an evaluation, if there are both."""
     commits = store.history(evaluation.step, evaluation.key)
     return [
         EpisodeExample.from_trajectory(title, trajectory)

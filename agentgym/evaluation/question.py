@@ -1,7 +1,7 @@
-"""What a registered model was judged on: its environments, its item lists and its protocol.
+"""The question a registered model was judged on: its environments, item lists and protocol.
 
-A candidate may take a champion's place only where both were judged on the same. A version carries
-this as a tag, so it is known where the store that made the version is not.
+A candidate may replace a champion only if both were judged on the same question. A version carries
+it as a tag, so it is known even if the store that made the version is not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentgym.tracking.registry import version_run_tags, version_tags
 
 TAG = "evaluation.question"  # of a registered version
 DATA = "prepare"  # the step whose splits an evaluation's items come from
-# the rest of an evaluation's settings say how much is asked, or by which machinery
+# settings that change the question; the others change its size or the machinery
 PROTOCOL = (
     "model.context_tokens",
     "rollout.max_new_tokens",
@@ -33,10 +33,10 @@ OF_EVALUATION = ("max_turns", "split", "temperature")
 
 @dataclass(frozen=True)
 class Question:
-    """Parts that are not known are left out, and differ from nothing."""
+    """Environments, items and protocol. Unknown parts are left out, and differ from nothing."""
 
     envs: Mapping[str, Mapping[str, Any]]  # name -> options and dialect
-    # name of an environment -> sha256 of the list that its first items were taken of
+    # name of an environment -> sha256 of the list that its first items are from
     items: Mapping[str, str] = field(default_factory=dict)
     protocol: Mapping[str, Any] = field(default_factory=dict)  # setting -> value
 
@@ -45,17 +45,20 @@ class Question:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Errors: ValueError or TypeError where it is none."""
+        """Read `to_json`'s text. Errors: ValueError or TypeError if it is not one."""
         return cls(**json.loads(text))
 
     @property
     def env_names(self) -> str:
-        """For people, in alphabetical order."""
+        """Names of the environments in alphabetical order, for people."""
         return " + ".join(sorted(self.envs))
 
 
 def question_asked(config: Mapping[str, Any], splits: Splits) -> Question:
-    """config: settings of an evaluation, by dotted path; an older one may lack some."""
+    """Return the question of an evaluation.
+
+    config: its settings, by dotted path; an older one may lack some.
+    """
     settings = config["evaluation"]
     listed: dict[str, list[str]] = {}
     for item in getattr(splits, settings["split"]):
@@ -74,7 +77,7 @@ def question_asked(config: Mapping[str, Any], splits: Splits) -> Question:
 
 
 def question_of_evaluation(store: RunStore, evaluation: Manifest) -> Question | None:
-    """Of a run's own evaluation; None where the store has lost the data that it was asked on."""
+    """Return the question of a run's own evaluation; None if the store lost its data."""
     wanted = evaluation.parents.get(DATA)
     data = next((head for head in store.heads(DATA) if head.digest == wanted), None)
     if data is None:
@@ -89,8 +92,9 @@ def question_of_evaluation(store: RunStore, evaluation: Manifest) -> Question | 
 def question_of_version(
     stores: Iterable[RunStore], tracker: Tracker, model: str, version: Version
 ) -> Question | None:
-    """As its tag says; of a version without one, as its evaluation in one of these stores says;
-    else the environments alone, as its MLflow run has them. None where nothing is known.
+    """Return the question of a version: from its tag; else from its evaluation in one of these
+    stores;
+    else only the environments, from its MLflow run. None if nothing is known.
     """
     try:
         tags = version_tags(tracker, model, version.number)
@@ -106,9 +110,10 @@ def question_of_version(
 
 
 def other_question(ours: Question, champions: Question, *, envs_only: bool = False) -> str:
-    """Why a candidate judged on `ours` cannot replace a champion; empty: nothing differs.
+    """Return why a candidate judged on `ours` cannot replace a champion; empty: nothing differs.
 
-    envs_only: a protocol of the gate's own asks both, so only the environments must be the same.
+    envs_only: both are judged by the gate's own protocol, so only the environments must be the
+    same.
     """
     unlike = unlike_parts(ours, champions)
     if ours.envs.keys() != champions.envs.keys():
@@ -125,7 +130,7 @@ def other_question(ours: Question, champions: Question, *, envs_only: bool = Fal
 
 
 def unlike_parts(ours: Question, champions: Question) -> list[str]:
-    """What differs, a line for each part; of other environments nothing else is told."""
+    """Return the differences, a line for each part; if the environments differ, only those."""
     if ours.envs.keys() != champions.envs.keys():
         return [f"its environments are {ours.env_names}, the champion's {champions.env_names}"]
     return [
@@ -143,10 +148,10 @@ def unlike_parts(ours: Question, champions: Question) -> list[str]:
     ]
 
 
-def _unlike(place: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """A line for each key that both have with different values."""
+def _unlike(prefix: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Return a line for each key that both have with different values."""
     return [
-        f"{place}{name} is {_short(ours[name])}, the champion's {_short(theirs[name])}"
+        f"{prefix}{name} is {_short(ours[name])}, the champion's {_short(theirs[name])}"
         for name in ours
         if name in theirs and ours[name] != theirs[name]
     ]

@@ -1,8 +1,8 @@
 """An evaluation in the store: one step whose commits are chunks of finished episodes.
 
-The first commit says what is asked, later ones add episodes and attempts that failed, the last one
-the result. Who starts it again finds out from them what is owed: nothing that counts is played
-twice, and nothing is lost but what had not been committed.
+The first commit has the plan, later ones add episodes and attempts that failed, the last one the
+result. A process that starts the evaluation again reads from them which slots are missing: a slot
+that counts is never played twice, and only uncommitted episodes are lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentgym.store.manifest import Manifest, canonical_json
 from agentgym.store.runstore import RunStore
 from agentgym.types import Trajectory
 
-STEP = "evaluation"  # of `agentgym evaluate`; those of a run are steps of the run
+STEP = "evaluation"  # of `agentgym evaluate`; evaluations of a run are steps of the run
 PLAN = "plan.json"
 
 Key = tuple[str, str, int]  # environment, item, sample
@@ -37,7 +37,7 @@ def slot_of(trajectory: Trajectory) -> Key:
 
 
 class Commit(Protocol):
-    """Makes a chunk durable: as a step of a run, or as an evaluation of its own."""
+    """A function that makes a chunk durable: as a step of a run, or as an evaluation of its own."""
 
     def __call__(
         self,
@@ -53,7 +53,7 @@ class Commit(Protocol):
 
 @dataclass
 class Ledger:
-    """What became of every slot so far, and what of it is not durable yet."""
+    """Outcome of every slot so far, and the attempts that are not yet durable."""
 
     make_commit: Commit
     identity: Mapping[str, Any]
@@ -65,7 +65,8 @@ class Ledger:
     num_counted: int = 0  # slots that count, of any process
     num_failed: int = 0  # slots that failed for good in this process
     last_error: str = ""
-    # encoded as they come: a thread that encodes many keeps the loop from what feeds the servers
+    # encoded one by one: a thread that encodes many at once would block the event loop that feeds
+    # the servers
     _finished: list[bytes] = field(default_factory=list)
     _failed: list[bytes] = field(default_factory=list)
     _began: float = field(default_factory=time.perf_counter)
@@ -83,7 +84,7 @@ class Ledger:
         about: Mapping[str, Any],
         **pace: Any,
     ) -> Ledger:
-        """Read what earlier commits hold; commit the plan where there are none."""
+        """Read the earlier commits; commit the plan if there are none."""
         ledger = cls(
             make_commit,
             identity,
@@ -100,7 +101,8 @@ class Ledger:
         else:
             planned = Plan(tuple(slots), ledger.about, identity)
             ledger._commit(done=False, records={PLAN: planned.to_bytes()})
-        ledger.identity = json.loads(canonical_json(identity))  # in one order, also when resumed
+        # keys in one order, also when resumed
+        ledger.identity = json.loads(canonical_json(identity))
         return ledger
 
     @property
@@ -109,12 +111,12 @@ class Ledger:
         return [slot for slot in self.slots.values() if not slot.counts]
 
     def failed(self, trajectory: Trajectory) -> None:
-        """An attempt that is followed by another."""
+        """Record an attempt that is followed by another."""
         self._failed.append(encode_line(trajectory))
         self._note(trajectory)
 
     def finished(self, trajectory: Trajectory) -> Slot:
-        """The last attempt at a slot. Result: the slot."""
+        """Record the last attempt at a slot. Result: the slot."""
         self._finished.append(encode_line(trajectory))
         slot = self._note(trajectory)
         if not slot.counts:
@@ -136,25 +138,25 @@ class Ledger:
         return waiting >= self.chunk_episodes or (late and bool(waiting or self._failed))
 
     def commit(self) -> None:
-        """Make what is finished durable, if there is any. Errors: Fenced, StoreFull."""
+        """Make finished episodes durable, if there are any. Errors: Fenced, StoreFull."""
         self.write(*self.take())
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
-        """(attempts that failed, finished episodes) that are not durable yet, for `write`."""
+        """Return (failed attempts, finished episodes) that are not yet durable, for `write`."""
         taken = self._failed, self._finished
         self._failed, self._finished = [], []
         self._committed_at = time.monotonic()
         return taken
 
     def write(self, failed: list[bytes], finished: list[bytes]) -> None:
-        """One chunk; it may run beside further episodes. Errors: Fenced, StoreFull."""
+        """Commit one chunk; further episodes may be played meanwhile. Errors: Fenced, StoreFull."""
         chunk = {ATTEMPTS: failed, TRAJECTORIES: finished}
-        records = {name: joined(own) for name, own in chunk.items() if own}
+        records = {name: joined(lines) for name, lines in chunk.items() if lines}
         if records:
             self._commit(done=False, records=records)
 
     def conclude(self, result: Result, results: dict[str, Any], *, done: bool) -> Manifest:
-        """Commit the result; done: the same question is answered from now on."""
+        """Commit the result. done: it answers the same question from now on."""
         self.commit()
         return self._commit(
             done=done,
@@ -165,7 +167,7 @@ class Ledger:
 
     @property
     def elapsed_s(self) -> float:
-        """Of all processes at this evaluation."""
+        """Seconds spent on this evaluation, over all its processes."""
         return self.wall_s + time.perf_counter() - self._began
 
     def _commit(
@@ -176,7 +178,7 @@ class Ledger:
         blobs: Mapping[str, bytes] | None = None,
         results: dict[str, Any] | None = None,
     ) -> Manifest:
-        with self._one_at_a_time:  # one that was interrupted may still be writing
+        with self._one_at_a_time:  # an interrupted commit may still be writing
             manifest = self.make_commit(
                 done=done,
                 state={"num_slots": len(self.slots), "num_counted": self.num_counted},
@@ -208,23 +210,23 @@ class Plan:
 
 
 def read_plan(store: RunStore, first: Manifest) -> Plan:
-    """first: commit of an evaluation. Errors: BlobMissing, DigestMismatch."""
+    """Read the plan of an evaluation from its first commit. Errors: BlobMissing, DigestMismatch."""
     tree = json.loads(store.read(first, PLAN))
     slots = tuple(Slot(*row) for row in tree["slots"])
-    # a step of a run has the run's settings for its configuration
+    # the configuration of a run's step is the run's settings
     identity = first.config if first.step == STEP else tree["identity"]
     return Plan(slots, tree["about"], identity)
 
 
 def replay(store: RunStore, commits: Sequence[Manifest], slots: dict[Key, Slot]) -> None:
-    """Give the slots what the commits hold, in its order."""
+    """Apply the commits' attempts to the slots, in order."""
     for trajectory in attempts_of(store, commits):
         key = slot_of(trajectory)
         slots[key] = slots[key].played(trajectory)
 
 
 def attempts_of(store: RunStore, commits: Sequence[Manifest]) -> Iterator[Trajectory]:
-    """Every attempt on record, one chunk in memory at a time."""
+    """Yield every recorded attempt, with one chunk in memory at a time."""
     for commit in commits:
         for name in (ATTEMPTS, TRAJECTORIES):
             if name in commit.records:
@@ -233,22 +235,22 @@ def attempts_of(store: RunStore, commits: Sequence[Manifest]) -> Iterator[Trajec
 
 def examples_of(store: RunStore, commits: Sequence[Manifest]) -> Iterator[Trajectory]:
     """Yield the first success and the first failure of each environment."""
-    seen = set()
+    yielded = set()
     for trajectory in attempts_of(store, commits):
         kind = (trajectory.item.env, trajectory.success)
-        if trajectory.status.is_valid and kind not in seen:
-            seen.add(kind)
+        if trajectory.status.is_valid and kind not in yielded:
+            yielded.add(kind)
             yield trajectory
 
 
 def find(store: RunStore, digest: str) -> Manifest:
-    """The newest commit of the evaluation, a run's or another, whose key begins so.
+    """Return the newest commit of the evaluation whose key begins with `digest`, of a run or not.
     Errors: ConfigError.
     """
     heads = [head for head in store.heads() if head.step == STEP or RESULT in head.blobs]
     matching = [head for head in heads if head.key.startswith(digest)] if digest else heads
     if len(matching) != 1:
-        there = ", ".join(head.key[:12] for head in matching or heads) or "none"
-        what = "is the beginning of several" if matching else "is none"
-        raise ConfigError(f"evaluation {digest or '(none named)'} {what}; there are: {there}")
+        known = ", ".join(head.key[:12] for head in matching or heads) or "none"
+        problem = "is the beginning of several" if matching else "is none"
+        raise ConfigError(f"evaluation {digest or '(none named)'} {problem}; there are: {known}")
     return matching[0]

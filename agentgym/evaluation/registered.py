@@ -1,4 +1,4 @@
-"""A registered version's files against what the stores say of them, wherever it is fetched."""
+"""Check of a registered version's files against the stores' records."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from agentgym.tracking.registry import (
 
 
 def fetch_registered(promotions: Promotions, number: str, folder: Path) -> tuple[Path, str]:
-    """A version's files, copied below `folder`, compared with the commit that registered it, or
+    """Copy a version's files below `folder` and compare them with the commit that registered it, or
     with the last decision on it.
 
-    Result: where, and what could not be compared and why; empty: nothing.
-    Errors: LookupError where there is none; ModelChanged.
+    Result: their path, and the reason if they could not be compared; empty: they were.
+    Errors: LookupError if there is no such version; ModelChanged.
     """
     tracker, model = promotions.tracker, promotions.model
     stores = [promotions.own.store]
@@ -33,7 +33,7 @@ def fetch_registered(promotions: Promotions, number: str, folder: Path) -> tuple
     with contextlib.suppress(HistoryElsewhere):
         stores.append(promotions.history.store)
         entries = promotions.history.entries()
-    wanted = next(filter(None, (registered_files(each, model, number) for each in stores)), None)
+    wanted = next(filter(None, (registered_files(store, model, number) for store in stores)), None)
     path = fetch_version(tracker, model, number, folder, committed=wanted)
     if wanted is not None:
         return path, ""
@@ -42,7 +42,7 @@ def fetch_registered(promotions: Promotions, number: str, folder: Path) -> tuple
         if version.number != number or not version.files:
             continue
         if entry.at * 1000 < created_ms(tracker, model):
-            break  # numbers were given anew since
+            break  # the registry was recreated since and numbers its versions anew
         if sha256(version_tags(tracker, model, number).get(FILES, "").encode()) != version.files:
             raise ModelChanged(
                 f"{model} version {number}: the digests of its files (tag {FILES}) are not those"
@@ -54,7 +54,7 @@ def fetch_registered(promotions: Promotions, number: str, folder: Path) -> tuple
 
 def told_of_files(promotions: Promotions, number: str) -> tuple[bool, str]:
     """Compare a version's files with the commit that registered them.
-    Result: (whether they were changed or are gone, a line for people).
+    Result: (True if they were changed or are gone, a line for people).
     """
     with tempfile.TemporaryDirectory(prefix="agentgym-model-") as folder:
         try:

@@ -1,4 +1,4 @@
-"""What a person reads after a run: two figures and one self-contained page.
+"""Report of a run: two figures and one self-contained page.
 Pure functions of numbers, no files.
 
 matplotlib is imported inside the figures (it is slow) and used through its Figure class, so no
@@ -26,18 +26,19 @@ from agentgym.types import Trajectory
 @dataclass(frozen=True, slots=True)
 class EvaluationRow:
     """One checkpoint's evaluation.
-    Rows are given in order of training; the first is what the others are compared with.
+
+    Rows are in order of training; the others are compared with the first.
     """
 
     name: str  # short, for the figure
     title: str  # for the table
-    summary: Mapping[str, Interval]  # keys of `passk.summarise`, success as shares
+    summary: Mapping[str, Interval]  # main numbers by name, success as shares
     # per-item difference to the first row; None for the first
     paired: Mapping[str, Interval] | None
     num_items: int
     max_turns: int
     coverage: float = 1.0  # share of the episodes that count
-    # the summary where failed episodes are failures of the policy
+    # the summary with failed episodes as failures of the policy
     failed: Mapping[str, Interval] | None = None
 
 
@@ -47,7 +48,7 @@ class Curve:
 
     name: str
     steps: Sequence[int]
-    values: Sequence[float]  # shares, NaN where nothing was measured
+    values: Sequence[float]  # shares, NaN if nothing was measured
     smooth: bool = False  # noisy: drawn faint, with a running mean on top
 
 
@@ -72,19 +73,19 @@ class EvaluationPoint:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeExample:
-    """An episode as a reader sees it."""
+    """An episode as text, for readers."""
 
-    title: str  # where it comes from, for example "before training"
+    title: str  # its origin, for example "before training"
     item_id: str
     status: str
-    reward: float | None  # None where the environment failed
+    reward: float | None  # None if the environment failed
     success: bool
     goal: str  # the first observation
     turns: tuple[tuple[str, str], ...]  # (action, observation)
 
     @staticmethod
     def from_trajectory(title: str, trajectory: Trajectory) -> EpisodeExample:
-        """Drops the token fields."""
+        """Return a trajectory as an example, without its token fields."""
         return EpisodeExample(
             title=title,
             item_id=trajectory.item.item_id,
@@ -97,7 +98,7 @@ class EpisodeExample:
 
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e3e7eb"
-_SERIES = ("#3b6ea8", "#c8702a", "#4b8b5f", "#7a5c99")  # told apart in grey, too
+_SERIES = ("#3b6ea8", "#c8702a", "#4b8b5f", "#7a5c99")  # distinct in grey, too
 _STAGES = ("#f6f8fa", "#eaeff4")
 _SMOOTHING_STEPS = 7  # width of the running mean
 
@@ -105,8 +106,8 @@ _SMOOTHING_STEPS = 7  # width of the running mean
 def learning_curve_png(
     curves: Sequence[Curve], stages: Sequence[StageSpan], evaluations: Sequence[EvaluationPoint]
 ) -> bytes:
-    """Success over optimizer steps on one continuous axis: stages shaded, evaluations as points
-    with their intervals.
+    """Draw success over optimizer steps on one axis: stages shaded, evaluations as points with
+    their intervals.
     """
     figure, axes = _figure(10.0, 4.6)
     for number, stage in enumerate(stages):
@@ -168,7 +169,7 @@ def learning_curve_png(
 
 
 def evaluation_png(rows: Sequence[EvaluationRow]) -> bytes:
-    """One group of bars per number, one bar per row, with intervals."""
+    """Draw one group of bars per number, one bar per row, with intervals."""
     if not rows:
         raise ValueError("an evaluation figure needs at least one row")
     keys = list(rows[0].summary)
@@ -188,9 +189,9 @@ def evaluation_png(rows: Sequence[EvaluationRow]) -> bytes:
             elinewidth=1.1,
             capsize=3,
         )
-        for place, interval in zip(places, intervals, strict=True):
+        for x, interval in zip(places, intervals, strict=True):
             axes.text(
-                place,
+                x,
                 interval.high + 0.02,
                 f"{100 * interval.mean:.1f}",
                 ha="center",
@@ -218,7 +219,7 @@ def report_html(
     confidence: float = 0.95,
     notes: Sequence[str] = (),
 ) -> str:
-    """The whole report as one page: no script, no network, every text escaped.
+    """Return the whole report as one page: no script, no network, every text escaped.
 
     facts: shown as they are, in order; figures: caption -> PNG; timings: part of the run ->
     seconds;
@@ -238,7 +239,7 @@ def report_html(
 
 
 def page_html(title: str, sections: Sequence[str]) -> str:
-    """One page of these parts, whose text is escaped already: no script, no network."""
+    """Return one page of sections whose text is already escaped: no script, no network."""
     return _PAGE.format(
         policy=_POLICY,
         title=escape(title),
@@ -248,12 +249,12 @@ def page_html(title: str, sections: Sequence[str]) -> str:
 
 
 def label(key: str) -> str:
-    """A metric's name for people: `pass_at_4` -> `pass@4`."""
+    """Return a metric's name for people: `pass_at_4` -> `pass@4`."""
     return key.replace("_at_", "@")
 
 
 def _headline(rows: Sequence[EvaluationRow]) -> str:
-    """The first row against the last one compared with it, one tile per number."""
+    """Compare the last row with the first, one tile per number."""
     compared = [(row.summary, row.paired) for row in rows if row.paired is not None]
     if not compared:
         return ""
@@ -410,7 +411,7 @@ def points(difference: float) -> str:
 
 
 def _direction(gain: Interval) -> str:
-    """CSS class: a gain or a loss only where the interval excludes 0."""
+    """Return a CSS class: a gain or a loss only if the interval excludes 0."""
     return "good" if gain.low > 0 else "bad" if gain.high < 0 else "even"
 
 
@@ -423,7 +424,7 @@ def _duration(seconds: float) -> str:
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
-    """Mean of the window centred on each value, shorter at the ends; NaN values are passed over."""
+    """Mean of the window centred on each value, shorter at the ends, without NaN values."""
     half = _SMOOTHING_STEPS // 2
     windows = (
         [v for v in values[max(0, i - half) : i + half + 1] if not math.isnan(v)]
@@ -433,14 +434,14 @@ def _running_mean(values: Sequence[float]) -> list[float]:
 
 
 def _error_bars(intervals: Sequence[Interval]) -> NDArray[np.float64]:
-    """[2, len]: distances from the mean down and up."""
+    """Distances from the mean down and up, [2, len]."""
     below = [max(0.0, interval.mean - interval.low) for interval in intervals]
     above = [max(0.0, interval.high - interval.mean) for interval in intervals]
     return np.array([below, above])
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
-    """A figure and its axes in the house's look; inches. The y axis is a share shown in percent."""
+    """Return a styled figure and its axes; inches. The y axis is a share shown in percent."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
@@ -454,9 +455,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def style(axes: Any, grid: Literal["x", "y"] = "y") -> None:
-    """The house's look: lines where a value is read off, one quiet spine. grid: across which
-    axis the lines run.
-    """
+    """Style axes: grid lines across the axis `grid`, one muted spine."""
     axes.grid(axis=grid, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -467,7 +466,7 @@ def style(axes: Any, grid: Literal["x", "y"] = "y") -> None:
 
 
 def _shades(num: int) -> list[tuple[float, ...]]:
-    """Grey for the first bar of a group, then blues that grow darker towards the last. RGB."""
+    """Return RGB colours: grey for the first bar of a group, then increasingly dark blues."""
     from matplotlib.colors import to_rgb
 
     light, dark = np.array(to_rgb("#9dbbdb")), np.array(to_rgb(_SERIES[0]))
@@ -486,7 +485,7 @@ def _ticks(step: float) -> Any:
 
 
 def png_of(figure: Any) -> bytes:
-    """The figure as a file, with the Matplotlib that drew it; equal figures give equal bytes."""
+    """Return the figure as PNG, which names its Matplotlib; equal figures give equal bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
@@ -496,7 +495,7 @@ def png_of(figure: Any) -> bytes:
 
 
 def drawn_by(png: bytes) -> tuple[str, bytes]:
-    """The program that a picture names, empty for none, and the picture without that name."""
+    """Return (the program that a picture names, empty for none; the picture without that name)."""
     at = png.find(b"tEXtSoftware\0")
     if at < 4:
         return "", png
@@ -505,7 +504,7 @@ def drawn_by(png: bytes) -> tuple[str, bytes]:
 
 
 def picture_data(png: bytes) -> str:
-    """A picture as a page embeds it."""
+    """Return a picture in base64, for embedding in a page."""
     return base64.b64encode(png).decode()
 
 
@@ -564,8 +563,7 @@ dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
 @media print { main { padding: 0; max-width: none; } details, section { break-inside: avoid; } }
 """
 
-# Should some text ever get past the escaping, the page still runs no script, loads nothing and
-# sends nothing.
+# if some text is not escaped, the page still runs no script, loads nothing and sends nothing
 _POLICY = "; ".join(
     [
         "default-src 'none'",

@@ -1,4 +1,4 @@
-"""What is asked of an evaluation, as commands and flows hand it on; torch-free."""
+"""Request for an evaluation, as commands and flows pass it on; torch-free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 
 
 class EvaluationRequest(BaseModel):
-    """What is asked for."""
+    """A request for an evaluation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -32,7 +32,7 @@ class EvaluationRequest(BaseModel):
         (),
         title="Kept",
         description="fields of a run's protocol that hold for models that were not trained here,"
-        " too, because somebody set them: instructions, max_new_tokens, context_tokens",
+        " too, because the user set them: instructions, max_new_tokens, context_tokens",
     )
     engine: Literal["", "torch", "vllm"] = Field("", description="empty: rollout.engine")
     model: str = Field("", description="of an endpoint; empty: the only one it has")

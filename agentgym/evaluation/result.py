@@ -1,8 +1,7 @@
-"""What an evaluation leaves: one row for each (environment, item, sample), whatever became of it,
-and a digest that names what was asked.
+"""Result of an evaluation: one row for each slot, and a digest of the question.
 
-A slot is one (environment, item, sample). Every slot that was asked for is there: one that has not
-been played has no outcome, one that failed has its attempts, and neither is ever a reward of 0.
+A slot is one (environment, item, sample). The result has every slot of the evaluation: one that has
+not been played has no outcome, one that failed has its attempts, and neither is ever a reward of 0.
 """
 
 from __future__ import annotations
@@ -24,22 +23,23 @@ from agentgym.types import Item, Status, Trajectory, Usage, flat
 from envs.wire import FAMILY, INVALID
 
 SCHEMA_VERSION = 1
-RESULT, CLOCK = "result.json", "clock.json"  # files of a result; the second one holds all times
+RESULT, CLOCK = "result.json", "clock.json"  # files of a result; the second one has all times
 
 
 class ResultError(ValueError):
-    """What was read is no result of ours, or one of a later version."""
+    """A file that is no result of ours, or one of a later version."""
 
 
 class Outcome(StrEnum):
-    """What became of a slot. The first two enter the score; the others never are a 0."""
+    """Outcome of a slot. The first two enter the score; the others never count as 0."""
 
     SCORED = "scored"  # the environment ended the episode
     TRUNCATED = "truncated"  # it was cut: turns, context, or the simulator's own limit
     ENV_ERROR = "env_error"
-    GRADER_ERROR = "grader_error"  # it was played, and nobody could judge it
+    GRADER_ERROR = "grader_error"  # it was played, but could not be graded
     TIMEOUT = "timeout"
-    INTERRUPTED = "interrupted"  # the policy could not go on: its endpoint, or a limit of cost
+    # the policy could not continue: its endpoint failed, or a limit of cost was reached
+    INTERRUPTED = "interrupted"
 
     @property
     def counts(self) -> bool:
@@ -60,7 +60,7 @@ OUTCOME_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A try at a slot that failed; none is ever dropped."""
+    """An attempt at a slot that failed; all of them are kept."""
 
     outcome: Outcome
     error: str
@@ -70,18 +70,18 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One (environment, item, sample) and what became of it."""
+    """One (environment, item, sample) and its outcome."""
 
     env: str
     item_id: str
     sample: int  # 0: greedy; samples are counted from 1
-    task: str | None = None  # digest of the task, equal for equal ones; None: not known
+    task: str | None = None  # digest of the task, equal for equal tasks; None: not known
     outcome: Outcome | None = None  # None: not played yet
     success: bool = False
-    reward: float | None = None  # sum of the turns'; None where nothing counts
+    reward: float | None = None  # sum of the turns' rewards; None if nothing counts
     num_turns: int = 0  # of the attempt that counts, or the last one
-    family: str | None = None  # as the environment says
-    num_invalid: int | None = None  # actions it did not carry out; None: it does not say
+    family: str | None = None  # as the environment reports it
+    num_invalid: int | None = None  # actions it did not carry out; None: it does not report them
     usage: Usage = field(default_factory=Usage)  # of that attempt
     info: Mapping[str, Any] = field(default_factory=dict)  # the environment's at the end
     failed: tuple[Attempt, ...] = ()  # in order; of a slot that failed for good, all
@@ -93,14 +93,16 @@ class Slot:
 
     @property
     def total_usage(self) -> Usage:
-        """Over all attempts."""
-        return sum((each.usage for each in self.failed if not self._is_last(each)), self.usage)
+        """Usage over all attempts."""
+        return sum(
+            (attempt.usage for attempt in self.failed if not self._is_last(attempt)), self.usage
+        )
 
     def _is_last(self, attempt: Attempt) -> bool:
         return not self.counts and attempt is self.failed[-1]
 
     def played(self, trajectory: Trajectory) -> Slot:
-        """With one more attempt, the latest."""
+        """Return the slot with one more attempt, the latest."""
         outcome, usage = OUTCOME_OF[trajectory.status], usage_of(trajectory)
         failed, turns = self.failed, trajectory.turns
         if not outcome.counts:
@@ -108,7 +110,7 @@ class Slot:
             failed = (*failed, attempt)
         infos = [turn.info for turn in turns]
         family = family_of(trajectory)
-        says = family is not None or any(INVALID in info for info in infos)
+        reports = family is not None or any(INVALID in info for info in infos)
         return Slot(
             env=self.env,
             item_id=self.item_id,
@@ -119,7 +121,7 @@ class Slot:
             reward=trajectory.reward,
             num_turns=len(turns),
             family=self.family if family is None else family,
-            num_invalid=sum(bool(info.get(INVALID)) for info in infos) if says else None,
+            num_invalid=sum(bool(info.get(INVALID)) for info in infos) if reports else None,
             usage=usage,
             info=infos[-1] if infos else {},
             failed=failed,
@@ -127,33 +129,33 @@ class Slot:
         )
 
     def to_row(self) -> list[Any]:
-        """In the order of COLUMNS, without the clock."""
+        """Return the values of COLUMNS, without the clock."""
         row = [getattr(self, name) for name in COLUMNS]
         row[COLUMNS.index("usage")] = list(flat(self.usage).values())
         row[COLUMNS.index("failed")] = [
-            [each.outcome, each.error, each.num_turns, list(flat(each.usage).values())]
-            for each in self.failed
+            [attempt.outcome, attempt.error, attempt.num_turns, list(flat(attempt.usage).values())]
+            for attempt in self.failed
         ]
         return row
 
     @classmethod
     def from_row(cls, row: Sequence[Any], wall_s: float = 0.0) -> Self:
-        """The inverse of `to_row`."""
-        given = dict(zip(COLUMNS, row, strict=True))
-        given["outcome"] = None if given["outcome"] is None else Outcome(given["outcome"])
-        given["usage"] = Usage(*given["usage"])
-        given["failed"] = tuple(
+        """Read the result of `to_row`."""
+        fields = dict(zip(COLUMNS, row, strict=True))
+        fields["outcome"] = None if fields["outcome"] is None else Outcome(fields["outcome"])
+        fields["usage"] = Usage(*fields["usage"])
+        fields["failed"] = tuple(
             Attempt(Outcome(outcome), error, turns, Usage(*usage))
-            for outcome, error, turns, usage in given["failed"]
+            for outcome, error, turns, usage in fields["failed"]
         )
-        return cls(**given, wall_s=wall_s)
+        return cls(**fields, wall_s=wall_s)
 
 
 COLUMNS = tuple(name for name in Slot.__dataclass_fields__ if name != "wall_s")
 
 
 def usage_of(trajectory: Trajectory) -> Usage:
-    """As its policy counted, or by the tokens on record."""
+    """Return usage as the policy counted it, or else from the recorded tokens."""
     if trajectory.usage is not None:
         return trajectory.usage
     turns = [turn for turn in trajectory.turns if turn.end]
@@ -167,19 +169,20 @@ def usage_of(trajectory: Trajectory) -> Usage:
 
 @dataclass(frozen=True)
 class Result:
-    """An evaluation, whole or as far as it is."""
+    """An evaluation, whole or as far as it was played."""
 
-    # what was asked, and nothing else: policy, items, samples, protocol, prompts, versions
+    # the question and nothing else: policy, items, samples, protocol, prompts, versions
     identity: Mapping[str, Any]
-    slots: tuple[Slot, ...]  # environments in the protocol's order, items in theirs, samples up
-    numbers: Mapping[str, Any] = field(default_factory=dict)  # `agentgym.evaluation.score`
+    # environments in the protocol's order, items in theirs, samples ascending
+    slots: tuple[Slot, ...]
+    numbers: Mapping[str, Any] = field(default_factory=dict)  # `agentgym.evaluation.numbers`
     about: Mapping[str, Any] = field(default_factory=dict)  # for people: names, warnings
     clock: Mapping[str, Any] = field(default_factory=dict, compare=False)  # seconds, rates
     schema_version: int = SCHEMA_VERSION
 
     @property
     def digest(self) -> str:
-        """64 hex digits; equal for equal questions, whatever came out."""
+        """sha256 of the question, 64 hex digits; equal for equal questions, whatever the result."""
         return digest_of(self.identity)
 
     @cached_property
@@ -191,31 +194,31 @@ class Result:
 
     @property
     def coverage(self) -> float:
-        """Slots that count, of those asked for; see also `table`."""
+        """Share of the slots that count."""
         return coverage_of(self.slots)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every slot has been played, well or not."""
+        """True if every slot has an outcome, failed or not."""
         return all(slot.outcome is not None for slot in self.slots)
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """How many slots have each outcome; `not_played` for those without one."""
-        found = Counter(slot.outcome for slot in self.slots)
+        """Number of slots with each outcome; `not_played` for those without one."""
+        counts = Counter(slot.outcome for slot in self.slots)
         return {
-            **{str(each): found[each] for each in Outcome},
-            "not_played": found[None],
+            **{str(outcome): counts[outcome] for outcome in Outcome},
+            "not_played": counts[None],
         }
 
     @property
     def usage(self) -> Usage:
-        """Over all attempts at all slots."""
+        """Usage over all attempts at all slots."""
         return sum((slot.total_usage for slot in self.slots), Usage())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types without any time of a clock: two runs of one question that came to
-        the same have equal ones.
+        """Return plain JSON types without any clock times, so two runs of one question with equal
+        outcomes are equal.
         """
         return {
             "schema_version": self.schema_version,
@@ -238,13 +241,13 @@ class Result:
         return json.dumps({**self.clock, "wall_s": times}, separators=(",", ":")).encode()
 
     def save(self, folder: Path) -> None:
-        """`result.json` and `clock.json`, into a folder that exists."""
+        """Write `result.json` and `clock.json` into an existing folder."""
         (folder / RESULT).write_bytes(self.to_bytes())
         (folder / CLOCK).write_bytes(self.clock_bytes())
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """From a folder or its `result.json`. Errors: ResultError."""
+        """Read a result from a folder or its `result.json`. Errors: ResultError."""
         file = path / RESULT if path.is_dir() else path
         clock = file.with_name(CLOCK)
         try:
@@ -256,7 +259,7 @@ class Result:
 
     @classmethod
     def from_bytes(cls, data: bytes, clock: bytes = b"{}", where: str = "the result") -> Self:
-        """Errors: ResultError."""
+        """Read a result. where: its name in errors. Errors: ResultError."""
         try:
             tree, times = json.loads(data), json.loads(clock)
             version = tree["schema_version"]
@@ -282,9 +285,9 @@ class Result:
 
 
 def family_of(trajectory: Trajectory) -> str | None:
-    """What kind of task its item is, as the environment last told; None: it told nothing."""
-    told = [turn.info[FAMILY] for turn in trajectory.turns if turn.info.get(FAMILY) is not None]
-    return str(told[-1]) if told else None
+    """Return the item's kind of task, as the environment last reported it; None: it did not."""
+    families = [turn.info[FAMILY] for turn in trajectory.turns if turn.info.get(FAMILY) is not None]
+    return str(families[-1]) if families else None
 
 
 def digest_of(identity: Mapping[str, Any]) -> str:
@@ -296,8 +299,8 @@ def expected_slots(
     samples: Mapping[str, Sequence[int]],
     tasks: Mapping[str, Sequence[str | None]],
 ) -> tuple[Slot, ...]:
-    """Every slot that is asked for, none played. By environment: its items, the numbers of their
-    samples, and the digest of each item's task.
+    """Return every slot of the evaluation, not yet played. By environment: its items, the numbers
+    of their samples, and the digest of each item's task.
     """
     return tuple(
         Slot(env, item.item_id, sample, task)
@@ -308,15 +311,16 @@ def expected_slots(
 
 
 def coverage_of(slots: Sequence[Slot]) -> float:
-    """Share of the slots that count; 1 of none."""
+    """Share of the slots that count; 1 if there are none."""
     return sum(slot.counts for slot in slots) / len(slots) if slots else 1.0
 
 
 def outcome_table(
     slots: Iterable[Slot],
 ) -> tuple[tuple[str, ...], NDArray[np.float64], NDArray[np.float64]]:
-    """Of one environment: item ids [I], greedy [I] and samples [I, n]: success as 1 or 0, NaN
-    where the slot does not count. An evaluation without greedy episodes has NaN in all of them.
+    """Return one environment's item ids [I], greedy [I] and samples [I, n].
+
+    Success is 1 or 0, NaN if the slot does not count. Without greedy episodes, all greedy is NaN.
     """
     slots = list(slots)
     rows = {item: row for row, item in enumerate(dict.fromkeys(slot.item_id for slot in slots))}
@@ -329,8 +333,10 @@ def outcome_table(
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Where two identities ask another question than who played: dotted paths, each with both
-    values; empty: their results compare.
+    """Return how two questions differ, other than in the policy: dotted paths, each with both
+    values.
+
+    Empty: the results can be compared.
     """
     return _differences(
         {name: value for name, value in ours.items() if name != "policy"},
@@ -339,17 +345,17 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
     )
 
 
-def _differences(ours: Any, theirs: Any, place: str) -> list[str]:
+def _differences(ours: Any, theirs: Any, path: str) -> list[str]:
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        found = []
+        lines = []
         for name in dict.fromkeys([*ours, *theirs]):
-            found += _differences(ours.get(name), theirs.get(name), f"{place}.{name}".lstrip("."))
-        return found
+            lines += _differences(ours.get(name), theirs.get(name), f"{path}.{name}".lstrip("."))
+        return lines
     if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
         if len(ours) == len(theirs):
             pairs = enumerate(zip(ours, theirs, strict=True))
-            return [line for i, both in pairs for line in _differences(*both, f"{place}[{i}]")]
+            return [line for i, both in pairs for line in _differences(*both, f"{path}[{i}]")]
     elif ours == theirs:
         return []
-    shown = (json.dumps(each, default=str)[:60] for each in (ours, theirs))
-    return [f"{place}: {' and '.join(shown)}"]
+    shown = (json.dumps(value, default=str)[:60] for value in (ours, theirs))
+    return [f"{path}: {' and '.join(shown)}"]

@@ -1,11 +1,11 @@
-"""Success against what an episode may take: turns, sampled tokens, seconds; all from one evaluation
-at the largest horizon.
+"""Success against an episode's budget: turns, sampled tokens, seconds; all from one evaluation at
+the largest horizon.
 
-A policy that is not told how many turns it has plays the first h of them alike whatever the horizon
+A policy that does not know its number of turns plays the first h of them alike whatever the horizon
 is, so an episode of a longer one, cut after h turns, is the episode of a separate run at h: the
 same tokens, by the same random numbers, the same rewards. `truncate` cuts it;
 `tests/agentgym/evaluation/test_scaling.py` plays both and compares them to the bit.
-`obstacle` says where that is untrue.
+`obstacle` detects policies that do know their horizon.
 """
 
 from __future__ import annotations
@@ -36,47 +36,49 @@ _TELLS_LEFT = re.compile(
 
 @dataclass(frozen=True)
 class Curve:
-    """Success by what an episode may take at most."""
+    """Success as a function of an episode's budget."""
 
     axis: str
     budgets: tuple[float, ...]
     success: tuple[Interval, ...]
-    # of the slots that count at the last budget: the share a limit other than turns has cut
+    # among the slots that count at the last budget: share cut by another limit than turns
     cut_otherwise: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {
             "axis": self.axis,
             "budgets": list(self.budgets),
-            "success": [each.to_json() for each in self.success],
+            "success": [interval.to_json() for interval in self.success],
             "cut_otherwise": self.cut_otherwise,
         }
 
 
 def obstacle(texts: Iterable[str], max_turns: int) -> str:
-    """Why episodes at a horizon of `max_turns` do not tell what a shorter one would give; empty
-    where nothing is known. texts: all that the policy was told: instructions and observations.
+    """Return why episodes at a horizon of `max_turns` say nothing about a shorter one; empty: no
+    reason is known.
+
+    texts: everything that the policy was shown: instructions and observations.
     """
     named = re.compile(rf"\b{max_turns} (?:\w+ )?{_COUNTED}\b", re.IGNORECASE)
     for text in texts:
         for pattern in (named, _TELLS_LEFT):
-            if found := pattern.search(text):
-                start = max(found.start() - 30, 0)
-                said = " ".join(text[start : found.end() + 30].split())
+            if match := pattern.search(text):
+                start = max(match.start() - 30, 0)
+                quote = " ".join(text[start : match.end() + 30].split())
                 return (
-                    f"the policy is told its horizon ({said!r}): with another one it would have"
+                    f"the policy is told its horizon ({quote!r}): with another one it would have"
                     " acted otherwise; evaluate once for each horizon"
                 )
     return ""
 
 
 def truncate(trajectory: Trajectory, max_turns: int) -> Trajectory:
-    """The episode as a run with a horizon of `max_turns` would have recorded it, but for its id
-    and its times.
+    """Return the episode as a run with a horizon of `max_turns` would have recorded it, except for
+    its id and its times.
 
-    A failure after that many turns did not happen there. The last observation of a cut episode is
-    not among its tokens, as evaluations record them.
-    Errors: ValueError where it was played for fewer turns than that.
+    A failure after that many turns did not happen in that run. The last observation of a cut
+    episode is not among its tokens, as evaluations record them.
+    Errors: ValueError if the episode was played with a shorter horizon.
     """
     if max_turns > trajectory.max_turns or max_turns < 1:
         raise ValueError(
@@ -84,18 +86,18 @@ def truncate(trajectory: Trajectory, max_turns: int) -> Trajectory:
             " evaluate with a horizon as long as the longest one asked for"
         )
     turns, status = trajectory.turns, trajectory.status
-    done = len(turns) < max_turns or (len(turns) == max_turns and status in _ENDED)
-    if done:
+    ended = len(turns) < max_turns or (len(turns) == max_turns and status in _ENDED)
+    if ended:
         return replace(trajectory, max_turns=max_turns)
-    kept = turns[:max_turns]
-    end = kept[-1].end
+    first_turns = turns[:max_turns]
+    end = first_turns[-1].end
     return replace(
         trajectory,
         max_turns=max_turns,
         status=Status.MAX_TURNS,
-        reward=sum(turn.reward for turn in kept),
+        reward=sum(turn.reward for turn in first_turns),
         success=False,
-        turns=kept,
+        turns=first_turns,
         input_ids=trajectory.input_ids[:end],
         action_mask=trajectory.action_mask[:end],
         logprobs=trajectory.logprobs[:end],
@@ -106,8 +108,8 @@ def truncate(trajectory: Trajectory, max_turns: int) -> Trajectory:
 def by_turns(
     slots: Sequence[Slot], max_turns: int, *, confidence: float, horizons: Sequence[int] = ()
 ) -> Curve:
-    """Of one environment, for each horizon (default: every one up to `max_turns`): what `truncate`
-    makes of its episodes, from the slots alone.
+    """Return one environment's success at each horizon (default: every one up to `max_turns`), as
+    `truncate` would give it, from the slots alone.
     """
     chosen = tuple(horizons or range(1, max_turns + 1))
     if max(chosen) > max_turns or min(chosen) < 1:
@@ -116,18 +118,19 @@ def by_turns(
 
 
 def values_by_turns(slots: Sequence[Slot], horizons: Sequence[int]) -> FloatArray:
-    """[horizons, items] The share of an item's episodes that succeed within so many turns, in the
-    order in which the items appear; NaN where none counts.
+    """Return the share of an item's episodes that succeed within each horizon, [horizons, items].
+
+    Items are in order of first appearance; NaN if no episode counts.
     """
     return _of_items(_within_turns(slots, horizons), slots)[0]
 
 
 def _within_turns(slots: Sequence[Slot], horizons: Sequence[int]) -> FloatArray:
-    """[horizons, slots] success within so many turns; NaN where a slot does not count."""
+    """Success within each horizon, [horizons, slots]; NaN if a slot does not count."""
     rows = [
         [
             float(slot.success and slot.num_turns <= horizon)
-            # one that failed later had not failed by then
+            # an attempt that failed later had not failed by then
             if slot.counts or (slot.outcome is not None and slot.num_turns >= horizon)
             else np.nan
             for slot in slots
@@ -145,9 +148,11 @@ def within(
     confidence: float,
     num: int = 20,
 ) -> Curve | None:
-    """Success within so many tokens or seconds, at `num` budgets up to the dearest success. costs:
-    of each slot, what its episode took; a success is there at its end. None where a success's cost
-    is not known, or nothing succeeded.
+    """Return success within a number of tokens or seconds, at `num` budgets up to the most
+    expensive success.
+
+    costs: of each slot's whole episode; a success counts from its end. None if the cost of a
+    success is not known, or nothing succeeded.
     """
     won = [cost for slot, cost in zip(slots, costs, strict=True) if slot.counts and slot.success]
     dearest = [cost for cost in won if cost is not None]
@@ -162,12 +167,12 @@ def within(
 
 
 def _of_items(rows: FloatArray, slots: Sequence[Slot]) -> tuple[FloatArray, FloatArray]:
-    """(means, counts) over each item's slots that are not NaN, [budgets, items]. rows: [budgets,
-    slots].
+    """Return (means, counts) over each item's slots that are not NaN, [budgets, items]. rows:
+    [budgets, slots].
     """
-    places = {item: place for place, item in enumerate(dict.fromkeys(s.item_id for s in slots))}
-    of_item = np.zeros((len(slots), len(places)))
-    of_item[np.arange(len(slots)), [places[slot.item_id] for slot in slots]] = 1
+    columns = {item: column for column, item in enumerate(dict.fromkeys(s.item_id for s in slots))}
+    of_item = np.zeros((len(slots), len(columns)))
+    of_item[np.arange(len(slots)), [columns[slot.item_id] for slot in slots]] = 1
     known = ~np.isnan(rows)
     count = known.astype(np.float64) @ of_item
     hits = np.where(known, rows, 0.0) @ of_item
@@ -182,20 +187,20 @@ def _curve(
     confidence: float,
     max_turns: int,
 ) -> Curve:
-    """rows: [budgets, slots]; an item's slots are averaged before anything else is made of them."""
+    """Return a curve from rows [budgets, slots]; each item's slots are averaged first."""
     values, count = _of_items(rows, slots)
     if (count.sum(axis=1) == 0).any():
         raise ValueError(f"no episode counts at some of the {axis}; look at the outcomes")
     families: dict[str, str | None] = dict.fromkeys(slot.item_id for slot in slots)
     for slot in slots:
         families[slot.item_id] = families[slot.item_id] or slot.family
-    found = clustered_intervals(
+    estimate = clustered_intervals(
         values, family_codes(list(families.values())), kind="share", confidence=confidence
     )
     num = (count > 0).sum(axis=1)
     intervals = tuple(
         Interval(round(float(mean), 6), round(float(low), 6), round(float(high), 6), int(items))
-        for mean, low, high, items in zip(*found, num, strict=True)
+        for mean, low, high, items in zip(*estimate, num, strict=True)
     )
     counted = [slot for slot in slots if slot.counts]
     cut = [s for s in counted if s.outcome == "truncated" and s.num_turns < max_turns]

@@ -1,30 +1,30 @@
-"""How sure a mean over a few seeds and many items is; `crossed_interval` is the only door.
+"""Confidence interval of a mean over a few seeds and many items: `crossed_interval`.
 
-A table `values [seeds, items]` has two sources of luck: which seeds trained, and which items were
-asked.
+A table `values [seeds, items]` has two sources of randomness: the training seeds and the items of
+the evaluation.
 All seeds answer the same items, so with S seeds and I items
 
     variance of the mean = (variance of the seeds' means) / S
                            + (covariance of two seeds over items) / I
 
-The first part rests on S - 1 degrees of freedom, the second on about I - 1, and a bootstrap of
-three seeds knows nothing of the first number: it covers 76 to 88 % where seeds matter.
-Here the mean lies within t standard errors, t halfway between Satterthwaite's (up to 3 points short
-where seeds matter most) and the two parts' own, weighted by variance (up to 2 points over: Cochran
-and Cox).
-A part that a few items make has fewer degrees of freedom: their kurtosis says how many.
+The first part has S - 1 degrees of freedom, the second about I - 1. A bootstrap of three seeds
+cannot estimate the first part: it covers 76 to 88 % if seeds matter.
+Here the interval is t standard errors wide on each side, with t halfway between Satterthwaite's (up
+to 3 points short if seeds matter most) and the two parts' own, weighted by variance (up to 2 points
+over: Cochran and Cox).
+A part that a few items make has fewer degrees of freedom, by their kurtosis.
 
-The interval is never narrower than that over the items alone (`clustered.clustered_intervals` of
+The interval is never narrower than the one over items alone (`clustered.clustered_intervals` of
 each item's mean over the seeds), and with fewer than FEWEST_SEEDS seeds it is that one: seeds that
-happen to agree say nothing of how other seeds would differ.
+happen to agree say nothing about other seeds.
 
 Success near 0 or 1 is skewed: `kind="share"` turns the standard error into a number of independent
-draws and takes the Wilson interval of as many.
-Where fewer than `RARE` items tell anything, their covariance does not: there an item counts as one
-draw.
-`kind="difference"` has no such bound; where fewer than `RARE` items differ, two more are added to
-them that differ, one each way (Bonett and Price 2012).
-What this covers is simulated by `benchmarks/coverage.py`.
+draws and takes the Wilson interval of that many draws.
+If fewer than `RARE` items decide the result, their covariance is unreliable: then an item counts as
+one draw.
+`kind="difference"` has no such bound; if fewer than `RARE` items differ, two more are added that
+differ, one each way (Bonett and Price 2012).
+`benchmarks/coverage.py` simulates the coverage.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def crossed_interval(
     confidence: float,
     codes: NDArray[np.int_] | None = None,
 ) -> Interval:
-    """The mean of `values` [S, I] over seeds and items, with its interval; NaN is left out, every
-    seed counts alike.
+    """Return the mean of `values` [S, I] over seeds and items, with its interval.
 
+    NaN is left out, every seed counts alike.
     kind: of a value: a share in 0 .. 1, or a difference of two in -1 .. 1.
-    codes: [I] the items' families, as `clustered.family_codes` has them.
-    Fewer than FEWEST_SEEDS seeds speak about items only.
-    Errors: ValueError where a seed has no value.
+    codes: [I] the items' families, from `clustered.family_codes`.
+    With fewer than FEWEST_SEEDS seeds, the interval is over items only.
+    Errors: ValueError if a seed has no value.
     """
     if values.ndim != 2 or not values.size:
         raise ValueError(
@@ -69,8 +69,8 @@ def crossed_interval(
             "a seed has no valid episode; look at rollout/env_error_frac and the environment's log"
         )
     mean, low, high = (
-        found.item()
-        for found in crossed_intervals(values[None], kind=kind, confidence=confidence, codes=codes)
+        bound.item()
+        for bound in crossed_intervals(values[None], kind=kind, confidence=confidence, codes=codes)
     )
     return Interval(mean, low, high, int((~np.isnan(values)).any(axis=0).sum()))
 
@@ -82,7 +82,7 @@ def crossed_intervals(
     confidence: float,
     codes: NDArray[np.int_] | None = None,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """(mean, low, high), each [...], of many tables at a time: values [..., S, I]."""
+    """Return (mean, low, high), each [...], of many tables at a time: values [..., S, I]."""
     mean = np.nanmean(values, axis=-1).mean(axis=-1)
     low, high = _over_items(values, mean, kind, confidence, codes)
     if values.shape[-2] < FEWEST_SEEDS:
@@ -98,8 +98,10 @@ def _over_items(
     confidence: float,
     codes: NDArray[np.int_] | None,
 ) -> tuple[FloatArray, FloatArray]:
-    """(low, high) of these seeds on other items. An item that some seeds lack is taken as far from
-    the mean as the others are from their own; the interval is then shifted to the mean.
+    """Return (low, high) of these seeds on other items.
+
+    For an item that some seeds lack, the mean deviation of the other seeds is used; the interval is
+    then shifted to the mean.
     """
     count = (~np.isnan(values)).sum(axis=-2)
     off = np.nan_to_num(values - np.nanmean(values, axis=-1, keepdims=True), nan=0.0).sum(axis=-2)
@@ -114,7 +116,7 @@ def _over_items(
 def _over_both(
     values: FloatArray, mean: FloatArray, kind: Kind, confidence: float
 ) -> tuple[FloatArray, FloatArray]:
-    """(low, high) of other seeds on other items."""
+    """Return (low, high) of other seeds on other items."""
     per_seed = np.nanmean(values, axis=-1)
     num_seeds = values.shape[-2]
     num_items = (~np.isnan(values)).any(axis=-2).sum(axis=-1)
@@ -133,14 +135,14 @@ def _over_both(
 
 
 def _item_means(values: FloatArray, mean: FloatArray) -> FloatArray:
-    """[..., I] over seeds; an item without a value stands at the mean of all."""
+    """Mean over seeds, [..., I]; an item without a value gets the overall mean."""
     valid = ~np.isnan(values)
-    found = np.where(valid, values, 0.0).sum(axis=-2) / np.maximum(valid.sum(axis=-2), 1)
-    return np.where(valid.any(axis=-2), found, mean[..., None])
+    item_means = np.where(valid, values, 0.0).sum(axis=-2) / np.maximum(valid.sum(axis=-2), 1)
+    return np.where(valid.any(axis=-2), item_means, mean[..., None])
 
 
 def _covariance(values: FloatArray, per_seed: FloatArray) -> FloatArray:
-    """[...] Of two seeds over the items both have, all pairs together."""
+    """Mean covariance over all pairs of seeds, over the items both have, [...]."""
     off = np.nan_to_num(values - per_seed[..., None], nan=0.0)
     squares = (off**2).sum(axis=(-2, -1))
     both = ((off.sum(axis=-2) ** 2).sum(axis=-1) - squares) / 2  # each pair's products, over items
@@ -150,7 +152,7 @@ def _covariance(values: FloatArray, per_seed: FloatArray) -> FloatArray:
 
 
 def _freedom(item_means: FloatArray, num_items: NDArray[np.int_]) -> FloatArray:
-    """[...] Degrees of freedom of the items' variance: fewer, the more of it a few items make
+    """Degrees of freedom of the items' variance, [...]: fewer, the more of it a few items make
     (their kurtosis, unbiased).
     """
     off = item_means - item_means.mean(axis=-1, keepdims=True)
@@ -164,8 +166,8 @@ def _freedom(item_means: FloatArray, num_items: NDArray[np.int_]) -> FloatArray:
 def _quantile(
     of_seeds: FloatArray, of_items: FloatArray, num_seeds: int, many: FloatArray, confidence: float
 ) -> FloatArray:
-    """[...] How many standard errors; see the head of this module. many: degrees of freedom of
-    the items' part.
+    """Number of standard errors, [...]; see the module's docstring. many: degrees of freedom of the
+    items' part.
     """
     level, few = (1 + confidence) / 2, num_seeds - 1
     share = np.divide(

@@ -28,12 +28,13 @@ from agentgym.evaluation.result import (
 from agentgym.store.manifest import Manifest, canonical_json, sha256
 from agentgym.store.runstore import RunStore
 
-OUTCOMES = "outcomes.json"  # of a run's evaluation before it had a plan and a result
-TOLERANCE = 1e-9  # of numbers that another version of a library computed
+# of a run's evaluation by an earlier release, without a plan and a result
+OUTCOMES = "outcomes.json"
+TOLERANCE = 1e-9  # for numbers that another version of a library computed
 
 
 class NumbersChanged(ValueError):
-    """An evaluation says something else than its episodes."""
+    """An evaluation that contradicts its episodes."""
 
 
 def is_evaluation(head: Manifest) -> bool:
@@ -42,7 +43,7 @@ def is_evaluation(head: Manifest) -> bool:
 
 
 def plan_of(store: RunStore, commits: Sequence[Manifest]) -> Plan:
-    """Errors: ResultError where no commit has a plan."""
+    """Return the plan of an evaluation. Errors: ResultError if no commit has one."""
     if commits and PLAN in commits[0].records:
         return read_plan(store, commits[0])
     if commits and OUTCOMES in commits[-1].blobs:
@@ -52,8 +53,8 @@ def plan_of(store: RunStore, commits: Sequence[Manifest]) -> Plan:
 
 
 def played_slots(store: RunStore, plan: Plan, commits: Sequence[Manifest]) -> tuple[Slot, ...]:
-    """Every slot of the plan with what became of it. Errors: NumbersChanged where an episode is
-    none of the plan's.
+    """Return every slot of the plan with its outcome. Errors: NumbersChanged if an episode is not
+    in the plan.
     """
     slots = {key_of(slot): slot for slot in plan.slots}
     try:
@@ -64,10 +65,10 @@ def played_slots(store: RunStore, plan: Plan, commits: Sequence[Manifest]) -> tu
 
 
 def stored_result(store: RunStore, head: Manifest) -> Result:
-    """Return the result of an evaluation, as far as it is, from its plan and its episodes.
+    """Return the result of an evaluation, finished or not, from its plan and its episodes.
 
-    Errors: NumbersChanged where the result on record says something else; ResultError,
-    BlobMissing, DigestMismatch, RecordError.
+    Errors: NumbersChanged if the recorded result differs; ResultError, BlobMissing, DigestMismatch,
+    RecordError.
     """
     commits = store.history(head.step, head.key)
     plan = plan_of(store, commits)
@@ -77,46 +78,51 @@ def stored_result(store: RunStore, head: Manifest) -> Result:
     clock: Mapping[str, Any] = {}
     where = f"{head.step} ({head.key[:12]})"
     if RESULT in head.blobs:
-        kept = Result.from_bytes(store.read(head, RESULT), store.read(head, CLOCK), where)
-        clock = kept.clock
-        about |= {name: kept.about[name] for name in ("notes", "cost") if name in kept.about}
+        recorded = Result.from_bytes(store.read(head, RESULT), store.read(head, CLOCK), where)
+        clock = recorded.clock
+        about |= {
+            name: recorded.about[name] for name in ("notes", "cost") if name in recorded.about
+        }
     result = Result(plan.identity, slots, numbers_of(slots, protocol), about, clock)
-    if RESULT in head.blobs and (unlike := _unlike(kept, result)):
+    if RESULT in head.blobs and (unlike := _unlike(recorded, result)):
         raise NumbersChanged(f"{where}: its result is not that of its episodes: {unlike}")
     if OUTCOMES in head.blobs:
         _compare_outcomes(where, json.loads(store.read(head, OUTCOMES)), slots)
     return result
 
 
-def _unlike(kept: Result, result: Result) -> str:
-    """Return how a result on record differs from the computed one; empty: it does not.
+def _unlike(recorded: Result, result: Result) -> str:
+    """Return how a recorded result differs from the computed one; empty: it does not.
 
     Numbers that only one of the two has are of another version and are not compared.
     """
-    if kept.identity != result.identity:
+    if recorded.identity != result.identity:
         return "it names another question"
-    for ours, theirs in zip(result.slots, kept.slots, strict=False):
+    for ours, theirs in zip(result.slots, recorded.slots, strict=False):
         if ours != theirs:
             return f"{ours.item_id} sample {ours.sample}"
-    if len(kept.slots) != len(result.slots):
-        return f"{len(kept.slots)} slots, {len(result.slots)} were asked for"
-    return _unlike_numbers(kept.numbers, json.loads(json.dumps(result.numbers)), "")
+    if len(recorded.slots) != len(result.slots):
+        return f"{len(recorded.slots)} slots, {len(result.slots)} were asked for"
+    return _unlike_numbers(recorded.numbers, json.loads(json.dumps(result.numbers)), "")
 
 
-def _unlike_numbers(kept: Any, ours: Any, place: str) -> str:
-    if isinstance(kept, Mapping) and isinstance(ours, Mapping):
+def _unlike_numbers(recorded: Any, ours: Any, path: str) -> str:
+    if isinstance(recorded, Mapping) and isinstance(ours, Mapping):
         return next(
             filter(
                 None,
-                (_unlike_numbers(kept[k], ours[k], f"{place} {k}") for k in kept.keys() & ours),
+                (
+                    _unlike_numbers(recorded[k], ours[k], f"{path} {k}")
+                    for k in recorded.keys() & ours
+                ),
             ),
             "",
         )
-    if isinstance(kept, float | int) and isinstance(ours, float | int):
-        same = math.isclose(kept, ours, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    if isinstance(recorded, float | int) and isinstance(ours, float | int):
+        same = math.isclose(recorded, ours, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     else:
-        same = kept == ours or isinstance(kept, list)
-    return "" if same else f"{place.strip()} is {ours}, on record {kept}"
+        same = recorded == ours or isinstance(recorded, list)
+    return "" if same else f"{path.strip()} is {ours}, on record {recorded}"
 
 
 def _earlier_plan(store: RunStore, final: Manifest) -> Plan:
@@ -131,10 +137,14 @@ def _earlier_plan(store: RunStore, final: Manifest) -> Plan:
         if parse_item_id(item_id)[0] == env
         for sample in range(settings.num_samples + 1)
     )
-    asked = {"num_samples": settings.num_samples, "greedy": True, "max_turns": settings.max_turns}
+    env_settings = {
+        "num_samples": settings.num_samples,
+        "greedy": True,
+        "max_turns": settings.max_turns,
+    }
     protocol = protocol_from(
         {
-            "envs": [{**asked, "env": {"name": env}} for env in envs],
+            "envs": [{**env_settings, "env": {"name": env}} for env in envs],
             "confidence": settings.confidence,
             "min_coverage": settings.min_coverage,
         },
@@ -155,12 +165,12 @@ def _earlier_plan(store: RunStore, final: Manifest) -> Plan:
     return Plan(slots, about, identity)
 
 
-def _compare_outcomes(where: str, told: Mapping[str, Any], slots: Sequence[Slot]) -> None:
-    """Errors: NumbersChanged."""
+def _compare_outcomes(where: str, outcomes: Mapping[str, Any], slots: Sequence[Slot]) -> None:
+    """Raise NumbersChanged if recorded outcomes differ from those of the slots."""
     for env in dict.fromkeys(slot.env for slot in slots):
         items, greedy, samples = outcome_table(slot for slot in slots if slot.env == env)
-        rows = [told["items"].index(item_id) for item_id in items]
+        rows = [outcomes["items"].index(item_id) for item_id in items]
         for name, table in (("greedy", greedy), ("samples", samples)):
-            kept = np.array(told[name], dtype=float)[rows]
-            if not np.array_equal(kept, table, equal_nan=True):
+            recorded = np.array(outcomes[name], dtype=float)[rows]
+            if not np.array_equal(recorded, table, equal_nan=True):
                 raise NumbersChanged(f"{where}: its outcomes are not those of its episodes")

@@ -1,1 +1,1 @@
-"""What updates the weights, on one process or many."""
+"""The learner, which updates the weights, on one process or many."""

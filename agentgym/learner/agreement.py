@@ -16,11 +16,11 @@ from agentgym.types import EngineMismatch
 def scored(
     experience: Experience, scores: Tensor, config: PolicyGradientConfig, step: int
 ) -> Experience:
-    """Return the experience with the learner's log-probabilities, corrections, and how far it is
-    from engine and reference.
+    """Return the experience with the learner's log-probabilities, its corrections, and its
+    distance from engine and reference.
 
     scores: [2, n] log-probabilities and entropies, nats, before the update; step: from 1.
-    Errors: EngineMismatch where engine and learner disagree by more than `max_mismatch_kl`.
+    Errors: EngineMismatch if engine and learner disagree by more than `max_mismatch_kl`.
     """
     batch, (logprobs, entropies) = experience.batch, scores
     metrics = _agreement(logprobs, batch.logprobs[batch.action_mask], config, step)
@@ -49,13 +49,13 @@ def corrections_of(batch: Batch, logprobs: Tensor, config: PolicyGradientConfig)
 
 
 def _agreement(
-    ours: Tensor, theirs: Tensor, config: PolicyGradientConfig, step: int
+    learner: Tensor, engine: Tensor, config: PolicyGradientConfig, step: int
 ) -> dict[str, float]:
     """Return the distance between learner and engine on the batch.
 
-    ours, theirs: [n] log-probabilities, nats. Errors: EngineMismatch.
+    learner, engine: [n] log-probabilities, nats. Errors: EngineMismatch.
     """
-    gap, limit = mismatch(ours, theirs, cap=config.importance_cap), config.max_mismatch_kl
+    gap, limit = mismatch(learner, engine, cap=config.importance_cap), config.max_mismatch_kl
     if limit is not None and not gap["kl"] <= limit:
         raise EngineMismatch(
             f"step {step}: engine and learner differ by KL {gap['kl']:.3g} nats per token (limit"

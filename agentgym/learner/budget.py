@@ -7,17 +7,17 @@ import torch
 from agentgym.config import LearnerConfig
 from agentgym.learner.process_group import ProcessGroup
 
-FIRST_TOKENS = 4_096  # of the micro-batch whose memory is measured
-FILLED_FRAC = 0.8  # of the free memory: sequences of other lengths need another amount per token
+FIRST_TOKENS = 4_096  # in the micro-batch whose memory is measured
+FILLED_FRAC = 0.8  # of the free memory, since memory per token varies with sequence length
 LOGITS_FRAC = 0.1  # of the device's memory
-LOGITS_COPIES = 3  # float32 logits, their log-softmax and its gradient exist at one time
+LOGITS_COPIES = 3  # float32 logits, their log-softmax and its gradient exist at the same time
 
 
 def head_chunk_tokens(settings: LearnerConfig, device: torch.device, vocab_size: int) -> int:
-    """Return how many action tokens have logits at one time.
+    """Return the number of action tokens whose logits exist at the same time.
 
-    auto: as many as a tenth of a GPU's memory holds, because the backward computes the logits of
-    several chunks again; the default on a CPU and at least.
+    auto: as many as a tenth of a GPU's memory holds, because the backward recomputes the logits of
+    several chunks; at least the default. On a CPU: the default.
     """
     _, usual = settings.usual_sizes
     if settings.head_chunk_tokens != "auto" or device.type != "cuda":
@@ -27,9 +27,9 @@ def head_chunk_tokens(settings: LearnerConfig, device: torch.device, vocab_size:
 
 
 class TokenBudget:
-    """Largest number of tokens of a micro-batch; equal on all ranks.
+    """Maximum number of tokens in a micro-batch; equal on all ranks.
 
-    auto on a GPU: `FIRST_TOKENS` at first, then what fits by the memory that updates took.
+    auto on a GPU: `FIRST_TOKENS` at first, then as many as fit by the memory that updates took.
     auto on a CPU: the default.
     """
 
@@ -46,15 +46,15 @@ class TokenBudget:
             self._before = torch.cuda.memory_allocated(self._device)
 
     def end(self, largest: int) -> None:
-        """Set the budget by what was measured since `begin`.
+        """Set the budget from the memory measured since `begin`.
 
-        largest: tokens of the largest micro-batch since then. Every rank calls it, or none.
+        largest: tokens of the largest micro-batch since then. All ranks call it, or none.
         """
         if not self._measures:
             return
         taken = torch.cuda.max_memory_allocated(self._device) - self._before
         free, _ = torch.cuda.mem_get_info(self._device)
-        # the allocator keeps freed blocks, which the next update gets
+        # the allocator keeps freed blocks for the next update
         free += torch.cuda.memory_reserved(self._device) - self._before
         fitting = int(FILLED_FRAC * free / max(taken / max(largest, 1), 1.0))
         if self._ranks.size > 1:

@@ -1,6 +1,4 @@
-"""How much arithmetic an update asks for, and how much a device can do: what model FLOPs
-utilization is made of.
-"""
+"""Operations of an update and peak rate of a device, for model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-# Dense bfloat16 TFLOP/s of the makers' data sheets; those with sparsity are twice as many. The
-# first row whose words are all in the device's name counts.
+# Dense bfloat16 TFLOP/s from the makers' data sheets (rates with sparsity are twice as high). The
+# first row whose words are all in the device's name applies.
 PEAK_TFLOPS = (
     ("H100 NVL", 835.0),
     ("H100 PCIe", 756.0),
@@ -33,25 +31,26 @@ PEAK_TFLOPS = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Of a device as `torch.cuda.get_device_name` calls it; None where it is not known, or a slice
-    of one (MIG).
+    """Return the peak of a device, by its name from `torch.cuda.get_device_name`.
+
+    None for an unknown device and for a slice of one (MIG).
     """
-    named = set(re.split("[ -]", device_name))
-    if "MIG" in named:
+    words_of_name = set(re.split("[ -]", device_name))
+    if "MIG" in words_of_name:
         return None
-    return next((peak for words, peak in PEAK_TFLOPS if set(words.split()) <= named), None)
+    return next((peak for words, peak in PEAK_TFLOPS if set(words.split()) <= words_of_name), None)
 
 
 def device_peak_tflops(device: torch.device) -> float | None:
-    """None for a CPU, and where it is not known."""
+    """Return the peak of a device; None for a CPU and for an unknown device."""
     return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingFlops:
-    """What a forward and a backward of one network ask for, recomputation not counted.
+    """Operations of a forward and a backward of one network, without recomputation.
 
-    Of a token 6 for each weight of blocks and head, and 6 x layers x width x sequence length for
+    Per token 6 for each weight of blocks and head, and 6 x layers x width x sequence length for
     attention, half of which is masked.
     """
 
@@ -60,8 +59,9 @@ class TrainingFlops:
 
     @classmethod
     def of(cls, network: nn.Module, model: Any) -> Self:
-        """network: as it is trained; model: the causal language model or decoder inside.
-        Before it is spread over ranks.
+        """Count a network's weights, before it is sharded over ranks.
+
+        network: the trained network; model: the causal language model or decoder inside it.
         """
         embedding = model.get_input_embeddings().weight
         head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -70,16 +70,19 @@ class TrainingFlops:
         heads = config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
-            sum(each.numel() for each in network.parameters())
+            sum(parameter.numel() for parameter in network.parameters())
             - (0 if is_head else embedding.numel()),
             config.num_hidden_layers * heads * head_size,
         )
 
     def tflop(self, lengths: Tensor, shared: Tensor | None = None) -> float:
-        """Return 1e12 operations for sequences of so many tokens, [R] int64.
+        """Return 1e12 operations for sequences of these lengths, [R] int64.
 
-        shared: [R] int64, tokens that each begins with and that were computed for another.
+        shared: [R] int64, leading tokens of each sequence that another one computes.
         """
-        held = torch.zeros_like(lengths) if shared is None else shared
-        tokens, pairs = int((lengths - held).sum()), int((lengths**2 - held**2).sum())
+        prefix = torch.zeros_like(lengths) if shared is None else shared
+        tokens, pairs = (
+            int((lengths - prefix).sum()),
+            int((lengths**2 - prefix**2).sum()),
+        )
         return 6e-12 * (self.weights * tokens + self.attention * pairs)

@@ -1,9 +1,8 @@
-"""What updates the weights, for reinforcement learning, supervised learning and preferences alike.
+"""The learner, for reinforcement learning, supervised learning and preferences alike.
 
-Every rank runs the same code on the same batch: it computes its share of the sequences, and sums
-over ranks make the rest global.
-Denominators, statistics and the order of updates never depend on how many ranks or micro-batches
-there are.
+Every rank runs the same code on the same batch: it computes its share of the sequences, and
+sums over ranks make the rest global. Denominators, statistics and the order of updates never
+depend on the number of ranks or micro-batches.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ from agentgym.models.memory import return_memory
 from agentgym.models.networks import PolicyNet, ValueNet
 from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
 
-# sequences of one micro-batch, and whether they count; ranks without work still join the forward
+# (sequences of one micro-batch, whether they count); a rank without work still runs the forward
 Share = tuple[Tensor, bool]
-# (one micro-batch, its action tokens among the batch's [n] bool) -> its share of the loss, and of
-# what is logged
+# (micro-batch, its action tokens among the batch's, [n] bool) -> its share of the loss and of the
+# logged values
 LossFunction = Callable[[Batch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class LocalLearner:
-    """Holds the trained weights and the state of their optimizers."""
+    """The trained weights and the state of their optimizers."""
 
     def __init__(
         self,
@@ -70,12 +69,15 @@ class LocalLearner:
         settings: LearnerConfig | None = None,
         adapter: Adapter | None = None,
     ) -> None:
-        """model, reference: causal language models built with RAGGED attention; the reference
-        is never trained.
-        adapter: in the model; the reference may then be the model itself, which is without it.
+        """Set up the networks on the ranks.
+
+        model, reference: causal language models built with RAGGED attention; the reference is never
+        trained.
+        adapter: in the model; the reference may then be the model itself, scored without the
+        adapter.
         """
         self.ranks, self._settings = ranks or SingleProcess(), settings or LearnerConfig()
-        self.model = model.eval()  # no dropout: the engine samples without it
+        self.model = model.eval()  # no dropout, because the engine samples without it
         self._budget, share = TokenBudget(self._settings, self.ranks), self._settings.share_prefixes
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         chunk = head_chunk_tokens(self._settings, self.ranks.device, vocab_size)
@@ -104,11 +106,11 @@ class LocalLearner:
 
         self._policy, self._values = optimized(model, config), None
         if critic is not None:
-            own = config.model_copy(update={"lr": critic_lr or config.lr})
-            self._values = optimized(critic.eval(), own)
+            critic_config = config.model_copy(update={"lr": critic_lr or config.lr})
+            self._values = optimized(critic.eval(), critic_config)
 
     def _place(self, network: nn.Module) -> None:
-        """Its blocks as the settings say, its parameters spread over the ranks."""
+        """Compile or checkpoint a network's blocks, then shard it over the ranks."""
         if self._settings.compile != "none":
             compile_blocks(network, self._settings.compile)
         if self._settings.activation_checkpointing:
@@ -116,34 +118,36 @@ class LocalLearner:
         self.ranks.shard(network)
 
     def weights(self) -> dict[str, Tensor]:
-        """What is published, by name, whole and detached: the policy's parameters with an adapter
-        merged, or the adapter alone.
+        """Return the weights to publish, by name, whole and detached.
+
+        They are the policy's parameters with an adapter merged, or the adapter alone.
         """
         return dict(self._published())
 
     def weights_on_host(self) -> dict[str, Tensor]:
-        """A copy of them in host memory, on rank 0; the others have none. A device holds one whole
-        parameter at a time.
+        """Return a copy of `weights` in host memory on rank 0; empty on others.
+
+        A device holds one whole parameter at a time.
         """
-        held = {}
-        for name, each in self._published():
+        copies = {}
+        for name, tensor in self._published():
             if self.ranks.rank == 0:
-                held[name] = each.to("cpu", copy=True)
-        return held
+                copies[name] = tensor.to("cpu", copy=True)
+        return copies
 
     def _published(self) -> Iterator[tuple[str, Tensor]]:
-        own, whole = self._policy.weights(), self.ranks.whole
+        parameters, whole = self._policy.weights(), self.ranks.whole
         adapter = self._adapter
         if adapter is not None and not adapter.alone:
-            return merged_weights(own, adapter.scale, whole)
+            return merged_weights(parameters, adapter.scale, whole)
         return (
-            (name, whole(each)) for name, each in own.items() if adapter is None or is_matrix(name)
+            (name, whole(part))
+            for name, part in parameters.items()
+            if adapter is None or is_matrix(name)
         )
 
     def snapshot(self, with_optimizer: bool = True) -> Snapshot:
-        """A copy of the trained networks, or of this rank's part, and of all that another learner
-        needs to go on from here.
-        """
+        """Copy all that another learner needs to continue, or this rank's part of it."""
         trained = WEIGHTS if self._adapter is None else ADAPTER
         kinds = {trained: self._policy.parameters()}
         if self._values is not None:
@@ -158,42 +162,47 @@ class LocalLearner:
         return Snapshot(files)
 
     def load_optimizers(self, states: Mapping[str, StoredTensors]) -> None:
-        """Go on with the optimizers' stored state; weights come with the models."""
+        """Load the optimizers' stored state; weights come with the models."""
         self._policy.load_state(states[OPTIMIZER])
         if self._values is not None:
             self._values.load_state(states[CRITIC_OPTIMIZER])
 
     def peak_tflops(self, of_device: float | None) -> float | None:
-        """Of all ranks' devices. of_device: of one; None: as its name tells, if that is known."""
-        own = of_device or device_peak_tflops(self.ranks.device)
-        return own and own * self.ranks.size
+        """Return the sum of all ranks' peaks; None if unknown.
+
+        of_device: peak of one device; None: look it up by the device's name.
+        """
+        per_rank = of_device or device_peak_tflops(self.ranks.device)
+        return per_rank and per_rank * self.ranks.size
 
     def score(self, batch: Batch) -> Tensor:
-        """[N] log-probabilities under the present weights, on the CPU; 0 where action_mask is
-        false.
+        """Return [N] log-probabilities under the present weights, on the CPU.
+
+        0 where action_mask is false.
         """
         return self._scores(self._net, batch.to(self.ranks.device))[0].cpu()
 
     def score_reference(self, batch: Batch) -> Tensor:
-        """[N] log-probabilities under the reference, as `score`.
-        Errors: ValueError where there is none.
+        """Return [N] log-probabilities under the reference, see `score`.
+
+        Errors: ValueError without a reference.
         """
         return self._reference_scores(batch.to(self.ranks.device)).cpu()
 
     def drop_reference(self) -> None:
-        """Give its memory back: all that is compared with it was scored."""
+        """Free the reference's memory once everything is scored with it."""
         self._reference = None
 
     def prepare(self, batch: Batch, config: PolicyGradientConfig, *, step: int) -> Experience:
-        """Return what is known before the update: log-probabilities of the learner and of the
-        reference, what the engine's distance costs, and a critic's values.
+        """Return the experience before the update: log-probabilities of learner and
+        reference, corrections for the engine's distance, and a critic's values.
 
-        Where one update follows, and advantages need no log-probabilities, the learner's come of
-        that update's forward instead of one of their own.
+        If one update follows, and advantages need no log-probabilities, the learner's come from
+        that update's forward instead of a separate one.
         step: from 1. Result: on the learner's device, without advantages.
-        Errors: EngineMismatch where engine and learner disagree by more than `max_mismatch_kl`;
-        ValueError for a batch without action tokens, or where the recipe needs a critic or a
-        reference that is not there.
+        Errors: EngineMismatch if engine and learner disagree by more than `max_mismatch_kl`;
+        ValueError for a batch without action tokens, or if the recipe needs a critic or a reference
+        that was not given.
         """
         batch, recipe = batch.to(self.ranks.device), recipe_of(config.recipe)
         acted = batch.action_mask
@@ -225,8 +234,8 @@ class LocalLearner:
                     f"recipe {config.recipe} needs a critic; none was given to the learner"
                 )
             values, ends = self._estimate(batch)
-            goes_on = batch.truncated & ((config.truncated or recipe.truncated) == "bootstrap")
-            ends = torch.where(goes_on, ends, 0.0)
+            bootstraps = batch.truncated & ((config.truncated or recipe.truncated) == "bootstrap")
+            ends = torch.where(bootstraps, ends, 0.0)
         experience = Experience(batch, rewards, reference=reference, values=values, end_values=ends)
         if scores is not None:
             experience = scored(experience, scores, config, step)
@@ -240,11 +249,11 @@ class LocalLearner:
     def update(
         self, experience: Experience, config: PolicyGradientConfig, *, step: int, seed: int
     ) -> tuple[Experience, dict[str, float]]:
-        """Take one optimizer step of the recipe: `epochs` x `minibatches` updates of the weights.
+        """Take one optimizer step of the recipe: `epochs` x `minibatches` updates.
 
         experience: of `prepare`, with its advantages; step: from 1.
-        Result: the experience with log-probabilities, and metrics by name, its own not among them.
-        Errors: FloatingPointError where a loss or gradient is not finite, EngineMismatch as
+        Result: the experience with log-probabilities, and metrics by name without the experience's.
+        Errors: FloatingPointError if a loss or gradient is not finite, EngineMismatch as in
         `prepare` (the weights are then unchanged); ValueError for an experience without advantages.
         """
         experience = experience.to(self.ranks.device)
@@ -253,11 +262,11 @@ class LocalLearner:
         num_sequences, sequence = experience.batch.num_sequences, experience.sequence
         carrying = experience.carrying
         has_more = experience.targets is not None or experience.reference is not None
-        # what they have but an advantage counts for all
+        # entropy, reference KL and critic losses need all sequences, also those without advantage
         signal = _all(experience.batch) if has_more or config.entropy_coef else carrying
         num_minibatches = min(config.minibatches, max(len(signal), 1))
-        # over the whole batch: where few groups carry signal, few tokens must not count for all of
-        # it
+        # weights over the whole batch: if few groups carry signal, their tokens must not get the
+        # weight of all
         weights = num_minibatches * aggregation_weights(
             sequence,
             num_sequences,
@@ -267,8 +276,8 @@ class LocalLearner:
         critic_loss = self._critic_loss(experience, config, num_minibatches)
         is_warming = _is_warming(config, step)
         rest = self._rest(experience, signal)
-        found = torch.zeros_like(rest)
-        policy_loss = self._policy_loss(experience, config, weights, found)
+        computed = torch.zeros_like(rest)
+        policy_loss = self._policy_loss(experience, config, weights, computed)
         logs: dict[str, list[float]] = {}
         tflop = 0.0
         networks = self._critic_flops if is_warming else [self._flops, *self._critic_flops]
@@ -277,54 +286,55 @@ class LocalLearner:
             tflop += dealt.tflop(networks)
             if not is_warming:
                 self._policy.zero_grad()
-                done = self.forward_backward(experience.batch, dealt, policy_loss)
+                logged = self.forward_backward(experience.batch, dealt, policy_loss)
                 if experience.logprobs is None:
-                    experience = self._scored(experience, rest, found, dealt, config, step)
-                self._optimize(self._policy, step, done)
+                    experience = self._scored(experience, rest, computed, dealt, config, step)
+                self._optimize(self._policy, step, logged)
                 share = float(weights[torch.isin(sequence, chosen)].sum())
-                _collect(logs, "actor", done, share)
+                _collect(logs, "actor", logged, share)
             if critic_loss is not None and self._critic is not None:
                 assert self._values is not None
-                done = self._step(self._values, experience.batch, dealt, step, critic_loss)
-                _collect(logs, "critic", done, 1.0)
-        if experience.logprobs is None:  # nothing to learn from
+                logged = self._step(self._values, experience.batch, dealt, step, critic_loss)
+                _collect(logs, "critic", logged, 1.0)
+        if experience.logprobs is None:  # no sequence carries signal
             experience = scored(experience, rest, config, step)
         return experience, {
             "actor/lr": self._policy.rate(step),
             "actor/sequences_with_signal_frac": len(carrying) / num_sequences,
             "perf/update_tflop": tflop,
-            **{name: float(np.mean(each)) for name, each in logs.items()},
+            **{name: float(np.mean(values)) for name, values in logs.items()},
             **experience.critic_metrics,
         }
 
     def _rest(self, experience: Experience, signal: Tensor) -> Tensor:
-        """Return [2, n] log-probabilities and entropies of the sequences that an update leaves out,
-        if the experience has none; 0 elsewhere.
+        """Return [2, n] log-probabilities and entropies of sequences outside the update.
+
+        0 for the update's sequences; all 0 if the experience has its log-probabilities.
         """
         batch = experience.batch
         if experience.logprobs is not None:
             return torch.zeros(2, len(experience.rewards), device=batch.rewards.device)
         every = _all(batch)
-        left = every[~torch.isin(every, signal)]
-        return self._scores(self._net, batch, left)[:, batch.action_mask]
+        outside = every[~torch.isin(every, signal)]
+        return self._scores(self._net, batch, outside)[:, batch.action_mask]
 
     def _scored(
         self,
         experience: Experience,
         rest: Tensor,
-        found: Tensor,
+        computed: Tensor,
         dealt: Dealt,
         config: PolicyGradientConfig,
         step: int,
     ) -> Experience:
-        """Return the experience with what an update's forward found on its way.
+        """Return the experience with log-probabilities from an update's forward.
 
-        rest, found: [2, n] log-probabilities and entropies, of the sequences that the update leaves
-        out, and of those that this rank computed. Errors: EngineMismatch.
+        rest, computed: [2, n] log-probabilities and entropies, of the sequences outside the update,
+        and of those that this rank computed. Errors: EngineMismatch.
         """
-        mine = [sequence for part in dealt.ranks[self.ranks.rank] for sequence in part]
-        is_mine = torch.isin(experience.sequence, torch.tensor(mine, device=found.device))
-        scores = rest + self.ranks.all_sum(torch.where(is_mine, found, 0.0))
+        of_rank = [sequence for part in dealt.ranks[self.ranks.rank] for sequence in part]
+        is_of_rank = torch.isin(experience.sequence, torch.tensor(of_rank, device=computed.device))
+        scores = rest + self.ranks.all_sum(torch.where(is_of_rank, computed, 0.0))
         return scored(experience, scores, config, step)
 
     def _policy_loss(
@@ -332,9 +342,11 @@ class LocalLearner:
         experience: Experience,
         config: PolicyGradientConfig,
         weights: Tensor,
-        found: Tensor,
+        computed: Tensor,
     ) -> LossFunction:
-        """weights: [n] what each token's loss counts; found: [2, n] receives the log-probabilities
+        """Return the policy's loss function.
+
+        weights: [n] weight of each token's loss; computed: [2, n] receives the log-probabilities
         and entropies that the experience lacks.
         """
         recipe = recipe_of(config.recipe)
@@ -348,7 +360,7 @@ class LocalLearner:
             share = weights[at]
             if experience.logprobs is None or experience.corrections is None:
                 before = logprobs.detach()
-                found[:, at] = torch.stack([before, entropy.detach()])
+                computed[:, at] = torch.stack([before, entropy.detach()])
                 correction = corrections_of(part, before, config)
             else:
                 before, correction = experience.logprobs[at], experience.corrections[at]
@@ -384,7 +396,8 @@ class LocalLearner:
         return critic_loss
 
     def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]:
-        """One optimizer step of maximum likelihood on the action tokens of demonstrations.
+        """Take one optimizer step of maximum likelihood on demonstrations' action tokens.
+
         step: from 1.
         """
         batch = batch.to(self.ranks.device)
@@ -400,22 +413,22 @@ class LocalLearner:
             return -logprobs.sum() / num_tokens, {"entropy": entropy.detach() / num_tokens}
 
         dealt = self.deal(batch, _all(batch))
-        done = self._step(self._policy, batch, dealt, step, loss)
+        logged = self._step(self._policy, batch, dealt, step, loss)
         return {
-            "sft/loss": done["loss"],
+            "sft/loss": logged["loss"],
             "sft/lr": self._policy.rate(step),
-            "sft/grad_norm": done["grad_norm"],
-            "sft/entropy": done["entropy"],
+            "sft/grad_norm": logged["grad_norm"],
+            "sft/entropy": logged["entropy"],
             "perf/update_tflop": dealt.tflop([self._flops]),
         }
 
     def dpo_step(
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
     ) -> dict[str, float]:
-        """One optimizer step of direct preference optimization: sequence 2i of the batch is
-        preferred to sequence 2i + 1.
+        """Take one optimizer step of direct preference optimization.
 
-        reference: [N] log-probabilities under the reference policy (`score` of it); step: from 1.
+        Sequence 2i of the batch is preferred to sequence 2i + 1.
+        reference: [N] log-probabilities under the reference policy, by its `score`; step: from 1.
         Errors: ValueError for an odd number of sequences or a sequence without actions.
         """
         batch = batch.to(self.ranks.device)
@@ -428,11 +441,11 @@ class LocalLearner:
                 " the pairs"
             )
         num_pairs, num_tokens = batch.num_sequences // 2, int(batch.action_mask.sum())
-        held = reference.to(self.ranks.device)[batch.action_mask]
+        reference_logprobs = reference.to(self.ranks.device)[batch.action_mask]
 
         def loss(part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs, entropy = self._net(part)
-            gain = logprobs - held[at]
+            gain = logprobs - reference_logprobs[at]
             sums = gain.new_zeros(part.num_sequences).index_add(
                 0, part.sequence[part.action_mask], gain
             )
@@ -448,8 +461,8 @@ class LocalLearner:
             }
 
         dealt = self.deal(batch, _all(batch), unit=2)
-        done = self._step(self._policy, batch, dealt, step, loss)
-        return {f"dpo/{name}": value for name, value in done.items()} | {
+        logged_sums = self._step(self._policy, batch, dealt, step, loss)
+        return {f"dpo/{name}": value for name, value in logged_sums.items()} | {
             "dpo/lr": self._policy.rate(step),
             "perf/update_tflop": dealt.tflop([self._flops]),
         }
@@ -464,12 +477,12 @@ class LocalLearner:
     ) -> dict[str, float]:
         """Take one update of one network; add the gradient's norm to what is logged."""
         optimized.zero_grad()
-        done = self.forward_backward(batch, dealt, loss_of)
-        self._optimize(optimized, step, done)
-        return done
+        logged = self.forward_backward(batch, dealt, loss_of)
+        self._optimize(optimized, step, logged)
+        return logged
 
-    def _optimize(self, optimized: OptimizedNetwork, step: int, done: dict[str, float]) -> None:
-        done["grad_norm"] = optimized.optimizer_step(step, done["loss"])
+    def _optimize(self, optimized: OptimizedNetwork, step: int, logged: dict[str, float]) -> None:
+        logged["grad_norm"] = optimized.optimizer_step(step, logged["loss"])
         return_memory()
 
     def forward_backward(
@@ -478,13 +491,13 @@ class LocalLearner:
         """Add the gradient of a loss, in micro-batches; nothing is updated.
 
         dealt: of `deal`, the sequences of the batch that take part.
-        Result: the loss, and what is logged of it, summed over all ranks.
+        Result: the loss and the logged values, summed over all ranks.
         """
         sums: dict[str, Tensor] = {}
         sequence = batch.sequence[batch.action_mask]
         self._budget.begin()
-        for own, counts in self._shares(dealt):
-            loss, logged = loss_of(batch.select(own), torch.isin(sequence, own))
+        for chosen, counts in self._shares(dealt):
+            loss, logged = loss_of(batch.select(chosen), torch.isin(sequence, chosen))
             (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
             for name, value in {"loss": loss.detach(), **logged}.items():
                 sums[name] = sums.get(name, loss.new_zeros(())) + value.sum() * counts
@@ -494,19 +507,20 @@ class LocalLearner:
 
     @torch.no_grad()
     def _scores(self, network: PolicyNet, batch: Batch, sequences: Tensor | None = None) -> Tensor:
-        """Return [2, N] log-probabilities and entropies, nats; 0 where no action token stands, and
-        of other sequences than these; None: all.
+        """Return [2, N] log-probabilities and entropies, nats; 0 except at action tokens.
+
+        sequences: [R] int64, those to score; None: all.
         """
         result = batch.rewards.new_zeros(2, len(batch.input_ids))
         dealt = self.deal(batch, _all(batch) if sequences is None else sequences)
-        for own, counts in self._shares(dealt):
-            scores = torch.stack(network(batch.select(own)))
+        for chosen, counts in self._shares(dealt):
+            scores = torch.stack(network(batch.select(chosen)))
             if counts:
-                result[:, torch.isin(batch.sequence, own) & batch.action_mask] = scores
+                result[:, torch.isin(batch.sequence, chosen) & batch.action_mask] = scores
         return self.ranks.all_sum(result)
 
     def _reference_scores(self, batch: Batch) -> Tensor:
-        """[N] log-probabilities, as `_scores`. Errors: ValueError."""
+        """Return [N] log-probabilities, see `_scores`. Errors: ValueError."""
         if self._reference is None:
             raise ValueError("a reference model is needed; none was given to the learner")
         if self._reference is not self._net:
@@ -516,20 +530,21 @@ class LocalLearner:
 
     @torch.no_grad()
     def _estimate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """([n] values of the action tokens' states, [B] of the sequences' ends)."""
+        """Return ([n] values of the action tokens' states, [B] of the sequences' ends)."""
         assert self._critic is not None
         values = batch.rewards.new_zeros(len(batch.input_ids))
         ends = batch.rewards.new_zeros(batch.num_sequences)
-        for own, counts in self._shares(self.deal(batch, _all(batch))):
-            at_tokens, at_ends = self._critic(batch.select(own))
+        for chosen, counts in self._shares(self.deal(batch, _all(batch))):
+            at_tokens, at_ends = self._critic(batch.select(chosen))
             if counts:
-                values[torch.isin(batch.sequence, own) & batch.action_mask] = at_tokens
-                ends[own] = at_ends
+                values[torch.isin(batch.sequence, chosen) & batch.action_mask] = at_tokens
+                ends[chosen] = at_ends
         return self.ranks.all_sum(values)[batch.action_mask], self.ranks.all_sum(ends)
 
     def deal(self, batch: Batch, sequences: Tensor, unit: int = 1) -> Dealt:
-        """Return sequences of a batch, [R] int64, as ranks and micro-batches compute them.
-        unit: so many neighboring sequences stay together.
+        """Distribute sequences of a batch, [R] int64, over ranks and micro-batches.
+
+        unit: number of neighboring sequences that stay together.
         """
         return Dealt(
             batch,
@@ -542,25 +557,29 @@ class LocalLearner:
         )
 
     def _shares(self, dealt: Dealt) -> Iterator[Share]:
-        """Yield this rank's micro-batches, [R] sequences each; as many on every rank, because a
-        forward of sharded weights needs all of them.
+        """Yield this rank's micro-batches, [R] sequences each.
+
+        Their number is equal on all ranks, because a forward of sharded weights needs every rank.
         """
-        mine = dealt.ranks[self.ranks.rank]
+        of_rank = dealt.ranks[self.ranks.rank]
         for index in range(max(map(len, dealt.ranks))):
-            counts = index < len(mine)
-            chosen = mine[index] if counts else dealt.idle
+            counts = index < len(of_rank)
+            chosen = of_rank[index] if counts else dealt.idle
             yield torch.tensor(chosen, device=self.ranks.device), counts
 
 
 def _all(batch: Batch) -> Tensor:
-    """[B]: every sequence of it."""
+    """Return the indices of all sequences of a batch, [B]."""
     return torch.arange(batch.num_sequences, device=batch.starts.device)
 
 
 def _minibatches(
     sequences: Tensor, epochs: int, count: int, *, key: tuple[int, int]
 ) -> Iterator[Tensor]:
-    """Yield each epoch's sequences in `count` drawn parts, ascending; key: of the draw."""
+    """Yield each epoch's sequences in `count` random parts, each in ascending order.
+
+    key: of the random generator.
+    """
     order = np.random.Generator(np.random.Philox(key=list(key)))
     for _ in range(epochs):
         shuffled = torch.from_numpy(order.permutation(len(sequences))).to(sequences.device)
@@ -570,20 +589,23 @@ def _minibatches(
 
 
 def _kl_place(config: PolicyGradientConfig) -> str:
-    """Return where the distance to the reference counts: in the reward or in the loss."""
+    """Return the term that the distance to the reference enters: "reward" or "loss"."""
     return config.kl_place or recipe_of(config.recipe).kl_place
 
 
 def _is_warming(config: PolicyGradientConfig, step: int) -> bool:
-    """Return True if the critic alone learns in this step."""
+    """Return True if only the critic learns in this step."""
     return isinstance(config, ActorCriticConfig) and step <= config.critic_warmup_steps
 
 
 def _collect(
-    logs: dict[str, list[float]], prefix: str, done: dict[str, float], share: float
+    logs: dict[str, list[float]], prefix: str, logged: dict[str, float], share: float
 ) -> None:
-    """Loss and norm as they are, weighted sums as means over the sequences that took part."""
-    for name, value in done.items():
+    """Append one update's logged values: loss and norm unchanged, sums as means.
+
+    share: weight of the sequences that took part.
+    """
+    for name, value in logged.items():
         logs.setdefault(f"{prefix}/{name}", []).append(
             value if name in ("loss", "grad_norm") else value / share
         )

@@ -1,4 +1,4 @@
-"""Which sequences are on which rank, and which of them go through the network together."""
+"""Distribution of a batch's sequences over ranks, and there over micro-batches."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Dealt:
         share_prefixes: bool,
     ) -> None:
         """tokens, unit, padded: see `micro_batches`."""
-        self.idle = list(sequences[:unit])  # a rank without work computes these, too
+        self.idle = list(sequences[:unit])  # computed by a rank without work, and not counted
         self._lengths = batch.lengths.tolist()
         self._prefixes = Prefixes(batch.input_ids, batch.starts) if share_prefixes else None
         sharing = {} if self._prefixes is None else {"shared": self._prefixes.shared}
         self.ranks = [
             list(
                 micro_batches(
-                    self._lengths, own, tokens=tokens, unit=unit, padded=padded, **sharing
+                    self._lengths, of_rank, tokens=tokens, unit=unit, padded=padded, **sharing
                 )
             )
-            for own in deal(self._lengths, sequences, num_ranks=num_ranks, unit=unit)
+            for of_rank in deal(self._lengths, sequences, num_ranks=num_ranks, unit=unit)
         ]
 
     def largest(self, rank: int) -> int:
@@ -45,18 +45,18 @@ class Dealt:
         return max((sum(lengths) - sum(shared) for lengths, shared in self._sizes(rank)), default=0)
 
     def _sizes(self, rank: int) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield the lengths of each micro-batch's sequences, and how much of each is shared."""
+        """Yield the lengths of each micro-batch's sequences, and their shared tokens."""
         for part in self.ranks[rank]:
             shared = [0] * len(part) if self._prefixes is None else self._prefixes.of(part)
             yield [self._lengths[sequence] for sequence in part], shared
 
     def tflop(self, networks: Sequence[TrainingFlops]) -> float:
-        """Return 1e12 operations that an update of the networks asks for, on all ranks."""
+        """Return 1e12 operations of an update of the networks, on all ranks."""
         lengths, shared = [], []
         for rank in range(len(self.ranks)):
-            for of_part, shared_of_part in self._sizes(rank):
-                lengths += of_part
-                shared += shared_of_part
+            for part_lengths, part_shared in self._sizes(rank):
+                lengths += part_lengths
+                shared += part_shared
         counts = torch.tensor(lengths), torch.tensor(shared)
         return sum(network.tflop(*counts) for network in networks)
 
@@ -64,21 +64,24 @@ class Dealt:
 def deal(
     lengths: Sequence[int], sequences: Sequence[int], *, num_ranks: int, unit: int
 ) -> list[list[int]]:
-    """The sequences of each rank, in the order given, about as many tokens on each: the longest
-    first, each to the rank that has the fewest tokens (Graham's longest-processing-time rule).
+    """Return each rank's sequences, in the order given, with about equal tokens on each rank.
 
-    lengths: tokens of every sequence of the batch. unit: so many neighbors of `sequences` stay
-    together; their number is a multiple of it.
+    The longest unit goes first, each to the rank with the fewest tokens (Graham's
+    longest-processing-time rule).
+    lengths: tokens of every sequence of the batch.
+    unit: number of neighbors in `sequences` that stay together; divides their number.
     """
     units = [sequences[first : first + unit] for first in range(0, len(sequences), unit)]
-    tokens = [sum(lengths[sequence] for sequence in each) for each in units]
+    tokens = [sum(lengths[sequence] for sequence in members) for members in units]
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for index in sorted(range(len(units)), key=lambda index: (-tokens[index], index)):
         rank = loads.index(min(loads))
         dealt[rank].append(index)
         loads[rank] += tokens[index]
-    return [[sequence for index in sorted(own) for sequence in units[index]] for own in dealt]
+    return [
+        [sequence for index in sorted(indices) for sequence in units[index]] for indices in dealt
+    ]
 
 
 def micro_batches(
@@ -90,17 +93,17 @@ def micro_batches(
     padded: bool,
     shared: Callable[[int, int], int] = lambda _before, _sequence: 0,
 ) -> Iterator[list[int]]:
-    """Yield consecutive sequences whose size stays within the budget of `tokens`; at least `unit`
-    of them, and a multiple of it.
+    """Yield consecutive sequences within the budget of `tokens`, in multiples of `unit`.
 
-    padded: each sequence that shares no tokens counts as the longest beside it.
-    shared: tokens of a sequence that the one before it has, too, and that count once.
+    A single unit may exceed the budget.
+    padded: a sequence that shares no tokens counts as long as the longest such sequence.
+    shared: tokens that a sequence has in common with the one before it; they count once.
     """
 
     def grown(size: _Size, before: int | None, block: Sequence[int]) -> _Size:
         for sequence in block:
-            held = 0 if before is None else shared(before, sequence)
-            size, before = size.plus(lengths[sequence], held), sequence
+            num_shared = 0 if before is None else shared(before, sequence)
+            size, before = size.plus(lengths[sequence], num_shared), sequence
         return size
 
     chosen: list[int] = []
@@ -118,11 +121,11 @@ def micro_batches(
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Tokens of a micro-batch that are computed."""
+    """The computed tokens of a micro-batch."""
 
     tokens: int = 0
-    sharing: int = 0  # those of sequences that share some
-    num_alone: int = 0  # sequences that share none
+    sharing: int = 0  # of sequences that share tokens
+    num_alone: int = 0  # sequences that share no tokens
     longest_alone: int = 0
 
     @property

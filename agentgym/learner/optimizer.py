@@ -1,4 +1,4 @@
-"""Weights, their optimizer and its schedule, kept together."""
+"""A network's parameters with their optimizer and its schedule."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from agentgym.models.tensorfiles import StoredTensors
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate at optimizer step 1 .. total_steps: a pure function of the step, never 0 at the
-    first update.
+    """Return the rate at optimizer step 1 .. total_steps.
+
+    It is a pure function of the step, and never 0 at the first update.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -30,17 +31,16 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * shape)
 
 
-STATE = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, for each parameter
+STATE = {"step", "exp_avg", "exp_avg_sq"}  # AdamW's keys for each parameter
 MASTER = "master"  # name of a master weight among the optimizer's own tensors
 
 
 class OptimizedNetwork:
-    """The parameters of one network, of which those that require a gradient are under AdamW.
+    """The parameters of one network; AdamW steps those that require a gradient.
 
-    A parameter narrower than float32 has a float32 master weight.
-    Gradients of micro-batches add up in float32, AdamW steps the master, and the parameter is its
-    rounding: bfloat16 keeps 8 bits, in which a step of a small learning rate rounds to nothing.
-    A float32 parameter is its own master.
+    A parameter narrower than float32 has a float32 master weight. Gradients of micro-batches add up
+    in float32, AdamW steps the master, and the parameter is its rounding: bfloat16 keeps 8 bits, in
+    which a step of a small learning rate rounds to nothing. A float32 parameter is its own master.
     """
 
     def __init__(
@@ -52,23 +52,29 @@ class OptimizedNetwork:
         ranks: ProcessGroup,
         offload: bool = False,
     ) -> None:
-        """network: already spread over the ranks.
-        offload: moments and master weights are in host memory, and on the device those of one
-        parameter at a time, while it is stepped.
-        A new optimizer begins at the weights as they are, rounded ones too.
+        """Begin a new optimizer at the present weights, even if they were rounded.
+
+        network: already sharded over the ranks.
+        offload: keep moments and master weights in host memory, and on the device only those of the
+        parameter that is being stepped.
         """
         self._config, self._total_steps, self._ranks = config, total_steps, ranks
         self._host = HostMemory(ranks) if offload else None
-        # this rank's parts: after a forward without a backward the network shows other, gathered
-        # tensors under these names
+        # keep this rank's parts: after a forward without backward the network has gathered tensors
+        # under these names
         self._parameters = dict(network.named_parameters())
         self._trained = {
-            name: each for name, each in self._parameters.items() if each.requires_grad
+            name: parameter
+            for name, parameter in self._parameters.items()
+            if parameter.requires_grad
         }
 
     @cached_property
     def _masters(self) -> dict[str, nn.Parameter]:
-        """By parameter name. Made at the first use: a network that is only scored needs none."""
+        """Master weights by parameter name.
+
+        They are made on first use, because a network that is only scored needs none.
+        """
         masters = {}
         for name, parameter in self._trained.items():
             masters[name] = _master_of(parameter)
@@ -78,10 +84,10 @@ class OptimizedNetwork:
 
     @cached_property
     def _optimizers(self) -> dict[tuple[str, ...], torch.optim.AdamW]:
-        """By the names of the masters each steps: one for all, or one for each where states are
-        offloaded.
+        """Optimizers by the names of the masters that each one steps.
 
-        On a CUDA device a step is one kernel, which adds in another order than that of a CPU.
+        There is one for all masters, or one for each if states are offloaded. On a CUDA device a
+        step is one kernel, which sums in another order than a CPU.
         """
         config, names = self._config, tuple(self._masters)
         is_cuda = self._ranks.device.type == "cuda"
@@ -100,8 +106,8 @@ class OptimizedNetwork:
         return learning_rate(self._config, step, self._total_steps)
 
     def zero_grad(self) -> None:
-        for each in self._optimizers.values():
-            each.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
 
     def optimizer_step(self, step: int, loss: float) -> float:
         """Clip, check and take one step. Result: the gradient's norm before clipping.
@@ -125,36 +131,38 @@ class OptimizedNetwork:
                 optimizer.step()
                 self._round(names)
                 continue
-            for each in self._kept(names, optimizer).values():
-                self._host.fetch(each)
+            for tensor in self._kept(names, optimizer).values():
+                self._host.fetch(tensor)
             optimizer.step()
             self._round(names)
-            for each in self._kept(names, optimizer).values():
-                self._host.put(each)
+            for tensor in self._kept(names, optimizer).values():
+                self._host.put(tensor)
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's parts of all parameters by name, detached; a tied tensor appears once, under
-        the name that owns it.
+        """Return this rank's parts of all parameters by name, detached.
+
+        A tied tensor appears once, under the name that owns it.
         """
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's parts of what is trained, by name, detached."""
+        """Return this rank's parts of the trained parameters by name, detached."""
         return {name: parameter.detach() for name, parameter in self._trained.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's parts of the optimizer's state and of the master weights, as
-        `parameter:key`.
+        """Return this rank's parts of the optimizer's state and master weights.
+
+        Names are `parameter:key`.
         """
         return {
-            entry: self._at_rest(each)
+            entry: self._at_rest(tensor)
             for names, optimizer in self._optimizers.items()
-            for entry, each in self._kept(names, optimizer).items()
+            for entry, tensor in self._kept(names, optimizer).items()
         }
 
     def _kept(self, names: Iterable[str], optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-        """What it keeps of these parameters, as `parameter:key`."""
+        """Return an optimizer's tensors for these parameters, as `parameter:key`."""
         tensors: dict[str, Tensor] = {}
         for name in names:
             master = self._masters[name]
@@ -165,14 +173,14 @@ class OptimizedNetwork:
         return tensors
 
     def _at_rest(self, tensor: Tensor) -> Tensor:
-        """Where its values are between two updates, detached."""
+        """Return a tensor's storage between two updates, detached."""
         return (self._host[tensor] if self._host else tensor).detach()
 
     def load_state(self, stored: StoredTensors) -> None:
-        """What `state` was, for a network of the same parameters with the weights of that time.
+        """Load what `state` returned, for the same parameters and weights.
 
-        Errors: ValueError where a master weight is missing or does not round to the weight: they
-        are of two updates; or where a parameter is unknown.
+        Errors: ValueError if a parameter is unknown, if a master weight is missing, or if it does
+        not round to the weight (they are from different updates).
         """
         narrow = self._narrow()
         if missing := sorted({f"{name}:{MASTER}" for name in narrow} - stored.tensors.keys()):
@@ -180,9 +188,9 @@ class OptimizedNetwork:
                 f"the optimizer's state has no master weight of {missing[0].rpartition(':')[0]}; it"
                 " is of a model in float32"
             )
-        held: dict[str, Tensor] = {}
+        loaded: dict[str, Tensor] = {}
         keys: dict[str, set[str]] = {}
-        for entry, each in stored.tensors.items():
+        for entry, info in stored.tensors.items():
             name, _, key = entry.rpartition(":")
             keys.setdefault(name, set()).add(key)
             if name not in self._masters:
@@ -192,26 +200,26 @@ class OptimizedNetwork:
                 )
             master = self._masters[name]
             if key == MASTER:
-                held[entry] = master
+                loaded[entry] = master
                 continue
-            # the count of steps lies where they are taken
-            like = master.detach() if each.shape else torch.empty((), device=self._ranks.device)
-            held[entry] = torch.empty_like(like, dtype=each.dtype)
+            # AdamW needs its step count on the device of the step
+            like = master.detach() if info.shape else torch.empty((), device=self._ranks.device)
+            loaded[entry] = torch.empty_like(like, dtype=info.dtype)
             if self._host:
-                self._host.put(held[entry])
-        for name, found in keys.items():
-            if found - {MASTER} not in (set(), STATE):
+                self._host.put(loaded[entry])
+        for name, state_keys in keys.items():
+            if state_keys - {MASTER} not in (set(), STATE):
                 raise ValueError(
-                    f"the optimizer's state of {name} is {', '.join(sorted(found))}; expected"
+                    f"the optimizer's state of {name} is {', '.join(sorted(state_keys))}; expected"
                     f" {', '.join(sorted(STATE))}: it is of another optimizer"
                 )
-        tensors = {entry: self._at_rest(each) for entry, each in held.items()}
+        tensors = {entry: self._at_rest(tensor) for entry, tensor in loaded.items()}
         stored.require_fit(tensors)
         self._ranks.load(tensors, stored)
         states = {
             name: optimizer.state for names, optimizer in self._optimizers.items() for name in names
         }
-        for entry, tensor in held.items():
+        for entry, tensor in loaded.items():
             name, _, key = entry.rpartition(":")
             if key != MASTER:
                 states[name][self._masters[name]][key] = tensor
@@ -224,7 +232,7 @@ class OptimizedNetwork:
                 )
 
     def _narrow(self) -> dict[str, nn.Parameter]:
-        """Parameters that have a master weight beside them."""
+        """Return the parameters that have a separate master weight."""
         return {
             name: parameter
             for name, parameter in self._trained.items()
@@ -234,17 +242,18 @@ class OptimizedNetwork:
     @torch.no_grad()
     def _round(self, names: Iterable[str]) -> None:
         narrow = [name for name in names if self._parameters[name] is not self._masters[name]]
-        own = self._ranks.own
+        local_part = self._ranks.own
         if narrow:
             torch._foreach_copy_(
-                [own(self._parameters[name]) for name in narrow],
-                [own(self._masters[name]) for name in narrow],
+                [local_part(self._parameters[name]) for name in narrow],
+                [local_part(self._masters[name]) for name in narrow],
             )
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """What AdamW steps in the parameter's place; its gradients arrive there and leave the
-    parameter.
+    """Return the parameter for AdamW: itself, or a float32 master weight.
+
+    A hook moves each gradient from the parameter to its master.
     """
     if parameter.dtype.itemsize >= torch.float32.itemsize:
         return parameter

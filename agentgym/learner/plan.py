@@ -1,4 +1,4 @@
-"""What a learner begins with, by where it lies: small, and built wherever it is sent."""
+"""A learner's starting point by its place in the store: small to send, built on each rank."""
 
 from __future__ import annotations
 
@@ -19,36 +19,37 @@ from agentgym.models.tensorfiles import StoredTensors
 
 @dataclass(frozen=True)
 class LearnerPlan:
-    """All that a learner begins with; weights and optimizers by their places in the store."""
+    """A learner's starting point; weights and optimizers by their places in the store."""
 
     architecture: str  # config.json
-    weights: StoredTensors  # the policy's
+    weights: StoredTensors  # of the policy
     optimizer: OptimizerConfig
     total_steps: int
     has_critic: bool = False
-    critic: StoredTensors | None = None  # weights; None: a new one on the policy's body
+    critic: StoredTensors | None = None  # weights; None: a new critic on the policy's body
     critic_lr: float | None = None
     reference: StoredTensors | None = None  # weights
-    # by name; empty: new ones
+    # by file name; empty: new optimizers
     optimizer_states: Mapping[str, StoredTensors] = field(default_factory=dict)
     settings: LearnerConfig = field(default_factory=LearnerConfig)
-    adapter: Adapter | None = None  # what is trained; None: all weights
+    adapter: Adapter | None = None  # trained weights; None: all
 
     def files(self) -> dict[str, bytes]:
-        """What a commit holds of it beside tensors."""
+        """Return a commit's files for this learner other than tensors."""
         if self.adapter is None:
             return {}
         return {ADAPTER_RECORD: AdapterRecord.of(self.adapter).model_dump_json().encode()}
 
     @property
     def size(self) -> int:
-        """Bytes that are read to build it."""
-        places = (self.weights, self.critic, self.reference, *self.optimizer_states.values())
-        return sum(each.size for each in places if each is not None)
+        """Bytes that are read to build the learner."""
+        sources = (self.weights, self.critic, self.reference, *self.optimizer_states.values())
+        return sum(source.size for source in sources if source is not None)
 
     def build(self, ranks: ProcessGroup | None = None) -> LocalLearner:
-        """The learner, or this rank's part of it, which reads its share of the store.
-        Errors: BlobMissing, DigestMismatch; ValueError where something does not fit.
+        """Build the learner, or this rank's part of it, from its share of the store.
+
+        Errors: BlobMissing, DigestMismatch; ValueError if stored tensors do not fit.
         """
         model = empty_model(self.architecture, self.weights.dtype)
         if self.adapter is not None:
@@ -61,11 +62,11 @@ class LearnerPlan:
         critic, body = None, {}
         if self.has_critic:
             like = empty_model(self.architecture, (self.critic or self.weights).dtype)
-            names = {each: name for name, each in like.named_parameters()}
+            names = {parameter: name for name, parameter in like.named_parameters()}
             critic = ValueNet(like, share_prefixes=self.settings.share_prefixes)
             body = {
-                name: names[each]
-                for name, each in critic.named_parameters()
+                name: names[parameter]
+                for name, parameter in critic.named_parameters()
                 if not name.startswith("head.")
             }
         learner = LocalLearner(
@@ -88,27 +89,27 @@ class LearnerPlan:
         if critic is not None and self.critic is not None:
             fill(learner.ranks, critic, self.critic)
         elif critic is not None:
-            own = _parameters(critic)
-            for name in own.keys() - body.keys():
-                own[name].zero_()  # the head's
-            learner.ranks.load({body[name]: own[name] for name in body}, self.weights)
+            tensors = _parameters(critic)
+            for name in tensors.keys() - body.keys():
+                tensors[name].zero_()  # the critic's new head
+            learner.ranks.load({body[name]: tensors[name] for name in body}, self.weights)
         if self.optimizer_states:
             learner.load_optimizers(self.optimizer_states)
         return learner
 
 
 def fill(ranks: ProcessGroup, network: nn.Module, stored: StoredTensors) -> None:
-    """This rank's parameters of a whole network. Errors: see `LearnerPlan.build`."""
+    """Load this rank's parameters of a whole network. Errors: see `LearnerPlan.build`."""
     tensors = _parameters(network)
     stored.require_fit(tensors)
     ranks.load(tensors, stored)
 
 
 def fill_adapted(ranks: ProcessGroup, model: nn.Module, adapter: Adapter) -> None:
-    """As `fill`, of a model with the adapter's layers."""
+    """Load this rank's parameters of a model with an adapter. Errors: see `fill`."""
     tensors = _parameters(model)
-    matrices = {name: each for name, each in tensors.items() if is_matrix(name)}
-    frozen = {plain_name(name): each for name, each in tensors.items() if not is_matrix(name)}
+    matrices = {name: tensor for name, tensor in tensors.items() if is_matrix(name)}
+    frozen = {plain_name(name): tensor for name, tensor in tensors.items() if not is_matrix(name)}
     adapter.base.require_fit(frozen)
     ranks.load(frozen, adapter.base)
     if adapter.stored is None:

@@ -1,4 +1,5 @@
-"""How many processes hold the weights.
+"""Interface of the processes that hold the weights.
+
 Every rank is given the whole batch and takes its share of the sequences.
 """
 
@@ -15,7 +16,8 @@ from agentgym.models.tensorfiles import StoredTensors, TensorFile
 
 
 class ProcessGroup(Protocol):
-    """One process's view of all that train together.
+    """One process's view of all processes that train together.
+
     Every method but the properties is entered by all ranks or by none.
     """
 
@@ -25,44 +27,46 @@ class ProcessGroup(Protocol):
     def size(self) -> int: ...
     @property
     def device(self) -> torch.device:
-        """Where the weights are, and so batches and losses."""
+        """Device of the weights, batches and losses."""
         ...
 
     def shard(self, module: nn.Module) -> None:
-        """Spread the parameters over the ranks, in place; gradients are then summed over them,
-        not averaged. Those on the meta device get memory, and no values.
+        """Shard the parameters over the ranks, in place; gradients are summed, not averaged.
+
+        Parameters on the meta device get memory, but no values.
         """
         ...
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks of tensors of one shape: that shape, [...]."""
+        """Return the sum over ranks of tensors of one shape, [...]."""
         ...
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The full tensor [F, ...] of which `tensor` [F / size, ...] may be this rank's part."""
+        """Return the full tensor [F, ...]; `tensor` may be this rank's part [F / size, ...]."""
         ...
 
     def own(self, tensor: Tensor) -> Tensor:
-        """What of a spread tensor is here [F / size, ...], without the others."""
+        """Return this rank's part of a sharded tensor, [F / size, ...]."""
         ...
 
     def snapshot(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, TensorFile]:
-        """A copy in host memory of this rank's share of the tensors, as a file of that name."""
+        """Copy this rank's share of the tensors to host memory, as a file of this name."""
         ...
 
     def copy(self, tensor: Tensor, whole: Tensor) -> None:
-        """Fill this rank's part of a spread tensor, in place, with that of one that all have."""
+        """Fill this rank's part of a sharded tensor, in place, from the whole tensor."""
         ...
 
     def load(self, tensors: Mapping[str, Tensor], stored: StoredTensors) -> None:
-        """Fill this rank's parts, in place, with what any number of ranks stored.
+        """Fill this rank's parts, in place, from a store written by any number of ranks.
+
         Errors: DigestMismatch, BlobMissing.
         """
         ...
 
 
 class SingleProcess:
-    """One process: nothing to share."""
+    """The only process, which holds all weights."""
 
     rank, size = 0, 1
 
@@ -83,7 +87,7 @@ class SingleProcess:
         return tensor
 
     def snapshot(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, TensorFile]:
-        copies = {key: each.detach().to("cpu", copy=True) for key, each in tensors.items()}
+        copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
         return {name: TensorFile.of(copies)}
 
     def copy(self, tensor: Tensor, whole: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Several processes that hold the weights together.
-Apart from `ranks.py`: one process need not pay for the import.
+
+A module of its own, so that a single process does not pay for its imports.
 """
 
 from __future__ import annotations
@@ -36,33 +37,34 @@ T = TypeVar("T")
 
 
 class Sharded:
-    """The `ProcessGroup` of processes that joined `torch.distributed`, each holding a part of every
+    """The `ProcessGroup` of processes in `torch.distributed`; each holds a part of every
     parameter (FSDP2).
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Entered by every process once its group is there: gloo for CPUs, NCCL for CUDA
-        devices.
+        """Set up the device mesh, in every process once its group exists.
+
+        The group is gloo for CPUs, NCCL for CUDA devices.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = device
         self._mesh = init_device_mesh(device.type, (self.size,))
 
     def shard(self, module: nn.Module) -> None:
-        if not any(each.is_meta for each in module.parameters()):
+        if not any(parameter.is_meta for parameter in module.parameters()):
             module.to(self.device)
-        # of sums over ranks, whatever the weights'
+        # sums over ranks are float32 for weights of any dtype
         precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for block in blocks(module):
             fully_shard(block, mesh=self._mesh, mp_policy=precision)
         fully_shard(module, mesh=self._mesh, mp_policy=precision)
-        for each in module.modules():
-            if isinstance(each, FSDPModule):
-                # the denominators of our losses are global already
-                each.set_gradient_divide_factor(1.0)
-                each.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-        materialize(module, self.device)  # of this rank's parts alone
-        module.to(self.device)  # also has FSDP2 look at its parameters again
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                # the denominators of our losses are already global
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
+        materialize(module, self.device)  # allocates only this rank's parts
+        module.to(self.device)  # also makes FSDP2 update its references to the parameters
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         total = tensor.detach().to(self.device, copy=True)
@@ -76,7 +78,7 @@ class Sharded:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def snapshot(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, TensorFile]:
-        """Tensors that every rank has are written by one."""
+        """Copy this rank's share; a tensor that every rank has is copied by one of them."""
         copied = _Copied()
         planner = DefaultSavePlanner(
             flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
@@ -92,7 +94,7 @@ class Sharded:
         tensor.copy_(whole)
 
     def load(self, tensors: Mapping[str, Tensor], stored: StoredTensors) -> None:
-        """torch.distributed.checkpoint works out which stored rows are this rank's."""
+        """Load this rank's rows; torch.distributed.checkpoint works out which rows those are."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _plain_errors():
             load(
@@ -102,7 +104,7 @@ class Sharded:
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Every rank hears what stopped the first of them."""
+    """Raise the first failed rank's own error on every rank."""
     try:
         yield
     except CheckpointException as failed:
@@ -110,7 +112,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 class _Copied(StorageWriter):
-    """Takes a copy of what the plan gives this rank, and writes nothing yet."""
+    """Storage writer that only copies this rank's share of the plan into memory."""
 
     def __init__(self) -> None:
         self.parts: dict[str, Part] = {}
@@ -133,8 +135,8 @@ class _Copied(StorageWriter):
                 raise ValueError(f"{name} is spread in another way than by rows")
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, Tensor)
-            held = tensor.detach().to("cpu", copy=True)
-            self.parts[name] = Part(held, tuple(shape), chunk.offsets[0] if shape else 0)
+            copied = tensor.detach().to("cpu", copy=True)
+            self.parts[name] = Part(copied, tuple(shape), chunk.offsets[0] if shape else 0)
         return _done([])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None: ...
@@ -145,7 +147,7 @@ class _Copied(StorageWriter):
 
 
 class _Stored(StorageReader):
-    """Rows of tensors of a commit."""
+    """Storage reader for the rows of a commit's tensors."""
 
     def __init__(self, stored: StoredTensors, rank: int, size: int) -> None:
         self._stored, self._rank, self._size = stored, rank, size
@@ -153,22 +155,22 @@ class _Stored(StorageReader):
     def reset(self, checkpoint_id: object = None) -> None: ...
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        found: dict[str, TensorStorageMetadata] = {}
-        for name, each in self._stored.tensors.items():
+        metadata: dict[str, TensorStorageMetadata] = {}
+        for name, tensor in self._stored.tensors.items():
             chunks = [
                 ChunkStorageMetadata(
-                    offsets=torch.Size([part.first_row, *[0] * (len(each.shape) - 1)]),
-                    sizes=torch.Size([part.num_rows, *each.shape[1:]]),
+                    offsets=torch.Size([part.first_row, *[0] * (len(tensor.shape) - 1)]),
+                    sizes=torch.Size([part.num_rows, *tensor.shape[1:]]),
                 )
-                if each.shape
+                if tensor.shape
                 else ChunkStorageMetadata(offsets=torch.Size(), sizes=torch.Size())
-                for part in each.parts
-                if part.num_rows or not each.shape[0]
+                for part in tensor.parts
+                if part.num_rows or not tensor.shape[0]
             ]
-            found[name] = TensorStorageMetadata(
-                TensorProperties(dtype=each.dtype), torch.Size(each.shape), chunks
+            metadata[name] = TensorStorageMetadata(
+                TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks
             )
-        return Metadata(state_dict_metadata=dict(found))
+        return Metadata(state_dict_metadata=dict(metadata))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -196,6 +198,6 @@ class _Stored(StorageReader):
 
 
 def _done(value: T) -> Future[T]:
-    done: Future[T] = Future()
-    done.set_result(value)
-    return done
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future

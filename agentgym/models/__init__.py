@@ -1,1 +1,1 @@
-"""What a model is: its forward, its tokens and conversations, its checkpoint."""
+"""Models: their forward, their tokens and conversations, their checkpoints."""

@@ -1,7 +1,7 @@
-"""LoRA adapters: low-rank matrices trained beside the frozen weights of another commit.
+"""LoRA adapters: low-rank matrices trained on top of the frozen weights of another commit.
 
-The layers, and the format in which an adapter leaves the store, are peft's.
-Whoever samples gets merged weights, each computed anew from the frozen one, or the matrices alone.
+The layers and the export format are peft's.
+Engines get either merged weights, always computed from the frozen ones, or only the matrices.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from agentgym.models.transport import write_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NAME = "default"  # of the adapter among those that peft's layers may have
+NAME = "default"  # name of the adapter within peft's layers, which may have several
 DOWN, UP = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"  # [rank, in], [out, rank]
 FROZEN = ".base_layer."  # in the name of an adapted layer's own parameters
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Low-rank matrices beside frozen weights, by where they lie; new ones change nothing yet."""
+    """References to frozen weights and to low-rank matrices; new matrices change nothing yet."""
 
     base: StoredTensors  # the frozen weights
     rank: int
     alpha: int
     target_modules: tuple[str, ...]  # names of linear layers, or their ends
-    seed: int = 0  # new matrices are drawn from
+    seed: int = 0  # of new matrices
     stored: StoredTensors | None = None  # the matrices; None: new ones
-    alone: bool = False  # as it is published to engines; else merged
+    alone: bool = False  # True: publish only the matrices to engines; else merged weights
 
     @property
     def scale(self) -> float:
-        """What the product of two matrices counts."""
+        """Factor of the product of two matrices."""
         return self.alpha / self.rank
 
     @property
@@ -53,12 +53,12 @@ class Adapter:
         """The merged weights."""
         if self.stored is None:
             return self.base
-        own = self.stored
-        return MergedTensors(own.place, own.manifest, own.files, self.base, self.scale)
+        stored = self.stored
+        return MergedTensors(stored.place, stored.manifest, stored.files, self.base, self.scale)
 
     def inject(self, model: PreTrainedModel) -> None:
-        """Replace the layers of a model without memory by peft's; all but the matrices, which are
-        float32 whatever the weights are, is frozen.
+        """Replace layers of a model on the meta device by peft's. Only the matrices are trained;
+        they are float32 for any dtype of the weights.
         """
         from peft import inject_adapter_in_model
 
@@ -69,10 +69,14 @@ class Adapter:
                 matrices.float().requires_grad_(True)
 
     def shapes(self, architecture: str) -> dict[str, Tensor]:
-        """The matrices beside a model of that config.json, by name and without values."""
+        """Return the matrices for a model of that config.json, by name, on the meta device."""
         model = empty_model(architecture)
         self.inject(model)
-        return {name: each.detach() for name, each in model.named_parameters() if is_matrix(name)}
+        return {
+            name: parameter.detach()
+            for name, parameter in model.named_parameters()
+            if is_matrix(name)
+        }
 
     def peft_config(self) -> Any:
         from peft import LoraConfig as PeftConfig
@@ -81,7 +85,7 @@ class Adapter:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of peft's LoraConfig."""
+        """Arguments of peft's LoraConfig."""
         return {
             "r": self.rank,
             "lora_alpha": self.alpha,
@@ -92,8 +96,8 @@ class Adapter:
         }
 
     def new_matrices(self, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(name, values) of each, drawn from the seed as peft draws: the second of each pair is
-        zero, so that nothing is changed yet.
+        """Yield (name, values) of each matrix, drawn from the seed as peft draws: the second of
+        each pair is zero, so that the adapter changes nothing yet.
         """
         draw = torch.Generator().manual_seed(self.seed)
         for name in sorted(like):
@@ -104,25 +108,25 @@ class Adapter:
 
 
 def chosen_modules(model: PreTrainedModel, lora: LoraConfig) -> tuple[str, ...]:
-    """The ends of the names of the layers that get an adapter.
-    Errors: ConfigError for a name that is of anything else than linear layers of blocks, or a
-    layer narrower than the rank.
+    """Return the ends of the names of the layers that get an adapter.
+    Errors: ConfigError for a name that matches anything but linear layers of blocks, or a layer
+    narrower than the rank.
     """
     inside = {layer for block in blocks(model) for layer in block.modules()}
     modules = dict(model.named_modules())
     linear = {
-        name: each
-        for name, each in modules.items()
-        if each in inside and isinstance(each, nn.Linear)
+        name: module
+        for name, module in modules.items()
+        if module in inside and isinstance(module, nn.Linear)
     }
     ends = sorted({name.rpartition(".")[2] for name in linear})
     chosen = tuple(sorted(lora.target_modules)) or tuple(ends)
     for end in chosen:
         matching = [name for name in modules if f".{name}".endswith(f".{end}")]
-        odd = [name for name in matching if name not in linear]
-        if odd or not matching:
+        others = [name for name in matching if name not in linear]
+        if others or not matching:
             raise ConfigError(
-                f"lora.target_modules {end!r} names {', '.join(odd[:3]) or 'nothing'} in"
+                f"lora.target_modules {end!r} names {', '.join(others[:3]) or 'nothing'} in"
                 f" {type(model).__name__}; expected linear layers of its blocks:"
                 f" {', '.join(ends) or 'it has none'}"
             )
@@ -137,17 +141,17 @@ def chosen_modules(model: PreTrainedModel, lora: LoraConfig) -> tuple[str, ...]:
 
 
 def is_matrix(name: str) -> bool:
-    """Of a parameter: whether it is trained."""
+    """Return True for a LoRA matrix (the trained parameters)."""
     return name.endswith((DOWN, UP))
 
 
 def plain_name(name: str) -> str:
-    """Of a frozen parameter, as the model without an adapter calls it."""
+    """Name of a frozen parameter in the model without an adapter."""
     return name.replace(FROZEN, ".")
 
 
 def peft_name(name: str) -> str:
-    """Of a matrix in the file that peft writes."""
+    """Name of a matrix in the file that peft writes."""
     return f"base_model.model.{name.removesuffix(f'.{NAME}.weight')}.weight"
 
 
@@ -157,8 +161,9 @@ def write_adapter(
     matrices: Mapping[str, Tensor],
     base_name: str | None = None,
 ) -> None:
-    """As peft does: `PeftModel.from_pretrained` and vLLM read it.
-    settings: an adapter's. base_name: of the model it belongs to, where people can load that.
+    """Write an adapter in peft's format, for `PeftModel.from_pretrained` and vLLM.
+    settings: the adapter's; base_name: of the model it belongs to, None if that model cannot be
+    loaded by name.
     """
     from peft import LoraConfig as PeftConfig
 
@@ -169,8 +174,8 @@ def write_adapter(
 
 
 def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Rows [n, in] of a frozen weight, [rank, in] and [n, rank] -> [n, in] as the weight is,
-    computed in float32.
+    """Merge rows [n, in] of a frozen weight with down [rank, in] and up [n, rank], in float32.
+    Result: [n, in] in the weight's dtype.
     """
     return (weight.float() + (up.float() @ down.float()) * scale).to(weight.dtype)
 
@@ -180,8 +185,8 @@ def merged_weights(
     scale: float,
     whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Iterator[tuple[str, Tensor]]:
-    """An adapted model's parameters -> (name, values) of each of the model it stands for, in new
-    memory where they differ. whole: makes one of them whole.
+    """Yield (name, values) of the merged model's parameters, in new memory if they differ.
+    parameters: of the adapted model; whole: gathers a whole parameter.
     """
     for name, part in parameters.items():
         if is_matrix(name):
@@ -196,7 +201,7 @@ def merged_weights(
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """The model computes what its frozen weights do."""
+    """Switch the adapter off: the model computes with its frozen weights alone."""
     layers = _layers(model)
     for layer in layers:
         layer.set_scale(NAME, 0.0)
@@ -210,12 +215,12 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 def _layers(model: nn.Module) -> list[Any]:
     from peft.tuners.lora import LoraLayer
 
-    return [each for each in model.modules() if isinstance(each, LoraLayer)]
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
 @dataclass(frozen=True)
 class MergedTensors(StoredTensors):
-    """The weights of a policy that is stored as an adapter: merged as they are read."""
+    """Weights of a policy that is stored as an adapter: merged while reading."""
 
     base: StoredTensors
     scale: float

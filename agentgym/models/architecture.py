@@ -1,4 +1,4 @@
-"""What can be said of a handed-over model before it is loaded, and without importing torch."""
+"""Checks of a published model's configuration before loading it, without importing torch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-# keys of a config.json that name code to run, on the hub or in the model's folder; ours is chosen
-# here
+# keys of a config.json that select code to run, on the Hub or in the model's folder; we choose the
+# code ourselves
 _NAMES_CODE = re.compile(r"_?(attn|experts)_implementation(_internal)?|auto_map|custom_pipelines")
 _DTYPES = ("float32", "float16", "bfloat16")
 LAYERS = ("full_attention", "sliding_attention")
 
 
 def published_architecture(config: ModelConfig, *, local_only: bool = False) -> Any:
-    """transformers' configuration of a handed-over model; its weights are not read.
+    """Read transformers' configuration of a published model, without its weights.
 
-    local_only: read folders and the hub's cache; ask no network.
-    Errors: ConfigError where there is none, where a folder holds no safetensors or a file that is
-    not whole, where the architecture is not supported or has fewer positions than
-    `config.context_tokens`; as `read_architecture`.
+    local_only: read folders and the Hub's cache only, without network access.
+    Errors: ConfigError if there is none, if a folder has no safetensors or a damaged file, if the
+    architecture is not supported or has fewer positions than `config.context_tokens`; as
+    `read_architecture`.
     """
     from transformers import PretrainedConfig
 
@@ -57,66 +57,66 @@ def published_architecture(config: ModelConfig, *, local_only: bool = False) -> 
 
 
 def require_positions(config: PretrainedConfig, context_tokens: int, name: str) -> None:
-    """name: of the model, for the error text.
-    Errors: ConfigError where an episode may become longer than the model's positions allow.
+    """Raise ConfigError if an episode may become longer than the model's positions allow.
+    name: of the model, for the error text.
     """
-    most = num_positions(config)
-    if most is not None and context_tokens > most:
+    limit = num_positions(config)
+    if limit is not None and context_tokens > limit:
         raise ConfigError(
-            f"context_tokens {context_tokens} is above the {most} positions of {name}; lower"
+            f"context_tokens {context_tokens} is above the {limit} positions of {name}; lower"
             " model.context_tokens (agentgym evaluate: --context-tokens) or use a model with more"
         )
 
 
 def num_positions(config: PretrainedConfig) -> int | None:
-    """Return how many tokens the positions of a model allow; None where nothing limits them.
+    """Return the number of tokens that a model's positions allow; None if unlimited.
 
-    `max_position_embeddings` counts the scaling of rotary positions already, but for YaRN that a
-    user adds to a config.json as Qwen's model cards say: there `factor` extends the original.
+    `max_position_embeddings` already includes the scaling of rotary positions, except for YaRN
+    that a user adds to a config.json as Qwen's model cards describe: there `factor` extends the
+    original number.
     """
     text = config.get_text_config(decoder=True)
-    most = getattr(text, "max_position_embeddings", None)
-    if not isinstance(most, int):
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int):
         return None
     extended = [
         int(rope["factor"] * rope["original_max_position_embeddings"])
         for rope in _ropes(text)
         if rope.get("rope_type") == "yarn" and rope.get("factor")
     ]
-    return max([most, *extended])
+    return max([limit, *extended])
 
 
 def read_architecture(text: str) -> Any:
-    """A config.json as transformers' object, without what it says about code: whose attention,
-    whose Python files.
+    """Parse a config.json into transformers' object, without the keys that select code: attention
+    implementations and Python files.
 
-    Errors: ConfigError for what is no architecture, for quantized weights and for numbers of
-    another type.
+    Errors: ConfigError if it is no architecture, for quantized weights and for unknown dtypes.
     """
     from transformers import AutoConfig
 
     try:
-        found = json.loads(text, object_pairs_hook=_without_code)
+        tree = json.loads(text, object_pairs_hook=_without_code)
     except ValueError as error:
         raise ConfigError(f"the model's config.json is not JSON: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+    if not isinstance(tree, dict) or not isinstance(tree.get("model_type"), str):
         raise ConfigError(
             "the model's config.json names no model_type; expected that of an architecture"
             " transformers knows, such as qwen2"
         )
-    if found.get("quantization_config") is not None:
+    if tree.get("quantization_config") is not None:
         raise ConfigError(
             "the model's config.json has a quantization_config; quantized weights are not trained"
             " here, name the original model"
         )
     for key in ("dtype", "torch_dtype"):
-        if found.get(key) is not None and str(found[key]).removeprefix("torch.") not in _DTYPES:
+        if tree.get(key) is not None and str(tree[key]).removeprefix("torch.") not in _DTYPES:
             raise ConfigError(
-                f"the model's config.json has {key} {str(found[key])[:40]!r}; expected one of"
+                f"the model's config.json has {key} {str(tree[key])[:40]!r}; expected one of"
                 f" {', '.join(_DTYPES)}"
             )
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(found), encoding="utf-8")
+        (Path(folder) / "config.json").write_text(json.dumps(tree), encoding="utf-8")
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
@@ -125,16 +125,16 @@ def _without_code(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def unsupported(config: PretrainedConfig) -> Iterator[str]:
-    """What would not show on sequences as short as those that are compared."""
+    """Yield unsupported features, which the comparison on short sequences would miss."""
     text = config.get_text_config(decoder=True)
     for kind in sorted(set(getattr(text, "layer_types", None) or ()) - set(LAYERS)):
         yield f"layers of type {kind!r} are not supported"
     if getattr(text, "attention_chunk_size", None):
         yield "attention in chunks (attention_chunk_size) is not supported"
-    for each in _ropes(text):
-        if each.get("rope_type") in ("dynamic", "longrope"):
+    for rope in _ropes(text):
+        if rope.get("rope_type") in ("dynamic", "longrope"):
             yield (
-                f"rope_type {each['rope_type']!r} depends on the longest sequence of a batch, which"
+                f"rope_type {rope['rope_type']!r} depends on the longest sequence of a batch, which"
                 " learner and engine do not share"
             )
 

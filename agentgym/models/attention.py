@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# with it transformers imports scikit-learn and pandas, most of a second, for draft models that
-# propose tokens, which are not used here
+# if scikit-learn is found, transformers imports it and pandas, most of a second, for assisted
+# generation with draft models, which is not used here
 _has_sklearn = transformers.utils.is_sklearn_available
 transformers.utils.is_sklearn_available = lambda: False
 try:
@@ -36,29 +36,29 @@ finally:
     transformers.utils.is_sklearn_available = _has_sklearn
 
 RAGGED = "agentgym_ragged"
-GROUP_SEQUENCES = 16  # attended to at once; fewer are padded less, more cost fewer calls
+GROUP_SEQUENCES = 16  # attended to at once; fewer need less padding, more need fewer calls
 
 
 class Layout(Protocol):
-    """Where the tokens of a packed forward belong."""
+    """The assignment of a packed forward's tokens to sequences."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
-        """query [N, H, D]; key, value [N, KV, D]. Result: [N, H, D]."""
+        """Attend in one layer. query [N, H, D]; key, value [N, KV, D]. Result: [N, H, D]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a layer attends, beside causally."""
+    """A layer's settings of causal attention."""
 
     scaling: float | None = None  # of the scores; None: 1 / sqrt(D)
     window: int | None = None  # a token sees itself and the window - 1 before it; None: all
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
 
 
-# arguments a model may hand to its attention that say nothing of its own about the result
+# arguments a model may pass to its attention that do not change the result
 _HARMLESS = ("position_ids", "cache_position", "use_cache", "output_attentions", "dropout")
 
 
@@ -76,10 +76,14 @@ def _ragged_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, N, D]; key, value [1, KV, N, D], packed by `layout`. Result: [1, N, H, D].
-    Errors: ValueError where the model asks for what is not computed here.
+    """Attend for transformers, with the caller's `layout`.
+
+    query [1, H, N, D]; key, value [1, KV, N, D], packed by `layout`. Result: [1, N, H, D].
+    Errors: ValueError if the model asks for something that is not computed here.
     """
-    unknown = [name for name, given in others.items() if given is not None and given is not False]
+    unknown = [
+        name for name, argument in others.items() if argument is not None and argument is not False
+    ]
     unknown = [name for name in unknown if name not in _HARMLESS]
     if attention_mask is not None:
         unknown.append("attention_mask")
@@ -100,15 +104,13 @@ AttentionInterface.register(RAGGED, _ragged_attention)
 
 
 def leave_uncompiled() -> None:
-    """Let compiled blocks call attention as it is: how it groups sequences changes with the
-    batch.
-    """
+    """Let compiled blocks call attention uncompiled: its grouping changes with the batch."""
     plain = torch.compiler.disable(_ragged_attention)  # type: ignore[no-untyped-call]
     AttentionInterface.register(RAGGED, plain)
 
 
 def require_ragged(model: PreTrainedModel) -> None:
-    """Errors: ValueError where the model would ignore the layout without a word."""
+    """Raise ValueError if the model would silently ignore the layout."""
     kind = model.config._attn_implementation
     if kind != RAGGED:
         raise ValueError(
@@ -120,9 +122,12 @@ def require_ragged(model: PreTrainedModel) -> None:
 def attend_padded(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, variant: Variant
 ) -> Tensor:
-    """query [R, H, T, D]; key, value [R, KV, L, D]; mask: bool, broadcast to [R, 1, T, L], true
-    where a token may look; None: causal. Result: [R, H, T, D]."""
-    if is_emulated(query):  # a half to a quarter of the time, and rounded once
+    """Attend to padded sequences.
+
+    query [R, H, T, D]; key, value [R, KV, L, D]; mask: bool, broadcast to [R, 1, T, L], true where
+    a token may look; None: causal. Result: [R, H, T, D].
+    """
+    if is_emulated(query):  # takes a half to a quarter of the time, and rounds only once
         wide = attend_padded(query.float(), key.float(), value.float(), mask, variant)
         return wide.to(query.dtype)
     grouped = query.shape[1] != key.shape[1]
@@ -149,13 +154,13 @@ def attend_padded(
 
 @cache
 def _takes_groups(kernel: Callable[..., Any]) -> bool:
-    """Return True if a kernel is told that queries share keys; torch 2.11's sees it itself."""
+    """Return True if a kernel has a flag for queries that share keys; torch 2.11's infers it."""
     return "enable_gqa" in signature(kernel).parameters
 
 
 def has_kernel(query: Tensor, variant: Variant) -> bool:
-    """Whether flash attention computes this without padding: half precision on a CUDA device of
-    compute capability 8 or newer, heads [.., D] of a size it has, scores without a cap.
+    """Return True if flash attention computes this without padding: half precision on a CUDA
+    device of compute capability 8 or newer, a supported head size D, scores without a cap.
     """
     return (
         query.is_cuda
@@ -168,7 +173,7 @@ def has_kernel(query: Tensor, variant: Variant) -> bool:
 
 
 def within_window(mask: Tensor, query_position: Tensor, window: int | None) -> Tensor:
-    """mask [..., T, L] without the keys that lie a window or more before the query."""
+    """Return mask [..., T, L] without the keys that are a window or more before the query."""
     if window is None:
         return mask
     keys = torch.arange(mask.shape[-1], device=mask.device)
@@ -176,32 +181,34 @@ def within_window(mask: Tensor, query_position: Tensor, window: int | None) -> T
 
 
 class PackedSequences:
-    """Sequences packed end to end, each attending causally to itself alone.
+    """Sequences packed end to end, each attending causally only to itself.
 
     A prefix that a sequence shares with the one before it may be computed once.
-    On a CUDA device flash attention reads the tokens as they are; where it cannot (see
-    `has_kernel`), and on the CPU, they are padded for the attention alone. The results are equal.
+    On a CUDA device flash attention reads the packed tokens; if it cannot (see `has_kernel`), and
+    on the CPU, they are padded for attention only. The results are equal.
     """
 
     def __init__(self, starts: Tensor, shared: Sequence[int] | None = None) -> None:
-        """starts: [B + 1] int; sequence b is tokens starts[b]:starts[b + 1], N in all.
+        """Compute indices and positions.
+
+        starts: [B + 1] int; sequence b is tokens starts[b]:starts[b + 1], N in all.
         shared: [B] length of the prefix that each sequence shares with the one before it (see
-        `Prefixes`), so that M <= N tokens are computed. None: all are.
+        `Prefixes`), so that M <= N tokens are computed. None: all N are.
         """
         self._starts, self._lengths = starts, np.diff(starts.cpu().numpy())
         self._shared = np.array(shared or [0] * len(self._lengths), dtype=np.int64)
         self._own = self._lengths - self._shared  # computed tokens of each sequence
-        self._begins = np.cumsum(self._own) - self._own  # of those of each sequence
-        # of each computed token, [M]: its sequence, and its place among the sequence's own
+        self._begins = np.cumsum(self._own) - self._own  # first computed token of each sequence
+        # for each computed token, [M]: its sequence, and its index among the sequence's own
         self._sequence = np.repeat(np.arange(len(self._own)), self._own)
         self._offset = np.arange(len(self._sequence)) - self._begins[self._sequence]
-        place = self._offset + self._shared[self._sequence]
-        self.position = self._on_device(place)
+        positions = self._offset + self._shared[self._sequence]
+        self.position = self._on_device(positions)
         self.computed: Tensor | None = None  # [M] packed index of each; None: all, in order
-        self.path: Tensor | None = None  # [N] of each token, which of the computed it is
+        self.path: Tensor | None = None  # [N] index of each token among the computed ones
         if self._shared.any():
             first = np.cumsum(self._lengths) - self._lengths
-            self.computed = self._on_device(first[self._sequence] + place)
+            self.computed = self._on_device(first[self._sequence] + positions)
             self.path = self._on_device(np.concatenate(self._paths()))
         self._masks: dict[tuple[int, int | None], Tensor] = {}  # shared by the layers of a forward
 
@@ -209,21 +216,21 @@ class PackedSequences:
         return torch.from_numpy(indices).to(self._starts.device)
 
     def _paths(self) -> list[np.ndarray[Any, Any]]:
-        """Return the computed tokens that each sequence consists of."""
+        """Return the indices of each sequence's tokens among the computed ones."""
         paths, before = [], np.zeros(0, dtype=np.int64)
-        for shared, begin, own in zip(self._shared, self._begins, self._own, strict=True):
-            before = np.concatenate([before[:shared], np.arange(begin, begin + own)])
+        for shared, begin, num_own in zip(self._shared, self._begins, self._own, strict=True):
+            before = np.concatenate([before[:shared], np.arange(begin, begin + num_own)])
             paths.append(before)
         return paths
 
     def whole(self, states: Tensor) -> Tensor:
-        """Return [N, ...] of all tokens from [M, ...] of the computed ones."""
+        """Expand states [M, ...] of the computed tokens to [N, ...] of all tokens."""
         return states if self.path is None else states.index_select(0, self.path)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
-        """query [M, H, D]; key, value [M, KV, D]. Result: [M, H, D]."""
+        """Attend in one layer. query [M, H, D]; key, value [M, KV, D]. Result: [M, H, D]."""
         if self.path is not None and is_emulated(query):  # gradients of shared keys sum in float32
             wide = self.attend(layer, query.float(), key.float(), value.float(), variant)
             return wide.to(query.dtype)
@@ -244,8 +251,8 @@ class PackedSequences:
             int(self._own.max()),
             int(self._lengths.max()),
             scale=variant.scaling,
-            # keys before and after a query that it sees beside its own, where the last query has
-            # the last key; -1: all
+            # number of further keys that a query sees before and after its own, with the last
+            # query at the last key; -1: all
             window_size=(-1 if variant.window is None else variant.window - 1, 0),
             **(grouped if _takes_groups(varlen_attn) else {}),
         )
@@ -254,38 +261,38 @@ class PackedSequences:
 
     @cached_property
     def _bounds(self) -> tuple[Tensor, Tensor]:
-        """[B + 1] int32 each: where a sequence's computed tokens begin, and all of its tokens."""
+        """First index of each sequence's computed tokens, and of all its tokens; [B + 1] int32."""
         begins = np.append(self._begins, len(self._sequence))
         return self._on_device(begins.astype(np.int32)), self._starts.to(torch.int32)
 
     @cached_property
     def _padding(self) -> tuple[list[_PaddedRows], Tensor]:
-        """Return groups of sequences, padded, and of each computed token [M] its place among all
+        """Return padded groups of sequences, and the index of each computed token [M] among all
         padded queries.
         """
         groups, first, begins = [], 0, np.empty_like(self._begins)
         for sequences in self._groups():
-            own = self._own[sequences]
-            column = np.minimum(np.arange(own.max()), (own - 1)[:, None])  # [R, T]
+            num_own = self._own[sequences]
+            column = np.minimum(np.arange(num_own.max()), (num_own - 1)[:, None])  # [R, T]
             groups.append(self._padded(sequences, column))
-            begins[sequences] = first + own.max() * np.arange(len(own))
+            begins[sequences] = first + num_own.max() * np.arange(len(num_own))
             first += column.size
         return groups, self._on_device(begins[self._sequence] + self._offset)
 
     def _groups(self) -> Iterator[np.ndarray[Any, Any]]:
-        """Yield sequences that compute about as many tokens, those that compute any."""
+        """Yield groups of sequences with similar numbers of computed tokens, but none with zero."""
         order = np.argsort(self._own, kind="stable")
         order, first = order[self._own[order] > 0], 0
-        # what is computed of sequences that share a prefix differs much more than their lengths
-        most = np.inf if self.path is None else 2.0
+        # with shared prefixes, the numbers of computed tokens differ much more than the lengths
+        ratio = np.inf if self.path is None else 2.0
         for index in range(1, len(order) + 1):
             ends = index == len(order) or index - first == GROUP_SEQUENCES
-            if ends or self._own[order[index]] > most * self._own[order[first]]:
+            if ends or self._own[order[index]] > ratio * self._own[order[first]]:
                 yield order[first:index]
                 first = index
 
     def _padded(self, sequences: np.ndarray[Any, Any], column: np.ndarray[Any, Any]) -> _PaddedRows:
-        """column: [R, T] places among each sequence's own tokens."""
+        """Return padded rows. column: [R, T] indices among each sequence's own tokens."""
         queries = self._on_device(self._begins[sequences][:, None] + column)
         if self.path is None:
             return _PaddedRows(queries, queries, None)
@@ -296,15 +303,15 @@ class PackedSequences:
         return _PaddedRows(queries, self.path[self._on_device(first + keys)], position[:, None])
 
     def _attend_padded(self, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
-        """Right padding never reaches a real query."""
+        """Attend with right padding, which no real query sees."""
         attended = []
         groups, packed = self._padding
         for index, rows in enumerate(groups):
             padded = [
-                tensor.index_select(0, places.flatten())
-                .view(*places.shape, *tensor.shape[1:])
+                tensor.index_select(0, indices.flatten())
+                .view(*indices.shape, *tensor.shape[1:])
                 .transpose(1, 2)
-                for tensor, places in ((query, rows.queries), (key, rows.keys), (value, rows.keys))
+                for tensor, indices in ((query, rows.queries), (key, rows.keys), (value, rows.keys))
             ]
             mask = self._mask(index, rows, variant)
             part = attend_padded(padded[0], padded[1], padded[2], mask, variant)
@@ -312,23 +319,23 @@ class PackedSequences:
         return torch.cat(attended).index_select(0, packed)
 
     def _mask(self, index: int, rows: _PaddedRows, variant: Variant) -> Tensor | None:
-        """[.., T, L], or None where plain causal attention is meant: the kernels have that."""
+        """Return a mask [.., T, L]; None for plain causal attention, which the kernels support."""
         longest, position = rows.keys.shape[1], rows.position
         is_cut = variant.window is not None and variant.window < longest
         if position is None and variant.softcap is None and not is_cut:
             return None
         if (index, variant.window) not in self._masks:
-            places = torch.arange(longest, device=rows.keys.device)
-            seen_from = places if position is None else position
-            causal = places <= seen_from[..., None]
+            key_positions = torch.arange(longest, device=rows.keys.device)
+            seen_from = key_positions if position is None else position
+            causal = key_positions <= seen_from[..., None]
             self._masks[index, variant.window] = within_window(causal, seen_from, variant.window)
         return self._masks[index, variant.window]
 
 
 @dataclass(frozen=True, slots=True)
 class _PaddedRows:
-    """Sequences that are padded, each with its own last token, and attended to at once."""
+    """Sequences that are padded with their own last token and attended to at once."""
 
     queries: Tensor  # [R, T] indices of computed tokens
     keys: Tensor  # [R, L] indices of computed tokens
-    position: Tensor | None  # [R, 1, T] of the queries among the keys; None: the same
+    position: Tensor | None  # [R, 1, T] index of each query among the keys; None: the same

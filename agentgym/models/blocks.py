@@ -1,4 +1,4 @@
-"""The blocks of a network: what is spread, computed again and compiled one by one."""
+"""The blocks of a network: the units of sharding, of recomputation and of compilation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from agentgym.models.attention import leave_uncompiled
 
 
 def blocks(network: nn.Module) -> list[nn.Module]:
-    """Of a decoder, in order."""
-    lists = [each for each in network.modules() if isinstance(each, nn.ModuleList)]
-    return [block for each in lists for block in each]
+    """Return a decoder's blocks, in order."""
+    lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
+    return [block for module_list in lists for block in module_list]
 
 
 def compile_blocks(network: nn.Module, backend: str) -> None:
     """Compile each block at its first forward, for any number of tokens.
-    Before the network is spread over ranks: what gathers its weights stays outside.
+    Call it before sharding, so that the gathering of weights is not compiled.
     """
     leave_uncompiled()
     for block in blocks(network):
@@ -27,8 +27,8 @@ def compile_blocks(network: nn.Module, backend: str) -> None:
 
 
 def checkpoint_blocks(network: nn.Module) -> None:
-    """Keep of each block its input alone, and compute its inside again in the backward.
-    After `compile_blocks`. There is no dropout, so no random number is drawn twice.
+    """Store only each block's input and recompute its activations in the backward.
+    Call it after `compile_blocks`. There is no dropout, so no random number is drawn twice.
     """
     for block in blocks(network):
         block.forward = partial(

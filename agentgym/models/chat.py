@@ -1,6 +1,6 @@
-"""Text to token ids and back for one conversation that only ever grows.
+"""Text to token ids and back for one append-only conversation.
 
-The policy's own tokens are never decoded and encoded again: `bridge` gives the ids that follow
+The policy's own tokens are never decoded and encoded again: `bridge` returns the ids that follow
 them.
 """
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# environments answer alike again and again, and the tokenizer takes longer than a step of some
-NUM_REMEMBERED, LONGEST_REMEMBERED = 4096, 512  # texts, and characters (or tokens) of one
+# environments often repeat answers, and tokenizing takes longer than a step of some environments
+NUM_REMEMBERED, LONGEST_REMEMBERED = 4096, 512  # texts; characters (or tokens) of one text
 
 DEFAULT_CHAT = ChatConfig()
 
@@ -29,10 +29,10 @@ class ChatRenderer:
     """Renders conversations exactly as the tokenizer's own chat template would.
 
     A template may rewrite history: strip thoughts of earlier turns, number turns, ... Ids appended
-    turn by turn then differ from what it would make of the whole conversation. With
-    `chat.history` append that is said in `notes` where it is earlier actions that it changes.
-    Errors: ConfigError for every other template that does so, and if the tokenizer makes other ids
-    of a whole conversation than of its turns.
+    turn by turn then differ from the ids of the whole conversation. If `chat.history` is append
+    and the template changes only earlier actions, `notes` reports it.
+    Errors: ConfigError for every other template that rewrites history, and if the tokenizer makes
+    other ids of a whole conversation than of its turns.
     """
 
     def __init__(
@@ -41,8 +41,10 @@ class ChatRenderer:
         chat: ChatConfig = DEFAULT_CHAT,
         eos_ids: Iterable[int] = (),
     ) -> None:
-        """tokenizer: a fast transformers tokenizer with a chat template that ends a turn with a
-        special token. eos_ids: the model's own, beside that and the tokenizer's.
+        """Analyze the chat template.
+
+        tokenizer: a fast transformers tokenizer whose chat template ends a turn with a special
+        token. eos_ids: the model's stop tokens, in addition to that token and the tokenizer's.
         """
         self._tokenizer = tokenizer
         self._pieces = PieceTokenizer(tokenizer)
@@ -51,11 +53,11 @@ class ChatRenderer:
         controls = self._pieces.controls
         self._turns = Turns(tokenizer, chat, self._pieces.pattern(controls))
         self.notes = self._turns.notes
-        self.opens_thought = self._turns.opens_thought  # before an action, in its prompt
-        # the one that ends a turn, which demonstrations end with; then all that end an action
+        self.opens_thought = self._turns.opens_thought  # the prompt ends within a thought
+        # stop_id ends a turn and every demonstration; each of stop_ids ends an action
         self.stop_id: int = controls[self._turns.stop.text]
         ends = (self.stop_id, tokenizer.eos_token_id, *eos_ids)
-        self.stop_ids = tuple(dict.fromkeys(each for each in ends if each is not None))
+        self.stop_ids = tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None))
         thoughts = controls.keys() & {THINK, END_THINK}
         added = tokenizer.added_tokens_decoder.items()
         special = {index: token.content for index, token in added if token.special}
@@ -65,28 +67,29 @@ class ChatRenderer:
         self._check_ids()
 
     def start(self, observation: str, system: str = "") -> list[int]:
-        """Ids of the whole prompt up to where the first action begins; `system` is the task
-        instructions, if any. Errors: ConfigError where the template cannot show instructions.
+        """Return the ids of the whole prompt up to the first action.
+        system: the task instructions, if any.
+        Errors: ConfigError if the template cannot show instructions.
         """
         return list(self._encode(self._turns.start(observation, system)))
 
     def bridge(self, observation: str, *, stopped: bool) -> list[int]:
-        """Ids between a sampled action and the next one.
-        `stopped`: the action `ends_turn`; after any other stop token the turn ends as after none.
+        """Return the ids between a sampled action and the next one.
+        stopped: the action `ends_turn`; after any other stop token the turn's end is still added.
         """
         ids = self._encode(self._turns.bridge(observation))
         return list(ids[1:] if stopped else ids)
 
     def ends_turn(self, ids: Sequence[int]) -> bool:
-        """Whether an action ended with the stop token that the template ends a turn with."""
+        """Return True if an action ended with the stop token that ends the template's turns."""
         return bool(ids) and ids[-1] == self.stop_id
 
     def action_ids(self, action: str) -> list[int]:
-        """Ids a demonstrator's action would have been sampled as, stop token included.
+        """Return the ids of a demonstrator's action as a policy would sample it, with stop token.
 
         `<think>`, `<tool_call>` and other tokens that a policy samples within its turn are tokens
         here, too: spelled in letters, they would teach replies that no model of this kind gives.
-        Tokens that are special or that the template makes turns of stay plain text, as in an
+        Special tokens and those the template uses between turns stay plain text, as in an
         observation: an action may quote a page.
         """
         text = Piece(self._turns.spoken(action), self._in_actions)
@@ -94,25 +97,25 @@ class ChatRenderer:
         prompt, ids = self._encode(before), self._encode((*before, text, stop))
         if ids[: len(prompt)] == prompt:
             return list(ids[len(prompt) :])
-        # it begins with blanks, which the tokenizer would join with the end of the prompt
+        # the action begins with blanks, which the tokenizer joins with the end of the prompt
         return list(self._encode((stop, text, stop))[1:])
 
     def text(self, ids: tuple[int, ...] | list[int]) -> str:
-        """Text of sampled ids without special tokens; those of a thought are kept."""
-        asked = self._said if len(ids) <= LONGEST_REMEMBERED else self._decoded
-        return asked(tuple(ids))
+        """Return the text of sampled ids without special tokens; those of a thought are kept."""
+        decode = self._said if len(ids) <= LONGEST_REMEMBERED else self._decoded
+        return decode(tuple(ids))
 
     def _decoded(self, ids: tuple[int, ...]) -> str:
-        kept = [each for each in ids if each not in self._silent]
-        return str(self._tokenizer.decode(kept, skip_special_tokens=False))
+        visible = [token_id for token_id in ids if token_id not in self._silent]
+        return str(self._tokenizer.decode(visible, skip_special_tokens=False))
 
     def _encode(self, pieces: tuple[Piece, ...]) -> tuple[int, ...]:
         is_short = sum(len(piece.text) for piece in pieces) <= LONGEST_REMEMBERED
         return self._known(pieces) if is_short else self._pieces.encode(pieces)
 
     def _check_ids(self) -> None:
-        """Errors: ConfigError unless probe conversations have the same ids turn by turn as the
-        tokenizer makes of their whole text.
+        """Raise ConfigError unless probe conversations have the same ids turn by turn as their
+        whole text.
         """
         probes = self._turns.probes()
         texts = [text for _, _, text in probes]
@@ -123,8 +126,8 @@ class ChatRenderer:
                 pairs = enumerate(itertools.zip_longest(ids, whole))
                 same = next(at for at, (one, other) in pairs if one != other)
                 ours, its = (
-                    self._tokenizer.convert_ids_to_tokens(each[max(0, same - 1) : same + 3])
-                    for each in (ids, whole)
+                    self._tokenizer.convert_ids_to_tokens(sequence[max(0, same - 1) : same + 3])
+                    for sequence in (ids, whole)
                 )
                 raise ConfigError(
                     f"the tokenizer makes {its} of a whole conversation, of which turn by turn it"
@@ -132,7 +135,7 @@ class ChatRenderer:
                 )
 
     def _turn_by_turn(self, messages: Conversation, system: str) -> list[int]:
-        """Ids of a conversation as an episode would append them."""
+        """Return the ids of a conversation as an episode would append them."""
         ids: list[int] = []
         for message in messages:
             content = message["content"]

@@ -1,4 +1,4 @@
-"""What must hold of a model before anything starts; torch is imported for adapters alone."""
+"""Checks of a model before anything starts; torch is imported only for adapters."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from agentgym.models.architecture import published_architecture
 
 
 def check_model(config: ModelConfig, lora: LoraConfig) -> None:
-    """Errors: ConfigError where a handed-over model is not there or not supported, or the model
-    has no such layers as `lora` asks for.
+    """Raise ConfigError if a published model is missing or not supported, or if the model lacks
+    the layers that `lora` names.
     """
     published = published_architecture(config) if config.source == "hub" else None
     if lora.rank:

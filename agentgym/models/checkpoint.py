@@ -1,4 +1,4 @@
-"""A policy as blobs of a manifest: architecture, weights, tokenizer."""
+"""Policies as blobs of a manifest: architecture, weights, tokenizer."""
 
 from __future__ import annotations
 
@@ -46,27 +46,28 @@ ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMIZER = (
     "tokenizer.json",
     "optimizer.safetensors",
 )
-SHARD_BYTES = 5 * 10**9  # of one file of weights that leave the store
+SHARD_BYTES = 5 * 10**9  # maximum size of one exported file of weights
 ADAPTER, ADAPTER_RECORD = "adapter.safetensors", "adapter.json"
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A policy: what is small of it is here, its model is loaded where it is asked for."""
+    """A policy: its small files are in memory, its model is loaded on demand."""
 
     tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer
     architecture: str  # config.json
     tokenizer_json: bytes
     weights: PreTrainedModel | StoredTensors
-    # what makes these of its base, and is published alone from here on; None: whole weights are
+    # the adapter that turns its base into `weights`; engines then get only the adapter.
+    # None: they get whole weights
     adapter: Adapter | None = None
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """One of its own. Errors: BlobMissing, DigestMismatch; ValueError where the model is not
-        supported here.
+        """Model with these weights, loaded once per checkpoint.
+        Errors: BlobMissing, DigestMismatch; ValueError if the model is not supported.
         """
         if not isinstance(self.weights, StoredTensors):
             return self.weights
@@ -80,18 +81,18 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         if isinstance(self.weights, StoredTensors):
             return self.weights.dtype
         weight: torch.Tensor = next(self.weights.parameters())
         return weight.dtype
 
     def files(self) -> dict[str, bytes]:
-        """What a commit holds beside the weights."""
+        """Files of a commit other than the weights, by name."""
         return {ARCHITECTURE: self.architecture.encode(), TOKENIZER: self.tokenizer_json}
 
     def snapshot(self) -> Snapshot:
-        """The weights of a model that was made here."""
+        """Snapshot of a new model's weights, for a commit."""
         return Snapshot({WEIGHTS: TensorFile.of(weights_of(self.model))})
 
 
@@ -101,7 +102,7 @@ def new_checkpoint(
     chat: ChatConfig = DEFAULT_CHAT,
 ) -> Checkpoint:
     """Wrap a model and its tokenizer.
-    Errors: ValueError where the chat template cannot be extended turn by turn.
+    Errors: ValueError if the chat template cannot be extended turn by turn.
     """
     files = tokenizer_files(tokenizer)
     if chat != DEFAULT_CHAT:
@@ -121,7 +122,9 @@ def _renderer(
 
 
 def load_checkpoint(store: RunStore, manifest: Manifest) -> Checkpoint:
-    """Errors: BlobMissing, DigestMismatch; ValueError where the tokenizer is not supported here."""
+    """Load a commit's policy.
+    Errors: BlobMissing, DigestMismatch; ValueError if the tokenizer is not supported.
+    """
     return stored_checkpoint(
         store.read(manifest, ARCHITECTURE).decode(),
         store.read(manifest, TOKENIZER),
@@ -135,43 +138,43 @@ def stored_checkpoint(
     weights: StoredTensors,
     adapter: Adapter | None = None,
 ) -> Checkpoint:
-    """Errors: ValueError where the tokenizer is not supported here."""
+    """Make a checkpoint of stored weights. Errors: ValueError if the tokenizer is not supported."""
     files, tokenizer = _stored_tokenizer(tokenizer_json)
     renderer = _renderer(tokenizer, files, architecture)
     return Checkpoint(tokenizer, renderer, architecture, tokenizer_json, weights, adapter)
 
 
-@lru_cache(maxsize=1)  # an audit reads many commits with one tokenizer; large ones load for seconds
+@lru_cache(maxsize=1)  # an audit reads many commits with one tokenizer, which may load for seconds
 def _stored_tokenizer(tokenizer_json: bytes) -> tuple[TokenizerFiles, PreTrainedTokenizerBase]:
     files: TokenizerFiles = json.loads(tokenizer_json)
     return files, tokenizer_from_files(files)
 
 
 def has_weights(manifest: Manifest) -> bool:
-    """Whether a commit holds a policy, whole or as an adapter."""
+    """Return True if a commit has a policy, as whole weights or as an adapter."""
     return bool(files_of(manifest, WEIGHTS) or files_of(manifest, ADAPTER))
 
 
 def policy_of(store: RunStore, manifest: Manifest) -> StoredTensors:
-    """The weights of a commit's policy; those of an adapter are merged as they are read.
-    Errors: KeyError where it has none; as `adapter_of`.
+    """Return the weights of a commit's policy; an adapter is merged while reading.
+    Errors: KeyError if it has none; as `adapter_of`.
     """
     adapter = adapter_of(store, manifest)
     return StoredTensors.of(store, manifest, WEIGHTS) if adapter is None else adapter.policy
 
 
 def policy_digest(manifest: Manifest) -> str:
-    """sha256 that names a commit's policy; an adapter's is of its matrices and of its record,
+    """sha256 that identifies a commit's policy; for an adapter, of its matrices and its record,
     which names the base.
     """
     if not files_of(manifest, ADAPTER):
         return digest_of(manifest, WEIGHTS)
-    own = (digest_of(manifest, ADAPTER), manifest.blobs[ADAPTER_RECORD].digest)
-    return sha256("\n".join(own).encode())
+    digests = (digest_of(manifest, ADAPTER), manifest.blobs[ADAPTER_RECORD].digest)
+    return sha256("\n".join(digests).encode())
 
 
 class AdapterRecord(BaseModel):
-    """What a commit says of the adapter in it: whose weights it changes, and how."""
+    """A commit's record of its adapter: the base weights and the settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -196,9 +199,9 @@ class AdapterRecord(BaseModel):
 
 
 def adapter_of(store: RunStore, manifest: Manifest) -> Adapter | None:
-    """The adapter that a commit holds.
-    Errors: BlobMissing, also where the base is not in the store; DigestMismatch; ValueError where
-    its record cannot be read.
+    """Return the adapter in a commit, None if it has none.
+    Errors: BlobMissing, also if the base is not in the store; DigestMismatch; ValueError if its
+    record cannot be read.
     """
     if not files_of(manifest, ADAPTER):
         return None
@@ -220,20 +223,20 @@ def adapter_of(store: RunStore, manifest: Manifest) -> Adapter | None:
 
 
 def adapter_for(store: RunStore, manifest: Manifest, lora: LoraConfig, seed: int) -> Adapter:
-    """The adapter that a commit holds, or else a new one beside its weights.
+    """Return the adapter in a commit, or else a new one on top of its weights.
     Errors: as `adapter_of`; ConfigError as `chosen_modules`.
     """
-    held = adapter_of(store, manifest)
-    if held is not None:
-        return held
+    adapter = adapter_of(store, manifest)
+    if adapter is not None:
+        return adapter
     base = StoredTensors.of(store, manifest, WEIGHTS)
     model = empty_model(store.read(manifest, ARCHITECTURE).decode(), base.dtype)
     return Adapter(base, lora.rank, lora.alpha, chosen_modules(model, lora), seed)
 
 
 def save_pretrained(folder: Path, store: RunStore, manifest: Manifest) -> None:
-    """Write a commit's policy as an ordinary Hugging Face model folder: what vLLM, transformers
-    and the registry load; large weights in several files and their index.
+    """Write a commit's policy as an ordinary Hugging Face model folder, which vLLM, transformers
+    and the registry load. Large weights are split into several files with an index.
     Errors: BlobMissing, DigestMismatch.
     """
     weights = policy_of(store, manifest)
@@ -241,18 +244,18 @@ def save_pretrained(folder: Path, store: RunStore, manifest: Manifest) -> None:
     tokenizer: TokenizerFiles = json.loads(store.read(manifest, TOKENIZER))
     folder.mkdir(parents=True, exist_ok=True)
     architecture = store.read(manifest, ARCHITECTURE).decode()
-    # its class, by which TRL and others load it; transformers itself goes by model_type
+    # TRL and others load a model by its class; transformers itself uses model_type
     named = {"architectures": [type(empty_model(architecture)).__name__]}
     text = json.dumps({**json.loads(architecture), **named}, indent=2, sort_keys=True)
     (folder / ARCHITECTURE).write_text(f"{text}\n", encoding="utf-8")
-    # with its chat in any case: a folder that has one was trained here
+    # always with chat settings: they mark a folder that was trained here
     write_tokenizer(folder, {CHAT: DEFAULT_CHAT.model_dump_json(), **tokenizer})
     export_tensors(weights, folder, SHARD_BYTES)
 
 
 def save_adapter(folder: Path, adapter: Adapter, base_name: str | None) -> None:
-    """Write a stored adapter as peft does: `PeftModel.from_pretrained` reads it.
-    base_name: of the model it belongs to, where people can load that.
+    """Write a stored adapter in peft's format, for `PeftModel.from_pretrained`.
+    base_name: of the model it belongs to, None if that model cannot be loaded by name.
     Errors: BlobMissing, DigestMismatch.
     """
     assert adapter.stored is not None

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# weights that are replaced anyway; to draw them on the meta device takes longer than all else
+# drawn weights are replaced anyway, and drawing on the meta device takes longer than all the rest
 _DRAWS = {"torch.nn.init", "transformers.initialization"}
 _DRAWN = re.compile(r"(trunc_|kaiming_|xavier_)?(normal|uniform)_")
 
 
 class _NothingAllocated(TorchFunctionMode):
-    """Where a layer asks for memory to initialize, it gets none, and nothing is drawn; what it
-    computes, such as the frequencies of a rotary embedding, is there.
+    """A mode in which `torch.empty` allocates on the meta device and initializers draw nothing.
+    Computed tensors, such as the frequencies of a rotary embedding, are real.
     """
 
     def __torch_function__(
@@ -38,8 +38,8 @@ class _NothingAllocated(TorchFunctionMode):
 
 
 def empty_model(architecture: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model of a config.json text, its parameters on the meta device.
-    Errors: ValueError where it is not supported here.
+    """Build the model of a config.json text with its parameters on the meta device.
+    Errors: ValueError if the model is not supported.
     """
     from agentgym.models.model import from_config
 
@@ -48,24 +48,27 @@ def empty_model(architecture: str, dtype: torch.dtype = torch.float32) -> PreTra
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(f"{type(model).__name__} does not compute its buffer {name}")
-    change_parameters(model, lambda each: each.to("meta"))
+    change_parameters(model, lambda parameter: parameter.to("meta"))
     return model.eval()
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Memory for the parameters that have none, with any values in it."""
+    """Allocate memory, uninitialized, for the parameters that have none."""
     change_parameters(
-        module, lambda each: torch.empty_like(each, device=device) if each.is_meta else each
+        module,
+        lambda parameter: (
+            torch.empty_like(parameter, device=device) if parameter.is_meta else parameter
+        ),
     )
 
 
 def change_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace parameters by what becomes of them; one that several layers share stays shared."""
+    """Replace each parameter by its changed tensor; a parameter of several layers stays shared."""
     changed: dict[nn.Parameter, nn.Parameter] = {}
     for layer in module.modules():
         for name, old in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
             if old not in changed:
-                held = old.detach()
-                new = change(held)
-                changed[old] = old if new is held else nn.Parameter(new, old.requires_grad)
+                detached = old.detach()
+                new = change(detached)
+                changed[old] = old if new is detached else nn.Parameter(new, old.requires_grad)
             setattr(layer, name, changed[old])

@@ -1,8 +1,8 @@
 """Check that a model computes here what its own code computes, before the model is used.
 
 Learner and engine run a model's layers on packed sequences with our attention and its head on
-chosen tokens. An architecture that does something else in between would be trained wrongly without
-a word: both sides would agree with each other and not with the model.
+selected tokens. An architecture that does something else in between would be trained wrongly
+without an error: both sides would agree with each other but not with the model.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ if TYPE_CHECKING:
 
 
 LENGTHS = (5, 32)  # tokens of the compared sequences
-DECODED = 2  # last tokens of each that the engine gets one forward later
-WINDOW = 7  # tokens a sliding window has meanwhile, so that it shows on such sequences
+DECODED = 2  # last tokens of each sequence, which the engine decodes one by one
+WINDOW = 7  # tokens of a sliding window during the check, so that it matters on short sequences
 HALF = (torch.bfloat16, torch.float16)
 
-# Nats between log-probabilities, in float32 arithmetic. Families computed rightly show at most
-# 1e-4, SmolLM2-135M 7e-5; the mildest wrong mask seen, a dropped window of Qwen2-MoE, shows 0.1.
+# Nats between log-probabilities, in float32 arithmetic. Correctly computed families show at most
+# 1e-4, SmolLM2-135M 7e-5; the mildest wrong mask so far, a dropped window of Qwen2-MoE, shows 0.1.
 FORWARD = 1e-3
-# Nats per token that ours may be from the model's own eager attention in half precision: a floor,
-# and a multiple of what its own sdpa is from it. SmolLM2-135M in bfloat16 shows 0.002-0.003 for
-# either; scores scaled by half show more than 1.
+# Limit in half precision, nats per token from the model's own eager attention: a floor, and a
+# multiple of the difference of the model's own sdpa. SmolLM2-135M in bfloat16 shows 0.002-0.003
+# for either; scores scaled by half show more than 1.
 HALF_KL, HALF_RATIO = 0.02, 4.0
 
-_FAITHFUL: set[tuple[str, torch.dtype]] = set()  # config.json and dtype of what passed here
+_FAITHFUL: set[tuple[str, torch.dtype]] = set()  # (config.json, dtype) of models that passed
 
 
 def require_faithful_once(model: PreTrainedModel) -> None:
     """Call `require_faithful` unless a model of this architecture and dtype passed in this process.
 
-    The check is of the code that they name, and an audit loads many weights of one architecture.
+    The check depends only on the code they select, and an audit loads many weights of one
+    architecture.
     """
     if _checked_as(model) not in _FAITHFUL:
         require_faithful(model)
@@ -59,22 +60,22 @@ def _checked_as(model: PreTrainedModel) -> tuple[str, torch.dtype]:
 def require_faithful(model: PreTrainedModel) -> None:
     """Raise ValueError unless learner and engine compute what the model's own code computes.
 
-    The architecture is judged in float32 arithmetic whatever the dtype of the weights: there a
-    wrong mask shows, and rounding does not. Weights in half precision are then run as they are,
-    and may differ by no more than two of the model's own attentions do.
-    Errors: ValueError that names the model and what of it is not supported, or the difference.
+    The architecture is judged in float32 arithmetic for any dtype of the weights: a wrong mask
+    is then visible and rounding is not. Weights in half precision are then run in their dtype,
+    and may differ about as much as two of the model's own attentions.
+    Errors: ValueError that names the model and the unsupported feature, or the difference.
     """
     name = f"{type(model).__name__} ({model.config.name_or_path or 'no name'})"
     for reason in (*unsupported(model.config), *_beside_parameters(model)):
         raise ValueError(f"model {name}: {reason}; use a model without it")
     try:
-        found = differences(model)
+        largest = differences(model)
         rounding = half_precision_kl(model)
     except Exception as error:
         raise ValueError(
             f"model {name} cannot run on packed sequences: {type(error).__name__}: {error}"
         ) from error
-    for side, difference in found.items():
+    for side, difference in largest.items():
         if not difference <= FORWARD:
             raise ValueError(
                 f"model {name}: the {side}'s log-probabilities differ from the model's own by "
@@ -92,9 +93,9 @@ def require_faithful(model: PreTrainedModel) -> None:
 
 
 class Float32Arithmetic(TorchFunctionMode):
-    """Compute in float32 with weights of half precision, which are widened one call at a time.
+    """A mode that computes in float32 with half-precision weights, widened one call at a time.
 
-    Memory beside the weights: the largest of them in float32.
+    Additional memory: the largest weight in float32.
     """
 
     def __torch_function__(
@@ -115,8 +116,8 @@ def _widened(value: Any) -> Any:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Shorten every sliding window to WINDOW tokens, in the configuration, of which a family may
-    build its masks, and in the layers, which hand it to the attention.
+    """Shorten every sliding window to WINDOW tokens: in the configuration, from which a family
+    may build its masks, and in the layers, which pass it to the attention.
     """
     holders = [model.config.get_text_config(decoder=True), *model.modules()]
     before = [
@@ -134,12 +135,12 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _beside_parameters(model: PreTrainedModel) -> Iterator[str]:
-    """What of a model a commit would lose: parameters of one dtype are all that it holds."""
+    """Yield parts of a model that a commit would lose: it stores only parameters of one dtype."""
     saved = model.state_dict(keep_vars=True)
     for name, _ in model.named_buffers():
         if name in saved:
             yield f"its buffer {name} is a part of its weights"
-    dtypes = {each.dtype for each in model.parameters()}
+    dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) > 1:
         yield f"its parameters are of several dtypes ({', '.join(sorted(map(str, dtypes)))})"
 
@@ -148,12 +149,12 @@ def _beside_parameters(model: PreTrainedModel) -> Iterator[str]:
 def differences(model: PreTrainedModel) -> dict[str, float]:
     """Return the largest difference to the model's own forward, sequence by sequence, in nats.
 
-    In float32 arithmetic and with short windows.
-    Result: of the learner's forward and of the engine's.
+    Arithmetic is float32, and windows are short.
+    Result: for the learner's forward and for the engine's.
     """
     sequences = _sequences(model)
     is_half = next(model.parameters()).dtype in HALF
-    arithmetic = Float32Arithmetic() if is_half else nullcontext()  # it takes three times as long
+    arithmetic = Float32Arithmetic() if is_half else nullcontext()  # three times as slow
     with _evaluated(model), _short_windows(model), arithmetic:
         expected = _own(model, sequences, "eager")
         return {
@@ -167,18 +168,18 @@ def half_precision_kl(model: PreTrainedModel) -> dict[str, float]:
     """Return the mean KL divergence from the model's own eager forward, in nats per token, over
     the longest sequence.
 
-    Result: of the learner, of the engine, and of the model's own sdpa attention where it has one;
-    empty for weights in float32.
+    Result: for the learner, the engine and, if supported, the model's own sdpa attention; empty
+    for weights in float32.
     """
     if next(model.parameters()).dtype not in HALF:
         return {}
     sequences = _sequences(model)[-1:]
     with _evaluated(model):
         expected = _own(model, sequences, "eager")
-        found = {"learner": _learner(model, sequences), "engine": _engine(model, sequences)}
+        logprobs_of = {"learner": _learner(model, sequences), "engine": _engine(model, sequences)}
         if model._supports_sdpa:
-            found["sdpa"] = _own(model, sequences, "sdpa")
-    return {side: _kl(expected, logprobs) for side, logprobs in found.items()}
+            logprobs_of["sdpa"] = _own(model, sequences, "sdpa")
+    return {side: _kl(expected, logprobs) for side, logprobs in logprobs_of.items()}
 
 
 @contextmanager
@@ -200,7 +201,7 @@ def _sequences(model: PreTrainedModel) -> list[Tensor]:
 
 
 def _own(model: PreTrainedModel, sequences: list[Tensor], attention: str) -> Tensor:
-    """[N, V] log-probabilities of one of the model's own attentions, one sequence at a time."""
+    """Log-probabilities [N, V] with one of the model's own attentions, one sequence at a time."""
     model.set_attn_implementation(attention)
     try:
         logits = [model(input_ids=sequence[None]).logits[0] for sequence in sequences]
@@ -210,7 +211,7 @@ def _own(model: PreTrainedModel, sequences: list[Tensor], attention: str) -> Ten
 
 
 def _learner(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
-    """[N, V] log-probabilities, the sequences end to end."""
+    """Log-probabilities [N, V] of the learner's forward, the sequences end to end."""
     starts = torch.tensor([0, *accumulate(map(len, sequences))], device=sequences[0].device)
     layout = PackedSequences(starts)
     hidden = model.get_decoder()(
@@ -223,7 +224,7 @@ def _learner(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
 
 
 def _engine(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
-    """[N, V] log-probabilities, the sequences end to end."""
+    """Log-probabilities [N, V] of the engine's forwards, the sequences end to end."""
     lengths = [len(sequence) for sequence in sequences]
     cache = KeyValueCache.of(model, num_slots=len(sequences), context_tokens=max(lengths))
     slots = list(range(len(sequences)))
@@ -238,16 +239,18 @@ def _engine(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
         logits = model(
             input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout
         ).logits[0]
-        for part, own in zip(parts, logits.split(new), strict=True):
-            part.append(own)
-    return torch.log_softmax(torch.cat([each for part in parts for each in part]).float(), -1)
+        for part, logits_of_sequence in zip(parts, logits.split(new), strict=True):
+            part.append(logits_of_sequence)
+    return torch.log_softmax(
+        torch.cat([wave_logits for part in parts for wave_logits in part]).float(), -1
+    )
 
 
-def _largest(found: Tensor, expected: Tensor) -> float:
-    """Both [N, V]."""
-    return float((found - expected).abs().max())
+def _largest(actual: Tensor, expected: Tensor) -> float:
+    """Largest absolute difference of two [N, V] tensors."""
+    return float((actual - expected).abs().max())
 
 
-def _kl(expected: Tensor, found: Tensor) -> float:
-    """Both [N, V]. Result: the mean over N of KL(expected, found)."""
-    return float((expected.exp() * (expected - found)).sum(-1).mean())
+def _kl(expected: Tensor, actual: Tensor) -> float:
+    """Mean over N of KL(expected, actual), both [N, V]."""
+    return float((expected.exp() * (expected - actual)).sum(-1).mean())

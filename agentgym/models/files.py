@@ -1,4 +1,4 @@
-"""The files of a model folder: their names, and whether each is whole. Without torch."""
+"""Names of a model folder's files, and checks that they are complete. torch is not imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from agentgym.config import ConfigError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-CHAT = "chat.json"  # how conversations are written: ChatConfig, where it is not the default
+CHAT = "chat.json"  # the ChatConfig of the model's conversations, unless it is the default
 TOKENIZER_NAMES = frozenset(
     {
         "tokenizer.json",
@@ -22,7 +22,7 @@ TOKENIZER_NAMES = frozenset(
         CHAT,
     }
 )
-# files that are read of a folder, besides its weights
+# files that are read in a folder, in addition to its weights
 SMALL_NAMES = TOKENIZER_NAMES | {"config.json", "generation_config.json", "tokenizer.model"}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -30,7 +30,7 @@ MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers
 
 
 def require_whole(folder: Path) -> None:
-    """Read the small files of a folder and the headers of its weights, which need not be there.
+    """Check the small files of a folder and the headers of its weights; files may be missing.
 
     Errors: ConfigError that names the first file that is a Git LFS pointer, cut off or damaged.
     """
@@ -42,22 +42,22 @@ def require_whole(folder: Path) -> None:
 
 
 def require_weights(folder: Path, setting: str) -> None:
-    """setting: names the folder in the error text.
-    Errors: ConfigError where transformers finds no safetensors to load.
+    """Raise ConfigError if a folder has no safetensors that transformers would load.
+    setting: names the folder in the error text.
     """
     if (folder / WEIGHTS).is_file() or (folder / INDEX).is_file():
         return
-    found = sorted(path.name for path in folder.iterdir())
-    if others := [name for name in found if name.endswith(".safetensors")]:
-        there = f"it holds {', '.join(others[:3])}, neither {WEIGHTS} nor {INDEX}; name them so"
-    elif pickles := [name for name in found if name.endswith(PICKLES)]:
-        there = (
+    names = sorted(path.name for path in folder.iterdir())
+    if others := [name for name in names if name.endswith(".safetensors")]:
+        finding = f"it holds {', '.join(others[:3])}, neither {WEIGHTS} nor {INDEX}; name them so"
+    elif pickles := [name for name in names if name.endswith(PICKLES)]:
+        finding = (
             f"it holds {', '.join(pickles)}, which are pickles and could run any program; convert"
             " them where you trust them"
         )
     else:
-        there = "it holds no weights; name a folder that `save_pretrained` wrote"
-    raise ConfigError(f"{setting}: expected weights in *.safetensors; {there}")
+        finding = "it holds no weights; name a folder that `save_pretrained` wrote"
+    raise ConfigError(f"{setting}: expected weights in *.safetensors; {finding}")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -85,7 +85,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _require_text(path: Path) -> None:
-    """Errors: ConfigError."""
+    """Raise ConfigError if a small file is a Git LFS pointer or damaged."""
     content = path.read_bytes()
     _refuse_pointer(path, content)
     if path.suffix != ".json":
@@ -100,7 +100,7 @@ def _require_text(path: Path) -> None:
 
 
 def _require_tensors(path: Path) -> None:
-    """Errors: ConfigError."""
+    """Raise ConfigError if a safetensors file is a Git LFS pointer, cut off or damaged."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(len(LFS_POINTER))
@@ -115,7 +115,7 @@ def _require_tensors(path: Path) -> None:
         if not isinstance(tensors, dict):
             raise ValueError("its header is no JSON object")
         tensors.pop("__metadata__", None)
-        ends = [int(each["data_offsets"][1]) for each in tensors.values()]
+        ends = [int(tensor["data_offsets"][1]) for tensor in tensors.values()]
         expected = 8 + length + max(ends, default=0)
         if size != expected:
             raise ValueError(f"it has {size} bytes, expected {expected}")
@@ -124,9 +124,9 @@ def _require_tensors(path: Path) -> None:
 
 
 def _refuse_pointer(path: Path, content: bytes) -> None:
-    """Errors: ConfigError."""
+    """Raise ConfigError if a file's content is a Git LFS pointer."""
     if content.startswith(LFS_POINTER):
         raise ConfigError(
-            f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` where it was"
-            " cloned, or download it"
+            f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its clone,"
+            " or download it"
         )

@@ -1,4 +1,4 @@
-"""A model that is a folder of the Hugging Face layout: exported, registered, or of the Hub."""
+"""Models in folders of the Hugging Face layout: exported, registered, or from the Hub."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PIECE = 1 << 20
 
 
 def load_folder(folder: Path, config: ModelConfig) -> Checkpoint:
-    """A folder as `save_pretrained`, `agentgym export` or MLflow's transformers flavor write it.
-    config: the dtype and the chat, where the folder says none of its own.
-    Errors: ConfigError where it holds no such model; ValueError where it is not supported here.
+    """Load a folder in the format of `save_pretrained`, `agentgym export` or MLflow's transformers
+    flavor. config: the dtype, and the chat settings if the folder has none.
+    Errors: ConfigError if the folder has no such model; ValueError if it is not supported.
     """
     model_folder, tokenizer_folder = _parts(folder)
     if not (model_folder / "config.json").is_file() or not any(model_folder.glob(WEIGHTS)):
         raise ConfigError(
-            f"{folder} holds no config.json with safetensors beside it; name a folder that"
+            f"{folder} holds no config.json with safetensors next to it; name a folder that"
             " `save_pretrained` or `agentgym export` wrote"
         )
     named = config.model_copy(update={"source": "hub", "name": str(model_folder), "revision": None})
@@ -35,12 +35,12 @@ def load_folder(folder: Path, config: ModelConfig) -> Checkpoint:
 
 
 def is_of_ours(folder: Path) -> bool:
-    """Return True for a checkpoint that was trained here: it says how conversations are written."""
+    """Return True for a checkpoint that was trained here: it has chat settings."""
     return (_parts(folder)[1] / CHAT).is_file() or (folder / MLFLOW_MODEL).is_dir()
 
 
 def folder_digest(folder: Path) -> str:
-    """Of the weights, whichever place they lie in."""
+    """sha256 of the weights, independent of the folder's layout."""
     digest = hashlib.sha256()
     for path in sorted(_parts(folder)[0].glob(WEIGHTS)):
         with path.open("rb") as file:
@@ -50,7 +50,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def _parts(folder: Path) -> tuple[Path, Path]:
-    """Where model and tokenizer lie."""
+    """Return the folders of model and tokenizer."""
     if (folder / MLFLOW_MODEL / "config.json").is_file():
         return folder / MLFLOW_MODEL, folder / MLFLOW_TOKENIZER
     return folder, folder

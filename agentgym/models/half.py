@@ -24,24 +24,24 @@ def is_emulated(tensor: Tensor) -> bool:
 
 
 def widen_linear_layers(model: nn.Module) -> None:
-    """Let linear layers compute in float32 where the processor has no fast half precision.
+    """Let linear layers compute in float32 if the processor has no fast half precision.
 
-    Applies to weights of half precision on a CPU without AVX-512; there torch's own kernel takes
-    eight times as long. Weights and results keep their dtype. As in native kernels, products are
-    summed in float32 and rounded once.
+    This applies to weights of half precision on a CPU without AVX-512, on which torch's own kernel
+    takes eight times as long. Weights and results keep their dtype. As in native kernels, products
+    are summed in float32 and rounded once.
     """
     if has_fast_half():
         return
-    for layer in [each for each in model.modules() if type(each) is nn.Linear]:
+    for layer in [module for module in model.modules() if type(module) is nn.Linear]:
         layer.__class__ = _WideLayer
 
 
 def keep_wide_weights(model: nn.Module) -> None:
     """Widen each weight at its next use without gradients and keep the float32 copy.
 
-    Call it again after every change of the weights. For a model that decodes: widening takes half
-    of a forward of a few tokens. Memory: twice that of the linear layers' own weights.
-    No effect where `widen_linear_layers` has none.
+    Call it again after every change of the weights. It is useful for a model that decodes:
+    widening takes half the time of a forward of a few tokens. Memory: twice that of the linear
+    layers' own weights. It has no effect if `widen_linear_layers` has none.
     """
     for layer in model.modules():
         if isinstance(layer, _WideLayer):
@@ -51,8 +51,8 @@ def keep_wide_weights(model: nn.Module) -> None:
 class _WideLayer(nn.Linear):
     """A linear layer that computes in float32 arithmetic.
 
-    It is the layer's class and no function in it: one that refers to its layer keeps the weights
-    until the garbage collector runs.
+    It replaces the layer's class, not its forward: a function that refers to its layer would keep
+    the weights alive until the garbage collector runs.
     """
 
     _keeps = False
@@ -62,7 +62,7 @@ class _WideLayer(nn.Linear):
         self._keeps, self._kept = True, None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [..., in]. Result: [..., out], in the dtype of `hidden`."""
+        """Apply the layer. hidden: [..., in]. Result: [..., out], in the dtype of `hidden`."""
         weight, bias = self.weight, self.bias
         if weight.device.type != "cpu" or weight.dtype.itemsize >= 4:
             return linear(hidden, weight, bias)
@@ -75,10 +75,10 @@ class _WideLayer(nn.Linear):
 
 
 def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `linear`, by blocks where a product of few rows would reorder a large weight first.
+    """Return `linear`, computed by blocks for few rows and a large weight.
 
-    MKL does that for the whole weight: a head of 49,152 x 576 with 16 rows takes 41 ms whole and
-    27 by blocks, whose results are equal to the bit (two threads of an AMD EPYC).
+    MKL first reorders the whole weight: a head of 49,152 x 576 with 16 rows takes 41 ms whole and
+    27 ms by blocks, with results equal to the bit (two threads of an AMD EPYC).
     """
     rows = hidden.shape[:-1].numel()
     if bias is not None or not 1 < rows <= FEW_ROWS or len(weight) < 8 * BLOCK_ROWS:
@@ -89,7 +89,7 @@ def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _WideLinear(Function):
     """A product in float32 that keeps its inputs in their own dtype for the backward.
 
-    Autograd would keep float32 copies: of 135 million weights half a GiB, and twice the memory of
+    Autograd would keep float32 copies: half a GiB for 135 million weights, and twice the memory of
     the hidden states.
     """
 

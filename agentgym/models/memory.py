@@ -1,31 +1,30 @@
-"""The host's memory while a pretrained model is in it."""
+"""Settings of the host's memory allocator while a pretrained model is in memory."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
 
-# Of glibc's mallopt. Its own threshold grows with the blocks that are freed; a fixed one does not
-# let `return_memory` miss a block.
+# Options of glibc's mallopt. By default the threshold grows with the freed blocks; with a fixed one
+# `return_memory` misses no block.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-LARGE, MOST = 32 << 20, 2**31 - 1  # bytes: the largest that M_MMAP_THRESHOLD takes; of an int
+LARGE, MOST = 32 << 20, 2**31 - 1  # bytes: the maximum of M_MMAP_THRESHOLD; of an int
 
 
 def keep_blocks() -> None:
     """Let glibc reuse freed blocks of up to 32 MiB, in any thread, until `return_memory`.
 
-    A page that comes fresh from the system costs microseconds: with every block of 128 KiB given
-    back at once, attention to 400 cached tokens took twice as long. No effect under another C
-    library.
+    A new page from the system costs microseconds: with every block of 128 KiB returned at once,
+    attention to 400 cached tokens took twice as long. No effect under another C library.
     """
     for option, value in ((M_MMAP_THRESHOLD, LARGE), (M_TRIM_THRESHOLD, MOST), (M_ARENA_MAX, 1)):
         _call("mallopt", option, value)
 
 
 def return_memory() -> None:
-    """Give every free page back to the system: what follows needs other blocks.
+    """Return every free page to the system: the next phase needs blocks of other sizes.
 
-    A process that had trained SmolLM2-135M held 3 GiB that nothing used.
+    A process that had trained SmolLM2-135M kept 3 GiB of unused memory.
     """
     _call("malloc_trim", 0)
 

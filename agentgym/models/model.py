@@ -1,4 +1,4 @@
-"""Models and tokenizers: from a seed, from the Hub, from a checkpoint."""
+"""Models and tokenizers, from a seed, from the Hub or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# or weights of a pull request would be taken where a repository has only pickles
+# else transformers would load weights of a pull request if a repository has only pickles
 os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
 
 import logging
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"  # of CHAT_TEMPLATE
-NUM_NAMED = 3  # tensors in an error text
+NUM_NAMED = 3  # tensors named in an error text
 # All tokenizer files travel as one JSON blob {file name: text}.
 TokenizerFiles = dict[str, str]
 
@@ -44,17 +44,17 @@ TokenizerFiles = dict[str, str]
 def set_threads(count: int = 1) -> None:
     """Let torch compute with `count` threads in the calling thread, at most one per core.
 
-    Busy cores slow several threads down: each operation waits for the last of them.
+    On busy cores several threads are slow: each operation waits for the last thread.
     """
     torch.set_num_threads(min(count, os.cpu_count() or 1))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer with our chat template.
-    `vocab_size` is an upper bound: it stops where no pair repeats.
+    """Train a byte-level BPE tokenizer with our chat template.
+    `vocab_size` is an upper bound: training stops when no pair repeats.
 
-    It is of Qwen2's own class: loaders pick that class for a Qwen2 model whatever the folder says,
-    and another one would split text into other ids without a word.
+    The class is Qwen2's own: loaders pick it for every Qwen2 model, regardless of the folder's
+    files, and another class would silently split text into other ids.
     """
     from transformers import Qwen2Tokenizer
 
@@ -69,8 +69,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 def new_model(
     config: ModelConfig, *, vocab_size: int, eos_id: int, pad_id: int, seed: int
 ) -> PreTrainedModel:
-    """A Qwen2 of the configured size and dtype with weights drawn from `seed`, without touching
-    the global generator.
+    """Make a Qwen2 of the configured size and dtype with weights drawn from `seed`.
+    The global generator is not used.
     """
     tokens = {"eos_token_id": eos_id, "pad_token_id": pad_id, "bos_token_id": None}
     architecture = tiny_architecture(config, vocab_size=vocab_size, **tokens)
@@ -101,14 +101,14 @@ def tiny_architecture(config: ModelConfig, **more: Any) -> PretrainedConfig:
 def load_hub(
     config: ModelConfig, tokenizer_folder: Path | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """(model, tokenizer) named by `config.name`: a Hub repository or a local folder; the tokenizer
-    may lie elsewhere.
-    Safetensors only, no remote code. The model's config has the stop tokens of its
-    generation_config.json, too.
+    """Load (model, tokenizer) named by `config.name`: a Hub repository or a local folder.
 
-    Errors: ConfigError as `published_architecture`, as `load_tokenizer`, where the weights are not
-    those of the architecture, where the tokenizer has more ids than the model; ValueError where it
-    computes what is not supported.
+    tokenizer_folder: None if the tokenizer is next to the model.
+    Only safetensors are read, and no remote code is run. The stop tokens of generation_config.json
+    are added to the model's config.
+    Errors: ConfigError as `published_architecture`, as `load_tokenizer`, if the weights do not
+    match the architecture, or if the tokenizer has more ids than the model; ValueError if the
+    model computes something that is not supported.
     """
     architecture = published_architecture(config)
     if tokenizer_folder is not None:
@@ -118,30 +118,31 @@ def load_hub(
     model = _published_model(config, architecture)
     widen_linear_layers(model)
     stop_ids = listed(model.config.eos_token_id)
-    more = set(listed(model.generation_config.eos_token_id)) - set(stop_ids)
-    if more:
-        model.config.eos_token_id = [*stop_ids, *sorted(more)]
-    require_faithful(model)  # as it is stored
+    extra_ids = set(listed(model.generation_config.eos_token_id)) - set(stop_ids)
+    if extra_ids:
+        model.config.eos_token_id = [*stop_ids, *sorted(extra_ids)]
+    require_faithful(model)  # in its stored dtype
     return model, tokenizer
 
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Switch off the bars of transformers and of the Hub, which would stand before an error."""
+    """Switch off the progress bars of transformers and the Hub, which would precede an error."""
     from transformers.utils import logging as transformers_logging
 
-    shown = transformers_logging.is_progress_bar_enabled()
+    was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             transformers_logging.enable_progress_bar()
 
 
 def _published_model(config: ModelConfig, architecture: PretrainedConfig) -> PreTrainedModel:
-    """Errors: ConfigError that names tensors which the files lack, or have and the architecture
-    does not: transformers would draw the former at random and drop the latter.
+    """Load a published model.
+    Errors: ConfigError that names missing and unexpected tensors: transformers would draw the
+    former at random and drop the latter.
     """
     from transformers import AutoModelForCausalLM
 
@@ -166,10 +167,10 @@ def _published_model(config: ModelConfig, architecture: PretrainedConfig) -> Pre
     except RuntimeError:
         if not report.unmade:
             raise
-        odd = {"not made of the tensors that are stored": report.unmade}
+        problems = {"not made of the tensors that are stored": report.unmade}
     else:
         ties = model.get_expanded_tied_weights_keys(all_submodels=True)
-        odd = {
+        problems = {
             "missing": keys["missing_keys"],
             "unexpected": keys["unexpected_keys"],
             "of another shape": {key for key, *_ in keys["mismatched_keys"]},
@@ -179,11 +180,12 @@ def _published_model(config: ModelConfig, architecture: PretrainedConfig) -> Pre
         }
     finally:
         messages.removeFilter(report)
-    told = [f"{_some(names)} {what}" for what, names in odd.items() if names]
-    if told:
+    descriptions = [f"{_some(names)} {problem}" for problem, names in problems.items() if names]
+    if descriptions:
         raise ConfigError(
-            f"the weights of {config.name} are not those of its config.json: {'; '.join(told)}; use"
-            " a folder whose weights and config.json were saved together"
+            f"the weights of {config.name} are not those of its config.json:"
+            f" {'; '.join(descriptions)}; use a folder whose weights and config.json were saved"
+            " together"
         )
     if model.dtype == torch.float16:
         logger.warning(
@@ -197,11 +199,11 @@ def _published_model(config: ModelConfig, architecture: PretrainedConfig) -> Pre
 
 
 class _LoadReport(logging.Filter):
-    """Keeps back what transformers prints about weights in many lines: an error text says it."""
+    """Filter that drops transformers' long report about weights: our error text replaces it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.unmade: set[str] = set()  # tensors that are put together from several stored ones
+        self.unmade: set[str] = set()  # tensors that could not be assembled from stored ones
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -210,18 +212,18 @@ class _LoadReport(logging.Filter):
 
 
 def _some(names: Collection[str]) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names and the number of the others."""
     first = ", ".join(sorted(names)[:NUM_NAMED])
     return first + (f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else "")
 
 
 def listed(ids: int | list[int] | None) -> list[int]:
-    """The eos_token_id of a model's files, which may be one, several or none."""
+    """Return the eos_token_id of a model's files as a list; it may be one, several or none."""
     return [] if ids is None else [ids] if isinstance(ids, int) else ids
 
 
 def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """With weights drawn anew."""
+    """Make a model with newly drawn weights."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -235,7 +237,7 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def _without_interface(config: PretrainedConfig, error: KeyError) -> Exception:
-    """Return the error for a family that looks its attention up among its own classes."""
+    """Return the error for a model family that looks up attention only among its own classes."""
     if error.args != (attention.RAGGED,):
         return error
     return ConfigError(
@@ -253,26 +255,26 @@ def load_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
     """Copy weights in place.
     Errors: ValueError naming the first parameter that is missing, unknown or of another shape.
     """
-    own = dict(model.named_parameters())
-    if own.keys() != weights.keys():
+    parameters = dict(model.named_parameters())
+    if parameters.keys() != weights.keys():
         raise ValueError(
-            f"weights do not fit the model: parameters {sorted(own.keys() ^ weights.keys())[:3]}"
-            " are on one side only"
+            "weights do not fit the model: parameters"
+            f" {sorted(parameters.keys() ^ weights.keys())[:3]} are on one side only"
         )
-    # all of them before the first is copied: never half a model
-    for name, parameter in own.items():
+    # check all before copying the first: never half a model
+    for name, parameter in parameters.items():
         if parameter.shape != weights[name].shape:
             raise ValueError(
                 f"weights do not fit the model: {name} is {tuple(weights[name].shape)}, expected"
                 f" {tuple(parameter.shape)}"
             )
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             parameter.copy_(weights[name])
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> TokenizerFiles:
-    """Every file of a fast tokenizer that `save_pretrained` writes, as text."""
+    """Return the text of every file of a fast tokenizer that `save_pretrained` writes."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return {
@@ -283,8 +285,8 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> TokenizerFiles:
 
 
 def tokenizer_from_files(files: TokenizerFiles) -> PreTrainedTokenizerBase:
-    """The inverse of `tokenizer_files`.
-    Errors: ValueError for a file that is none of a tokenizer's; ConfigError as `load_tokenizer`.
+    """Load a tokenizer from the files of `tokenizer_files`.
+    Errors: ValueError for a file that no tokenizer has; ConfigError as `load_tokenizer`.
     """
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), files)
@@ -292,7 +294,7 @@ def tokenizer_from_files(files: TokenizerFiles) -> PreTrainedTokenizerBase:
 
 
 def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
-    """Errors: ValueError for a file that is none of a tokenizer's."""
+    """Write a tokenizer's files. Errors: ValueError for a file that no tokenizer has."""
     for name in files:
         if name not in TOKENIZER_NAMES:
             raise ValueError(

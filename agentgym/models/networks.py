@@ -1,5 +1,5 @@
-"""The two networks that are trained: one forward each, so that wrapping them for several ranks
-wraps all there is.
+"""The two trained networks, with one forward each, so that a wrapper for several ranks covers all
+their computation.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ class PolicyNet(nn.Module):
         *,
         share_prefixes: bool = True,
     ) -> None:
-        """model: a causal language model built with RAGGED attention; head_chunk_tokens: action
-        tokens whose logits exist at one time, in the backward, too; share_prefixes: compute what
-        neighboring sequences begin with once.
+        """Wrap a model.
+
+        model: a causal language model built with RAGGED attention; head_chunk_tokens: action
+        tokens whose logits exist at one time, in the backward, too; share_prefixes: compute the
+        common prefix of neighboring sequences once.
         """
         super().__init__()
         require_ragged(model)
@@ -38,13 +40,13 @@ class PolicyNet(nn.Module):
         self._chunk, self._share = head_chunk_tokens, share_prefixes
 
     def forward(self, batch: Batch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, entropies) of every action token, [n] each, at the temperature it
-        was sampled at.
+        """Return (log-probabilities, entropies) of every action token, [n] each, at its sampling
+        temperature.
         """
         hidden, positions = _states(self.model.get_decoder(), batch, self._share)
 
         def head_logprobs(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            """[c, H] and [c] -> [c] log-probabilities, [c] entropies."""
+            """Map [c, H] states and [c] targets to [c] log-probabilities and [c] entropies."""
             logp = torch.log_softmax(
                 head_logits(self.model, states).float() / batch.temperature, -1
             )
@@ -65,8 +67,8 @@ class PolicyNet(nn.Module):
 
 
 def head_logits(model: PreTrainedModel, states: Tensor) -> Tensor:
-    """A causal language model's logits [..., V] of hidden states [..., H], with the scaling and
-    the cap its own forward applies to them. `require_faithful` finds a model with other ideas."""
+    """Logits [..., V] of hidden states [..., H], with the scaling and the cap of the model's own
+    forward. `require_faithful` refuses models that compute something else."""
     logits: Tensor = model.get_output_embeddings()(states)
     config = model.config.get_text_config(decoder=True)
     if factor := getattr(config, "logit_scale", None):  # Cohere
@@ -82,8 +84,10 @@ class ValueNet(nn.Module):
     """The critic: a body like the policy's and a linear head that begins at zero."""
 
     def __init__(self, model: PreTrainedModel, *, share_prefixes: bool = True) -> None:
-        """model: a causal language model of its own, whose output head is not used;
-        share_prefixes: as for `PolicyNet`.
+        """Wrap a model and add a value head.
+
+        model: a separate causal language model, whose output head is not used; share_prefixes: as
+        for `PolicyNet`.
         """
         super().__init__()
         require_ragged(model)
@@ -96,14 +100,14 @@ class ValueNet(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """([n] value of the state each action token is chosen in, [B] value of the state at each
+        """Return ([n] value of the state before each action token, [B] value of the state at each
         sequence's end).
 
-        Values are trained at tokens that an action follows: the end of an observation, or an
-        action's token but its last.
-        A sequence that ends in an observation is read there.
-        One that ends in an action, because its observation did not fit, is read where that action's
-        last token was chosen: by Bellman's equation the expected value of what came after.
+        Values are trained at tokens before an action token: the end of an observation, or any
+        action token but the last.
+        If a sequence ends in an observation, its end value is read at the last token.
+        If it ends in an action, because the observation did not fit, the end value is read before
+        that action's last token: by Bellman's equation the expected value of what follows.
         """
         hidden, positions = _states(self.body, batch, self._share)
         values = self.head(hidden).float()[:, 0]
@@ -112,8 +116,8 @@ class ValueNet(nn.Module):
 
 
 def _states(decoder: Any, batch: Batch, share: bool) -> tuple[Tensor, Tensor]:
-    """([N, H] hidden states of the packed tokens, [n] places of the action tokens).
-    The batch is where the weights are.
+    """Return ([N, H] hidden states of the packed tokens, [n] indices of the action tokens).
+    The batch must be on the device of the weights.
     """
     assert not batch.action_mask[batch.starts[:-1]].any(), (
         "a sequence's first token has nothing before it that could have sampled it"

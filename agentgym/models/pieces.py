@@ -1,10 +1,10 @@
 """Token ids of one text made of pieces, of which only some may spell control tokens.
 
 A tokenizer finds its added tokens (ends of turns, `<think>`, `<tool_call>`) wherever a text spells
-them, whether marked special or not: a page could forge a turn. To encode piece by piece would
-prevent that but give other ids: SentencePiece puts a blank before a text, and tokens with `rstrip`
-take the blanks that follow. So all pieces are encoded as one text, and if a piece spells a token
-that it may not spell, under other names of the tokens, which no piece can know.
+them, special or not: a page could forge a turn. Encoding piece by piece would prevent that but
+give other ids: SentencePiece puts a blank before a text, and tokens with `rstrip` absorb the
+following blanks. So all pieces are encoded as one text. If a piece spells a token that it may not
+spell, the text is encoded again with secret names of the control tokens, which no piece can know.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Span = tuple[int, int, int]  # id of a control token, its first character, the o
 
 class Piece(NamedTuple):
     text: str
-    tokens: re.Pattern[str] | None = None  # the control tokens it may spell; None: it has none
+    tokens: re.Pattern[str] | None = None  # matches the control tokens it may spell; None: none
 
 
 class PieceTokenizer:
-    """Encodes pieces as the tokenizer encodes the text they make."""
+    """An encoder of pieces, equal to the tokenizer's encoding of their joined text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """tokenizer: a fast one.
-        Errors: ConfigError if the model behind it makes a control token of plain text.
+        """Collect the control tokens. tokenizer: a fast one.
+        Errors: ConfigError if its model can produce a control token from plain text.
         """
         self._tokenizer = tokenizer
         # tokens for runs of blanks (Gemma, GPT-NeoX) control nothing
@@ -61,26 +61,27 @@ class PieceTokenizer:
 
     @staticmethod
     def pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
-        """Find these tokens as a tokenizer does: the leftmost, and there the longest."""
+        """Return a pattern that finds tokens as a tokenizer does: leftmost first, then longest."""
         ordered = sorted(tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
     def encode(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
-        """Errors: ValueError if a token that a piece may spell cannot be told from one it may
-        not; no tokenizer that was accepted is known to do so.
+        """Return the ids of the joined pieces.
+        Errors: ValueError if allowed and forbidden control tokens cannot be distinguished; no
+        accepted tokenizer is known to do so.
         """
         text, allowed = self._written(pieces)
         encoding = self._encoding(text)
-        found = self._found(encoding, encoding.ids, text)
-        meant = _among(allowed, found)
-        if len(meant) == len(found):
+        spans = self._found(encoding, encoding.ids, text)
+        meant = _among(allowed, spans)
+        if len(meant) == len(spans):
             return tuple(encoding.ids)
         tokenizer, names, own_ids = self._renamed
         text, allowed = self._written(pieces, names, {start for _, start, _ in meant})
         encoding = tokenizer.encode(text, add_special_tokens=False)
         ids = [own_ids.get(index, index) for index in encoding.ids]
-        found = self._found(encoding, ids, text, names)
-        if not len(_among(allowed, found)) == len(allowed) == len(found):
+        spans = self._found(encoding, ids, text, names)
+        if not len(_among(allowed, spans)) == len(allowed) == len(spans):
             plain, _ = self._written(pieces)
             raise ValueError(
                 f"the tokenizer does not keep its control tokens apart from the text {plain[:80]!r}"
@@ -89,10 +90,10 @@ class PieceTokenizer:
         return tuple(ids)
 
     def _encoding(self, text: str) -> Encoding:
-        """What the tokenizer's own call encodes, at a quarter of its time."""
+        """Encode as the tokenizer's own call does, in a quarter of the time."""
         backend: Tokenizer = self._tokenizer.backend_tokenizer
         if backend.truncation or backend.padding or backend.encode_special_tokens:
-            backend.no_truncation()  # a call with other options left them
+            backend.no_truncation()  # an earlier call with other options has set it
             backend.no_padding()
             backend.encode_special_tokens = False
         return backend.encode(text, add_special_tokens=False)
@@ -103,9 +104,9 @@ class PieceTokenizer:
         names: Mapping[str, str] = NO_NAMES,
         meant: Set[int] = frozenset(),
     ) -> tuple[str, list[Span]]:
-        """(the text, where in it tokens are that pieces may spell).
-        names: other names of tokens, for those that begin in the plain text at `meant`, which
-        alone are counted.
+        """Return (the joined text, the spans of allowed tokens in it).
+        names: other names of the tokens. If they are given, only tokens that begin at `meant` in
+        the plain text are renamed and counted.
         """
         text, spans, num_before = "", [], 0
         for piece in pieces:
@@ -129,7 +130,7 @@ class PieceTokenizer:
         text: str,
         names: Mapping[str, str] = NO_NAMES,
     ) -> list[Span]:
-        """The control tokens among the ids, and the characters each was made of."""
+        """Return the control tokens among the ids, with the characters of each."""
         spans = []
         for at, index in enumerate(ids):
             token = self._token_of.get(index)
@@ -142,8 +143,8 @@ class PieceTokenizer:
 
     @cached_property
     def _renamed(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
-        """The tokenizer with other names for its control tokens, these names, and the token ids
-        that a token has there -> here. Takes a second or two for a large vocabulary.
+        """Return the tokenizer with other names for its control tokens, these names, and a map of
+        its token ids to the original ones. Takes a second or two for a large vocabulary.
         """
         from tokenizers import Tokenizer
 
@@ -151,13 +152,13 @@ class PieceTokenizer:
         key = secrets.token_hex(16)
         names = {token: f"\ufdd0{key}.{index}\ufdd1" for token, index in self.controls.items()}
         state: dict[str, Any] = json.loads(self._tokenizer.backend_tokenizer.to_str())
-        own = {each["content"]: each["id"] for each in state["added_tokens"]}
-        for each in state["added_tokens"]:
-            each["content"] = names.get(each["content"], each["content"])
+        original = {entry["content"]: entry["id"] for entry in state["added_tokens"]}
+        for entry in state["added_tokens"]:
+            entry["content"] = names.get(entry["content"], entry["content"])
         state.update(truncation=None, padding=None, post_processor=None)
         renamed = Tokenizer.from_str(json.dumps(state))
         vocab = renamed.get_vocab()
-        ids = {vocab[names.get(token, token)]: index for token, index in own.items()}
+        ids = {vocab[names.get(token, token)]: index for token, index in original.items()}
         return renamed, names, ids
 
     def _is_made_of_text(self, token: str) -> bool:
@@ -166,16 +167,16 @@ class PieceTokenizer:
         splitter = backend.pre_tokenizer
         words = [word for word, _ in splitter.pre_tokenize_str(text)] if splitter else [text]
         return any(
-            made.id in self._token_of and made.value != self._unknown
+            part.id in self._token_of and part.value != self._unknown
             for word in words
-            for made in backend.model.tokenize(word)
+            for part in backend.model.tokenize(word)
         )
 
 
-def _among(allowed: Sequence[Span], found: Sequence[Span]) -> list[Span]:
-    """The allowed tokens that were found; one may be made of the blanks around it, too."""
+def _among(allowed: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
+    """Return the allowed tokens that were found; a found one may include surrounding blanks."""
     return [
         (index, start, end)
         for index, start, end in allowed
-        if any(index == one[0] and one[1] <= start and end <= one[2] for one in found)
+        if any(index == span[0] and span[1] <= start and end <= span[2] for span in spans)
     ]

@@ -1,4 +1,4 @@
-"""Tokens that sequences begin with in common, which may be computed once."""
+"""Common prefixes of sequences, which may be computed once."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ class Prefixes:
     """Lengths of the prefixes that sequences of a batch share."""
 
     def __init__(self, input_ids: Tensor, starts: Tensor) -> None:
-        """input_ids: [N] int; starts: [B + 1] int."""
+        """Split a batch into its sequences. input_ids: [N] int; starts: [B + 1] int."""
         ids = input_ids.tolist()
         self._sequences = [ids[start:end] for start, end in pairwise(starts.tolist())]
 
     def shared(self, before: int, sequence: int) -> int:
-        """Return how many tokens of `sequence` are computed with `before`; 0 if sharing them does
-        not pay.
+        """Return the number of tokens that `sequence` shares with `before`; 0 if they are too few
+        to be worth sharing.
         """
         ids = self._sequences[sequence]
         common = common_tokens(self._sequences[before], ids)
         return common if common >= SHARED_FRAC * len(ids) else 0
 
     def of(self, sequences: Sequence[int]) -> list[int]:
-        """Return how many tokens each shares with the one before it, for `PackedSequences`."""
+        """Return the number of tokens each sequence shares with the one before it, as
+        `PackedSequences` takes it.
+        """
         return [0, *(self.shared(before, sequence) for before, sequence in pairwise(sequences))]

@@ -1,5 +1,5 @@
-"""Chat templates, which are programs: one that came with a model is run in a process of its own,
-with limits on all it could use up.
+"""Chat templates are programs: a template that came with a model runs in a separate process, with
+limits on its time, memory and output.
 
 `python -m agentgym.models.template` is that process: it reads one JSON object and writes one.
 """
@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-CHAT_TEMPLATE = (  # of the models made here, and so the one that needs no process
+CHAT_TEMPLATE = (  # of the models made here, so trusted: it runs in this process
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{{ m['content']"
     " }}<|end|>{% else %}<|user|>{{ m['content'] }}{% endif %}{% endfor %}{% if"
     " add_generation_prompt %}<|assistant|>{% endif %}"
 )
-CPU_S = 3  # for all conversations together; a template in use takes milliseconds
-MEMORY_BYTES = 1 << 30  # on top of what the process needs before it begins
+CPU_S = 3  # for all conversations together; an ordinary template takes milliseconds
+MEMORY_BYTES = 1 << 30  # in addition to the process's memory before the template runs
 MAX_CHARS = 1_000_000  # of all texts
 DEADLINE_S = 120.0  # of the whole process: it imports transformers, on a machine that may be busy
-TODAY = datetime(2024, 7, 26)  # for templates that ask: Llama's own where it has no clock
-# of the environment; no secret is among them
+TODAY = datetime(2024, 7, 26)  # date for templates that show it: Llama's own default
+# environment variables passed to the process; none contains a secret
 _KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 
 Conversation = Sequence[dict[str, str]]
@@ -36,57 +36,57 @@ Conversation = Sequence[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    texts: list[str | ValueError]  # the error where the template refuses a conversation
+    texts: list[str | ValueError]  # an error if the template refuses a conversation
     is_dated: bool  # the template asked for the date, and got TODAY
 
 
 def render(
     tokenizer: Any, conversations: Sequence[Conversation], variables: dict[str, bool]
 ) -> Rendered:
-    """What the tokenizer's chat template makes of each conversation, an answer's beginning added
-    after a user's message. variables: handed to the template.
+    """Render each conversation with the tokenizer's chat template, with the generation prompt
+    after a user's message. variables: passed to the template.
 
-    It is the same on every day and in every process.
-    Errors: ValueError where the template takes longer or more than any sound one.
+    The result is the same on every day and in every process.
+    Errors: ValueError if the template exceeds a limit.
     """
     if tokenizer.chat_template == CHAT_TEMPLATE:
         return Rendered(
             [
                 tokenizer.apply_chat_template(
-                    list(each), tokenize=False, add_generation_prompt=_is_asked(each)
+                    list(item), tokenize=False, add_generation_prompt=_is_asked(item)
                 )
-                for each in conversations
+                for item in conversations
             ],
             is_dated=False,
         )
-    asked = {
+    request = {
         "template": tokenizer.get_chat_template(),
         "variables": {**tokenizer.special_tokens_map, **variables},
         "conversations": list(map(list, conversations)),
     }
-    answer = json.loads(_in_a_process(json.dumps(asked, default=str)))
+    answer = json.loads(_in_a_process(json.dumps(request, default=str)))
     return Rendered(
         [
             (
-                each["text"]
-                if "text" in each
-                else ValueError(f"the chat template refuses a conversation: {each['error']}")
+                item["text"]
+                if "text" in item
+                else ValueError(f"the chat template refuses a conversation: {item['error']}")
             )
-            for each in answer["texts"]
+            for item in answer["texts"]
         ],
         answer["is_dated"],
     )
 
 
 @functools.lru_cache(maxsize=8)
-def _in_a_process(asked: str) -> str:
-    """Errors: ValueError."""
+def _in_a_process(request: str) -> str:
+    """Run this module as a process on a JSON request; return its answer. Errors: ValueError."""
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     command = [sys.executable, "-m", "agentgym.models.template"]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
-            input=asked,
+            input=request,
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,
@@ -99,23 +99,23 @@ def _in_a_process(asked: str) -> str:
             f"the model's chat template was not done within {DEADLINE_S:g} s; use one that only"
             " appends"
         ) from None
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["it was killed"])[-1][:200]
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or ["it was killed"])[-1][:200]
         limits = f"{CPU_S} s, {MEMORY_BYTES >> 20} MiB, {MAX_CHARS} characters"
         raise ValueError(
-            f"the model's chat template met a limit ({limits}): {said} (code {done.returncode});"
-            " use one that only appends"
+            f"the model's chat template met a limit ({limits}): {reason} (code"
+            f" {result.returncode}); use one that only appends"
         )
-    return done.stdout
+    return result.stdout
 
 
 def _is_asked(conversation: Conversation) -> bool:
     return conversation[-1]["role"] == "user"
 
 
-def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """Run a template over conversations; nothing but what it writes is limited here.
-    Errors: ValueError if it writes too much.
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Render conversations in the separate process; here only the output's length is limited.
+    Errors: ValueError if the template writes too much.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -127,19 +127,19 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         return dates[-1]
 
     num_chars = 0
-    for conversation in asked["conversations"]:
-        random.seed(0)  # Jinja has a filter that draws
+    for conversation in request["conversations"]:
+        random.seed(0)  # Jinja has a filter that draws random items
         try:
             rendered, _ = render_jinja_template(
                 conversations=[conversation],
-                chat_template=asked["template"],
+                chat_template=request["template"],
                 add_generation_prompt=_is_asked(conversation),
-                **{**asked["variables"], "strftime_now": strftime_now},
+                **{**request["variables"], "strftime_now": strftime_now},
             )
             texts.append({"text": rendered[0]})
         except MemoryError:
             raise
-        except Exception as error:  # whatever a template raises is its answer to this conversation
+        except Exception as error:  # a template refuses a conversation by raising anything
             texts.append({"error": f"{type(error).__name__}: {error}"[:200]})
         num_chars += sum(map(len, texts[-1].values()))
         if num_chars > MAX_CHARS:
@@ -148,10 +148,10 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The process. Exit code 0 unless a limit was met."""
-    import transformers.utils.chat_template_utils  # noqa: F401  # not within the limits
+    """Run the process. Exit code 0 unless a limit was exceeded."""
+    import transformers.utils.chat_template_utils  # noqa: F401  # before the limits apply
 
-    asked = json.loads(sys.stdin.read())
+    request = json.loads(sys.stdin.read())
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = int(used.ru_utime + used.ru_stime) + CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
@@ -159,7 +159,7 @@ def main() -> int:
         memory = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     try:
-        written = json.dumps(answer(asked))
+        written = json.dumps(answer(request))
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -1,8 +1,8 @@
 """Tensors as safetensors files of a store: written and read piece by piece, by one process or by
-several that hold a part of each tensor.
+several that each have a part of every tensor.
 
-A file of several processes holds rows of its tensors, and says in its header of which whole tensor
-and from which row on. One process's file is an ordinary safetensors file.
+If several processes write, each file contains rows of the tensors, and its header records the
+whole shape and the first row. The file of a single process is an ordinary safetensors file.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from agentgym.store.manifest import Blob, Manifest, sha256
 from agentgym.store.place import StorePlace
 from agentgym.store.runstore import RunStore
 
-PIECE_BYTES = 16 << 20  # of a file that are in memory at one time
+PIECE_BYTES = 16 << 20  # largest part of a file in memory at one time
 PARTS = "parts"  # key of a header's metadata: {tensor: [shape of the whole, first row]}
-MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's limit
 # in the order in which the library writes them, widest first
 DTYPES = {
     "I64": torch.int64,
@@ -35,7 +35,7 @@ DTYPES = {
     "F16": torch.float16,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ORDER = {dtype: place for place, dtype in enumerate(DTYPES.values())}
+_ORDER = {dtype: index for index, dtype in enumerate(DTYPES.values())}
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,30 @@ class Part:
 
 
 class TensorFile:
-    """One safetensors file on its way into a store; `Content` of it."""
+    """One safetensors file on its way into a store; a `Content`."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
-        """Errors: ValueError for a dtype that is not stored."""
+        """Order the parts and build the header. Errors: ValueError for an unsupported dtype."""
         for name, part in parts.items():
             if part.tensor.dtype not in DTYPE_NAMES:
                 raise ValueError(
                     f"{name} is {part.tensor.dtype}; tensors are stored as one of"
                     f" {', '.join(map(str, _ORDER))}"
                 )
-        ordered = sorted(parts.items(), key=lambda each: (_ORDER[each[1].tensor.dtype], each[0]))
+        ordered = sorted(parts.items(), key=lambda entry: (_ORDER[entry[1].tensor.dtype], entry[0]))
         self.names = [name for name, _ in ordered]
         self._tensors = [part.tensor for _, part in ordered]
         self.header = _header(dict(ordered))
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Of whole tensors."""
-        return cls({name: Part(each, tuple(each.shape)) for name, each in tensors.items()})
+        """Make a file of whole tensors."""
+        return cls({name: Part(tensor, tuple(tensor.shape)) for name, tensor in tensors.items()})
 
     @property
     def size(self) -> int:
-        """Bytes."""
-        return len(self.header) + sum(each.nbytes for each in self._tensors)
+        """Size of the file in bytes."""
+        return len(self.header) + sum(tensor.nbytes for tensor in self._tensors)
 
     def pieces(self) -> Iterator[memoryview]:
         yield memoryview(self.header)
@@ -82,7 +82,7 @@ class TensorFile:
 
 
 def _header(parts: Mapping[str, Part]) -> bytes:
-    """parts: in the order of their bytes."""
+    """Return a file's header. parts: in the order of their bytes."""
     tree: dict[str, Any] = {}
     split = {
         name: [part.shape, part.first_row]
@@ -105,7 +105,7 @@ def _header(parts: Mapping[str, Part]) -> bytes:
 
 
 class Shaped(Protocol):
-    """A tensor, or what is known of one."""
+    """A tensor, or only its shape and dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -115,7 +115,7 @@ class Shaped(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """Where rows of a tensor lie."""
+    """Location of some rows of a tensor."""
 
     file: str  # name in the manifest
     start: int  # byte in it
@@ -125,7 +125,7 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A whole tensor, and where its rows lie, in order. One without dimensions has one row."""
+    """A whole tensor and the locations of its rows, in order. A scalar has one row."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -142,7 +142,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """Tensors of a commit, by where they are: small, and opened by whoever it is sent to."""
+    """References to a commit's tensors: small to send; the receiver opens them."""
 
     place: StorePlace
     manifest: Manifest
@@ -150,8 +150,8 @@ class StoredTensors:
 
     @classmethod
     def of(cls, store: RunStore, manifest: Manifest, name: str) -> Self:
-        """name: of a kind of tensors, for example `model.safetensors`.
-        Errors: KeyError where the commit has none.
+        """Refer to one kind of a commit's tensors. name: for example `model.safetensors`.
+        Errors: KeyError if the commit has none.
         """
         files = files_of(manifest, name)
         if not files:
@@ -159,52 +159,52 @@ class StoredTensors:
         return cls(StorePlace.of(store), manifest, files)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What was opened stays here."""
+        """Send only the references: an open store stays in this process."""
         return type(self), (self.place, self.manifest, self.files)
 
     @cached_property
     def store(self) -> RunStore:
-        """Opened where it is asked for."""
+        """The store, opened on first use."""
         return self.place.visit(self.manifest.step, self.manifest.key)
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """By name, from the files' headers.
-        Errors: ValueError where a file is no safetensors file, or rows are missing; BlobMissing.
+        """Stored tensors by name, from the files' headers.
+        Errors: ValueError if a file is no safetensors file, or rows are missing; BlobMissing.
         """
-        found: dict[str, list[tuple[torch.dtype, tuple[int, ...], StoredPart]]] = {}
+        parts_of: dict[str, list[tuple[torch.dtype, tuple[int, ...], StoredPart]]] = {}
         for file in self.files:
             for name, dtype, shape, part in self._headed(file):
-                found.setdefault(name, []).append((dtype, shape, part))
-        return {name: self._whole(name, parts) for name, parts in sorted(found.items())}
+                parts_of.setdefault(name, []).append((dtype, shape, part))
+        return {name: self._whole(name, parts) for name, parts in sorted(parts_of.items())}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first. Errors: ValueError where there is none."""
+        """Dtype of the first tensor. Errors: ValueError if there is none."""
         if not self.tensors:
             raise ValueError(f"{self._what}: {', '.join(self.files)} holds no tensor")
         return next(iter(self.tensors.values())).dtype
 
     @property
     def size(self) -> int:
-        """Bytes of the files."""
+        """Size of the files in bytes."""
         return sum(self.manifest.blobs[file].size for file in self.files)
 
     def verify(self, rank: int = 0, size: int = 1) -> None:
-        """That the files are what was committed; of several processes each reads its share.
+        """Verify the digests of the files; each of several processes reads its share.
         Errors: DigestMismatch, BlobMissing.
         """
         self.store.verify(self.manifest, self.files[rank::size])
 
     def require_fit(self, tensors: Mapping[str, Tensor]) -> None:
-        """Errors: ValueError naming the first one that is missing, unknown, or of another shape
+        """Raise ValueError naming the first tensor that is missing, unknown, or of another shape
         or dtype.
         """
         require_fit(self.tensors, tensors, self._what)
 
     def read(self, name: str, rows: Tensor, first_row: int = 0) -> None:
-        """Fill [rows, ...] of a tensor, from this row on; in place, wherever it is.
-        Errors: BlobMissing; ValueError where these are no rows of it.
+        """Fill `rows` [n, ...] in place, on any device, with a tensor's rows from `first_row` on.
+        Errors: BlobMissing; ValueError if shape or dtype do not match or rows are out of range.
         """
         stored = self.tensors[name]
         target = rows.reshape(1) if rows.ndim == 0 else rows
@@ -224,7 +224,7 @@ class StoredTensors:
                 self._fill(part.file, start, target[begin - first_row : end - first_row])
 
     def pieces(self, name: str) -> Iterator[memoryview]:
-        """The bytes of a whole tensor, in order."""
+        """Yield the bytes of a whole tensor, in order."""
         stored = self.tensors[name]
         for part in stored.parts:
             end = part.start + part.num_rows * stored.row_bytes
@@ -234,32 +234,33 @@ class StoredTensors:
                 yield piece
 
     def load(self) -> dict[str, Tensor]:
-        """Whole tensors by name, for who needs all of them. Errors: DigestMismatch, BlobMissing."""
-        found = {
-            name: torch.empty(each.shape, dtype=each.dtype) for name, each in self.tensors.items()
+        """Load all tensors, whole, by name. Errors: DigestMismatch, BlobMissing."""
+        tensors = {
+            name: torch.empty(stored.shape, dtype=stored.dtype)
+            for name, stored in self.tensors.items()
         }
-        self.fill(found)
-        return found
+        self.fill(tensors)
+        return tensors
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Whole tensors, in place, wherever they are. Errors: as `load`; ValueError for one of
-        another shape or dtype.
+        """Fill whole tensors in place, on any device.
+        Errors: as `load`; ValueError for a tensor of another shape or dtype.
         """
         self.verify()
         for name, tensor in tensors.items():
             self.read(name, tensor.detach())
 
     def _fill(self, file: str, start: int, target: Tensor) -> None:
-        """target: [rows, ...]"""
+        """Read a file from byte `start` on into `target` [rows, ...]."""
         row_bytes = target[0].nbytes
         step = max(1, PIECE_BYTES // row_bytes)
         buffer = torch.empty(min(step, len(target)) * row_bytes, dtype=torch.uint8)
         for row in range(0, len(target), step):
             into = target[row : row + step]
-            held = buffer[: into.nbytes]
-            piece = held.numpy().data
+            chunk = buffer[: into.nbytes]
+            piece = chunk.numpy().data
             self.store.read_into(self.manifest, file, start + row * row_bytes, piece)
-            into.copy_(held.view(target.dtype).view(into.shape))
+            into.copy_(chunk.view(target.dtype).view(into.shape))
 
     def _headed(self, file: str) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], StoredPart]]:
         size, length = self.manifest.blobs[file].size, memoryview(bytearray(8))
@@ -272,27 +273,27 @@ class StoredTensors:
             self.store.read_into(self.manifest, file, 8, text)
             tree = json.loads(bytes(text))
             split = json.loads(tree.pop("__metadata__", {}).get(PARTS, "{}"))
-            found = []
+            ranges = []
             for name, entry in tree.items():
                 begin, end = _numbers(entry["data_offsets"])
-                own, dtype = _numbers(entry["shape"]), DTYPES[entry["dtype"]]
-                whole, first_row = split.get(name, (own, 0))
-                shape, rows = _numbers(whole), own[0] if own else 1
+                part_shape, dtype = _numbers(entry["shape"]), DTYPES[entry["dtype"]]
+                whole, first_row = split.get(name, (part_shape, 0))
+                shape, rows = _numbers(whole), part_shape[0] if part_shape else 1
                 (first_row,) = _numbers([first_row])
-                if end - begin != math.prod(own) * dtype.itemsize:
+                if end - begin != math.prod(part_shape) * dtype.itemsize:
                     raise ValueError(f"{name} does not have the bytes of its shape")
-                if len(own) != len(shape) or own[1:] != shape[1:]:
-                    raise ValueError(f"{name} is {own}, no rows of {shape}")
-                found.append((begin, end))
+                if len(part_shape) != len(shape) or part_shape[1:] != shape[1:]:
+                    raise ValueError(f"{name} is {part_shape}, no rows of {shape}")
+                ranges.append((begin, end))
                 part = StoredPart(file, 8 + count + begin, first_row, rows)
                 yield name, dtype, shape, part
-            place = 0
-            for begin, end in sorted(found):  # one after the other, to the end of the file
-                if begin != place:
-                    raise ValueError(f"byte {place} belongs to no tensor, or to several")
-                place = end
-            if 8 + count + place != size:
-                raise ValueError(f"it has {size} bytes, its tensors end at {8 + count + place}")
+            position = 0
+            for begin, end in sorted(ranges):  # contiguous up to the end of the file
+                if begin != position:
+                    raise ValueError(f"byte {position} belongs to no tensor, or to several")
+                position = end
+            if 8 + count + position != size:
+                raise ValueError(f"it has {size} bytes, its tensors end at {8 + count + position}")
         except (
             ValueError,
             KeyError,
@@ -305,15 +306,15 @@ class StoredTensors:
             raise ValueError(f"{file} of {self._what} is no safetensors file: {error}") from None
 
     def _whole(
-        self, name: str, found: Sequence[tuple[torch.dtype, tuple[int, ...], StoredPart]]
+        self, name: str, entries: Sequence[tuple[torch.dtype, tuple[int, ...], StoredPart]]
     ) -> StoredTensor:
-        dtype, shape, _ = found[0]
-        parts = sorted((part for _, _, part in found), key=lambda part: part.first_row)
+        dtype, shape, _ = entries[0]
+        parts = sorted((part for _, _, part in entries), key=lambda part: part.first_row)
         rows = 0
-        for part in parts:  # each begins where the one before ends
+        for part in parts:  # each begins at the end of the previous one
             if part.num_rows and part.first_row == rows:
                 rows += part.num_rows
-        if {each[:2] for each in found} != {(dtype, shape)} or (
+        if {entry[:2] for entry in entries} != {(dtype, shape)} or (
             sum(part.num_rows for part in parts),
             rows,
         ) != (shape[0] if shape else 1,) * 2:
@@ -329,14 +330,14 @@ class StoredTensors:
 
 
 def export_tensors(stored: StoredTensors, folder: Path, max_bytes: int) -> None:
-    """Whole tensors as `model.safetensors` where that has at most so many bytes, else as several
-    files and their index, named as the Hugging Face Hub names them.
+    """Write whole tensors as `model.safetensors` if it has at most `max_bytes`, else as several
+    files and their index, named by the conventions of the Hugging Face Hub.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
     shapes = {
-        name: torch.empty(each.shape, dtype=each.dtype, device="meta")
-        for name, each in stored.tensors.items()
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in stored.tensors.items()
     }
     plan = split_torch_state_dict_into_shards(shapes, max_shard_size=max_bytes)
     for file, names in plan.filename_to_tensors.items():
@@ -352,59 +353,59 @@ def export_tensors(stored: StoredTensors, folder: Path, max_bytes: int) -> None:
 
 
 def require_fit(given: Mapping[str, Shaped], expected: Mapping[str, Shaped], what: str) -> None:
-    """what: the given ones are. Errors: ValueError as `StoredTensors.require_fit`."""
-    if odd := sorted(given.keys() ^ expected.keys()):
+    """Raise ValueError as `StoredTensors.require_fit`. what: names `given` in the error."""
+    if unmatched := sorted(given.keys() ^ expected.keys()):
         raise ValueError(
-            f"{what} do not fit: {', '.join(odd[:3])} are on one side only; take them from a commit"
-            " of the same model"
+            f"{what} do not fit: {', '.join(unmatched[:3])} are on one side only; take them from a"
+            " commit of the same model"
         )
-    for name, each in expected.items():
-        found = given[name]
-        if (tuple(found.shape), found.dtype) != (tuple(each.shape), each.dtype):
+    for name, wanted in expected.items():
+        actual = given[name]
+        if (tuple(actual.shape), actual.dtype) != (tuple(wanted.shape), wanted.dtype):
             raise ValueError(
-                f"{what} do not fit: {name} is {found.dtype} {tuple(found.shape)}, expected"
-                f" {each.dtype} {tuple(each.shape)}"
+                f"{what} do not fit: {name} is {actual.dtype} {tuple(actual.shape)}, expected"
+                f" {wanted.dtype} {tuple(wanted.shape)}"
             )
 
 
-def _numbers(found: Any) -> tuple[int, ...]:
-    """Counts from somebody else's header. Errors: ValueError."""
-    numbers = tuple(found)
-    if not all(type(each) is int and each >= 0 for each in numbers):
+def _numbers(values: Any) -> tuple[int, ...]:
+    """Return the counts in an untrusted header. Errors: ValueError."""
+    numbers = tuple(values)
+    if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{numbers} are no counts")
     return numbers
 
 
 def file_name(name: str, rank: int, size: int) -> str:
-    """Of one process's file: `model.safetensors`, or `model-00001-of-00002.safetensors`."""
+    """Name of one process's file: `model.safetensors`, or `model-00001-of-00002.safetensors`."""
     stem, dot, suffix = name.rpartition(".")
     return name if size == 1 else f"{stem}-{rank + 1:05d}-of-{size:05d}{dot}{suffix}"
 
 
 def files_of(manifest: Manifest, name: str) -> tuple[str, ...]:
-    """The names of one kind of tensors in a manifest, in order; none where it has none.
-    Errors: ValueError where a file is not among them.
+    """Return the names of the files of one kind of tensors, in order; none if it has none.
+    Errors: ValueError if one of several files is missing.
     """
     if name in manifest.blobs:
         return (name,)
     stem, dot, suffix = name.rpartition(".")
-    found = sorted(
-        each
-        for each in manifest.blobs
-        if each.startswith(f"{stem}-0") and each.endswith(dot + suffix)
+    names = sorted(
+        file
+        for file in manifest.blobs
+        if file.startswith(f"{stem}-0") and file.endswith(dot + suffix)
     )
-    wanted = [file_name(name, rank, len(found)) for rank in range(len(found))]
-    if found != wanted:
+    wanted = [file_name(name, rank, len(names)) for rank in range(len(names))]
+    if names != wanted:
         raise ValueError(
-            f"step {manifest.step} commit {manifest.seq} has {', '.join(found)}, expected"
+            f"step {manifest.step} commit {manifest.seq} has {', '.join(names)}, expected"
             f" {', '.join(wanted)}"
         )
-    return tuple(found)
+    return tuple(names)
 
 
 def digest_of(manifest: Manifest, name: str) -> str:
-    """sha256 that names one kind of tensors: of the file, or of the files' digests."""
-    blobs = [manifest.blobs[each] for each in files_of(manifest, name)]
+    """sha256 that identifies one kind of tensors: of the file, or of the files' digests."""
+    blobs = [manifest.blobs[file] for file in files_of(manifest, name)]
     if len(blobs) == 1:
         return blobs[0].digest
     return sha256("\n".join(blob.digest for blob in blobs).encode())
@@ -412,16 +413,18 @@ def digest_of(manifest: Manifest, name: str) -> str:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a learner, or its part in one process, held at one moment; on its way into a store."""
+    """The state of a learner, or of its part in one process, on its way into a store."""
 
     files: Mapping[str, TensorFile]  # by name in the manifest to come
 
     @property
     def size(self) -> int:
-        """Bytes."""
-        return sum(each.size for each in self.files.values())
+        """Size of all files in bytes."""
+        return sum(file.size for file in self.files.values())
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
-        """Into the folder of a step whose lease somebody holds. Errors: StoreFull, StoreNotHere."""
+        """Write into the folder of a step, whose lease must be taken.
+        Errors: StoreFull, StoreNotHere.
+        """
         store = place.visit(step, key)
         return {name: store.add(step, key, file) for name, file in self.files.items()}

@@ -1,4 +1,4 @@
-"""The tokenizer that came with a model, loaded as its tokenizer.json says."""
+"""Loading of a model's tokenizer so that it follows its tokenizer.json."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RULES = ("normalizer", "pre_tokenizer", "model", "decoder")  # of a tokenizer.json
-IN_CONVERSATIONS = ("bos_token", "eos_token", "unk_token")  # a chat template may name these alone
+RULES = ("normalizer", "pre_tokenizer", "model", "decoder")  # sections of a tokenizer.json
+IN_CONVERSATIONS = ("bos_token", "eos_token", "unk_token")  # a chat template may name only these
 
 
 def load_tokenizer(
-    place: str | Path, revision: str | None = None, *, name: str
+    source: str | Path, revision: str | None = None, *, name: str
 ) -> PreTrainedTokenizerBase:
-    """place: a folder, or a repository of the Hub; name: of the model, for people.
+    """Load a tokenizer that follows its tokenizer.json.
 
-    For many a class that tokenizer_config.json declares, transformers builds anew how text is
-    split, and a model would read other ids than it was trained with. So the class is used only
-    where it does what tokenizer.json says. A place without tokenizer.json has nothing to compare.
+    source: a folder or a repository of the Hub; name: of the model, for messages.
+    For many classes that tokenizer_config.json may declare, transformers rebuilds the rules that
+    split text, and a model would read other ids than it was trained with. So the declared class is
+    used only if it follows tokenizer.json. Without a tokenizer.json there is nothing to compare.
 
-    Errors: ConfigError where there is none that can be loaded as its tokenizer.json says.
+    Errors: ConfigError if no tokenizer can be loaded that follows its tokenizer.json.
     """
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -36,31 +37,31 @@ def load_tokenizer(
 
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
     try:
-        declared = AutoTokenizer.from_pretrained(place, **options)
+        declared = AutoTokenizer.from_pretrained(source, **options)
         path = cached_file(
-            place, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
+            source, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
         )
         if path is None:
             return declared
-        own = Tokenizer.from_file(path)
-        if _follows(declared, own):
+        original = Tokenizer.from_file(path)
+        if _follows(declared, original):
             return declared
-        known = own.get_vocab()
-        defaults = {  # of the declared class, where the files name none
+        known = original.get_vocab()
+        defaults = {  # special tokens of the declared class that the files do not name
             key: token for key, token in declared.special_tokens_map.items() if str(token) in known
         }
-        plain = PreTrainedTokenizerFast.from_pretrained(place, **options, **defaults)
+        plain = PreTrainedTokenizerFast.from_pretrained(source, **options, **defaults)
     except Exception as error:  # the tokenizers library raises nothing narrower
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise ConfigError(f"the tokenizer of {name} cannot be loaded: {reason}") from None
-    if not _follows(plain, own):
+    if not _follows(plain, original):
         raise ConfigError(
-            f"transformers does not load the tokenizer of {name} as its tokenizer.json says; save"
-            " it anew with PreTrainedTokenizerFast"
+            f"transformers does not load the tokenizer of {name} according to its tokenizer.json;"
+            " save it again with PreTrainedTokenizerFast"
         )
     logger.warning(
-        "the tokenizer of %s splits text as its tokenizer.json says, not as %s, which transformers"
-        " would make of it",
+        "the tokenizer of %s splits text according to its tokenizer.json, not as %s, which"
+        " transformers would load",
         name,
         type(declared).__name__,
     )
@@ -68,16 +69,15 @@ def load_tokenizer(
 
 
 def require_rows(tokenizer: PreTrainedTokenizerBase, num_rows: int, name: str) -> None:
-    """num_rows: of the embedding; name: of the model, for people.
+    """Raise ConfigError if a conversation may contain an id without an embedding row.
 
-    A special token beyond the rows is no fault if no conversation holds it: if the chat template
-    does not use it. Text that spells it stays text. Gemma 3 has such a token, for images.
-
-    Errors: ConfigError for an id without a row that a conversation may hold.
+    num_rows: of the embedding; name: of the model, for messages.
+    A special token beyond the rows is accepted if the chat template does not use it, because text
+    that spells it stays text. Gemma 3 has such a token, for images.
     """
-    special = {str(each) for each in tokenizer.added_tokens_decoder.values() if each.special}
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     template = str(tokenizer.chat_template)
-    named = {str(tokenizer.special_tokens_map.get(each)) for each in IN_CONVERSATIONS}
+    named = {str(tokenizer.special_tokens_map.get(key)) for key in IN_CONVERSATIONS}
     beyond = {
         id: token
         for token, id in tokenizer.get_vocab().items()
@@ -91,30 +91,30 @@ def require_rows(tokenizer: PreTrainedTokenizerBase, num_rows: int, name: str) -
         )
 
 
-def _follows(loaded: Any, own: Tokenizer) -> bool:
-    """loaded: of transformers, which may have added tokens."""
+def _follows(loaded: Any, original: Tokenizer) -> bool:
+    """Return True if a loaded tokenizer follows tokenizer.json; it may have added tokens."""
     backend = getattr(loaded, "backend_tokenizer", None)
     return (
         backend is not None
-        and own.get_vocab().items() <= backend.get_vocab().items()
-        and _rules(backend) == _rules(own)
+        and original.get_vocab().items() <= backend.get_vocab().items()
+        and _rules(backend) == _rules(original)
     )
 
 
 def _rules(tokenizer: Tokenizer) -> Any:
-    """What decides ids and their text."""
+    """Return the settings that determine ids and their text."""
     tree = json.loads(tokenizer.to_str())
-    if (tree["decoder"] or {}).get("type") == "ByteLevel":  # it has settings, and heeds none
+    if (tree["decoder"] or {}).get("type") == "ByteLevel":  # this decoder ignores its settings
         tree["decoder"] = {"type": "ByteLevel"}
     return _without_idle({name: tree[name] for name in RULES})
 
 
 def _without_idle(tree: Any) -> Any:
-    """Without empty settings and without those of offsets, which nobody reads."""
+    """Remove empty settings and the setting of offsets, which is not used here."""
     if isinstance(tree, dict):
         return {
             key: value if key in ("vocab", "merges") else _without_idle(value)
             for key, value in tree.items()
             if key != "trim_offsets" and value not in (None, "")
         }
-    return [_without_idle(each) for each in tree] if isinstance(tree, list) else tree
+    return [_without_idle(item) for item in tree] if isinstance(tree, list) else tree

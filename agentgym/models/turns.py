@@ -1,6 +1,6 @@
-"""How a chat template writes turns, read off a few probe conversations it is asked for once.
+"""A chat template's way of writing turns, derived once from a few probe conversations.
 
-It came with the model as a program, so no episode should wait for it.
+The template is a program that came with the model, so no episode should wait for it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _ROLES = ("user", "assistant")
 _SYSTEM = "probe system"
 _THOUGHT = "<think>\nprobe thought\n</think>\n\n"  # some templates strip it from earlier turns
 _BLANKS = " \n\t{}\n "  # some templates trim them
-# words, digits, blanks and newlines side by side: a tokenizer may join or split them
+# adjacent words, digits, blanks and newlines: a tokenizer may join or split them
 _LINES = "A  page,\n\n12.5% {}\n\t- Ä 你 (x)"
 _REASON = "Thought: 12 + 3?\n\nAction: "
 
 
 def _probe(count: int, before: str = "", system: str = "", user: str = "{}") -> Conversation:
-    """A conversation of `count` messages; the first and the last are a user's.
-    before: text that each action begins with. user: text around each observation.
+    """Make a conversation of `count` messages; the first and the last are a user's.
+    before: text at the beginning of each action. user: text around each observation.
     """
     roles = zip(itertools.cycle(_ROLES), _CONTENTS[:count], strict=False)
     messages = [
@@ -64,14 +64,14 @@ class Turns:
         chat: ChatConfig,
         controls: re.Pattern[str] | None,
     ) -> None:
-        """controls: finds the tokenizer's control tokens."""
+        """Render the probes and derive the pieces. controls: matches the control tokens."""
         self._controls = controls
-        self.notes: list[str] = []  # how conversations differ from what a reader would expect
+        self.notes: list[str] = []  # surprising properties of conversations, for the user
         self._texts = self._render(tokenizer, chat)
         before, after = _around(self._text_of(_probe(1)), _CONTENTS[0])
         self._opening, self._next_opening = (before, after), after
         _, opened, thought = after.rpartition(THINK)
-        # an action begins within a thought, which it has to close
+        # True if an action begins within a thought, which it has to close
         self.opens_thought = bool(opened) and END_THINK not in thought
         self._blanks = self._blanks_before_actions()
         self._rewrites = False
@@ -92,7 +92,7 @@ class Turns:
             )
 
     def start(self, observation: str, system: str = "") -> tuple[Piece, ...]:
-        """The whole prompt of the first action. system: instructions.
+        """Return the whole prompt of the first action. system: instructions.
         Errors: ConfigError if the template cannot show instructions.
         """
         if not system:
@@ -107,16 +107,16 @@ class Turns:
         )
 
     def bridge(self, observation: str) -> tuple[Piece, ...]:
-        """From the stop token of an action to the next action."""
+        """Return the pieces from the stop token of an action to the next action."""
         return self._around_observation(self._turn_end, observation, self._next_opening)
 
     def before_action(self) -> tuple[Piece, ...]:
-        """Pieces that stand before an action, for its ids may depend on them."""
+        """Return pieces that precede an action: its ids may depend on them."""
         return self.bridge(_CONTENTS[0])
 
     def spoken(self, action: str) -> str:
-        """An action as a policy says it: after the blanks that the template expects, and if the
-        prompt opened a thought, after its end.
+        """Return an action as a policy writes it: after the blanks that the template expects and,
+        if the prompt opened a thought, after the thought's end.
         """
         if self.opens_thought:
             if action.startswith(THINK):
@@ -126,7 +126,7 @@ class Turns:
         return self._blanks + action
 
     def written(self) -> set[str]:
-        """All control tokens that the template itself writes, and those of thoughts."""
+        """Return all control tokens that the template itself writes, and those of thoughts."""
         return {
             token
             for text in self._texts.values()
@@ -135,27 +135,29 @@ class Turns:
         }
 
     def probes(self) -> list[tuple[Conversation, str, str]]:
-        """(messages, instructions, text turn by turn) of conversations that the template writes.
-        Errors: ConfigError if it writes one of them as a whole otherwise.
+        """Return (messages, instructions, text turn by turn) of conversations the template accepts.
+        Errors: ConfigError if its text of a whole conversation differs.
         """
         probes = []
         for messages in _ASKED:
-            shown = self._texts[repr(messages)]
+            rendered = self._texts[repr(messages)]
             system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-            if isinstance(shown, ValueError) or (system and isinstance(self._system, ConfigError)):
+            if isinstance(rendered, ValueError) or (
+                system and isinstance(self._system, ConfigError)
+            ):
                 continue
-            said = messages[bool(system) :]
-            text = "".join(piece.text for piece in self.start(said[0]["content"], system))
-            for action, observation in zip(said[1::2], said[2::2], strict=True):
+            dialog = messages[bool(system) :]
+            text = "".join(piece.text for piece in self.start(dialog[0]["content"], system))
+            for action, observation in zip(dialog[1::2], dialog[2::2], strict=True):
                 text += self.spoken(action["content"])
                 text += "".join(piece.text for piece in self.bridge(observation["content"]))
-            if text != shown and not (self._rewrites and len(said) > 1):
-                one, other = _apart(text, shown)
+            if text != rendered and not (self._rewrites and len(dialog) > 1):
+                one, other = _apart(text, rendered)
                 raise ConfigError(
                     f"the chat template shows {other[:40]!r} in a whole conversation, and"
                     f" {one[:40]!r} turn by turn; use a template that shows messages as they are"
                 )
-            probes.append((said, system, text))
+            probes.append((dialog, system, text))
         return probes
 
     def _around_observation(self, before: str, text: str, after: str) -> tuple[Piece, ...]:
@@ -165,7 +167,7 @@ class Turns:
     def _render(
         self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig
     ) -> dict[str, str | ValueError]:
-        """Ask the chat template for all that is ever needed of it."""
+        """Render all probes with the chat template, in one call."""
         if not tokenizer.chat_template:
             raise ConfigError(
                 "the tokenizer has no chat template; use an instruction-tuned model or set one"
@@ -178,7 +180,7 @@ class Turns:
             )
         try:
             rendered = render(tokenizer, _ASKED, variables)
-        except ValueError as error:  # it met a limit
+        except ValueError as error:  # the template exceeded a limit
             raise ConfigError(str(error)) from error
         if rendered.is_dated:
             self.notes.append(
@@ -188,7 +190,7 @@ class Turns:
         return dict(zip(map(repr, _ASKED), rendered.texts, strict=True))
 
     def _text_of(self, messages: Conversation) -> str:
-        """Text of a conversation that `_render` asked for.
+        """Return the text of a probe conversation.
         Errors: ConfigError if the template refuses it.
         """
         text = self._texts[repr(messages)]
@@ -197,7 +199,7 @@ class Turns:
         return text
 
     def _blanks_before_actions(self) -> str:
-        """Blanks that the template shows between prompt and action are the policy's to say."""
+        """Return the blanks between prompt and action, which the policy itself has to write."""
         between = _around(self._text_of(_probe(3)), *_CONTENTS[:2])[1]
         blanks = between.removeprefix(self._next_opening)
         if self.opens_thought or not between.startswith(self._next_opening) or blanks.strip():
@@ -210,8 +212,8 @@ class Turns:
         return blanks
 
     def _check_history(self, chat: ChatConfig) -> str:
-        """Result: the text between an action and the next observation.
-        Errors: ConfigError where the template rewrites more than `chat` allows.
+        """Return the text between an action and the next observation.
+        Errors: ConfigError if the template rewrites more than `chat` allows.
         """
         turn_ends, changed = set(), []
         for thought, count in itertools.product(("", _THOUGHT), (3, 5)):
@@ -224,30 +226,32 @@ class Turns:
                     " their thoughts; use a template that only appends"
                 )
             sampled = self._next_opening + self.spoken(thought)
-            changed += [(shown, sampled, thought) for shown in between[::2] if shown != sampled]
+            changed += [
+                (rendered, sampled, thought) for rendered in between[::2] if rendered != sampled
+            ]
         self._rewrites = bool(changed)
         if changed:
-            shown, sampled, thought = changed[0]
-            shown, sampled = _apart(shown, sampled)
+            rendered, sampled, thought = changed[0]
+            rendered, sampled = _apart(rendered, sampled)
             which = " that hold reasoning" if thought else ""
             if chat.history == "exact":
                 raise ConfigError(
                     f"the chat template rewrites earlier turns{which} when the conversation"
-                    f" grows: {sampled!r} becomes {shown!r}. Training ids"
+                    f" grows: {sampled!r} becomes {rendered!r}. Training ids"
                     " would differ from sampled ids; set model.chat.history append, which keeps"
                     " every turn as it was sampled, or use a template that only appends"
                 )
             self.notes.append(
                 "model.chat.history append: every turn stays as it was sampled and counts for"
                 f" model.context_tokens; the chat template would turn {sampled!r} of earlier turns"
-                f" into {shown!r}"
+                f" into {rendered!r}"
             )
         return turn_ends.pop()
 
     def _with_system(self) -> tuple[str, str, str, bool] | ConfigError:
-        """The texts around instructions and first observation, and whether the template trims
-        instructions. An error, for a run that has instructions, if the template cannot show them
-        at the beginning and leave them there.
+        """Return the texts around instructions and first observation, and True if the template
+        trims instructions. Return an error, for runs with instructions, if the template cannot
+        show them at the beginning and leave them there.
         """
         plain = _probe(1, system=_SYSTEM)
         try:
@@ -264,15 +268,15 @@ class Turns:
             return ConfigError(f"{error}; set rollout.instructions false")
 
     def _trims(self, plain: Conversation, padded: Conversation) -> bool:
-        """Whether the template trims what is between `plain` and `padded` contents.
-        Errors: ConfigError where it does something else with blanks.
+        """Return True if the template trims the blanks that `padded` adds to `plain` contents.
+        Errors: ConfigError if it does something else with blanks.
         """
-        text, shown = self._text_of(plain), self._text_of(padded)
-        if shown == text:
+        text, padded_text = self._text_of(plain), self._text_of(padded)
+        if padded_text == text:
             return True
-        for less, more in zip(plain, padded, strict=True):
-            text = text.replace(less["content"], more["content"])
-        if shown != text:
+        for plain_message, padded_message in zip(plain, padded, strict=True):
+            text = text.replace(plain_message["content"], padded_message["content"])
+        if padded_text != text:
             raise ConfigError(
                 "the chat template changes blanks around a message otherwise than by trimming both"
                 " sides; use a template that shows messages as they are"
@@ -281,11 +285,11 @@ class Turns:
 
 
 def _around(text: str, *contents: str) -> list[str]:
-    """The texts before, between and after the contents."""
+    """Return the texts before, between and after the contents."""
     pieces = []
     for content in contents:
-        before, found, text = text.partition(content)
-        if not found:
+        before, separator, text = text.partition(content)
+        if not separator:
             raise ConfigError(
                 f"chat template does not show the message {content!r} as it is; it cannot be"
                 " extended turn by turn"
@@ -295,7 +299,7 @@ def _around(text: str, *contents: str) -> list[str]:
 
 
 def _apart(one: str, other: str) -> tuple[str, str]:
-    """Both texts without the beginning they share."""
+    """Return both texts without their common beginning."""
     while one and one[:1] == other[:1]:
         one, other = one[1:], other[1:]
     return one, other

@@ -1,1 +1,1 @@
-"""The steps of a run: what they need, when they run, what they leave."""
+"""The steps of a run: their inputs, their order and their results."""

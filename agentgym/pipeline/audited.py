@@ -1,5 +1,5 @@
-"""Audits that the gate goes by. One that it asks for is made then; one that was kept only forbids,
-and only while the run's steps are those that it looked at.
+"""Audits for the promotion gate. With `gate.require_audit` an audit runs at the decision. Without
+it, failures of a stored audit forbid promotion as long as the audited steps are in the store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ NOTHING: Audited = {"audit": "none", "audit_note": ""}
 
 
 def keep_audit(store: RunStore, report: Mapping[str, Any]) -> None:
-    """report: as `AuditReport.to_json` gives it. The last one counts. Errors: LeaseHeld."""
+    """Store the report of an audit; the gate reads the last one of a run.
+
+    report: from `AuditReport.to_json`. Errors: LeaseHeld.
+    """
     key = str(report["run_key"])
     with store.open(STEP, key) as writer:
         writer.commit(
@@ -36,8 +39,9 @@ def keep_audit(store: RunStore, report: Mapping[str, Any]) -> None:
 
 
 def audit_for_gate(cfg: RunConfig, run_key: str) -> Audited:
-    """Return what an audit of a run says: made now where `gate.require_audit` asks for one, else
-    the failures of one that was kept.
+    """Return the audit fields of the gate's evidence.
+
+    If `gate.require_audit` is set, the audit runs now; else the failures of a stored audit count.
     """
     if not run_key:
         return NOTHING
@@ -56,12 +60,12 @@ def _veto(store: RunStore, run_key: str) -> Audited:
     if head is None:
         return NOTHING
     report = json.loads(store.read(head, RECORD))
-    digests = {each.digest for each in store.heads()}
+    digests = {step.digest for step in store.heads()}
     if not set(report.get("finals", {}).values()) <= digests:
-        return NOTHING  # a step was made again since
+        return NOTHING  # a step was run again since
     failed = [check for check in report["checks"] if not check["ok"]]
     if report["ok"] and not failed:
-        return NOTHING  # whoever writes the store can write this
+        return NOTHING  # a pass proves nothing: a person who can write to the store can forge it
     note = "; ".join(
         f"{check['name']}: {next(iter(check['failures']), 'failed')}"[:300] for check in failed
     )

@@ -1,4 +1,4 @@
-"""A command of ours in a process of its own, which ends with the one that started it."""
+"""An `agentgym` command in a process of its own, which ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 24 * 3600.0
 
 
 class Stopped(RuntimeError):
-    """A process was ended before its end; what it committed stays."""
+    """A process was stopped before it was done; its commits remain."""
 
 
 def run_child(
@@ -34,7 +34,7 @@ def run_child(
     stop: threading.Event | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """Bring a step to its end with `agentgym step`. Errors and the rest: as for `run_command`."""
+    """Run `agentgym step` until the step is done. Parameters and errors: see `run_command`."""
     run_command(
         ("step", step, *(["--with-parents"] if with_parents else [])),
         cfg,
@@ -56,11 +56,11 @@ def run_command(
     stop: threading.Event | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """`agentgym WORDS`, with these parameters written out.
+    """Run `agentgym WORDS` in a process, with these parameters written to a file.
 
-    title: of it in errors; place: of its parameters and its log in the state folder; wait_s: for
-    what another process is at work on; stop: once set, the process is ended, what it committed
-    stays.
+    title: names the command in errors. place: path of its parameters and its log in the state
+    folder, without suffix. wait_s: how long the command waits for work that another process does.
+    stop: once set, the process is stopped and its commits remain.
     Errors: ConfigError, RuntimeError with the end of the log, both with the title; Stopped.
     """
     params = cfg.state_dir / f"{place}.yaml"
@@ -73,7 +73,9 @@ def run_command(
     with owned_process(command, log_path=log_path, env={}) as process:
         while process.poll() is None:
             if stop.wait(POLL_S):
-                raise Stopped(f"{title} was stopped; the same command goes on from its last commit")
+                raise Stopped(
+                    f"{title} was stopped; the same command continues from its last commit"
+                )
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{title} did not end within {timeout_s:g} s\n{tail(log_path)}")
     if process.returncode:
@@ -88,5 +90,7 @@ def _last_line(log_path: Path) -> str:
         if line.strip()
     ]
     return (
-        lines[-1].removeprefix("failed: ").removeprefix("error: ") if lines else "it said nothing"
+        lines[-1].removeprefix("failed: ").removeprefix("error: ")
+        if lines
+        else "it printed nothing"
     )

@@ -1,5 +1,5 @@
-"""What of a store nobody needs: by the configured run, its neighbours, DVC's pointers and the
-registry.
+"""Garbage collection of a store: steps that neither the configured run nor its neighbours, DVC's
+pointers or the registry need.
 """
 
 from __future__ import annotations
@@ -36,22 +36,24 @@ COLLECTED = {"store": "collected"}  # tag of the MLflow runs of steps that are g
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A step of the store."""
+    """A step of the store, and the reason to keep it."""
 
     head: Manifest
     num_bytes: int
-    reason: str  # why it is kept; empty: nobody needs it
+    reason: str  # why it is kept; empty: it can be collected
 
 
 def survey(cfg: RunConfig, pointers: Path) -> list[Survey]:
-    """Every step of the store, oldest first. pointers: folder of those that DVC keeps.
-    Errors: ConfigError where the dataset is missing; ManifestError.
+    """Return every step of the store, oldest first. pointers: folder of DVC's pointers.
+
+    Errors: ConfigError if the dataset is missing; ManifestError.
     """
     store = open_store(cfg)
     live = {digest for holder in store.holders() for digest in holder.parents}
     heads = store.heads()
     reasons = kept(
-        [head for head in heads if head.step != RUNS],  # no end of a run
+        # a stored configuration is not the end of a run
+        [head for head in heads if head.step != RUNS],
         now=time.time(),
         days=cfg.store.gc_keep_days,
         runs=cfg.store.gc_keep_runs,
@@ -64,16 +66,17 @@ def survey(cfg: RunConfig, pointers: Path) -> list[Survey]:
         live=live,
     )
     reasons |= {head.digest: "what a run was asked for" for head in heads if head.step == RUNS}
-    return [Survey(each, store.num_bytes(each), reasons.get(each.digest, "")) for each in heads]
+    return [Survey(head, store.num_bytes(head), reasons.get(head.digest, "")) for head in heads]
 
 
 def collect(cfg: RunConfig, garbage: Sequence[Manifest]) -> Iterator[Manifest]:
-    """Remove these steps, those first that build on others; each as soon as it is gone.
-    One that runs now is left.
+    """Remove these steps, newest first because later steps build on earlier ones.
+
+    Yield each one once it is removed. A step that is running is left.
     """
     store = open_store(cfg)
     store.finish_collecting()
-    for head in sorted(garbage, key=lambda each: -each.created_at):
+    for head in sorted(garbage, key=lambda manifest: -manifest.created_at):
         try:
             store.collect(head)
         except (LeaseHeld, ValueError) as error:
@@ -84,36 +87,41 @@ def collect(cfg: RunConfig, garbage: Sequence[Manifest]) -> Iterator[Manifest]:
 
 
 def _configured(cfg: RunConfig, store: RunStore) -> list[str]:
-    """Digests of what there is of this configuration, done or half done."""
+    """Digests of this configuration's steps in the store, done or in progress."""
     done = finished(cfg, store)
     begun = [
         store.head(name, key_of(step, cfg, done))
         for name, step in steps_of(cfg).items()
         if name not in done and all(parent in done for parent in step.parents)
     ]
-    return [each.digest for each in (*done.values(), *begun) if each is not None]
+    return [head.digest for head in (*done.values(), *begun) if head is not None]
 
 
 def _pointed_at(folder: Path) -> dict[str, str]:
-    """digest -> the pointer that names it."""
-    found = {}
+    """Return digest -> reason, for each digest that a pointer names."""
+    reasons = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
-            found[str(json.loads(path.read_bytes())["manifest"][0]["digest"])] = f"named by {path}"
+            reasons[str(json.loads(path.read_bytes())["manifest"][0]["digest"])] = (
+                f"named by {path}"
+            )
         except (ValueError, LookupError, TypeError):
-            continue  # metrics, or somebody's own
-    return found
+            continue  # a file of metrics, or not from DVC
+    return reasons
 
 
 def _registered(cfg: RunConfig, heads: Sequence[Manifest]) -> dict[str, str]:
-    """digest of a registration -> its model version, where that is there or cannot be asked for."""
-    found = {}
+    """Return digest -> reason, for each registration whose model version exists.
+
+    If MLflow cannot be reached, the version counts as existing.
+    """
+    reasons = {}
     for head in heads:
         if {"model", "version"} <= head.results.keys():
             name, version = str(head.results["model"]), str(head.results["version"])
             if _has_version(cfg, name, version):
-                found[head.digest] = f"registered as {name} version {version}"
-    return found
+                reasons[head.digest] = f"registered as {name} version {version}"
+    return reasons
 
 
 def _has_version(cfg: RunConfig, name: str, version: str) -> bool:
@@ -130,7 +138,7 @@ def _has_version(cfg: RunConfig, name: str, version: str) -> bool:
 
 
 def _tell_ledger(cfg: RunConfig, head: Manifest) -> None:
-    """Whoever looks at the step's numbers in MLflow sees that its weights are gone."""
+    """Set a tag on the step's MLflow runs, so that people see that its weights are gone."""
     try:
         with reaching(cfg.tracking_uri):
             tracker = tracker_of(cfg)
@@ -142,7 +150,7 @@ def _tell_ledger(cfg: RunConfig, head: Manifest) -> None:
 
 
 def told(rows: Sequence[Survey]) -> Mapping[str, int]:
-    """Numbers of a survey, for people and programs."""
+    """Totals of a survey, for people and programs."""
     garbage = [row for row in rows if not row.reason]
     return {
         "steps": len(rows),

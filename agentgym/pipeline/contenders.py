@@ -1,4 +1,4 @@
-"""Who is asked to play, made ready: checkpoints, registered models, folders, endpoints."""
+"""The policies of an evaluation, made ready: checkpoints, registered models, folders, endpoints."""
 
 from __future__ import annotations
 
@@ -33,62 +33,73 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Invited:
-    """A policy, how it is asked, and the settings that servers and an engine are opened with."""
+    """A policy, the protocol of its questions, and the settings of servers and engine."""
 
     contender: Contender
     protocol: EvaluationProtocol
     cfg: RunConfig
 
-    def instructions(self, told: Mapping[str, str]) -> dict[str, str]:
-        """What episodes begin with, by environment. told: the servers' instructions."""
-        if not self.contender.knows_rules:
-            return asking.instructions_of(self.protocol, told)
-        asked = [each.env.name for each in self.protocol.envs if each.instructions]
-        return {env: told[env] for env in asked}
+    def instructions(self, rules: Mapping[str, str]) -> dict[str, str]:
+        """Return the instructions that episodes begin with, by environment.
 
-    def lines(self, told: Mapping[str, str]) -> list[str]:
-        """How a model is asked that was not trained here, for people; empty for any other."""
-        given = self.instructions(told)
-        return [] if self.contender.knows_rules else list(asking.lines(self.protocol, given))
+        rules: the instructions that servers send, by environment.
+        """
+        if not self.contender.knows_rules:
+            return asking.instructions_of(self.protocol, rules)
+        names = [settings.env.name for settings in self.protocol.envs if settings.instructions]
+        return {env: rules[env] for env in names}
+
+    def lines(self, rules: Mapping[str, str]) -> list[str]:
+        """Return lines about the prompts of a model that was not trained here; else nothing."""
+        instructions = self.instructions(rules)
+        return [] if self.contender.knows_rules else list(asking.lines(self.protocol, instructions))
 
 
 def invite(run: RunConfig, protocol: EvaluationProtocol, request: EvaluationRequest) -> Invited:
-    """Make a policy ready. A model that was not trained here, by the protocol of a run, is told the
-    rules and has room to answer. Errors: ConfigError.
+    """Make a policy ready to play.
+
+    A model that was not trained here gets the rules and enough tokens to answer, if the protocol is
+    that of a run. Errors: ConfigError.
     """
     playing = playing_config(run, protocol, request.engine)
     contender = contender_of(run, playing, request)
     if contender.knows_rules or request.protocol:
         return Invited(contender, protocol, playing)
-    kept = {*request.changes, *request.kept}
-    asked = asking.with_room(protocol, run, kept, _window(contender))
+    fixed = {*request.changes, *request.kept}
+    roomy = asking.with_room(protocol, run, fixed, _window(contender))
     if (
-        "concurrency" not in kept
+        "concurrency" not in fixed
         and playing.rollout.engine == "torch"
         and contender.checkpoint is not None
     ):
-        asked = _in_as_much_memory(asked, protocol)
-    return Invited(contender, asked, playing_config(run, asked, request.engine))
+        roomy = _in_as_much_memory(roomy, protocol)
+    return Invited(contender, roomy, playing_config(run, roomy, request.engine))
 
 
 def _window(contender: Contender) -> int | None:
-    """Tokens that the model can read at most; None where that is not known."""
+    """Context length of the model in tokens; None if it is not known."""
     if contender.checkpoint is None:
         return None
-    told = json.loads(contender.checkpoint.architecture)
-    window = {**told, **told.get("text_config", {})}.get("max_position_embeddings")
+    architecture = json.loads(contender.checkpoint.architecture)
+    window = {**architecture, **architecture.get("text_config", {})}.get("max_position_embeddings")
     return window if isinstance(window, int) else None
 
 
-def _in_as_much_memory(asked: EvaluationProtocol, as_of: EvaluationProtocol) -> EvaluationProtocol:
-    """With fewer episodes in flight where each is longer: the engine keeps room for all of them."""
-    before, now = (max(each.context_tokens for each in one.envs) for one in (as_of, asked))
-    num = max(1, asked.concurrency * before // now)
-    return asked.model_copy(update={"concurrency": num})
+def _in_as_much_memory(longer: EvaluationProtocol, as_of: EvaluationProtocol) -> EvaluationProtocol:
+    """Return a protocol with fewer episodes in flight, because each of them may be longer.
+
+    The engine reserves memory for all of them, which then stays as it is for `as_of`.
+    """
+    before, now = (max(env.context_tokens for env in protocol.envs) for protocol in (as_of, longer))
+    num = max(1, longer.concurrency * before // now)
+    return longer.model_copy(update={"concurrency": num})
 
 
 def playing_config(cfg: RunConfig, protocol: EvaluationProtocol, engine: str) -> RunConfig:
-    """The run's settings as far as servers and an engine are concerned, for this protocol."""
+    """Return the run's settings with those that servers and an engine take from the protocol.
+
+    engine: empty: the run's. Errors: ConfigError.
+    """
     first, *others = protocol.env_configs
     name = engine or cfg.rollout.engine
     if protocol.deterministic and name != "torch":
@@ -98,10 +109,10 @@ def playing_config(cfg: RunConfig, protocol: EvaluationProtocol, engine: str) ->
             "engine": name,
             "engine_dtype": "auto" if name == "torch" else cfg.rollout.engine_dtype,
             "concurrency": protocol.concurrency,
-            "instructions": True,  # they are asked for; each environment says whether it wants them
+            "instructions": True,  # servers send them; the protocol decides for each environment
         }
     )
-    context = max(each.context_tokens for each in protocol.envs)
+    context = max(env.context_tokens for env in protocol.envs)
     playing = cfg.model_copy(
         update={
             "env": first,
@@ -117,8 +128,10 @@ def playing_config(cfg: RunConfig, protocol: EvaluationProtocol, engine: str) ->
 
 
 def contender_of(run: RunConfig, cfg: RunConfig, request: EvaluationRequest) -> Contender:
-    """run: whose checkpoints are meant where none is named; cfg: how an engine is set up.
-    Errors: ConfigError where it is not there, or not supported here.
+    """Return the policy that a request names.
+
+    run: its checkpoints are used if the request names no run. cfg: settings of the engine.
+    Errors: ConfigError if the policy is missing or not supported here.
     """
     name = PolicyName.parse(request.policy)
     if name.who in (Who.EXPERT, Who.RANDOM, Who.ECHO):
@@ -162,8 +175,9 @@ def _of_run(run: RunConfig, cfg: RunConfig, name: PolicyName) -> Contender:
 
 
 def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
-    """The registered version's files, copied there, each as it was registered.
-    Errors: ConfigError.
+    """Copy the registered version's files to `folder` after a check that none was changed.
+
+    Result: the folder with the model. Errors: ConfigError.
     """
     from agentgym.evaluation.promotion import Promotions
     from agentgym.evaluation.registered import fetch_registered
@@ -185,7 +199,7 @@ def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
 
 
 def _model_folder(name: PolicyName) -> Path:
-    """A folder as it is; a repository of the Hub, brought here. Errors: ConfigError."""
+    """Return a local folder, or download a repository from the Hub. Errors: ConfigError."""
     if Path(name.name).is_dir():
         return Path(name.name)
     from huggingface_hub import snapshot_download

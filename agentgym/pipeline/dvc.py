@@ -1,6 +1,7 @@
-"""dvc.yaml made from the table of steps, and what `dvc` keeps of a step: pointers, few numbers.
+"""dvc.yaml from the table of steps, and the files that DVC keeps of a step: pointers and a few
+numbers.
 
-Torch-free and without DVC: these are texts.
+The module makes texts only, so it needs neither torch nor DVC.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ HEADER = """\
 # stage looks whether the store has what they name: a clone that has pointers alone is told so.
 """
 TRAINED = ("sft_loss", "rollout_success", "validation_success")
-LAST = "stored"  # its output is in no clone, for git leaves out the folder of local state
+LAST = "stored"  # its output is in no clone, because git ignores the folder of local state
 
 
 def dvc_yaml(cfg: RunConfig, params: str = PARAMS) -> str:
-    """The whole file for a run of this configuration, which `params` describes."""
+    """Return the text of dvc.yaml for a run of this configuration. params: its parameter file."""
     steps = steps_of(cfg)
     stages = {name: _stage(step, cfg, params) for name, step in steps.items()}
     stages[LAST] = _last_stage(cfg, params)
@@ -41,21 +42,23 @@ def dvc_yaml(cfg: RunConfig, params: str = PARAMS) -> str:
 
 
 def require_current(cfg: RunConfig, params: str = PARAMS, file: Path = FILE) -> None:
-    """Errors: ConfigError where a dvc.yaml that is there has other stages than this run, as after
-    `dvc exp run -S horizon.stage_steps=[5]`: DVC would run steps that are none, or leave some out.
+    """Raise ConfigError if dvc.yaml exists with other stages than this run's, for example after
+    `dvc exp run -S horizon.stage_steps=[5]`.
+
+    DVC would run steps that the run does not have, or leave some out.
     """
     if not file.is_file():
         return
     try:
-        found = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("stages", {})
+        stages = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("stages", {})
     except (yaml.YAMLError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read ({error}); run `agentgym dvc`") from None
     wanted = yaml.safe_load(dvc_yaml(cfg, params))["stages"]
-    if found == wanted:
+    if stages == wanted:
         return
-    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    changed = sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name])
-    told = [
+    missing, unknown = sorted(wanted.keys() - stages.keys()), sorted(stages.keys() - wanted.keys())
+    changed = sorted(name for name in wanted.keys() & stages.keys() if wanted[name] != stages[name])
+    differences = [
         f"{', '.join(names)} {what}"
         for names, what in (
             (missing, "is missing in it"),
@@ -65,20 +68,20 @@ def require_current(cfg: RunConfig, params: str = PARAMS, file: Path = FILE) -> 
         if names
     ]
     raise ConfigError(
-        f"{file} does not describe the run that {params} asks for: {'; '.join(told)}. Run `agentgym"
-        f" dvc{_options(params)}`, then `dvc repro`"
+        f"{file} does not describe the run that {params} asks for: {'; '.join(differences)}. Run"
+        f" `agentgym dvc{_options(params)}`, then `dvc repro`"
     )
 
 
 def _stage(step: Step, cfg: RunConfig, params: str) -> dict[str, Any]:
     inputs = [_out(parent) for parent in step.parents]
     if step.kind is Kind.PREPARE:
-        place = "${data.path}" if params == PARAMS else str(cfg.data.path)
-        inputs = [place, "data/trajectories"]
+        data_path = "${data.path}" if params == PARAMS else str(cfg.data.path)
+        inputs = [data_path, "data/trajectories"]
     stage: dict[str, Any] = {
         "cmd": f"python -m agentgym step {step.name} --out {_out(step.name)}{_options(params)}",
         "deps": [*inputs, "agentgym", "envs"],
-        # of another parameter file all: it may extend this one
+        # all of another parameter file, and of params.yaml, which it may extend
         "params": list(step.sections) if params == PARAMS else [{params: []}, {PARAMS: []}],
         "outs": [{_out(step.name): {"cache": False}}],
     }
@@ -91,12 +94,12 @@ def _last_stage(cfg: RunConfig, params: str) -> dict[str, Any]:
     out = cfg.state_dir / f"{LAST}.json"
     command = f"python -m agentgym {LAST}"
     stage: dict[str, Any] = {"deps": [_out(name) for name in steps_of(cfg)]}
-    if out.is_absolute() or ".." in out.parts:  # DVC keeps no outputs outside the project
+    if out.is_absolute() or ".." in out.parts:  # DVC allows no outputs outside the project
         return {"cmd": f"{command}{_options(params)}", **stage, "always_changed": True}
     return {
         "cmd": f"{command} --out {out}{_options(params)}",
         **stage,
-        "outs": [{str(out): {"cache": False, "persist": True}}],  # else the run-cache brings it
+        "outs": [{str(out): {"cache": False, "persist": True}}],  # else the run-cache restores it
     }
 
 
@@ -127,7 +130,7 @@ def _plots(steps: dict[str, Step]) -> list[dict[str, Any]]:
 
 
 def _options(params: str) -> str:
-    """Of `agentgym`, to have it read this file."""
+    """Options, after a space, with which `agentgym` reads this parameter file."""
     return "" if params == PARAMS else f" --params {params}"
 
 
@@ -140,7 +143,7 @@ def _metrics(step: Step) -> str:
 
 
 def files_of(cfg: RunConfig, outcome: Outcome, out: Path) -> dict[Path, str]:
-    """What DVC keeps of a step that is done, by file. out: of the pointer."""
+    """Return file -> text of what DVC keeps of a finished step. out: path of the pointer."""
     files = {out: pointer(cfg, outcome)}
     if outcome.step.kind is Kind.EVALUATE:
         files[out.with_name(Path(_metrics(outcome.step)).name)] = json.dumps(
@@ -161,28 +164,28 @@ def numbers(outcome: Outcome, store: RunStore) -> dict[str, float]:
 
 
 def metrics(results: Mapping[str, Any]) -> dict[str, float]:
-    """A few numbers of an evaluation, flat, so that they stand side by side in a terminal."""
-    found = {
+    """Return a few numbers of an evaluation as a flat dict, for one row in a terminal."""
+    means = {
         name: interval["mean"]
         for name, interval in results["summary"].items()
-        if name != "pass_at_1"  # avg@n under another name
+        if name != "pass_at_1"  # equals avg@n
     }
-    average = next(name for name in found if name.startswith("avg"))
+    average = next(name for name in means if name.startswith("avg"))
     if "paired" in results:
-        found["gain"] = results["paired"][average]["mean"]
-    found["coverage"] = results["coverage"]
-    return {name: round(value, 4) for name, value in found.items()}
+        means["gain"] = results["paired"][average]["mean"]
+    means["coverage"] = results["coverage"]
+    return {name: round(value, 4) for name, value in means.items()}
 
 
 def began_of(commits: Sequence[Manifest]) -> str | None:
-    """sha256 of the time of a step's first commit: of two runs of the same parameters it tells
-    which one is meant.
+    """sha256 of the time of a step's first commit, which distinguishes two runs of the same
+    parameters. None without commits.
     """
     return sha256(repr(commits[0].created_at).encode()) if commits else None
 
 
 def pointer(cfg: RunConfig, outcome: Outcome) -> str:
-    """Where a step's result lies, its digests, its numbers and their course. Never weights."""
+    """Return the text of a pointer: a step's store, digests, results and curve, never weights."""
     manifest, store = outcome.manifest, open_store(cfg)
     identity = {
         "step": manifest.step,

@@ -1,4 +1,4 @@
-"""What an evaluation has come to: read from the store, its files written beside it, MLflow told."""
+"""Results of evaluations: read from the store, written to files next to it, delivered to MLflow."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ How = Literal["done", "resumed", "ran"]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What came of it."""
+    """The result of an evaluation, and its files."""
 
     result: Result
     manifest: Manifest
-    folder: Path  # with all its files
+    folder: Path  # with all files of the evaluation
     how: How
     stopped: str = ""  # why it ended before its last episode
-    changed: Sequence[tuple[str, str, str]] = ()  # by another grading: slot, before, now
+    changed: Sequence[tuple[str, str, str]] = ()  # slots graded differently: slot, before, now
 
     @property
     def is_valid(self) -> bool:
@@ -40,8 +40,9 @@ class Evaluated:
 
 
 def show(cfg: RunConfig, digest: str) -> Evaluated:
-    """An evaluation as far as it is, also while another process is at it; nothing is played.
-    Errors: ConfigError.
+    """Return an evaluation as far as it has come, also while another process runs it.
+
+    Nothing is played and MLflow is not changed. Errors: ConfigError.
     """
     store = open_store(cfg)
     return from_store(cfg, store, find(store, digest), "done", tell=False)
@@ -50,7 +51,7 @@ def show(cfg: RunConfig, digest: str) -> Evaluated:
 def from_store(
     cfg: RunConfig, store: RunStore, head: Manifest, how: How, *, tell: bool = True
 ) -> Evaluated:
-    """tell: MLflow, too."""
+    """Return a stored evaluation, with its files written again. tell: deliver it to MLflow, too."""
     result = stored_result(store, head)
     return kept(cfg, store, head, result, how, "", tell=tell)
 
@@ -65,14 +66,18 @@ def kept(
     *,
     tell: bool = True,
 ) -> Evaluated:
-    """Its files written beside the store; MLflow gets them, too, where there is a result."""
+    """Write the files of an evaluation next to the store.
+
+    tell: deliver it to MLflow, too, if it has a committed result.
+    """
     folder = cfg.state_dir / "evaluations" / manifest.key[:12]
     folder.mkdir(parents=True, exist_ok=True)
     result.save(folder)
     commits = store.history(manifest.step, manifest.key)
     write_episodes(folder / EPISODES, attempts_of(store, commits))
     examples = [
-        EpisodeExample.from_trajectory(each.item.env, each) for each in examples_of(store, commits)
+        EpisodeExample.from_trajectory(trajectory.item.env, trajectory)
+        for trajectory in examples_of(store, commits)
     ]
     for name, content in render(result, examples).items():
         (folder / name).write_bytes(content)
@@ -84,10 +89,13 @@ def kept(
 def _deliver(cfg: RunConfig, manifest: Manifest, result: Result, folder: Path) -> None:
     about = result.about
     metrics = {"eval/coverage": result.coverage}
-    for env, own in result.numbers.items():
-        found = {**own["summary"], **({"reward": own["reward"]} if own["reward"] else {})}
-        metrics |= {f"eval/{env}/{name}": float(row["mean"]) for name, row in found.items()}
-        metrics[f"eval/{env}/coverage"] = float(own["coverage"])
+    for env, numbers in result.numbers.items():
+        rows = {
+            **numbers["summary"],
+            **({"reward": numbers["reward"]} if numbers["reward"] else {}),
+        }
+        metrics |= {f"eval/{env}/{name}": float(row["mean"]) for name, row in rows.items()}
+        metrics[f"eval/{env}/coverage"] = float(numbers["coverage"])
     deliver_evaluation(
         cfg,
         result.digest,

@@ -1,4 +1,4 @@
-"""Any policy under a protocol: what `agentgym evaluate`, the flow and a DVC stage run."""
+"""Evaluation of any policy under a protocol, for `agentgym evaluate`, the flow and a DVC stage."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def evaluate_policy(
     progress: Progress | None = None,
     tell: Callable[[str], None] = logger.info,
 ) -> Evaluated:
-    """Play what is owed, score it, keep it. The same question, asked again, is answered from the
-    store; one that was interrupted goes on.
+    """Play the missing episodes of an evaluation, score them and store the result.
 
-    tell: told, before the first turn, how a model that was not trained here is asked.
-    Errors: ConfigError before anything starts; LeaseHeld where another process is at it.
+    The same question is answered from the store, and an interrupted evaluation is resumed.
+    tell: called before the first turn with the prompt settings of a model not trained here.
+    Errors: ConfigError before anything starts; LeaseHeld if another process runs the evaluation.
     """
     protocol = protocol_for(cfg, request)
     items = items_of(protocol, cfg)
@@ -71,21 +71,21 @@ def evaluate_policy(
 
 
 def answered(cfg: RunConfig, policy: str, protocol: EvaluationProtocol) -> Manifest | None:
-    """The finished evaluation of this policy by this protocol, the newest one, found by all that is
-    known of it where no server runs: only the prompts are read off the environment's source.
-    Errors: ConfigError.
+    """Return the newest finished evaluation of this policy by this protocol, or None.
+
+    No server is started, so prompts and task identities are not compared. Errors: ConfigError.
     """
     items, playing = items_of(protocol, cfg), playing_config(cfg, protocol, "")
     contender = contender_of(cfg, playing, EvaluationRequest.model_validate({"policy": policy}))
-    nothing: dict[str, Any] = dict.fromkeys(items, "")
-    untold = {env: [None] * len(its) for env, its in items.items()}
-    identity = identity_of(protocol, items, untold, contender.identity, nothing)
-    asked = json.loads(canonical_json(identity))
-    names = sorted(asked.keys() - {"items", "prompts"})
+    no_instructions: dict[str, Any] = dict.fromkeys(items, "")
+    no_tasks = {env: [None] * len(its) for env, its in items.items()}
+    identity = identity_of(protocol, items, no_tasks, contender.identity, no_instructions)
+    wanted = json.loads(canonical_json(identity))
+    names = sorted(wanted.keys() - {"items", "prompts"})
     ids = {(env, item.item_id) for env, its in items.items() for item in its}
     store = open_store(cfg)
     for head in reversed(store.heads(STEP)):
-        if head.done and all(head.config.get(name) == asked[name] for name in names):
+        if head.done and all(head.config.get(name) == wanted[name] for name in names):
             (first, *_) = store.history(STEP, head.key)
             planned = read_plan(store, first)
             if {(slot.env, slot.item_id) for slot in planned.slots} == ids:
@@ -94,14 +94,14 @@ def answered(cfg: RunConfig, policy: str, protocol: EvaluationProtocol) -> Manif
 
 
 def protocol_for(cfg: RunConfig, request: EvaluationRequest) -> EvaluationProtocol:
-    """Errors: ConfigError."""
+    """Return the protocol that a request names, else that of the run. Errors: ConfigError."""
     if request.protocol:
         protocol = load_protocol(request.protocol, request.changes)
         return protocol.only(request.envs) if request.envs else protocol
     envs = request.envs or tuple(env.name for env in cfg.envs)
     changes, reply = request.changes, request.changes.get("max_new_tokens", 0)
     is_model = PolicyName.parse(request.policy).who in (Who.ENDPOINT, Who.MODEL)
-    if is_model and reply >= cfg.model.context_tokens:  # not its context, which is made to fit
+    if is_model and reply >= cfg.model.context_tokens:  # `invite` enlarges the context later
         changes = {"context_tokens": reply + 1, **changes}
     return protocol_of_run(cfg, envs, changes)
 
@@ -113,7 +113,10 @@ def _evaluate(
     progress: Progress,
     tell: Callable[[str], None] = logger.info,
 ) -> Evaluated:
-    """protocol: what is asked of every policy; `invited` has what is asked of this one."""
+    """Play, score and store the evaluation of a policy that is ready.
+
+    protocol: the one for every policy; `invited` has the one adapted to this policy.
+    """
     contender, cfg = invited.contender, invited.cfg
     store = open_store(cfg)
     for env in cfg.envs:
@@ -123,8 +126,8 @@ def _evaluate(
         environment_servers(cfg, contender.needs_expert) as endpoints,
         open_local(cfg, contender, endpoints, protocol) as opened,
     ):
-        told = opened.told
-        identity = identity_of(protocol, items, tasks, _policy(protocol, invited, told), told)
+        rules = opened.told
+        identity = identity_of(protocol, items, tasks, _policy(protocol, invited, rules), rules)
         digest = digest_of(identity)
         final = store.final(STEP, digest)
         if final is not None:
@@ -139,72 +142,76 @@ def _evaluate(
                     parents={}, config=identity, timings={"wall_s": wall_s}, **parts
                 )
 
-            given, lines = invited.instructions(told), invited.lines(told)
+            instructions, lines = invited.instructions(rules), invited.lines(rules)
             ledger = Ledger.open(
                 store,
                 store.history(STEP, digest),
                 commit,
                 identity,
                 slots_of(protocol, items, tasks),
-                about(protocol, contender, given, lines),
+                about(protocol, contender, instructions, lines),
                 **pace(protocol),
             )
             show_progress(progress, f"evaluate {contender.about}"[:34], ledger)
             for line in lines:
                 tell(line)
-            stopped = play_owed(opened, invited.protocol, given, items, ledger, progress)
+            stopped = play_owed(opened, invited.protocol, instructions, items, ledger, progress)
             tariff = contender.endpoint.tariff if contender.endpoint else None
             result = conclude(protocol, ledger, stopped, tariff)
-            envs = {name: own["summary"] for name, own in result.numbers.items()}
-            told_of = {"coverage": result.coverage, "outcomes": result.outcomes, "envs": envs}
+            envs = {name: numbers["summary"] for name, numbers in result.numbers.items()}
+            totals = {"coverage": result.coverage, "outcomes": result.outcomes, "envs": envs}
             done = bool(result.about["valid"]) and not stopped
-            manifest = ledger.conclude(result, told_of, done=done)
+            manifest = ledger.conclude(result, totals, done=done)
     how: How = "resumed" if before is not None else "ran"
     return kept(cfg, store, manifest, result, how, stopped)
 
 
 async def _require_hints(pool: EnvPools, items: Mapping[str, Sequence[Item]]) -> None:
-    """Errors: ConfigError where an environment gives none: it gives none in any episode."""
+    """Raise ConfigError if an environment gives no hints: one session shows it for all episodes."""
     for first, *_ in items.values():
         try:
             async with pool.session(first, f"hints-{secrets.token_hex(8)}") as session:
                 await hints_of(session)
         except NoHints as error:
             raise ConfigError(f"{first.env}: {error}") from None
-        except EnvError as error:  # the episodes have their attempts
+        except EnvError as error:  # episodes have several attempts, so this is not fatal
             logger.info("%s: %s", first.env, error)
 
 
 def _policy(
-    protocol: EvaluationProtocol, invited: Invited, told: Mapping[str, str]
+    protocol: EvaluationProtocol, invited: Invited, rules: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The identity of a policy, with what it is asked otherwise than the protocol says."""
-    otherwise = (
+    """Return the identity of a policy, with the differences of its questions from the protocol."""
+    differences = (
         {}
         if invited.contender.knows_rules
-        else asking.differences(protocol, invited.protocol, told, invited.instructions(told))
+        else asking.differences(protocol, invited.protocol, rules, invited.instructions(rules))
     )
-    return {**invited.contender.identity, **({"asked": otherwise} if otherwise else {})}
+    return {**invited.contender.identity, **({"asked": differences} if differences else {})}
 
 
 def _tasks(env: EnvConfig, items: Sequence[Item]) -> list[str | None]:
-    """What each item's task is, where the environment can say. Errors: ConfigError."""
+    """Return the identity of each item's task; None if the environment has none.
+
+    Errors: ConfigError.
+    """
     return list(_identities(env.model_dump_json(), tuple(item.task_id for item in items)))
 
 
-@functools.cache  # a process of its own says it, and it is the same for every policy
+@functools.cache  # it takes a process, and is the same for every policy
 def _identities(env: str, task_ids: tuple[int, ...]) -> tuple[str | None, ...]:
-    asked = EnvConfig.model_validate_json(env)
+    settings = EnvConfig.model_validate_json(env)
     try:
-        return tuple(task_identities(asked, task_ids))
+        return tuple(task_identities(settings, task_ids))
     except IdentitiesUnknown as reason:
-        logger.info("%s: tasks are told apart by their ids alone: %s", asked.name, reason)
+        logger.info("%s: tasks are distinguished by their ids alone: %s", settings.name, reason)
         return (None,) * len(task_ids)
 
 
 def regrade(cfg: RunConfig, digest: str, progress: Progress | None = None) -> Evaluated:
-    """Play an evaluation's actions again, on the environments as they are now, and score what
-    comes: another evaluation, of no policy. Errors: ConfigError.
+    """Play an evaluation's actions again on the environments as they are now, and score them.
+
+    It is an evaluation of its own, of recorded actions. Errors: ConfigError.
     """
     store = open_store(cfg)
     head = find(store, digest)
@@ -222,12 +229,12 @@ def regrade(cfg: RunConfig, digest: str, progress: Progress | None = None) -> Ev
     contender = recorded_contender(head.key, head.records_digest, actions, before.about["policy"])
     ids = dict.fromkeys((slot.env, slot.item_id) for slot in slots)
     items = {
-        each.env.name: tuple(
+        settings.env.name: tuple(
             Item(env, parse_item_id(item_id)[1], "given")
             for env, item_id in ids
-            if env == each.env.name
+            if env == settings.env.name
         )
-        for each in protocol.envs
+        for settings in protocol.envs
     }
     invited = Invited(contender, protocol, playing_config(cfg, protocol, "torch"))
     again = _evaluate(invited, protocol, items, progress or NoProgress())
@@ -235,13 +242,13 @@ def regrade(cfg: RunConfig, digest: str, progress: Progress | None = None) -> Ev
 
 
 def changed(before: Result, after: Result) -> list[tuple[str, str, str]]:
-    """Slots that another grading judges otherwise: (slot, before, after)."""
-    found = []
+    """Return (slot, before, after) of each slot whose result differs after another grading."""
+    changes = []
     for old, new in zip(before.slots, after.slots, strict=True):
-        told = [
-            f"{each.outcome}{' success' if each.success else ''} reward {each.reward}"
-            for each in (old, new)
+        texts = [
+            f"{slot.outcome}{' success' if slot.success else ''} reward {slot.reward}"
+            for slot in (old, new)
         ]
         if (old.counts, old.success, old.reward) != (new.counts, new.success, new.reward):
-            found.append((f"{old.item_id} #{old.sample}", told[0], told[1]))
-    return found
+            changes.append((f"{old.item_id} #{old.sample}", texts[0], texts[1]))
+    return changes

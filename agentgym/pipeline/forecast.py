@@ -1,8 +1,9 @@
-"""What a run takes before it starts: memory, bytes of a commit and minutes.
+"""Forecast of the memory, bytes of a commit and time that a run needs, before it starts.
 
-Bytes follow from the model's shape. Minutes follow from the arithmetic of the tokens that the
-settings ask for and from the speed of this machine: measured on a CPU, stated for a GPU. They are
-right within a factor of two where actions and episodes have half of the tokens they may have.
+Bytes follow from the model's shape. Time follows from the arithmetic of the tokens that the
+settings ask for and from the speed of this machine, which is measured on a CPU and assumed for a
+GPU. The time is right within a factor of two if actions and episodes have half of the tokens that
+they may have.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from agentgym.config.pretrained import INSTRUCTIONS, defaults
 from agentgym.pipeline.plan import amount
 from agentgym.rollouts.horizon import stages
 
-# Shares of what may be: tokens of an action or an observation, turns of an episode.
+# Shares of the maximum: tokens of an action or an observation, turns of an episode.
 OF_TOKENS, OF_TURNS = 0.5, 0.6
 OF_GROUPS = 0.6  # share of groups whose rewards differ
 PROCESS = 900 << 20  # bytes of a process that has imported torch, transformers and MLflow
@@ -27,16 +28,16 @@ ADAM, MASTER, GRADIENT = 8, 4, 4  # bytes of a trained parameter
 # Bytes of activations a token and a layer, as multiples of hidden and MLP size: measured with 7
 # billion parameters, see docs/operations.md.
 OF_HIDDEN, OF_MLP = 10, 4
-# A CPU: seconds of environment and client a turn; seconds of a step beside its work
+# A CPU: seconds of environment and client per turn; fixed seconds per pipeline step
 TURN_S, STEP_S = 0.001, 3.0
-THREAD_GAIN = 0.7  # of each thread beyond the first
-TRAIN_SHARE = 0.7  # of the matrix speed, in a forward and backward
+THREAD_GAIN = 0.7  # speed that each thread after the first adds
+TRAIN_SHARE = 0.7  # of the matrix speed, in a forward and backward pass
 HALF_BATCH = 48  # episodes in flight at which decoding has half the speed of a long forward
-LOAD_FLOP = 3_000  # of loading and checking a pretrained model, a parameter
+LOAD_FLOP = 3_000  # per parameter, to load and check a pretrained model
 # A GPU, as measured on an H200 (docs/operations.md): shares of its peak and bytes a second
 GPU_TRAIN_SHARE, GPU_READ_SHARE = 0.2, 0.3
 GPU_BANDWIDTH, GPU_DECODE_S, GPU_SAMPLING_SHARE = 3.3e12, 0.005, 0.4
-GPU_STEP_S = 75.0  # an engine's start
+GPU_STEP_S = 75.0  # start of an engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Work:
 
     sampled: float
     read: float  # by the engine: prompts and observations
-    passes: float  # tokens through the learner, each pass of 2 FLOP a parameter counted once
+    passes: float  # tokens times learner passes; a pass has 2 FLOP per parameter
     turns: float
 
     def __add__(self, other: Work) -> Work:
@@ -73,16 +74,16 @@ class Forecast:
     device: str  # cpu or cuda
     learner_bytes: int  # of one rank, on the device
     engine_bytes: int  # of one engine, on the device
-    host_bytes: int  # of one process in the host's memory; on a CPU the two above included
+    host_bytes: int  # of one process in the host's memory; on a CPU with the two above
     commit_bytes: int
     weight_bytes: int  # of one checkpoint
-    seconds: float | None  # None: the device is not here
+    seconds: float | None  # None: the speed of the device is not known
     speed: str  # what the seconds follow from
-    optimizer_bytes: int = 0  # of the learner's, its gradients included
-    activation_bytes: int = 0  # of the learner's, while it updates
-    cache_bytes: int = 0  # of the engine's, keys and values
+    optimizer_bytes: int = 0  # of learner_bytes, with gradients
+    activation_bytes: int = 0  # of learner_bytes, during an update
+    cache_bytes: int = 0  # of engine_bytes, for keys and values
     step_seconds: float | None = None  # of an optimizer step with its rollouts
-    device_bytes: int | None = None  # memory of the GPU; None: it is not here
+    device_bytes: int | None = None  # memory of the GPU; None: this machine has none
 
     @property
     def duration(self) -> str:
@@ -110,12 +111,12 @@ class Forecast:
         yield f"memory   {amount(self.host_bytes)} on the host ({parts})"
 
     def _on_gpu(self) -> Iterator[str]:
-        """Yield what learner and engine take, and whether the GPU holds both at once."""
-        rest, kept = self.optimizer_bytes, self.activation_bytes
+        """Yield the memory of learner and engine, and a line that states if the GPU has enough."""
+        optimizer, activations = self.optimizer_bytes, self.activation_bytes
         yield (
             f"memory   learner {amount(self.learner_bytes)} on the GPU (weights"
-            f" {amount(self.learner_bytes - rest - kept)}, gradients and optimizer {amount(rest)},"
-            f" activations {amount(kept)})"
+            f" {amount(self.learner_bytes - optimizer - activations)}, gradients and optimizer"
+            f" {amount(optimizer)}, activations {amount(activations)})"
         )
         yield (
             f"         engine {amount(self.engine_bytes)} on the GPU (weights"
@@ -125,7 +126,7 @@ class Forecast:
         if self.device_bytes is None:
             return
         both = self.learner_bytes + self.engine_bytes
-        in_turns = max(self.learner_bytes, both - kept)
+        in_turns = max(self.learner_bytes, both - activations)
         there = f"         the GPU has {amount(self.device_bytes)}:"
         if both <= self.device_bytes:
             yield f"{there} both fit at once"
@@ -140,7 +141,8 @@ class Forecast:
 
 
 def forecast(cfg: RunConfig, commit: int | None = None) -> Forecast:
-    """commit: bytes of a commit where one is known.
+    """Estimate memory and time of a run. commit: bytes of a commit, if known.
+
     Errors: ConfigError if the model's config.json is not on this machine.
     """
     from agentgym.models.half import has_fast_half
@@ -163,12 +165,12 @@ def forecast(cfg: RunConfig, commit: int | None = None) -> Forecast:
     commit = commit or state + (shape.num_trained * shape.itemsize if is_adapter else weights)
     host = PROCESS + offloaded + commit
     if is_cpu:
-        waiting = 0 if cfg.rollout.max_staleness else active  # one sleeps while the other works
+        waiting = 0 if cfg.rollout.max_staleness else active  # learner and engine take turns
         host = PROCESS + max(learner + engine - cached, learner - waiting + engine)
-    seconds_of, beside, speed = _clock(cfg, shape)
+    seconds_of, fixed_s, speed = _clock(cfg, shape)
     whole = step = None
     if seconds_of is not None:
-        whole = seconds_of(work_of(cfg)) + beside
+        whole = seconds_of(work_of(cfg)) + fixed_s
         step = seconds_of(_training(cfg)) / sum(cfg.horizon.stage_steps)
     return Forecast(
         device=cfg.compute_device,
@@ -210,7 +212,7 @@ class Chosen:
 
 
 def usual_pretrained(cfg: RunConfig) -> list[Chosen]:
-    """Every setting that has a default by the kind of model, and the reason for it."""
+    """Return every setting whose default depends on the kind of model, and the reason."""
     tree = cfg.model_dump(mode="json")
     chosen = []
     for path, default in sorted(defaults(tree).items()):
@@ -222,7 +224,10 @@ def usual_pretrained(cfg: RunConfig) -> list[Chosen]:
 
 
 def shape_of(cfg: RunConfig) -> Shape:
-    """Errors: ConfigError if the model's config.json is not on this machine."""
+    """Return the size of the configured model.
+
+    Errors: ConfigError if the model's config.json is not on this machine.
+    """
     from agentgym.models.adapter import chosen_modules
     from agentgym.models.architecture import published_architecture
     from agentgym.models.blocks import blocks
@@ -235,7 +240,7 @@ def shape_of(cfg: RunConfig) -> Shape:
     else:
         architecture = tiny_architecture(cfg.model, vocab_size=cfg.model.vocab_size)
     model = empty_model(architecture.to_json_string())
-    count = sum(each.numel() for each in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
     text = model.config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -264,27 +269,27 @@ def shape_of(cfg: RunConfig) -> Shape:
 
 
 def work_of(cfg: RunConfig) -> Work:
-    """The tokens of training, of the warm start and of every evaluation."""
-    asked, validation, warm = cfg.evaluation, cfg.validation, cfg.warm_start
+    """Return the work of training, of the warm start and of every evaluation."""
+    evaluation, validation, warm = cfg.evaluation, cfg.validation, cfg.warm_start
     num_models = len(stages(cfg.horizon)) + 1 + warm.enabled
-    most = OF_TURNS * asked.max_turns
-    episodes = [(num_models * asked.num_items * (asked.num_samples + 1), most)]
+    turns = OF_TURNS * evaluation.max_turns
+    episodes = [(num_models * evaluation.num_items * (evaluation.num_samples + 1), turns)]
     if validation.every:
         count = sum(cfg.horizon.stage_steps) // validation.every * validation.num_items
         episodes.append((count, OF_TURNS * validation.max_turns))
-    work = _training(cfg) + _played(cfg, episodes, asked.num_samples + 1)
+    work = _training(cfg) + _played(cfg, episodes, evaluation.num_samples + 1)
     if not warm.enabled:
         return work
-    through = 3 * warm.steps * warm.batch_size * _length(cfg, most)
-    return work + Work(0, 0, through, warm.num_demos * most)
+    through = 3 * warm.steps * warm.batch_size * _length(cfg, turns)
+    return work + Work(0, 0, through, warm.num_demos * turns)
 
 
 def _training(cfg: RunConfig) -> Work:
-    """The tokens of all stages."""
+    """Return the work of all stages."""
     rollout, algorithm = cfg.rollout, cfg.algorithm
-    # A forward and backward is three passes; the others are the old log-probabilities, which an
-    # only update has of its own, and a reference's. Groups of equal rewards carry no advantage and
-    # are left out.
+    # Forward and backward count as three passes. One more pass is for the old log-probabilities,
+    # which a single update computes itself, and one for a reference model. Groups of equal rewards
+    # have no advantage and are left out.
     carrying = OF_GROUPS if recipe_of(algorithm.recipe).needs_groups else 1.0
     epochs = getattr(algorithm, "epochs", 1)
     is_only = epochs == getattr(algorithm, "minibatches", 1) == 1
@@ -293,8 +298,8 @@ def _training(cfg: RunConfig) -> Work:
     passes += bool(getattr(algorithm, "kl_coef", 0))
     at_once = rollout.items_per_step * rollout.group_size
     episodes = [
-        ((each.last_step - each.first_step + 1) * at_once, OF_TURNS * each.max_turns)
-        for each in stages(cfg.horizon)
+        ((stage.last_step - stage.first_step + 1) * at_once, OF_TURNS * stage.max_turns)
+        for stage in stages(cfg.horizon)
     ]
     group = rollout.group_size
     through = sum(count * passes * _length(cfg, played, group) for count, played in episodes)
@@ -302,7 +307,10 @@ def _training(cfg: RunConfig) -> Work:
 
 
 def _played(cfg: RunConfig, episodes: Sequence[tuple[float, float]], group: int) -> Work:
-    """episodes: (how many, turns of each); group: how many of them play one item."""
+    """Return the engine's work for episodes.
+
+    episodes: (number of episodes, turns of one); group: number of episodes of one item.
+    """
     action, work = OF_TOKENS * cfg.rollout.max_new_tokens, Work(0, 0, 0, 0)
     for count, turns in episodes:
         sampled = turns * action
@@ -312,7 +320,7 @@ def _played(cfg: RunConfig, episodes: Sequence[tuple[float, float]], group: int)
 
 
 def _length(cfg: RunConfig, turns: float, group: int = 1) -> float:
-    """Tokens of an episode that are computed; a group's share what it begins with."""
+    """Tokens computed for an episode. The episodes of a group may share their prompt."""
     rollout = cfg.rollout
     observation = OF_TOKENS * rollout.observation_tokens
     instructions = OF_TOKENS * INSTRUCTIONS if rollout.instructions else 0.0
@@ -333,13 +341,13 @@ def _activations(cfg: RunConfig, shape: Shape) -> int:
     usual, chunk = settings.usual_sizes
     tokens = min(usual, cfg.model.context_tokens * 64)
     layer = (OF_HIDDEN * shape.hidden_size + OF_MLP * shape.mlp_size) * shape.itemsize
-    kept = (
+    token_bytes = (
         shape.num_layers * shape.hidden_size * shape.itemsize + layer
         if settings.activation_checkpointing
         else shape.num_layers * layer
     )
     head = LOGITS_COPIES * 4 * min(chunk, tokens) * shape.vocab_size
-    return tokens * kept + head
+    return tokens * token_bytes + head
 
 
 def _slots(cfg: RunConfig) -> int:
@@ -348,8 +356,9 @@ def _slots(cfg: RunConfig) -> int:
 
 
 def _clock(cfg: RunConfig, shape: Shape) -> tuple[Callable[[Work], float] | None, float, str]:
-    """Return the seconds of a piece of work, None if the device is unknown; those of a run beside
-    its work; and what they follow from.
+    """Return (function from work to seconds, fixed seconds of a run, text about the speed).
+
+    The function is None if the speed of the device is not known.
     """
     flop, slots = 2.0 * shape.num_parameters, _slots(cfg)
     num_steps = 2 * len(stages(cfg.horizon)) + 4
@@ -392,7 +401,7 @@ def _gain(threads: int) -> float:
 
 
 def matrix_speed(hidden_size: int, mlp_size: int, tokens: int = 256) -> float:
-    """FLOP/s of float32 products of this shape in one thread, measured in half a second."""
+    """Measure for half a second and return FLOP/s of float32 products of this shape, one thread."""
     import torch
 
     from agentgym.models.model import set_threads

@@ -1,4 +1,4 @@
-"""What a registered model was made of and judged by, and which models a thing is in."""
+"""The lineage of registered models: their steps, data, source, evaluations and decisions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from agentgym.tracking.registry import (
 )
 
 SHORT = 12
-# tags of a version, or of its run, that say which source made it
+# tags of a version's run that identify the source code
 SOURCE = ("mlflow.source.name", "mlflow.source.git.commit", "source.digest")
 
 
 def lineage(cfg: RunConfig, of: str) -> dict[str, Any]:
-    """Of a version by its number (empty: the one that holds the alias), all it was made of; of
-    the beginning of a digest, the versions it is in. Errors: ConfigError.
+    """Return the lineage of a version, or the versions whose lineage has a digest.
+
+    of: the number of a version; empty: the one with the alias; else the beginning of a digest.
+    Errors: ConfigError.
     """
     store = open_store(cfg)
     with reaching(cfg.tracking_uri):
@@ -43,9 +45,9 @@ def lineage(cfg: RunConfig, of: str) -> dict[str, Any]:
                 raise ConfigError(
                     f"no version of {promotions.model} holds {promotions.alias}; name one"
                 )
-            found = _of_version(promotions, heads, promotions.version(number))
+            tree = _of_version(promotions, heads, promotions.version(number))
             changed, files = told_of_files(promotions, number)
-            return {**found, "files": files, "changed": changed}
+            return {**tree, "files": files, "changed": changed}
         return _back(promotions, heads, of)
 
 
@@ -61,32 +63,32 @@ def _of_version(
         "checkpoint": version.checkpoint,
         "run": f"r{version.run_key[:SHORT]}" if version.run_key else None,
         "in_store": checkpoint is not None,
-        "steps": [_step(each) for each in made_of],
-        "data": next((e.results["digest"] for e in made_of if LISTS in e.blobs), None),
+        "steps": [_step(head) for head in made_of],
+        "data": next((head.results["digest"] for head in made_of if LISTS in head.blobs), None),
         "source": _source(promotions, version),
-        "evaluations": [_step(each) for each in _evaluations(heads, version, tags)],
+        "evaluations": [_step(head) for head in _evaluations(heads, version, tags)],
         "decisions": _decisions(promotions, version),
     }
 
 
 def _back(promotions: Promotions, heads: Mapping[str, Manifest], of: str) -> dict[str, Any]:
-    """Every version whose lineage names a digest that begins so."""
-    found = []
+    """Return every version whose lineage has a digest that starts with `of`."""
+    versions = []
     for number in all_versions(promotions.tracker, promotions.model):
         version = promotions.version(number)
-        own = _of_version(promotions, heads, version)
-        digests = [own["checkpoint"], own["data"] or "", version.run_key]
-        for each in (*own["steps"], *own["evaluations"]):
-            digests += [each["digest"], each["key"]]
+        tree = _of_version(promotions, heads, version)
+        digests = [tree["checkpoint"], tree["data"] or "", version.run_key]
+        for step in (*tree["steps"], *tree["evaluations"]):
+            digests += [step["digest"], step["key"]]
         if any(digest.startswith(of) for digest in digests if digest):
-            found.append(own)
-    if not found:
+            versions.append(tree)
+    if not versions:
         raise ConfigError(f"{of} is in the lineage of no version of {promotions.model}")
-    return {"of": of, "versions": found}
+    return {"of": of, "versions": versions}
 
 
 def _ancestors(heads: Mapping[str, Manifest], digest: str) -> Iterator[Manifest]:
-    """The step whose commit this is and all it builds on, each once, the nearest first."""
+    """Yield the step with this commit and all its ancestors, each once, nearest first."""
     waiting, seen = [digest], set()
     while waiting:
         head = heads.get(waiting.pop(0))
@@ -100,29 +102,29 @@ def _ancestors(heads: Mapping[str, Manifest], digest: str) -> Iterator[Manifest]
 def _evaluations(
     heads: Mapping[str, Manifest], version: Version, tags: Mapping[str, str]
 ) -> list[Manifest]:
-    """Its run's own ones, and those of `agentgym evaluate`."""
-    weights, found = tags.get("weights.sha256"), []
+    """Return the evaluations of a version, by its own run and by `agentgym evaluate`."""
+    weights, evaluations = tags.get("weights.sha256"), []
     for head in heads.values():
         if head.step == EVALUATION:
             if weights and head.config["policy"].get("weights") == weights:
-                found.append(head)
+                evaluations.append(head)
         elif is_evaluation(head) and version.checkpoint in head.parents.values():
-            found.append(head)
-    return found
+            evaluations.append(head)
+    return evaluations
 
 
 def _decisions(promotions: Promotions, version: Version) -> list[dict[str, Any]]:
     return [
         {
-            "entry": each.number,
-            "at": each.at,
-            "as": "candidate" if each.candidate.is_same(version) else "champion",
-            "verdict": each.verdict or each.kind,
-            "moved": each.moved,
-            "why": each.why,
+            "entry": entry.number,
+            "at": entry.at,
+            "as": "candidate" if entry.candidate.is_same(version) else "champion",
+            "verdict": entry.verdict or entry.kind,
+            "moved": entry.moved,
+            "why": entry.why,
         }
-        for each in promotions.history.entries()
-        if each.candidate.is_same(version) or version.is_same(each.before)
+        for entry in promotions.history.entries()
+        if entry.candidate.is_same(version) or version.is_same(entry.before)
     ]
 
 
@@ -141,25 +143,25 @@ def _step(head: Manifest) -> dict[str, Any]:
     }
 
 
-def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """For people."""
-    if "versions" in found:
-        yield f"{found['of']} is in the lineage of:"
-        for each in found["versions"]:
-            named = f"{each['model']} version {each['version']}"
-            yield f"  {named}, checkpoint {each['checkpoint'][:SHORT]}"
+def lines(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a lineage as text."""
+    if "versions" in tree:
+        yield f"{tree['of']} is in the lineage of:"
+        for row in tree["versions"]:
+            named = f"{row['model']} version {row['version']}"
+            yield f"  {named}, checkpoint {row['checkpoint'][:SHORT]}"
         return
-    yield f"{found['model']} version {found['version']} of run {found['run'] or 'unknown'}"
-    if not found["in_store"]:
-        yield f"  its checkpoint {found['checkpoint'][:SHORT]} is not in this store"
+    yield f"{tree['model']} version {tree['version']} of run {tree['run'] or 'unknown'}"
+    if not tree["in_store"]:
+        yield f"  its checkpoint {tree['checkpoint'][:SHORT]} is not in this store"
     for part in ("steps", "evaluations"):
         yield f"{part}:"
-        for each in found[part]:
-            day = time.strftime("%Y-%m-%d %H:%M", time.localtime(each["at"]))
-            yield f"  {each['step']:<24}{each['digest'][:SHORT]}  commit {each['commit']:<4}{day}"
-    yield f"data: {(found['data'] or 'unknown')[:SHORT]}"
-    yield "source: " + (", ".join(f"{k} {v}" for k, v in found["source"].items()) or "not told")
-    yield f"files: {found['files']}"
+        for row in tree[part]:
+            day = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["at"]))
+            yield f"  {row['step']:<24}{row['digest'][:SHORT]}  commit {row['commit']:<4}{day}"
+    yield f"data: {(tree['data'] or 'unknown')[:SHORT]}"
+    yield "source: " + (", ".join(f"{k} {v}" for k, v in tree["source"].items()) or "unknown")
+    yield f"files: {tree['files']}"
     yield "decisions:"
-    for each in found["decisions"]:
-        yield f"  {each['entry']:>3}  {each['verdict']:<12}as {each['as']}: {each['why']}"
+    for row in tree["decisions"]:
+        yield f"  {row['entry']:>3}  {row['verdict']:<12}as {row['as']}: {row['why']}"

@@ -1,4 +1,4 @@
-"""What a run would do and why, without doing any of it."""
+"""The plan of a run: which steps would run and why. Nothing runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentgym.store.runstore import RunStore
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """One step's future."""
+    """One step of a plan."""
 
     name: str
     title: str
@@ -27,8 +27,9 @@ class PlannedStep:
 
 
 def plan(cfg: RunConfig) -> list[PlannedStep]:
-    """Every step in order. Reads the store alone.
-    Errors: ConfigError where the dataset is missing.
+    """Return every step in order, with its action. Only the store is read.
+
+    Errors: ConfigError if the dataset is missing.
     """
     store = open_store(cfg)
     done = finished(cfg, store)
@@ -36,11 +37,11 @@ def plan(cfg: RunConfig) -> list[PlannedStep]:
 
 
 def num_commits(cfg: RunConfig) -> int:
-    """The most commits that the stages of a run make."""
+    """Maximum number of commits that the stages of a run make."""
     every = cfg.store.commit_every
     return sum(
-        sum(step % every == 0 for step in range(each.first_step, each.last_step)) + 1
-        for each in stages(cfg.horizon)
+        sum(step % every == 0 for step in range(stage.first_step, stage.last_step)) + 1
+        for stage in stages(cfg.horizon)
     )
 
 
@@ -66,7 +67,7 @@ def commit_bytes(cfg: RunConfig) -> int | None:
 
 
 def amount(num_bytes: int) -> str:
-    """As people read it."""
+    """Return a size with three digits and its unit, for example "1.5 GiB"."""
     amount = float(num_bytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if amount < 1024:
@@ -85,10 +86,10 @@ def _plan_step(
     waiting = [parent for parent in step.parents if parent not in done]
     known = store.keys(step.name)
     if waiting:
-        # parents that are not done have no digest yet, so neither has this step a key
+        # this step's key follows from its parents' digests, which are not known yet
         changed = _differences(step, cfg, known[-1]) if known else []
-        own = f"; changed: {_few(changed)}" if changed else ""
-        return PlannedStep(step.name, step.title, "run", f"after {_few(waiting)}{own}")
+        suffix = f"; changed: {_few(changed)}" if changed else ""
+        return PlannedStep(step.name, step.title, "run", f"after {_few(waiting)}{suffix}")
     head = store.head(step.name, key_of(step, cfg, done))
     if head is not None:
         reached = (
@@ -103,7 +104,7 @@ def _plan_step(
 def _why_new(
     step: Step, cfg: RunConfig, store: RunStore, known: list[Manifest], done: dict[str, Manifest]
 ) -> str:
-    """What tells this step from the latest one of its name in the store."""
+    """Return the reason why a step runs: its difference from the latest one in the store."""
     if store.is_collected(step.name, key_of(step, cfg, done)):
         return "collected by `agentgym gc`"
     if not known:
@@ -119,14 +120,15 @@ def _why_new(
 
 
 def _differences(step: Step, cfg: RunConfig, before: Manifest) -> list[str]:
-    """As `changed`; first what tells of another version."""
+    """Return the lines of `changed`, first those of settings that another version has."""
     lines = changed(semantic_of(step, cfg), before.config)
     return sorted(lines, key=lambda line: not line.endswith((" is gone", " is new")))
 
 
 def changed(now: Any, before: Any, path: str = "") -> list[str]:
-    """Dotted paths whose values differ, as `path before -> now`; a setting of another version as
-    `path is gone`, `path is new`.
+    """Return a line `path before -> now` for each value that differs.
+
+    A setting that only one of the two versions has gives `path is gone` or `path is new`.
     """
     if not (isinstance(now, dict) and isinstance(before, dict)):
         return [] if now == before else [f"{path.removesuffix('.')} {before} -> {now}"]
@@ -139,7 +141,7 @@ def changed(now: Any, before: Any, path: str = "") -> list[str]:
     return lines
 
 
-def _few(texts: list[str], most: int = 3) -> str:
-    """The first of them, and how many more there are."""
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(text if len(text) <= 80 else f"{text[:77]}..." for text in texts[:most]) + more
+def _few(texts: list[str], num: int = 3) -> str:
+    """Join the first `num` texts, and state how many more there are."""
+    more = f" and {len(texts) - num} more" if len(texts) > num else ""
+    return ", ".join(text if len(text) <= 80 else f"{text[:77]}..." for text in texts[:num]) + more

@@ -27,18 +27,18 @@ Ask = Callable[[str], str | None]  # a prompt -> a line; None: no more
 
 @dataclass(frozen=True)
 class Game:
-    """What is played."""
+    """Settings of a game."""
 
     env: str
-    policy: str = ""  # as `agentgym evaluate` names them; empty: a person
-    item: str = ""  # empty: the first test items, or tasks where there are no lists of items
+    policy: str = ""  # name of a policy for `agentgym evaluate`; empty: a person
+    item: str = ""  # empty: the first test items, or tasks if there are no lists of items
     num_games: int = 1
     temperature: float = 0.0  # 0: greedy
     engine: str = ""
 
 
 def play_games(cfg: RunConfig, game: Game, tell: Tell, ask: Ask) -> list[Trajectory]:
-    """Each episode as it went. Errors: ConfigError before anything starts."""
+    """Play games and return their trajectories. Errors: ConfigError before anything starts."""
     protocol = _protocol(cfg, game)
     items = _items(cfg, protocol, game)
     invited = _invited(cfg, protocol, game, tell, ask)
@@ -102,7 +102,7 @@ def _invited(
 
 
 class PersonPlayer(TextPlayer):
-    """Types an action; `?` shows what is possible, an empty end of input gives up."""
+    """A person who types actions. `?` lists possible ones; the end of input gives up."""
 
     def __init__(self, tell: Tell, ask: Ask) -> None:
         self._tell, self._ask = tell, ask
@@ -122,7 +122,7 @@ class PersonPlayer(TextPlayer):
 
 
 class Shown:
-    """Somebody else's play, told turn by turn."""
+    """A player whose turns are shown on the terminal."""
 
     def __init__(self, player: Player, tell: Tell) -> None:
         self._player, self._tell = player, tell
@@ -134,10 +134,10 @@ class Shown:
         return self._player.begin(episode)
 
     async def act(self, session: Any, sampling: Sampling) -> Said | None:
-        said = await self._player.act(session, sampling)
-        if said is not None and not self._types:
-            self._tell(f"> {said.text}")
-        return said
+        reply = await self._player.act(session, sampling)
+        if reply is not None and not self._types:
+            self._tell(f"> {reply.text}")
+        return reply
 
     def hear(self, observation: str, *, last: bool) -> bool:
         self._tell(observation)

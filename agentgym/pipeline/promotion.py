@@ -1,4 +1,4 @@
-"""Promotion of versions that are registered already, and how models play for the gate."""
+"""Promotion of registered versions, and the evaluations that the gate needs for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from agentgym.tracking.mlflow import reaching
 
 
 def play_anew(cfg: RunConfig, progress: Progress | None = None) -> PlayAnew:
-    """A registered version by the gate's protocol; what was played before is found."""
+    """Return a function that evaluates a policy by the gate's protocol.
+
+    Stored evaluations are not played again.
+    """
 
     def play(policy: str) -> Result:
         from agentgym.pipeline.evaluation import evaluate_policy
@@ -42,8 +45,9 @@ def play_anew(cfg: RunConfig, progress: Progress | None = None) -> PlayAnew:
 
 
 def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> Entry:
-    """Let the gate judge a version that is there already. Asked again while nothing moved, the
-    answer is the one on record. Errors: ConfigError.
+    """Let the gate judge a registered version.
+
+    A repeated call returns the recorded decision, until the alias moves. Errors: ConfigError.
     """
     store, splits = open_store(cfg), load_data(cfg)
     chosen_on = {item.item_id for item in (*splits.train, *splits.validation)}
@@ -53,11 +57,11 @@ def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> En
         audit = audit_for_gate(cfg, candidate.run_key)
 
         def evidence_for(champion: Version | None) -> Evidence:
-            found = _evidence(cfg, candidate, champion, progress)
-            items = {item for pair in found.pairs.values() for item in pair.items}
-            return replace(found, num_seen=len(items & chosen_on), **audit)
+            evidence = _evidence(cfg, candidate, champion, progress)
+            items = {item for pair in evidence.pairs.values() for item in pair.items}
+            return replace(evidence, num_seen=len(items & chosen_on), **audit)
 
-        moves = sum(each.moved for each in promotions.history.entries())
+        moves = sum(entry.moved for entry in promotions.history.entries())
         question = question_asked(semantic_of(_evaluation(cfg), cfg), splits)
         what = [
             *("promote", number, candidate.checkpoint, cfg.gate.semantic(), dict(audit), moves),
@@ -73,14 +77,18 @@ def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> En
 
 
 def _evaluation(cfg: RunConfig) -> Step:
-    """Any of the run's evaluations: all ask the same."""
+    """Return one of the run's evaluation steps; all have the same protocol."""
     return next(step for step in steps_of(cfg).values() if step.kind is Kind.EVALUATE)
 
 
 def _evidence(
     cfg: RunConfig, candidate: Version, champion: Version | None, progress: Progress | None
 ) -> Evidence:
-    """By the runs' own evaluations where the store has both and they asked the same."""
+    """Return the evidence for the gate.
+
+    It is from the runs' own evaluations if the store has both and they are comparable; else both
+    models play by one protocol.
+    """
     store = open_store(cfg)
     final = candidate.evaluation_in(store)
     if final is not None and champion is not None and not cfg.gate.protocol:
@@ -88,27 +96,27 @@ def _evidence(
             ours = own_results(store, final, champion)
             return paired_evidence(*ours, ())
         except (Incomparable, ValueError):
-            pass  # both play anew, which nothing on record can sway
+            pass  # evaluate both by the same protocol
     return evidence_anew(cfg, candidate, champion, play_anew(cfg, progress))
 
 
 def force(cfg: RunConfig, number: str, why: str) -> Entry:
-    """Move the alias because a person says so. Errors: ConfigError."""
+    """Move the alias without the gate, with a person's reason. Errors: ConfigError."""
     if not why.strip():
-        raise ConfigError("--force needs --why: the history says why the gate was passed over")
+        raise ConfigError("--force needs --why: the history records why the gate was passed over")
     with reaching(cfg.tracking_uri):
         promotions = promotions_of(cfg, open_store(cfg))
         return promotions.force(promotions.version(number), why)
 
 
 def roll_back(cfg: RunConfig, to: str | None, why: str) -> Entry:
-    """Errors: ConfigError."""
+    """Move the alias back to an earlier holder. Errors: ConfigError."""
     with reaching(cfg.tracking_uri):
         return promotions_of(cfg, open_store(cfg)).roll_back(to, why)
 
 
 def standing(cfg: RunConfig) -> tuple[list[Entry], Standing]:
-    """The history, and who holds the alias by it and by MLflow."""
+    """Return the history, and the holder of the alias according to it and to MLflow."""
     with reaching(cfg.tracking_uri):
         promotions = promotions_of(cfg, open_store(cfg))
         entries = promotions.history.entries()
@@ -116,7 +124,7 @@ def standing(cfg: RunConfig) -> tuple[list[Entry], Standing]:
 
 
 def champion_files(cfg: RunConfig, now: Standing) -> tuple[bool, str]:
-    """Compare the files of the version that holds the alias. Result: as of `told_of_files`."""
+    """Compare the files of the version that holds the alias. Result: see `told_of_files`."""
     with reaching(cfg.tracking_uri):
         promotions = promotions_of(cfg, open_store(cfg))
         number = promotions.number_of(now.champion) if now.champion else None

@@ -1,8 +1,8 @@
-"""A run knows its configuration: it is kept in the store under the run's key, and every command
-that takes a run's name reads it there.
+"""The stored configuration of a run: the store has it under the run's key, and every command that
+takes a run's name reads it there.
 
-The key is the digest of what is kept, so a changed record is found out. Addresses, secrets and
-paths (operational settings) are not in it: they come from the owner's own parameter file.
+The key is the digest of the record, so a changed record is detected. Addresses, secrets and paths
+(operational settings) are not in it: they come from the owner's own parameter file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from agentgym.trust import outward
 
 STEP = "runs"  # the name these records have among the steps of a store
 PARAMS = "params.yaml"
-# sections that only a training reads: whoever looks at the run later does without
+# sections that only training reads; later commands on the run do not need them
 WHILE_TRAINING = ("alarms", "pipeline")
 
 
@@ -43,7 +43,8 @@ def keep_run(cfg: RunConfig, store: RunStore) -> None:
     key = run_key(cfg)
     if store.head(STEP, key) is not None:
         return
-    with contextlib.suppress(LeaseHeld), store.open(STEP, key) as writer:  # another keeps the same
+    # LeaseHeld: another process writes the same
+    with contextlib.suppress(LeaseHeld), store.open(STEP, key) as writer:
         if writer.head is None:
             writer.commit(
                 done=True,
@@ -58,14 +59,15 @@ def keep_run(cfg: RunConfig, store: RunStore) -> None:
 
 
 def find_run(store: RunStore, name: str) -> Manifest | None:
-    """Return the record of a run; None where the store has none. name: r and the first digits.
-    Errors: ConfigError where several runs begin so, or the record is not what was kept.
+    """Return the record of a run; None if the store has none. name: r and the first digits.
+
+    Errors: ConfigError if several runs begin with these digits, or the record was changed.
     """
-    found = store.heads(STEP, name.removeprefix("r"))
-    if len(found) > 1:
-        there = ", ".join(label(head.key) for head in found)
+    heads = store.heads(STEP, name.removeprefix("r"))
+    if len(heads) > 1:
+        there = ", ".join(label(head.key) for head in heads)
         raise ConfigError(f"run {name} is several of this store: {there}; give more digits")
-    for head in found:
+    for head in heads:
         if config_digest(head.config) != head.key:
             raise ConfigError(
                 f"what {store.root} keeps of run {label(head.key)} was changed: it has another"
@@ -81,31 +83,32 @@ def config_of_run(
 ) -> RunConfig:
     """Return the configuration of a run of this store, with the owner's operational settings.
 
-    cfg: of `params` and `overrides`, which lie over the run's own. Result: `cfg` where the store
-    keeps nothing of the run, which was then made by an earlier version.
+    cfg: the configuration from `params` and `overrides`, which replace the run's own values.
+    Result: `cfg` if the store has no record of the run, because an earlier version made it.
     Errors: ConfigError.
     """
     head = find_run(open_store(cfg), name)
     if head is None:
         return cfg
     try:
-        found = load_config(params, overrides, layers=[_layer(head.config["config"], cfg)])
-        for env in found.envs:
+        config = load_config(params, overrides, layers=[_layer(head.config["config"], cfg)])
+        for env in config.envs:
             owned_env(env, cfg.envs)
-        return found
+        return config
     except ConfigError as error:
         raise ConfigError(f"run {label(head.key)} cannot be had as it was: {error}") from None
 
 
 def _layer(semantic: Mapping[str, Any], cfg: RunConfig) -> dict[str, Any]:
-    """Return the run's settings as a layer; addresses of its environments are the owner's, and so
-    is every other operational setting, whatever the record says.
+    """Return the run's settings as a layer of the configuration.
+
+    Addresses of environments and all other operational settings come from the owner alone.
     """
     semantic = _without_own(semantic, RunConfig)
-    own = {env.name: env for env in cfg.envs}
+    owned_envs = {env.name: env for env in cfg.envs}
 
     def placed(env: Mapping[str, Any]) -> dict[str, Any]:
-        there = own.get(env["name"], EnvConfig())
+        there = owned_envs.get(env["name"], EnvConfig())
         tree = there.model_dump(mode="json")
         own_settings = {name: tree[name] for name in tree if _is_own(EnvConfig, name)}
         return {**_without_own(env, EnvConfig), **own_settings}
@@ -113,13 +116,13 @@ def _layer(semantic: Mapping[str, Any], cfg: RunConfig) -> dict[str, Any]:
     return {
         **semantic,
         "env": placed(semantic["env"]),
-        "mix": [placed(each) for each in semantic["mix"]],
+        "mix": [placed(env) for env in semantic["mix"]],
     }
 
 
 def _without_own(tree: Mapping[str, Any], model: type[Section]) -> dict[str, Any]:
-    """Return settings on record without those that are the owner's to say."""
-    kept = {}
+    """Return recorded settings without the operational ones, which the owner sets."""
+    semantic = {}
     for name, value in tree.items():
         info = model.model_fields.get(name)
         if info is not None and is_operational(info):
@@ -127,13 +130,14 @@ def _without_own(tree: Mapping[str, Any], model: type[Section]) -> dict[str, Any
         inner = info.annotation if info is not None else None
         if isinstance(inner, type) and issubclass(inner, Section) and isinstance(value, Mapping):
             value = _without_own(value, inner)
-        kept[name] = value
-    return kept
+        semantic[name] = value
+    return semantic
 
 
 def require_run(cfg: RunConfig, name: str) -> None:
-    """Raise ConfigError where configuration, data or source are not those of the run; it says
-    which differ.
+    """Raise ConfigError if configuration, data or source are not those of the run.
+
+    The error names the differences.
     """
     key = run_key(cfg)
     if key.startswith(name.removeprefix("r")):
@@ -144,10 +148,10 @@ def require_run(cfg: RunConfig, name: str) -> None:
             f"run {name} is not the run of this configuration and source, {label(key)};"
             f" {existing(cfg, name)}"
         )
-    told = ", ".join(_differences(run_identity(cfg), head.config))
+    differences = ", ".join(_differences(run_identity(cfg), head.config))
     raise ConfigError(
         f"run {label(head.key)} is not the run of this configuration and source, {label(key)}:"
-        f" {told}; use the version and the data that made it, and no --set of something else"
+        f" {differences}; use the version and the data that made it, and no --set of something else"
     )
 
 
@@ -163,22 +167,24 @@ def _differences(now: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator[st
 
 
 def existing(cfg: RunConfig, name: str = "") -> str:
-    """Return the text that lists the known runs. name: of a run made before stores kept
-    configurations, for which it adds the missing overrides.
+    """Return a text that lists the known runs.
+
+    name: a run whose configuration the store lacks, because an earlier version made it; its missing
+    overrides are added to the text.
     """
     delivered, store = delivered_steps(cfg), open_store(cfg)
     keys = dict.fromkeys([*delivered, *(head.key[:16] for head in store.heads(STEP))])
-    told = f"known under {cfg.state_dir}: {', '.join(label(key) for key in keys) or 'no run'}"
+    text = f"known under {cfg.state_dir}: {', '.join(label(key) for key in keys) or 'no run'}"
     wanted = name.removeprefix("r")
     steps = next((delivered[key] for key in delivered if wanted and key.startswith(wanted)), None)
     if steps:
-        made = [head for head in store.heads() if (head.step, head.key[:16]) in steps]
-        if missing := missing_overrides(cfg, made):
-            return f"{told}; it was made with settings that are missing here: add {missing}"
-    other = next((f"{each.name}: {each.why}" for each in plan(cfg) if "is gone" in each.why), "")
+        heads = [head for head in store.heads() if (head.step, head.key[:16]) in steps]
+        if missing := missing_overrides(cfg, heads):
+            return f"{text}; it was made with settings that are missing here: add {missing}"
+    other = next((f"{step.name}: {step.why}" for step in plan(cfg) if "is gone" in step.why), "")
     if other:
-        return f"{told}; what is there is of another version ({other}), which can audit it"
-    return told
+        return f"{text}; what is there is of another version ({other}), which can audit it"
+    return text
 
 
 def missing_overrides(cfg: RunConfig, made: Sequence[Manifest]) -> str:
@@ -205,11 +211,11 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def how_to_find(params: str, overrides: Sequence[str], cfg: RunConfig) -> str:
-    """Return the options, after a space, with which a command finds a run made with these: the
-    parameter file, overrides of settings that no run keeps, and those of environments whose options
-    are taken from the owner alone.
+    """Return the options, after a space, with which a command finds a run of these parameters.
 
-    cfg: what both come to.
+    They are the parameter file, overrides of settings that no run stores, and overrides of
+    environments whose options come from the owner alone.
+    cfg: the configuration that both give.
     """
     reaches_out = any(outward(env.name, env.options) for env in cfg.envs)
     words = [] if params == PARAMS else ["--params", params]
@@ -227,7 +233,7 @@ def _says_where(path: Sequence[str]) -> bool:
     model: type[Section] = RunConfig
     for name in path:
         if name not in model.model_fields:
-            return False  # of a recipe, whose settings all change results
+            return False  # a setting of a recipe; all of these change results
         if _is_own(model, name) or name == "mix":
             return True
         inner = model.model_fields[name].annotation
@@ -242,5 +248,5 @@ def _is_own(model: type[Section], name: str) -> bool:
 
 
 def label(key: str) -> str:
-    """A run's name, as people see it."""
+    """Name of a run for people: r and the first 12 digits of its key."""
     return f"r{key[:12]}"

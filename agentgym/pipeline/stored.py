@@ -18,10 +18,10 @@ SHOWN = 3  # results that an error names
 
 
 def confirm_pointers(cfg: RunConfig, folder: Path) -> dict[str, str]:
-    """Verify what the pointers in `folder` name, and bring MLflow up to date with it.
+    """Verify what the pointers in `folder` name, and deliver it to MLflow.
 
-    Result: step -> digest. Errors: ConfigError where the store lacks some of it, with the ways to
-    get it; DigestMismatch, BlobMissing, LedgerUnavailable.
+    Result: step -> digest. Errors: ConfigError if the store lacks some of it, with the ways to get
+    it; DigestMismatch, BlobMissing, LedgerUnavailable.
     """
     store, table = open_store(cfg), steps_of(cfg)
     done = finished(cfg, store)
@@ -40,12 +40,12 @@ def confirm_pointers(cfg: RunConfig, folder: Path) -> dict[str, str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return a pointer's digest and store; empty where there is none. Errors: ConfigError."""
+    """Return a pointer's digest and store; empty if there is no pointer. Errors: ConfigError."""
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_bytes())["manifest"][0]
-        return {"digest": str(found["digest"]), "store": str(found.get("store", ""))}
+        identity = json.loads(path.read_bytes())["manifest"][0]
+        return {"digest": str(identity["digest"]), "store": str(identity.get("store", ""))}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no pointer ({type(error).__name__}); restore it with git, or remove it and"
@@ -67,17 +67,18 @@ def _told(
     names = list(lacking)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     named = [f"{name} ({lacking[name]['digest'][:12]})" for name in names[:SHOWN]]
-    places = sorted({pointer["store"] for pointer in lacking.values()} - {"", store.root})
-    shared = next((place for place in places if place.startswith("s3://")), "")
+    roots = sorted({pointer["store"] for pointer in lacking.values()} - {"", store.root})
+    shared = next((root for root in roots if root.startswith("s3://")), "")
     ways = [
         f"set store.uri to {shared}"
         if shared
-        else "set store.uri to a store that you share with whoever made them",
+        else "set store.uri to a store that you share with the person who made them",
     ]
-    theirs = places[0] if places else store.root
-    if not any(place.startswith("s3://") for place in (theirs, store.root)):  # of other layouts
-        place = store.root if places else "the same place here"
-        ways.append(f"copy that machine's {theirs} to {place}")
+    theirs = roots[0] if roots else store.root
+    # a folder and a bucket have other layouts, so files cannot be copied from one to the other
+    if not any(root.startswith("s3://") for root in (theirs, store.root)):
+        here = store.root if roots else "the same place here"
+        ways.append(f"copy that machine's {theirs} to {here}")
     if names[0] in done:
         ways.append("take this store's own run in their place: `dvc repro --force` trains nothing")
     else:

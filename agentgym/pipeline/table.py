@@ -1,4 +1,4 @@
-"""The steps of a run in order: what each needs, what changes its result, what computes it."""
+"""The steps of a run in order, each with its inputs, the settings in its key and its code."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ EVALUATION = (
 
 
 def steps_of(cfg: RunConfig) -> dict[str, Step]:
-    """Every step of a run in an order that respects parents."""
+    """Return every step of a run, parents before children."""
     servers = tuple(
         dict.fromkeys(module for env in cfg.envs for module in environment_modules(env.name))
     )
@@ -99,7 +99,7 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
 
 
 def _preparation(cfg: RunConfig, servers: tuple[str, ...]) -> list[Step]:
-    """The items, demonstrations where they are learned from, and the first model."""
+    """Return the steps that make items, demonstrations (if training uses them) and first model."""
     prepare = Step(
         name="prepare",
         title="prepare data",
@@ -132,7 +132,9 @@ def _preparation(cfg: RunConfig, servers: tuple[str, ...]) -> list[Step]:
 
 
 def _conclusion(cfg: RunConfig, steps: Sequence[Step]) -> tuple[Step, Step]:
-    """What is made of all steps before; the last one evaluates what is registered."""
+    """Return the registration and the report. steps: all steps before; the last one evaluates the
+    model that is registered.
+    """
 
     def register(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import register_policy
@@ -171,7 +173,10 @@ def _conclusion(cfg: RunConfig, steps: Sequence[Step]) -> tuple[Step, Step]:
 
 
 def _evaluation(checkpoint: str, title: str, baseline: str, playing: tuple[str, ...]) -> Step:
-    """baseline: the evaluation that this one is paired with, if any."""
+    """Return the evaluation step of a checkpoint.
+
+    baseline: the evaluation that it is paired with, if any.
+    """
 
     def run(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.evaluate import evaluate
@@ -195,8 +200,10 @@ def _evaluation(checkpoint: str, title: str, baseline: str, playing: tuple[str, 
 def _training(
     cfg: RunConfig, stage: Stage, num_stages: int, before: str, start: str, playing: tuple[str, ...]
 ) -> Step:
-    """before: the step whose weights it goes on with; start: the one whose weights a penalty or
-    self-training goes back to.
+    """Return the training step of a stage.
+
+    before: the step whose weights it continues from. start: the step whose weights a KL penalty or
+    self-training refers to.
     """
     algorithm, loop = cfg.algorithm, cfg.algorithm.loop
 
@@ -228,28 +235,28 @@ def _training(
 
 
 def run_key(cfg: RunConfig) -> str:
-    """Names a run: everything that changes any of its results, as 64 hex digits."""
+    """Digest that identifies a run: of everything that changes its results, 64 hex digits."""
     return config_digest(run_identity(cfg))
 
 
 def run_identity(cfg: RunConfig) -> dict[str, Any]:
-    """Everything that changes any of a run's results: settings, digests of data and source."""
+    """Return everything that changes a run's results: settings, digests of data and source."""
     sources = {name: source_digest(step.modules) for name, step in steps_of(cfg).items()}
     return {"config": cfg.semantic(), "data": input_digest(cfg), "sources": sources}
 
 
 def run_label(cfg: RunConfig) -> str:
-    """`r` and the first 12 digits of its key, as people and clusters see it."""
+    """Name of a run for people and clusters: r and the first 12 digits of its key."""
     return f"r{run_key(cfg)[:12]}"
 
 
 def open_store(cfg: RunConfig) -> RunStore:
-    """Errors: ConfigError where store.uri cannot be used as it is."""
+    """Open the configured store. Errors: ConfigError if store.uri cannot be used."""
     return StorePlace(cfg.store.uri or str(cfg.store.path), cfg.store.lease_ttl_s).open()
 
 
 def key_of(step: Step, cfg: RunConfig, parents: dict[str, Manifest]) -> str:
-    """The step's identity, given the final manifests of its parents."""
+    """Return the step's key. parents: final manifests, by step."""
     inputs = {name: parents[name].digest for name in step.parents}
     if step.kind is Kind.PREPARE:
         inputs["data"] = input_digest(cfg)
@@ -271,8 +278,9 @@ def semantic_of(step: Step, cfg: RunConfig) -> dict[str, Any]:
 
 
 def finished(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
-    """Final manifests of the steps that are done under this configuration, in order; a step
-    needs its parents.
+    """Return the final manifests of this configuration's finished steps, in order.
+
+    A step counts only if its parents are finished.
     """
     manifests: dict[str, Manifest] = {}
     for name, step in steps_of(cfg).items():
@@ -284,7 +292,10 @@ def finished(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
 
 
 def with_parents(cfg: RunConfig, *names: str) -> tuple[str, ...]:
-    """These steps and all that they need, in order. Errors: ConfigError for an unknown name."""
+    """Return these steps and all their ancestors, in order.
+
+    Errors: ConfigError for an unknown name.
+    """
     table = steps_of(cfg)
     needed = set(names)
     if unknown := needed - table.keys():

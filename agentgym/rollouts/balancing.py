@@ -1,4 +1,4 @@
-"""Which server of an environment gets the next session: those a name stands for, and their load."""
+"""Choice of the server that gets the next session: address lookup and load balancing."""
 
 from __future__ import annotations
 
@@ -20,41 +20,44 @@ from envs.wire import InfoReply, ReadyReply
 
 logger = logging.getLogger(__name__)
 
-LOAD_AGE_S = 1.0  # how old a server's reported load may be
-RESOLVE_S = 30.0  # how long the addresses of a host name are believed
-LISTED_S = 1.0  # and those of a listing
+LOAD_AGE_S = 1.0  # maximum age of a server's reported load
+RESOLVE_S = 30.0  # maximum age of a host name's addresses
+LISTED_S = 1.0  # maximum age of a listing's addresses
 
 
 class Balancer:
     """Servers of one environment, which may come and go."""
 
     def __init__(self, endpoints: Sequence[str], client: EnvClient) -> None:
-        """endpoints: URLs; a host name with several addresses stands for a server at each, and is
-        looked up again and again; where one has a listing, that says which servers those are.
+        """Watch the servers behind endpoints.
+
+        endpoints: URLs. A host name with several addresses stands for a server at each address and
+        is looked up repeatedly. If an endpoint has a listing, its servers are read from the
+        listing.
         """
         self._configured = tuple(endpoint.rstrip("/") for endpoint in endpoints)
         self._listings = {
-            each.rstrip("/"): each.listing
-            for each in endpoints
-            if isinstance(each, Endpoint) and each.listing
+            endpoint.rstrip("/"): endpoint.listing
+            for endpoint in endpoints
+            if isinstance(endpoint, Endpoint) and endpoint.listing
         }
         self._looked_up_at: dict[str, float] = {}
         client.is_gone = self._is_gone
         self.endpoints = self._configured  # as last looked up
         self._client = client
         self._resolved_at = -RESOLVE_S
-        self._random = random.SystemRandom()  # which server answers changes no result
-        # open sessions, ours counted by whoever opens them; inf where the server takes none
+        self._random = random.SystemRandom()  # unseeded: the choice of server changes no result
+        # open sessions, adjusted by the pool that opens ours; inf if the server accepts none
         self.load: defaultdict[str, float] = defaultdict(float)
         self._load_seen_at: defaultdict[str, float] = defaultdict(float)
 
     def avoid(self, endpoint: str) -> None:
-        """It opens no session at the moment."""
+        """Mark a server as opening no session at the moment."""
         self.load[endpoint], self._load_seen_at[endpoint] = float("inf"), time.monotonic()
 
     async def choose(self) -> str:
-        """The less loaded of two servers drawn at random.
-        Errors: EnvError where it has come since the check and is another one.
+        """Return the less loaded of two servers drawn at random.
+        Errors: EnvError if the server is newer than the check and differs from the others.
         """
         await self.resolve()
         pair = self._random.sample(self.endpoints, min(2, len(self.endpoints)))
@@ -66,41 +69,43 @@ class Balancer:
         return chosen
 
     async def resolve(self) -> None:
-        """Look up where servers are: those of a listing again and again, host names at most once
-        in RESOLVE_S. What cannot be found keeps the addresses it had.
+        """Look up the servers: listings every LISTED_S, host names at most once in RESOLVE_S.
+        An endpoint that cannot be resolved keeps its addresses.
 
-        Errors: EnvError where a listing says that nobody shall play there any more.
+        Errors: EnvError if a listing reports that its servers may not be used any more.
         """
         age_s = LISTED_S if self._listings else RESOLVE_S
         if time.monotonic() - self._resolved_at < age_s:
             return
         self._resolved_at = time.monotonic()
-        found: dict[str, str] = {}  # endpoint -> name it was found under, where that is another
+        resolved: dict[str, str] = {}  # endpoint -> host name that resolved to it, if another
         for endpoint in self._configured:
-            told = self._listed(endpoint)
-            found |= await self._looked_up(endpoint) if told is None else told
-        self._client.hosts = {endpoint: name for endpoint, name in found.items() if name}
-        if set(found) != set(self.endpoints):
-            logger.info("environment servers are now %s", ", ".join(found))
-        self.endpoints = tuple(found)
+            addresses = self._listed(endpoint)
+            resolved |= await self._looked_up(endpoint) if addresses is None else addresses
+        self._client.hosts = {endpoint: name for endpoint, name in resolved.items() if name}
+        if set(resolved) != set(self.endpoints):
+            logger.info("environment servers are now %s", ", ".join(resolved))
+        self.endpoints = tuple(resolved)
 
     def _listed(self, endpoint: str) -> dict[str, str] | None:
-        """As a listing of this machine says; None where there is none."""
-        if (told := listed(self._listings.get(endpoint, ""))) is None:
+        """Read the endpoint's listing on this machine; None if it has none."""
+        if (listing := listed(self._listings.get(endpoint, ""))) is None:
             return None
-        addresses, trouble = told
+        addresses, trouble = listing
         if trouble:
             raise EnvError(endpoint, "", "", "fleet", trouble)
         name = urlsplit(endpoint).netloc
         return dict.fromkeys(addresses, name) or self._known(endpoint)
 
     def _is_gone(self, endpoint: str) -> bool:
-        """Whether listings name other servers and no longer this one: it is lost, or drains."""
-        told = [listed(path) for path in self._listings.values()]
-        return bool(told) and all(each and each[0] and endpoint not in each[0] for each in told)
+        """Return True if all listings name servers but not this one: it is lost, or drains."""
+        listings = [listed(path) for path in self._listings.values()]
+        return bool(listings) and all(
+            listing and listing[0] and endpoint not in listing[0] for listing in listings
+        )
 
     async def _looked_up(self, endpoint: str) -> dict[str, str]:
-        """Each address of a host name; the endpoint itself where it has but one."""
+        """Resolve a host name to its addresses; the endpoint itself if it has only one."""
         parts = urlsplit(endpoint)
         if parts.scheme != "http" or not parts.hostname or _is_address(parts.hostname):
             return {endpoint: ""}
@@ -128,9 +133,9 @@ class Balancer:
         }
 
     def _known(self, endpoint: str) -> dict[str, str]:
-        """As it was last looked up."""
+        """Return the endpoint's addresses as last looked up."""
         name = urlsplit(endpoint).netloc
-        return {known: told for known, told in self._client.hosts.items() if told == name} or {
+        return {known: host for known, host in self._client.hosts.items() if host == name} or {
             endpoint: ""
         }
 
@@ -156,7 +161,7 @@ class Balancer:
         self._client.known[endpoint] = info
 
     async def _refresh_load(self, endpoint: str) -> None:
-        """Ask at most once in LOAD_AGE_S; in between our own sessions are counted on top."""
+        """Ask for the load at most once in LOAD_AGE_S; the pool adds our own sessions meanwhile."""
         now = time.monotonic()
         if now - self._load_seen_at[endpoint] < LOAD_AGE_S:
             return
@@ -171,7 +176,7 @@ class Balancer:
 
 
 def _is_address(host: str) -> bool:
-    """True for what need not be looked up."""
+    """Return True for a host that needs no lookup."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STALE_SHARE = 0.1  # of the limit: a smaller change of the learner's may be noise of its own
-NUM_TEXTS, TEXT_TOKENS = 4, 128  # of the run's own text, where noise is high
+STALE_SHARE = 0.1  # of the limit: a smaller change of the learner may be noise
+NUM_TEXTS, TEXT_TOKENS = 4, 128  # of the run's own text, which is used if noise is high
 
-# How much of the learner's change must have arrived: 1 where weights are the learner's, 0 where
-# they are the old ones, 0.5 to 0.7 where half of the tensors were taken (SmolLM2-135M, bfloat16).
-# Judged where the change is CHANGE_TO_NOISE times what engine and learner were apart before (there
-# its own rounding hides 6 % of it) and where the estimate's standard error is small.
+# Share of the learner's change that must have arrived: 1 if the weights are the learner's, 0 if
+# they are the old ones, 0.5 to 0.7 if half of the tensors were taken (SmolLM2-135M, bfloat16).
+# It is judged only if the change is at least CHANGE_TO_NOISE times the earlier gap between engine
+# and learner (rounding then hides 6 % of it) and if the estimate's standard error is small.
 ARRIVED, CHANGE_TO_NOISE, STANDARD_ERROR = 0.75, 4.0, 1 / 16
 
 
@@ -44,9 +44,11 @@ class Canary:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, limit: float, takes_text: bool = False
     ) -> None:
-        """limit: nats, see `agentgym.models.tolerance`.
+        """Build the fixed sequences.
+
+        limit: nats, see `agentgym.models.tolerance`.
         takes_text: score the run's own text, too, on which an update changes most. In half
-        precision the change of anything else is smaller than rounding.
+        precision, changes on any other text are smaller than rounding.
         """
         self._limit = limit
         self._takes_text = self._is_half = takes_text
@@ -54,8 +56,8 @@ class Canary:
         self.sequences = canary_sequences(tokenizer)
 
     def sent(self, digest: str, version: int) -> None:
-        """Say where the weights of a publish are those of the one before, to the bit: then no
-        comparison could tell whether they arrived. digest: of the weights.
+        """Log if a publish has the same weights as the one before, to the bit: then no comparison
+        can show if they arrived. digest: of the weights.
         """
         if digest == self._digest:
             logger.log(
@@ -69,15 +71,17 @@ class Canary:
     def take(self, trajectories: Sequence[Trajectory]) -> None:
         """Add the beginnings of the first trajectories that a run played, once."""
         if self._takes_text and trajectories:
-            texts = [list(each.input_ids[:TEXT_TOKENS]) for each in trajectories[:NUM_TEXTS]]
-            # a list of its own: a publish in another thread goes on with the former one
+            texts = [
+                list(trajectory.input_ids[:TEXT_TOKENS]) for trajectory in trajectories[:NUM_TEXTS]
+            ]
+            # a new list: a publish in another thread may still use the old one
             self.sequences = self.sequences + [text for text in texts if len(text) > 1]
             self._takes_text = False
 
     def score(self, learner: Any, sequences: list[list[int]] | None = None) -> Tensor:
         """Return the learner's log-probabilities [N] of every token but each sequence's first.
 
-        sequences: those that the engine is asked for; default: the present ones.
+        sequences: the sequences that the engine scores; default: the present ones.
         """
         sequences = self.sequences if sequences is None else sequences
         tokens = torch.tensor([token for sequence in sequences for token in sequence])
@@ -103,42 +107,42 @@ class Canary:
     ) -> Seen:
         """Compare the scores of learner and engine after a publish.
 
-        ours: [N]; theirs: as many in pieces; before: the comparison after an earlier publish, None
-        where there is none.
-        Errors: EngineMismatch where they differ by more than the limit, which has room for the
-        noise of the engine's kernels; where ours changed and theirs not by a bit; where theirs
-        followed the change of ours in part.
+        ours: [N] of the learner; theirs: N of the engine, in pieces; before: the comparison after
+        an earlier publish, None if there is none.
+        Errors: EngineMismatch if the scores differ by more than the limit, which allows for the
+        noise of the engine's kernels; if the learner's scores changed and the engine's not by a
+        bit; if the engine's scores followed only a part of the learner's change.
         """
         whole = torch.cat(theirs)
-        seen = Seen(ours, whole, _rms(ours - whole))
-        if not seen.gap <= self._limit:
+        comparison = Seen(ours, whole, _rms(ours - whole))
+        if not comparison.gap <= self._limit:
             raise EngineMismatch(
                 f"weights version {version} did not reach {engine}: canary prompts differ by"
-                f" {seen.gap:.3g} nats (limit {self._limit:g})"
+                f" {comparison.gap:.3g} nats (limit {self._limit:g})"
             )
         if before is None or len(before.ours) != len(ours):
-            return seen
-        if torch.equal(before.theirs, seen.theirs):
+            return comparison
+        if torch.equal(before.theirs, comparison.theirs):
             change = float((before.ours - ours).abs().max())
             if change > STALE_SHARE * self._limit:
                 raise EngineMismatch(
                     f"weights version {version} did not reach {engine}: it scores canary prompts as"
                     f" before to the bit, the learner by up to {change:.3g} nats otherwise"
                 )
-            return replace(seen, ours=before.ours)  # small changes add up
-        share = arrived_share(before, seen)
+            return replace(comparison, ours=before.ours)  # small changes add up
+        share = arrived_share(before, comparison)
         if share is not None and not share >= ARRIVED:
             raise EngineMismatch(
                 f"weights version {version} did not reach {engine} as a whole: canary prompts moved"
                 f" by {share:.0%} of the learner's change (at least {ARRIVED:.0%})"
             )
-        return seen
+        return comparison
 
 
 def arrived_share(before: Seen, after: Seen) -> float | None:
     """Return the share of the learner's change that the engine followed: a least-squares estimate.
 
-    None where the change is too small beside the noise to tell.
+    None if the change is too small compared to the noise.
     """
     change, followed = after.ours - before.ours, after.theirs - before.theirs
     square = float(change.square().sum())

@@ -1,5 +1,5 @@
-"""Requests to environment servers: retries that never act twice, and what is asked at once goes
-in one.
+"""Requests to environment servers: retries never act twice, and concurrent requests to one server
+are sent as one batch.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from envs.wire import (
 )
 
 M = TypeVar("M", bound=Message)
-Bundle = list[tuple[bytes, asyncio.Future[Message]]]  # requests, and who waits for the answers
+Bundle = list[tuple[bytes, asyncio.Future[Message]]]  # requests, and futures of their answers
 
 BACKOFF_S = 0.05  # before the first retry; doubles
-MAX_BACKOFF_S = 5.0  # also the most a server's Retry-After is believed
+MAX_BACKOFF_S = 5.0  # also the longest Retry-After of a server that is respected
 CLOSE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 10.0
-BATCHED = ("/step", "/create", "/close")  # what a server that takes batches takes in one
-BUNDLES = 2  # under way to one server: it works on one while the answers to the other are read
-BUNDLE_BYTES = 96 * 1024  # of one batch, and at most one longest action more
+BATCHED = ("/step", "/create", "/close")  # routes whose requests a batch may contain
+BUNDLES = 2  # in flight to one server: it works on one while the answers to the other are read
+BUNDLE_BYTES = 96 * 1024  # size of one batch; its last action may exceed this
 REFUSED_FOR_NOW = (ErrorKind.FULL, ErrorKind.DRAINING, ErrorKind.NOT_READY)
 
 
@@ -46,7 +46,7 @@ class EnvError(RuntimeError):
     """
 
     def __init__(self, endpoint: str, route: str, session_id: str, kind: str, message: str) -> None:
-        # whoever has the whole id can act in it
+        # the whole id is a credential for the session
         session = f" session {session_id[:8]}" if session_id else ""
         message = plain(message)
         super().__init__(f"{endpoint}{route}{session}: {kind}: {message}")
@@ -55,7 +55,7 @@ class EnvError(RuntimeError):
         self.kind = kind
         self.message = message
 
-    def __reduce__(self) -> tuple[Any, ...]:  # it is raised in rollout workers and caught elsewhere
+    def __reduce__(self) -> tuple[Any, ...]:  # rollout workers send their errors to the driver
         return _revived, (str(self), self.__dict__)
 
 
@@ -81,17 +81,17 @@ class EnvClient:
         self, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int
     ) -> None:
         self.max_retries = max_retries
-        self.hosts: dict[str, str] = {}  # endpoint by address -> the name it was found under
-        self.known: dict[str, InfoReply] = {}  # what endpoints were when they were checked
+        self.hosts: dict[str, str] = {}  # endpoint by address -> host name that resolved to it
+        self.known: dict[str, InfoReply] = {}  # endpoint -> its /info when it was checked
         self._tokens = {urlsplit(endpoint).netloc: token_of(endpoint) for endpoint in endpoints}
-        # whether a server will not come back; said by whoever knows where servers are
+        # True for a server that will not come back; the balancer replaces this function
         self.is_gone: Callable[[str], bool] = lambda endpoint: False
-        # a machine that is lost answers nothing, not even that it is not there
+        # a dead host sends no RST: bound the connect time
         self._timeout = aiohttp.ClientTimeout(
             total=request_timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, request_timeout_s)
         )
         self._http: aiohttp.ClientSession | None = None
-        # of servers that take batches: what goes with the next one, and what those under way hold
+        # for servers that take batches: requests for the next one, and the bundles in flight
         self._waiting: defaultdict[str, Bundle] = defaultdict(list)
         self._under_way: defaultdict[str, dict[asyncio.Task[None], Bundle]] = defaultdict(dict)
 
@@ -100,7 +100,7 @@ class EnvClient:
         self._http = aiohttp.ClientSession(
             connector=connector,
             timeout=self._timeout,
-            cookie_jar=aiohttp.DummyCookieJar(),  # no server of an environment sets any
+            cookie_jar=aiohttp.DummyCookieJar(),  # no environment server sets cookies
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )
         return self
@@ -114,7 +114,7 @@ class EnvClient:
         for waiting in self._waiting.values():
             nobody_waits(waiting)
             waiting.clear()
-        tasks = [task for own in self._under_way.values() for task in own]
+        tasks = [task for bundles in self._under_way.values() for task in bundles]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -131,16 +131,16 @@ class EnvClient:
         session_id: str = "",
         max_retries: int | None = None,
     ) -> M:
-        """One request, repeated after lost connections, timeouts and 503 unless its server is gone.
-        Errors: EnvError.
+        """Send one request; repeat it after lost connections, timeouts and 503, unless its server
+        is gone. Errors: EnvError.
         """
         attempt = 0
         while True:
             try:
                 return await self.send(endpoint, route, reply, body, session_id)
             except Retryable as error:
-                most = self.max_retries if max_retries is None else max_retries
-                if attempt >= most or self.is_gone(endpoint):
+                limit = self.max_retries if max_retries is None else max_retries
+                if attempt >= limit or self.is_gone(endpoint):
                     give_up(endpoint, route, session_id, attempt, error)
                 await back_off(attempt, error, nowhere_else=True)
                 attempt += 1
@@ -153,7 +153,7 @@ class EnvClient:
         body: Message | None = None,
         session_id: str = "",
     ) -> M:
-        """One request, sent once. Errors: Retryable, EnvError."""
+        """Send one request once and return its answer. Errors: Retryable, EnvError."""
         data = None if body is None else body.model_dump_json().encode()
         if data is not None and route in BATCHED and self._takes_batches(endpoint):
             answer = await self._bundle(endpoint, data)
@@ -173,27 +173,28 @@ class EnvClient:
         return endpoint in self.known and self.known[endpoint].takes_batches
 
     async def _bundle(self, endpoint: str, data: bytes) -> Message:
-        """The answer to one request that goes with others that wait: most of what a quick step
-        costs is its way there and back.
+        """Send a request in the next batch and return its answer: most of the time of a quick step
+        is the round trip.
 
-        Errors: those of the request it went with.
+        Errors: those of the batch.
         """
         loop, waiting = asyncio.get_running_loop(), self._waiting[endpoint]
         answered: asyncio.Future[Message] = loop.create_future()
         waiting.append((data, answered))
         if len(waiting) == 1:
-            loop.call_soon(self._send_bundles, endpoint)  # with what else this pass of it asks
+            # later: with the other requests of this pass of the event loop
+            loop.call_soon(self._send_bundles, endpoint)
         return await answered
 
     def _send_bundles(self, endpoint: str) -> None:
-        """Each half of what is asked and not answered; what is too much for now goes when one of
-        them is back.
+        """Send the waiting requests in bundles, each of half the unanswered requests; the rest
+        waits until a bundle has returned.
         """
         waiting, under_way = self._waiting[endpoint], self._under_way[endpoint]
         while waiting and len(under_way) < BUNDLES:
             half = -(-(len(waiting) + sum(map(len, under_way.values()))) // BUNDLES)
-            size, count, most = 0, 0, min(len(waiting), half, MAX_BATCH)
-            while count < most and size < BUNDLE_BYTES:
+            size, count, limit = 0, 0, min(len(waiting), half, MAX_BATCH)
+            while count < limit and size < BUNDLE_BYTES:
                 size, count = size + len(waiting[count][0]), count + 1
             bundle, waiting[:count] = waiting[:count], []
             task = asyncio.create_task(self._deliver(endpoint, bundle))
@@ -201,12 +202,12 @@ class EnvClient:
             task.add_done_callback(functools.partial(self._delivered, endpoint))
 
     def _delivered(self, endpoint: str, task: asyncio.Task[None]) -> None:
-        nobody_waits(self._under_way[endpoint].pop(task))  # also where it was ended, or never began
+        nobody_waits(self._under_way[endpoint].pop(task))  # the task may have been cancelled
         self._send_bundles(endpoint)
 
     async def _deliver(self, endpoint: str, bundle: Bundle) -> None:
-        """Ask once for all, and hand each its answer; some may have stopped waiting."""
-        data = b'{"requests":[' + b",".join(each for each, _ in bundle) + b"]}"
+        """Send the bundle once and resolve its futures; some may have been cancelled."""
+        data = b'{"requests":[' + b",".join(request for request, _ in bundle) + b"]}"
         try:
             reply = await self._post(endpoint, "/batch", BatchReply, data, "")
             answers: Sequence[Message] = (
@@ -226,16 +227,15 @@ class EnvClient:
     async def _post(
         self, endpoint: str, route: str, reply: type[M], data: bytes | None, session_id: str
     ) -> M | ErrorReply:
-        """One request over HTTP. data: None for a GET. Errors: Retryable, EnvError."""
+        """Send one request over HTTP. data: None for a GET. Errors: Retryable, EnvError."""
         assert self._http is not None, "use the client as `async with EnvClient(...)`"
         try:
-            host = self.hosts.get(endpoint, "")  # it is asked, and has its token, under that name
+            host = self.hosts.get(endpoint, "")  # the Host header, and the key of its token
             headers = request_headers(self._tokens.get(host or urlsplit(endpoint).netloc, ""))
             if host:
                 headers["Host"] = host
             method = "GET" if data is None else "POST"
-            # no redirect is followed: the token, and what the policy says, are for the servers that
-            # were named
+            # follow no redirect: the token and the policy's text are for the configured servers
             async with self._http.request(
                 method, endpoint + route, data=data, headers=headers, allow_redirects=False
             ) as response:
@@ -257,19 +257,21 @@ class EnvClient:
 
 
 def nobody_waits(bundle: Bundle) -> None:
-    """What has no answer by now gets none."""
+    """Cancel the futures of a bundle that have no answer yet."""
     for _, answered in bundle:
         answered.cancel()
 
 
 def backoff_s(attempt: int, first_s: float = BACKOFF_S) -> float:
-    """How long to wait before a request is sent again; attempt: from 0."""
+    """Seconds to wait before a request is sent again; attempt: from 0."""
     spread = 1 + random.random()  # noqa: S311 - no secret
     return min(first_s * 2.0 ** min(attempt, 10) * spread, MAX_BACKOFF_S)
 
 
 async def back_off(attempt: int, error: Retryable, *, nowhere_else: bool) -> None:
-    """nowhere_else: the next attempt goes to the same server, so its Retry-After counts."""
+    """Wait before the next attempt.
+    nowhere_else: the next attempt goes to the same server, so its Retry-After counts.
+    """
     wait_s = backoff_s(attempt)
     if error.kind in ("full", "draining") and nowhere_else:
         wait_s = max(wait_s, error.retry_after_s)
@@ -277,7 +279,7 @@ async def back_off(attempt: int, error: Retryable, *, nowhere_else: bool) -> Non
 
 
 def request_headers(token: str) -> dict[str, str]:
-    """Of every request to an environment server."""
+    """Headers of every request to an environment server."""
     return {
         "Content-Type": "application/json",
         **({"Authorization": f"Bearer {token}"} if token else {}),
@@ -285,7 +287,7 @@ def request_headers(token: str) -> dict[str, str]:
 
 
 def give_up(endpoint: str, route: str, session_id: str, attempt: int, error: Retryable) -> NoReturn:
-    """Errors: EnvError, always."""
+    """Raise EnvError with the number of attempts."""
     raise EnvError(
         endpoint, route, session_id, error.kind, f"{error} (tried {attempt + 1} times)"
     ) from error

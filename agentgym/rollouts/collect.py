@@ -1,4 +1,4 @@
-"""Episodes in bulk: free-running, or in lock-step where a run must be repeatable to the bit."""
+"""Episodes in bulk: free-running, or in lock-step if a run must be repeatable to the bit."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class RolloutError(RuntimeError):
 
 
 class Lockstep:
-    """Lets `num_live` episodes go on only when every one of them waits here, in canonical order.
+    """A barrier that lets `num_live` episodes continue only when all of them wait, in key order.
 
-    The engine's batches then depend on the episodes alone, never on which environment answered
+    The engine's batches then depend only on the episodes, never on which environment answered
     first.
     """
 
@@ -46,7 +46,7 @@ class Lockstep:
         loop = asyncio.get_running_loop()
         entry = (key, loop.create_future())
         self._waiting.append(entry)
-        loop.call_soon(self._release)  # not now: the last to come must not overtake those that wait
+        loop.call_soon(self._release)  # not now: the last one must not overtake the waiting ones
         try:
             await entry[1]
         finally:
@@ -54,7 +54,7 @@ class Lockstep:
                 self._waiting.remove(entry)
 
     def leave(self) -> None:
-        """An episode has ended."""
+        """Remove one ended episode from the barrier."""
         self._live -= 1
         asyncio.get_running_loop().call_soon(self._release)
 
@@ -64,11 +64,11 @@ class Lockstep:
         wave, self._waiting = sorted(self._waiting, key=lambda entry: entry[0]), []
         for _, future in wave:
             if not future.done():  # cancelled
-                future.set_result(None)  # wakes the waiting in this order
+                future.set_result(None)  # tasks wake in this order
 
 
 class PlaysEpisodes(Protocol):
-    """Plays episodes, here or elsewhere."""
+    """Anything that plays episodes, in this process or in another."""
 
     async def play(
         self,
@@ -77,22 +77,22 @@ class PlaysEpisodes(Protocol):
         barrier: Lockstep | None = None,
         failed: Callable[[Trajectory], None] = ...,
     ) -> Trajectory:
-        """As `Attempts.play`."""
+        """Play an episode, see `Attempts.play`."""
         ...
 
 
 @dataclass
 class Attempts:
-    """Plays episodes, each until an attempt counts or there are no more."""
+    """A player of whole episodes, each until an attempt is valid or none is left."""
 
     pool: EnvPool | EnvPools
     player_of: PlayerOf
     settings: EpisodeSettings
     episode_timeout_s: float
     max_attempts: int
-    # request keys of an earlier, killed attempt at this step must not be met again
+    # request keys of an earlier, killed process at this step must not be reused
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex)
-    failures: list[str] = field(default_factory=list)  # one for each failed attempt
+    failures: list[str] = field(default_factory=list)  # one line per failed attempt
 
     async def play(
         self,
@@ -101,15 +101,17 @@ class Attempts:
         barrier: Lockstep | None = None,
         failed: Callable[[Trajectory], None] = lambda _: None,
     ) -> Trajectory:
-        """The attempt that counts, or the last one. failed: told of every other."""
+        """Return the first valid attempt, or the last one.
+        failed: called with every failed attempt that is repeated.
+        """
         settings = self.settings
         for attempt in range(1, self.max_attempts + 1):
             key = f"{self.nonce}-{settings.step}-{item.item_id}-{sample}-{attempt}"
             trajectory, again = await self._attempt(item, sample, attempt, key, barrier)
             if trajectory.status.is_valid:
                 break
-            # a server that is gone takes a whole batch with it: one line each would bury what the
-            # end of the command says
+            # a lost server fails a whole batch: a warning for each episode would bury the error
+            # at the end of the command
             level = logging.INFO if self.failures else logging.WARNING
             self.failures.append(
                 f"{item.item_id} sample {sample} attempt {attempt}/{self.max_attempts}:"
@@ -125,7 +127,7 @@ class Attempts:
     async def _attempt(
         self, item: Item, sample: int, attempt: int, request_key: str, barrier: Lockstep | None
     ) -> tuple[Trajectory, bool]:
-        """With whether another attempt can help."""
+        """Play once. Result: (trajectory, True if another attempt can help)."""
         episode = Episode(item, sample, self.settings, first_observation="")
         status: Status | None = None
         try:
@@ -138,21 +140,21 @@ class Attempts:
                 status = await run_episode(self.player_of(item, sample), session, episode, pace)
         except EnvError as error:
             is_grader = error.kind == ErrorKind.GRADER_FAILED
-            ended, told = Status.GRADER_ERROR if is_grader else Status.ENV_ERROR, str(error)
+            ended, message = Status.GRADER_ERROR if is_grader else Status.ENV_ERROR, str(error)
         except PlayerFailed as error:
             last = episode.finish(Status.INTERRUPTED, num_attempts=attempt, error=str(error))
             return last, not error.final
         except TimeoutError:
-            # else it had ended, and only the closing of its session took too long
+            # if the episode had ended, only closing its session took too long
             if status is not None:
                 return episode.finish(status, num_attempts=attempt), False
-            ended, told = (
+            ended, message = (
                 Status.TIMEOUT,
                 f"its environment took more than {self.episode_timeout_s:g} s",
             )
         else:
             return episode.finish(status, num_attempts=attempt), False
-        return episode.finish(ended, num_attempts=attempt, error=told), True
+        return episode.finish(ended, num_attempts=attempt, error=message), True
 
 
 async def collect(
@@ -168,11 +170,11 @@ async def collect(
     deterministic: bool = False,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Trajectory]:
-    """A trajectory of each (item, sample), in admission order: never the first to finish, who are
-    the successful.
+    """Play every (item, sample) and return the trajectories in admission order.
+    Taking those that finish first instead would favor the successful ones.
 
     progress: called with 1 for each finished episode.
-    Errors: RolloutError where more than `max_env_error_frac` of the episodes failed after
+    Errors: RolloutError if more than `max_env_error_frac` of the episodes failed after
     `max_attempts` tries each.
     """
     attempts = Attempts(pool, player_of, settings, episode_timeout_s, max_attempts)
@@ -212,8 +214,8 @@ async def in_lockstep(
     progress: Callable[[int], None] = lambda _: None,
     failed: Callable[[Trajectory], None] = lambda _: None,
 ) -> list[Trajectory]:
-    """Of each (item, sample) in order, all played turn by turn together: the same ones give the
-    same batches to the engine, whenever they are played.
+    """Play all (item, sample) together, turn by turn, and return the trajectories in order.
+    Equal waves give the engine equal batches, whenever they are played.
     """
     barrier = Lockstep(len(wave))
 
@@ -236,8 +238,8 @@ def samples(items: Sequence[Item], num_samples: int) -> list[tuple[Item, int]]:
 def require_valid(
     trajectories: Sequence[Trajectory], *, max_attempts: int, max_env_error_frac: float
 ) -> int:
-    """How many failed, after `max_attempts` tries each.
-    Errors: RolloutError where that is a larger share than may.
+    """Return the number of failed episodes, after `max_attempts` tries each.
+    Errors: RolloutError if their share exceeds `max_env_error_frac`.
     """
     failed = [trajectory for trajectory in trajectories if not trajectory.status.is_valid]
     if len(failed) > max_env_error_frac * len(trajectories):
@@ -251,7 +253,7 @@ def require_valid(
 
 
 async def in_order(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
-    """Results in order; the first failure cancels the rest and is raised as itself."""
+    """Gather results in order; the first failure cancels the rest and is raised unchanged."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,12 +1,12 @@
 """A client of AgentGym's own servers: their routes and shapes, behind the same sessions as ours.
 
-What their protocol cannot do is not made up.
-A step has no number, so a lost reply ends the attempt at the episode: it is played again in a
-session of its own.
-There is no load, no expert, and there are no instructions.
-A session nobody closes stays for ever.
+The client does not emulate features that their protocol lacks:
+A step has no number, so a lost reply ends the attempt, and the episode is played again in a new
+session.
+The servers report no load and offer neither an expert nor instructions.
+A session that is never closed stays open forever.
 Their `done` is one flag for the end of the task and for the simulator's own step limit, so an
-episode cut by that limit counts as terminated here; WebArena's server alone says `truncated`.
+episode cut by that limit counts as terminated here; only WebArena's server reports `truncated`.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from envs.wire import MAX_ACTION_CHARS, StepReply
 logger = logging.getLogger(__name__)
 
 BACKOFF_S = 0.1
-OK = "ok"  # greeting of the servers that do not say what they are
+OK = "ok"  # greeting of the servers that do not identify themselves
 BROWSER_CLOSE_S = 40.0  # WebArena's server gives a browser 30 s to end
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What differs between AgentGym's servers."""
+    """The differences between AgentGym's servers."""
 
-    greeting: str  # what `GET /` answers; a name: at least in part
+    greeting: str  # the answer to `GET /`; if it is a name, the answer need only contain it
     create: Callable[[int], Any]  # task -> body
     reset: Callable[[int, int], dict[str, Any]]  # id, task -> body
-    names_id: str = "id"  # of the environment's id in step and close
-    reward: str = "reward"  # of a step's answer
-    is_total: bool = False  # that figure is the sum so far
-    # where there is part credit: the total of a solved task; a negative total is a failure
+    names_id: str = "id"  # key of the environment's id in step and close
+    reward: str = "reward"  # key of the reward in a step's answer
+    is_total: bool = False  # the reported reward is the sum so far
+    # for part credit: the total of a solved task; a negative total is a failure
     full: float = 0.0
-    describes: bool = False  # the reset tells the task beside the observation
-    # what a policy is shown first is not in the answer to the reset: it is asked for
+    describes: bool = False  # the reset returns a task description with the observation
+    # the reset does not return the first observation: a separate request fetches it
     observes: bool = False
     close_timeout_s: float = CLOSE_TIMEOUT_S
-    names_created: str = "id"  # of the environment's id in the answer to create
-    # of a step's answer: the task is over, and the simulator's limit is reached, where told
+    names_created: str = "id"  # key of the environment's id in the answer to create
+    # flags in a step's answer: the task is over and, if reported, the simulator's limit is reached
     ends: tuple[str, ...] = ("done",)
-    pays_at_end: bool = False  # a reward counts only then
+    pays_at_end: bool = False  # a reward counts only in the last step
 
 
 SHAPES = {
@@ -118,10 +118,10 @@ class AgentGymSession:
         self._total = 0.0
 
     async def step(self, action: str) -> StepReply:
-        """Act; never sent twice. Errors: EnvError.
+        """Act; the request is never sent twice. Errors: EnvError.
 
-        Where there is no part credit, a positive reward ends the episode: their servers go on, and
-        would pay it again.
+        Without part credit a positive reward ends the episode: their servers would continue and
+        pay it again.
         Part credit is scaled to 0..1, a failure to 0.
         """
         shape = self._pool.shape
@@ -157,7 +157,7 @@ class AgentGymSession:
         )
 
     async def close(self) -> None:
-        """Best effort, tried once."""
+        """Close the session (best effort, tried once)."""
         shape = self._pool.shape
         try:
             await self._pool.ask(
@@ -177,8 +177,8 @@ class AgentGymPool(ForeignPool):
     def __init__(
         self, env: str, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int = 4
     ) -> None:
-        """Errors: ConfigError where AgentGym has no such server, or its protocol is not known
-        here.
+        """Look up the protocol of the environment's servers.
+        Errors: ConfigError if AgentGym has no such server or its protocol is not known here.
         """
         if env not in SHAPES:
             raise ConfigError(
@@ -206,7 +206,7 @@ class AgentGymPool(ForeignPool):
             await self._http.close()
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
-        """Refuse servers of another environment. Result: an empty guide, they have none.
+        """Refuse servers of another environment. Result: an empty guide; these servers have none.
         Errors: EnvError; ValueError naming the endpoint.
         """
         for endpoint in self.endpoints:
@@ -214,14 +214,14 @@ class AgentGymPool(ForeignPool):
             expected = self.shape.greeting
             if greeting.strip() != expected and (expected == OK or expected not in greeting):
                 raise ValueError(
-                    f"{endpoint} says {greeting[:80]!r}, which no AgentGym server of {env.name}"
+                    f"{endpoint} answers {greeting[:80]!r}, which no AgentGym server of {env.name}"
                     " does; correct env.endpoints"
                 )
         return Guide()
 
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> AsyncIterator[AgentGymSession]:
-        """An open session on the item, closed at the end. Errors: EnvError."""
+        """Yield an open session on the item, closed at the end. Errors: EnvError."""
         endpoint = self._less_used()
         created = await self._repeated(
             endpoint, "/create", self.shape.create(item.task_id), post=True
@@ -239,25 +239,25 @@ class AgentGymPool(ForeignPool):
 
     async def _first_look(self, endpoint: str, number: int, task_id: int) -> str:
         shape = self.shape
-        shown = await self._repeated(endpoint, "/reset", shape.reset(number, task_id))
-        told = shown if isinstance(shown, dict) else {"observation": shown}
-        lacks = shape.describes and "task_description" not in told
-        observation = told.get("observation")
-        if not isinstance(observation, str) or lacks or told.get("sites") == "Error":
-            raise unexpected(endpoint, "/reset", shown)
+        reset = await self._repeated(endpoint, "/reset", shape.reset(number, task_id))
+        answer = reset if isinstance(reset, dict) else {"observation": reset}
+        lacks = shape.describes and "task_description" not in answer
+        observation = answer.get("observation")
+        if not isinstance(observation, str) or lacks or answer.get("sites") == "Error":
+            raise unexpected(endpoint, "/reset", reset)
         if shape.observes:
             observation = await self._observe(endpoint, number)
         return whole(
-            f"{told['task_description']}\n{observation}" if shape.describes else observation
+            f"{answer['task_description']}\n{observation}" if shape.describes else observation
         )
 
     async def _observe(self, endpoint: str, number: int) -> str:
-        shown = await self._repeated(
+        observation = await self._repeated(
             endpoint, f"/observation?{self.shape.names_id}={number}", None, texts=True
         )
-        if not isinstance(shown, str):
-            raise unexpected(endpoint, "/observation", shown)
-        return shown
+        if not isinstance(observation, str):
+            raise unexpected(endpoint, "/observation", observation)
+        return observation
 
     async def ask(
         self,
@@ -269,10 +269,10 @@ class AgentGymPool(ForeignPool):
         texts: bool = False,
         timeout_s: float | None = None,
     ) -> Any:
-        """One request, sent once. texts: an answer that is not JSON is a text; timeout_s: where
-        that is not the pool's.
+        """Send one request once and return its answer.
 
-        Errors: EnvError; kind `unreachable` where it may or may not have been carried out.
+        texts: accept an answer that is not JSON, as text; timeout_s: None for the pool's.
+        Errors: EnvError; kind `unreachable` if the request may or may not have been carried out.
         """
         assert self._http is not None, "use the pool as `async with AgentGymPool(...)`"
         method = "POST" if post else "GET"
@@ -311,8 +311,8 @@ class AgentGymPool(ForeignPool):
     async def _repeated(
         self, endpoint: str, route: str, body: Any, *, post: bool = False, texts: bool = False
     ) -> Any:
-        """A request that may be sent again: it opens, resets or asks.
-        A session opened twice is left behind, never acted in.
+        """Send a request that may be repeated: it opens, resets or reads.
+        If a session is opened twice, the first one is abandoned and never acted in.
         """
         attempt = 0
         while True:

@@ -1,4 +1,4 @@
-"""One episode: a conversation, and under it the tokens of players that have them, append only."""
+"""One episode: a conversation and, for players with tokens, their append-only record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentgym.types import Completion, Item, SampleKey, Sampling, Status, Trajec
 
 
 class Reply(Protocol):
-    """What an environment answers; `envs.wire.StepReply` is one."""
+    """An environment's answer to an action; `envs.wire.StepReply` is one."""
 
     @property
     def observation(self) -> str: ...
@@ -40,12 +40,12 @@ class OpenSession(Protocol):
 
 
 class Said(NamedTuple):
-    """What a player says in its turn."""
+    """A player's reply in its turn."""
 
     text: str
-    action: str | None = None  # None: what the action format finds in the text
+    action: str | None = None  # None: extract it from the text by the action format
     version: int = 0  # of the weights that sampled it
-    start: int = 0  # its tokens are input_ids[start:end]; both 0 where it has none
+    start: int = 0  # its tokens are input_ids[start:end]; both 0 if it has none
     end: int = 0
 
 
@@ -53,27 +53,30 @@ class Player(Protocol):
     """Plays one episode: an engine's tokens, an expert, a hosted model, a script."""
 
     def begin(self, episode: Episode) -> bool:
-        """Hear the instructions and the first observation. Result: is there room to act."""
+        """Read the instructions and the first observation. Result: True if there is room to act."""
         ...
 
     async def act(self, session: Any, sampling: Sampling) -> Said | None:
-        """None: it gives up. Errors: ContextFull where what it heard leaves no room to act;
-        PlayerFailed where it cannot go on; EnvError where the environment was asked and failed.
+        """Return the next reply; None to give up.
+        Errors: ContextFull if the conversation leaves no room to act; PlayerFailed if the player
+        cannot continue; EnvError if a request to the environment failed.
         """
         ...
 
     def hear(self, observation: str, *, last: bool) -> bool:
-        """Hear what answered the action; last: no turn follows. Result: is there room to act."""
+        """Read the observation that answers the action. last: no turn follows.
+        Result: True if there is room to act.
+        """
         ...
 
 
 class ContextFull(Exception):
-    """A player that learns only when it acts that its context is used up."""
+    """Error of a player that finds only when it acts that its context is full."""
 
 
 class PlayerFailed(RuntimeError):
-    """A player that cannot go on with this episode, through no fault of the policy's: another
-    attempt may get further, unless it is final. Nothing of it is a reward of 0.
+    """Error of a player that cannot continue this episode, through no fault of the policy.
+    Another attempt may succeed, unless the error is final. The episode gets no reward, not even 0.
     """
 
     def __init__(self, message: str, *, final: bool = False) -> None:
@@ -83,7 +86,7 @@ class PlayerFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSettings:
-    """What is equal for all episodes of one collection."""
+    """Settings shared by all episodes of one collection."""
 
     seed: int
     step: int  # optimizer step the episodes are for
@@ -94,7 +97,7 @@ class EpisodeSettings:
     # environment -> instructions its episodes begin with, if any
     instructions: Mapping[str, str] = field(default_factory=dict)
     action_format: Literal["plain", "react"] = "plain"
-    # append a cut episode's last observation too, where it fits: a critic values that state
+    # append a truncated episode's last observation, too, if it fits: a critic values that state
     read_last: bool = False
 
     def sampling(self, item: Item, sample: int, turn: int) -> Sampling:
@@ -107,9 +110,7 @@ class EpisodeSettings:
 
 @dataclass(slots=True)
 class Episode:
-    """A live episode: the conversation and, where its player has tokens, their record, which only
-    grows.
-    """
+    """A live episode: the conversation and, if its player has tokens, their append-only record."""
 
     item: Item
     sample: int
@@ -120,37 +121,37 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     success: bool = False
-    usage: Usage | None = None  # of the player's calls so far, where it counts them
+    usage: Usage | None = None  # of the player's calls so far, if it counts them
     began: float = field(default_factory=time.perf_counter)
     began_at: float = field(default_factory=time.time)  # seconds since 1970
 
-    async def step(self, session: OpenSession, said: Said, generate_s: float) -> Reply:
-        """Carry out what was said, and keep both. Errors: EnvError."""
+    async def step(self, session: OpenSession, message: Said, generate_s: float) -> Reply:
+        """Carry out the reply's action and record the turn. Errors: EnvError."""
         settings = self.settings
-        action = said.action
+        action = message.action
         if action is None:
-            action = extract_action(said.text, settings.action_format)
-        asked = time.perf_counter()
+            action = extract_action(message.text, settings.action_format)
+        began = time.perf_counter()
         reply = await session.step(action)
-        more = said.text not in (action, reply_naming(action, settings.action_format))
+        has_more = message.text not in (action, reply_naming(action, settings.action_format))
         self.turns.append(
             Turn(
                 action,
                 reply.observation,
                 reply.reward,
-                said.start,
-                said.end,
-                said.version,
-                reply=said.text if more else "",
+                message.start,
+                message.end,
+                message.version,
+                reply=message.text if has_more else "",
                 info=dict(reply.info),
                 generate_s=round(generate_s, 5),
-                env_s=round(time.perf_counter() - asked, 5),
+                env_s=round(time.perf_counter() - began, 5),
             )
         )
         return reply
 
     def read(self, ids: list[int]) -> None:
-        """Append tokens the policy did not choose."""
+        """Append tokens that the policy did not sample."""
         self.input_ids += ids
         self.action_mask += [False] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -164,7 +165,7 @@ class Episode:
     def finish(
         self, status: Status, *, num_attempts: int = 1, error: str | None = None
     ) -> Trajectory:
-        """The episode as a record; a failed environment leaves no reward."""
+        """Return the episode as a record; without a reward if the status is not valid."""
         return Trajectory(
             item=self.item,
             sample=self.sample,
@@ -193,24 +194,22 @@ class Episode:
 
     @property
     def id(self) -> str:
-        """16 hex digits that tell it from every other episode of its step."""
+        """16 hex digits that identify the episode among those of its step."""
         settings = self.settings
-        told = (
+        parts = (
             *(settings.seed, settings.step, settings.max_turns, settings.temperature),
             *(self.item.split, self.item.item_id, self.sample),
         )
-        return hashlib.blake2b("\x1f".join(map(str, told)).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).hexdigest()
 
 
-# of the episode that this task plays: its environment's time
+# limit of the environment's time, of the episode that this task plays
 _deadline: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=None)
 
 
 @asynccontextmanager
 async def environment_time(seconds: float) -> AsyncIterator[None]:
-    """Limit how long an episode's environment may take in all.
-    Errors: TimeoutError.
-    """
+    """Limit the total time of an episode's environment. Errors: TimeoutError."""
     async with asyncio.timeout(seconds) as deadline:
         token = _deadline.set(deadline)
         try:
@@ -221,7 +220,9 @@ async def environment_time(seconds: float) -> AsyncIterator[None]:
 
 @contextmanager
 def environment_waits() -> Iterator[None]:
-    """Leave out of that time what others take: an engine, a person, the other episodes."""
+    """Stop the clock of `environment_time` while the episode waits for an engine, a person or
+    other episodes.
+    """
     deadline = _deadline.get()
     if deadline is None or (ends_at := deadline.when()) is None:
         yield
@@ -236,7 +237,7 @@ def environment_waits() -> Iterator[None]:
 
 
 async def no_pace(_: SampleKey) -> None:
-    """Every episode as fast as it goes."""
+    """Do not wait: every episode plays as fast as it can."""
 
 
 async def run_episode(
@@ -246,7 +247,7 @@ async def run_episode(
     pace: Callable[[SampleKey], Awaitable[None]] = no_pace,
 ) -> Status:
     """Play until the environment ends the task, the horizon or the context is used up, or the
-    player gives up, which counts as the horizon.
+    player gives up (counted as reaching the horizon).
 
     pace: awaited before each turn.
     """
@@ -257,14 +258,14 @@ async def run_episode(
         sampling = settings.sampling(episode.item, episode.sample, turn)
         with environment_waits():
             await pace(sampling.key)
-        asked = time.perf_counter()
+        began = time.perf_counter()
         try:
-            said = await player.act(session, sampling)
+            answer = await player.act(session, sampling)
         except ContextFull:
             return Status.MAX_TOKENS
-        if said is None:
+        if answer is None:
             return Status.MAX_TURNS
-        reply = await episode.step(session, said, time.perf_counter() - asked)
+        reply = await episode.step(session, answer, time.perf_counter() - began)
         ended = ending(reply)
         episode.success = ended is not None and reply.success
         if ended is Status.TERMINATED:
@@ -279,9 +280,9 @@ async def run_episode(
 
 
 def ending(reply: Reply) -> Status | None:
-    """How the environment ended the episode with this reply; None where it goes on.
+    """Return the status with which the environment ended the episode; None if it continues.
 
-    An environment that reports both has ended the task: there is no future to value.
+    If a reply is both terminated and truncated, the task has ended: there is no future to value.
     """
     if reply.terminated:
         return Status.TERMINATED
@@ -289,17 +290,17 @@ def ending(reply: Reply) -> Status | None:
 
 
 def reply_naming(action: str, action_format: Literal["plain", "react"]) -> str:
-    """The inverse of `extract_action`: what a demonstrator says to take an action."""
+    """Return a demonstrator's reply that takes an action: the inverse of `extract_action`."""
     return action if action_format == "plain" else f"Action: {action}"
 
 
 def extract_action(
     reply: str, action_format: Literal["plain", "react"], *, opens_thought: bool = False
 ) -> str:
-    """The action a reply names. react: the rest of the line after the last `Action:`, empty
-    where there is none.
+    """Return the action in a reply. react: the rest of the line after the last `Action:`, empty
+    if there is none.
 
-    A thought up to `</think>` names none, nor does one that was cut before its end.
+    A thought up to `</think>` contains no action, nor does a thought that was cut off.
     opens_thought: the chat template began the thought, before the reply.
     """
     _, closes, reply = reply.rpartition("</think>")
@@ -307,6 +308,6 @@ def extract_action(
         return ""
     if action_format == "plain":
         return reply.strip()
-    _, found, rest = reply.rpartition("Action:")
+    _, marker, rest = reply.rpartition("Action:")
     lines = rest.strip().splitlines()
-    return lines[0].strip() if found and lines else ""
+    return lines[0].strip() if marker and lines else ""

@@ -1,4 +1,4 @@
-"""What the clients of servers that are not ours share: whom to ask, with what, how often."""
+"""Shared parts of the clients of foreign servers: choice of server, headers, parsing, errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ForeignPool:
         }
         self._max_retries = max_retries
         self._open = dict.fromkeys(self.endpoints, 0)  # our own sessions
-        self._random = random.SystemRandom()  # which server answers changes no result
+        self._random = random.SystemRandom()  # unseeded: the choice of server changes no result
 
     async def __aenter__(self) -> Self:
         return self
@@ -38,16 +38,16 @@ class ForeignPool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Nothing is held open between sessions."""
+        """Do nothing: no connection stays open between sessions."""
 
     def _less_used(self) -> str:
-        """Of two servers drawn at random the one with fewer sessions of ours."""
+        """Return the one of two random servers that has fewer sessions of ours."""
         pair = self._random.sample(self.endpoints, min(2, len(self.endpoints)))
         return min(pair, key=self._open.__getitem__)
 
     @contextmanager
     def _counted(self, endpoint: str) -> Iterator[None]:
-        """A session of ours is open there."""
+        """Count one open session of ours at the endpoint."""
         self._open[endpoint] += 1
         try:
             yield
@@ -56,14 +56,16 @@ class ForeignPool:
 
 
 def text_of(answer: Any) -> str:
-    """A text of a server's answer, in whole characters. Errors: TypeError where it is none."""
+    """Return a text of a server's answer, with lone surrogates replaced.
+    Errors: TypeError if it is no text.
+    """
     if not isinstance(answer, str):
         raise TypeError(f"{type(answer).__name__} is no text")
     return whole(answer)
 
 
 def flag_of(answer: Any) -> bool:
-    """A flag of a server's answer: "false" is none, and is not taken for true.
+    """Return a boolean of a server's answer; the string "false" is refused, not read as true.
     Errors: TypeError.
     """
     if not isinstance(answer, bool):
@@ -72,7 +74,7 @@ def flag_of(answer: Any) -> bool:
 
 
 def number_of(answer: Any) -> float:
-    """A finite number of a server's answer. Errors: TypeError, ValueError."""
+    """Return a finite number of a server's answer. Errors: TypeError, ValueError."""
     if not isinstance(answer, int | float):
         raise TypeError(f"{type(answer).__name__} is no number")
     if not math.isfinite(answer):
@@ -85,6 +87,6 @@ def unreachable(endpoint: str, route: str, error: Exception) -> EnvError:
 
 
 def unexpected(endpoint: str, route: str, answer: Any) -> EnvError:
-    """answer: JSON types."""
-    shown = json.dumps(answer)[:_SHOWN]
-    return EnvError(endpoint, route, "", "protocol", f"unexpected answer {shown}")
+    """Return the error for an unexpected answer. answer: JSON types."""
+    excerpt = json.dumps(answer)[:_SHOWN]
+    return EnvError(endpoint, route, "", "protocol", f"unexpected answer {excerpt}")

@@ -1,4 +1,4 @@
-"""What servers tell a language model of an environment: the text that episodes begin with."""
+"""Instructions and worked examples of an environment: the text that episodes begin with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Guide:
 
     def opening(self, env: str, num_examples: int, action_format: Literal["plain", "react"]) -> str:
         """Return the instructions with the first worked examples.
-        Errors: ConfigError where the servers offer fewer.
+        Errors: ConfigError if the servers offer fewer.
         """
         if num_examples > len(self.examples):
             raise ConfigError(
@@ -35,8 +35,8 @@ class Guide:
             )
         if not num_examples:
             return self.instructions
-        shown = self.examples[:num_examples]
-        plays = ["\n".join(_lines(each, action_format)) for each in shown]
+        selected = self.examples[:num_examples]
+        plays = ["\n".join(_lines(example, action_format)) for example in selected]
         titled = [f"Example {number}\n{play}" for number, play in enumerate(plays, start=1)]
         return "\n\n".join([self.instructions, INTRODUCTION, *titled, ENDING])
 

@@ -1,4 +1,4 @@
-"""How many turns an episode may take at each optimizer step: the curriculum of ScalingInter."""
+"""Maximum number of turns at each optimizer step: the curriculum of ScalingInter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Stage:
     """A span of optimizer steps with one horizon."""
 
     index: int  # from 1
-    max_turns: int  # the largest, where it grows within the stage
+    max_turns: int  # the largest, if it grows within the stage
     first_step: int  # inclusive, from 1
     last_step: int  # inclusive
 
@@ -25,7 +25,7 @@ class Stage:
 
 
 def stages(config: HorizonConfig) -> tuple[Stage, ...]:
-    """The stages in order; together they cover every optimizer step once."""
+    """Return the stages in order; together they cover every optimizer step once."""
     ends = list(accumulate(config.stage_steps))
     if config.kind == "adaptive":
         return (Stage(1, config.max_turns[-1], 1, ends[-1]),)
@@ -39,17 +39,17 @@ def stages(config: HorizonConfig) -> tuple[Stage, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HorizonState:
-    """What an adaptive horizon remembers; part of every commit."""
+    """State of an adaptive horizon; part of every commit."""
 
     level: int = 0  # index into max_turns
     recent: tuple[float, ...] = ()  # success of the optimizer steps at this level, newest last
 
 
 def max_turns(config: HorizonConfig, step: int, state: HorizonState = HorizonState()) -> int:
-    """The horizon at optimizer step 1, 2, ...: a pure function of step and recorded state, so that
-    a resumed run cannot shift it.
+    """Return the horizon at optimizer step 1, 2, ...
 
-    After the last stage its horizon stays.
+    It is a pure function of step and recorded state, so that a resumed run cannot shift it.
+    The last stage's horizon applies to all later steps.
     Source: ScalingInter-RL, arXiv:2509.08755; adaptive is ours.
     """
     if step < 1:
@@ -61,11 +61,11 @@ def max_turns(config: HorizonConfig, step: int, state: HorizonState = HorizonSta
 
 
 def advance(config: HorizonConfig, state: HorizonState, success: float) -> HorizonState:
-    """The state after a step that succeeded with this share: an adaptive horizon grows once
+    """Return the state after a step with this share of successes: an adaptive horizon grows once
     success stops growing.
 
-    Success of the last `window` steps is compared with that of the `window` before, all at the
-    present level.
+    The mean success of the last `window` steps is compared with that of the `window` steps before,
+    all at the present level.
     """
     if config.kind != "adaptive":
         return state

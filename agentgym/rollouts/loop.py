@@ -1,4 +1,4 @@
-"""An event loop beside the thread that trains."""
+"""An event loop in a second thread, next to the one that trains."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class LoopThread:
-    """An event loop in a thread of its own: any thread may run coroutines in it, several at a
-    time.
-    """
+    """An event loop in its own thread; any thread may run coroutines in it, several at a time."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -24,12 +22,12 @@ class LoopThread:
         self._thread.start()
 
     def _serve(self) -> None:
-        set_threads()  # a setting of each thread
+        set_threads()  # torch keeps this setting per thread
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result. Who stops waiting (Ctrl-C) cancels it."""
+        """Run a coroutine and return its result. An interrupted wait (Ctrl-C) cancels it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -37,7 +35,7 @@ class LoopThread:
             future.cancel()
 
     def cancel(self) -> None:
-        """End what still runs."""
+        """Cancel all running tasks."""
 
         async def finish() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}

@@ -14,7 +14,7 @@ from agentgym.types import Status, Trajectory
 
 
 def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Success of one validation; where episodes of several environments meet, of each, too."""
+    """Success of one validation; with several environments also the success in each."""
     metrics = rollout_metrics(trajectories)
     return {
         name.replace("rollout/", "validation/"): value
@@ -24,15 +24,15 @@ def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def success_share(trajectories: Sequence[Trajectory]) -> float:
-    """Of the episodes that count; 0 where none does."""
+    """Share of successes among the valid episodes; 0 if there are none."""
     valid = [trajectory for trajectory in trajectories if trajectory.status.is_valid]
     return sum(trajectory.success for trajectory in valid) / len(valid) if valid else 0.0
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Shares and means over one collection; failed environments count in `env_error_frac` alone.
+    """Shares and means over one collection; failed environments count only in `env_error_frac`.
 
-    Where episodes of several environments meet, each also has figures of its own.
+    With several environments, each also has its own figures.
     """
     valid = [trajectory for trajectory in trajectories if trajectory.status.is_valid]
     total = len(trajectories)
@@ -52,18 +52,18 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         if len(envs := {trajectory.item.env for trajectory in trajectories}) > 1
         else ()
     ):
-        own = [trajectory for trajectory in valid if trajectory.item.env == env]
-        metrics[f"rollout/{env}/num_episodes"] = float(len(own))
-        if own:
-            metrics[f"rollout/{env}/success"] = sum(trajectory.success for trajectory in own) / len(
-                own
-            )
+        env_valid = [trajectory for trajectory in valid if trajectory.item.env == env]
+        metrics[f"rollout/{env}/num_episodes"] = float(len(env_valid))
+        if env_valid:
+            metrics[f"rollout/{env}/success"] = sum(
+                trajectory.success for trajectory in env_valid
+            ) / len(env_valid)
             metrics[f"rollout/{env}/reward_mean"] = sum(
-                trajectory.reward or 0.0 for trajectory in own
-            ) / len(own)
+                trajectory.reward or 0.0 for trajectory in env_valid
+            ) / len(env_valid)
             metrics[f"rollout/{env}/turns_mean"] = sum(
-                len(trajectory.turns) for trajectory in own
-            ) / len(own)
+                len(trajectory.turns) for trajectory in env_valid
+            ) / len(env_valid)
     count = len(valid)
     logprobs = [
         logprob
@@ -71,8 +71,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for logprob in compress(trajectory.logprobs, trajectory.action_mask)
     ]
     return metrics | {
-        # of the distributions sampled from, estimated by what was sampled: known at every step,
-        # also where nothing is learned
+        # entropy of the sampling distributions, estimated from the samples: known at every step,
+        # also without training
         "rollout/entropy": -sum(logprobs) / max(len(logprobs), 1),
         "rollout/success": success_share(valid),
         "rollout/reward_mean": sum(trajectory.reward or 0.0 for trajectory in valid) / count,

@@ -1,12 +1,12 @@
 """A client of OpenEnv's servers: one WebSocket for each episode, behind the same sessions as ours.
 
-The task's id is the `seed` of the reset, so items mean what the server makes of a seed.
-What a policy writes goes into the text field of the server's actions, and what it is shown is the
-text field of its observations; `/schema` says which these are.
-What the contract cannot do is not made up: a step has no number, so a lost reply ends the attempt
-at the episode; there is no load, no instructions to rely on, and options are not told.
-Success is what the metadata say, else a positive sum of rewards at the end; metadata may also say
-`truncated`.
+The task's id is the `seed` of the reset, so the server defines the task of each item.
+The policy's text goes into the text field of the server's actions, and the policy reads the text
+field of the observations; `/schema` names these fields.
+The client does not emulate features that the contract lacks: a step has no number, so a lost reply
+ends the attempt at the episode; servers report no load, no options and no reliable instructions.
+Success comes from the metadata, else it is a positive sum of rewards at the end; the metadata may
+also contain `truncated`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from envs.wire import MAX_ACTION_CHARS, StepReply
 
 logger = logging.getLogger(__name__)
 _handshakes = logging.getLogger(f"{__name__}.handshakes")
-# below that the library writes headers down, the token among them
+# below that level the library logs headers, including the token
 _handshakes.setLevel(logging.WARNING)
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-# every other code: the environment has failed
+# every other code means that the environment failed
 KINDS = {"CAPACITY_REACHED": "full", "VALIDATION_ERROR": "bad_request"}
 RETRYABLE = ("unreachable", "full")
-COMMON = ("message", "text")  # what text fields are called, where there are several
+COMMON = ("message", "text")  # preferred names if there are several text fields
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Fields:
 
 
 class _Direct(connect):
-    """Follows no redirect: the token, and what the policy says, are for the servers that were
-    named.
+    """A connection that follows no redirect: the token and the policy's text are for the
+    configured servers.
     """
 
     def process_redirect(self, exc: Exception) -> Exception:
@@ -83,41 +83,41 @@ class OpenEnvSession:
         self._total = 0.0
 
     async def reset(self, task_id: int, episode_id: str) -> None:
-        """Errors: EnvError."""
+        """Start the episode of a task. Errors: EnvError."""
         data = await self._ask("reset", {"seed": task_id, "episode_id": episode_id})
         self.observation = self._text(data)
 
     async def step(self, action: str) -> StepReply:
-        """Act; never sent twice. Errors: EnvError."""
+        """Act; the request is never sent twice. Errors: EnvError."""
         text = action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()
         data = await self._ask("step", {self._fields.action: text})
         observation = self._text(data)
-        told = data.get("metadata") or data["observation"].get("metadata") or {}
+        metadata = data.get("metadata") or data["observation"].get("metadata") or {}
         try:
             reward, done = number_of(data.get("reward") or 0.0), flag_of(data["done"])
-            said = {
-                name: told[name]
+            flags = {
+                name: metadata[name]
                 for name in ("success", "truncated")
-                if isinstance(told.get(name), bool)
+                if isinstance(metadata.get(name), bool)
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._unexpected("step", data) from error
         self._total += reward
         self.turn += 1
         self.observation = observation
-        truncated = done and said.get("truncated", False)
+        truncated = done and flags.get("truncated", False)
         return StepReply(
             turn=self.turn,
             observation=observation,
             reward=reward,
             terminated=done and not truncated,
             truncated=truncated,
-            success=said.get("success", done and not truncated and self._total > 0),
+            success=flags.get("success", done and not truncated and self._total > 0),
         )
 
     async def close(self) -> None:
-        """Best effort: the server ends the connection once it has given the environment up, and
-        so its place is free.
+        """Close the session (best effort): the server ends the connection once it has released
+        the environment, so that its slot is free.
         """
         with contextlib.suppress(WebSocketException, OSError, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -126,12 +126,12 @@ class OpenEnvSession:
         self._socket.transport.abort()
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The data of the observation that answers.
-        Errors: EnvError; after one the session is of no use.
+        """Send a message and return the data of the observation that answers it.
+        Errors: EnvError; the session cannot be used after one.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
-                # a server that is full says so and closes: that is read below
+                # a full server sends an error and closes: `recv` below reads the error
                 with contextlib.suppress(WebSocketException):
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
                 raw = await self._socket.recv()
@@ -139,21 +139,21 @@ class OpenEnvSession:
             raise unreachable(self.endpoint, f"/ws {kind}", error) from error
         try:
             answer = json.loads(raw)
-            told = answer["data"]
+            payload = answer["data"]
             if answer["type"] == "error":
-                code = str(told.get("code", ""))[:40]
+                code = str(payload.get("code", ""))[:40]
                 raise EnvError(
                     self.endpoint,
                     f"/ws {kind}",
                     "",
                     KINDS.get(code, "env_crashed"),
-                    f"{code}: {str(told.get('message'))[:300]}",
+                    f"{code}: {str(payload.get('message'))[:300]}",
                 )
-            if answer["type"] != "observation" or not isinstance(told, dict):
+            if answer["type"] != "observation" or not isinstance(payload, dict):
                 raise self._unexpected(kind, answer)
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise self._unexpected(kind, str(raw)) from error
-        return told
+        return payload
 
     def _text(self, data: Mapping[str, Any]) -> str:
         observation = data.get("observation")
@@ -178,30 +178,30 @@ class OpenEnvPool(ForeignPool):
         max_retries: int = 4,
         patience_s: float = 20.0,
     ) -> None:
-        """patience_s: servers that are full are asked at least so long."""
+        """Prepare a pool. patience_s: full servers are asked again for at least this long."""
         super().__init__(endpoints, max_retries=max_retries)
         self._timeout_s = request_timeout_s
         self._patience_s = patience_s
         self._fields: dict[str, Fields] = {}  # by endpoint
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
-        """Refuse servers whose actions or observations are not texts, or not the same.
-        Result: an empty guide, there is none.
+        """Refuse servers whose actions or observations are not texts, or differ between servers.
+        Result: an empty guide; these servers have none.
 
         Errors: EnvError; ValueError naming the endpoint.
         """
         for endpoint in self.endpoints:
-            found, first = await self._fields_of(endpoint), self._fields[self.endpoints[0]]
-            if found != first:
+            fields, first = await self._fields_of(endpoint), self._fields[self.endpoints[0]]
+            if fields != first:
                 raise ValueError(
-                    f"{endpoint} has text fields {found}, {self.endpoints[0]} has {first}; name"
+                    f"{endpoint} has text fields {fields}, {self.endpoints[0]} has {first}; name"
                     " servers of one environment"
                 )
         return Guide()
 
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> AsyncIterator[OpenEnvSession]:
-        """An open session on the item, closed at the end. Errors: EnvError."""
+        """Yield an open session on the item, closed at the end. Errors: EnvError."""
         session = await self._begin(item.task_id, request_key)
         with self._counted(session.endpoint):
             try:
@@ -210,8 +210,8 @@ class OpenEnvPool(ForeignPool):
                 await session.close()
 
     async def _begin(self, task_id: int, episode_id: str) -> OpenEnvSession:
-        """Connect and reset, again where the server is full or lost.
-        What was begun before is closed, never acted in.
+        """Connect and reset; retry if the server is full or lost.
+        Failed sessions are closed, never acted in.
         """
         attempt, until = 0, time.monotonic() + self._patience_s
         while True:
@@ -244,7 +244,7 @@ class OpenEnvPool(ForeignPool):
                 compression=None,
                 proxy=None,
                 open_timeout=self._timeout_s,
-                # every request has a deadline; a busy loop must not end a session between two
+                # every request has a deadline; a busy event loop must not end an idle session
                 ping_timeout=None,
                 close_timeout=CLOSE_TIMEOUT_S,
                 max_size=MAX_MESSAGE_BYTES,
@@ -266,7 +266,9 @@ class OpenEnvPool(ForeignPool):
             raise unreachable(endpoint, "/ws", error) from error
 
     async def _fields_of(self, endpoint: str) -> Fields:
-        """Errors: EnvError; ValueError where there is no text field, or it cannot be told which."""
+        """Read the names of a server's text fields.
+        Errors: EnvError; ValueError if there is no text field or more than one candidate.
+        """
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         try:
             async with (
@@ -282,8 +284,11 @@ class OpenEnvPool(ForeignPool):
             if status != 200:
                 raise ValueError(f"status {status}")
             schema = json.loads(content)
-            shown = schema.get("reset_observation") or schema["observation"]
-            fields = {"action": _text_fields(schema["action"]), "observation": _text_fields(shown)}
+            observation = schema.get("reset_observation") or schema["observation"]
+            fields = {
+                "action": _text_fields(schema["action"]),
+                "observation": _text_fields(observation),
+            }
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             start = content[:200].decode(errors="replace")
             raise EnvError(
@@ -293,9 +298,9 @@ class OpenEnvPool(ForeignPool):
                 "protocol",
                 f"no schema of an OpenEnv server: status {status}, {start!r}",
             ) from error
-        for name, found in fields.items():
-            if len(found) != 1:
-                which = f"which of {', '.join(found)} is the text" if found else "no text field"
+        for name, names in fields.items():
+            if len(names) != 1:
+                which = f"which of {', '.join(names)} is the text" if names else "no text field"
                 raise ValueError(
                     f"{endpoint}: {which} of its {name}s? An agent writes and reads one text:"
                     " 'message' or 'text'"
@@ -305,13 +310,13 @@ class OpenEnvPool(ForeignPool):
 
 
 def _text_fields(schema: Mapping[str, Any]) -> list[str]:
-    """The text fields that must be there, else all; of several one with a common name."""
+    """Return the required text fields, else all; if several, one with a common name."""
     texts = [name for name, field in schema["properties"].items() if _is_text(field)]
-    found = [name for name in texts if name in schema.get("required", ())] or texts
-    return next(([name] for name in COMMON if name in found), found)
+    candidates = [name for name in texts if name in schema.get("required", ())] or texts
+    return next(([name] for name in COMMON if name in candidates), candidates)
 
 
 def _is_text(field: Mapping[str, Any]) -> bool:
     return field.get("type") == "string" or any(
-        each.get("type") == "string" for each in field.get("anyOf", ())
+        option.get("type") == "string" for option in field.get("anyOf", ())
     )

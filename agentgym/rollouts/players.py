@@ -1,4 +1,4 @@
-"""Who plays an episode: the tokens of an engine, an environment's expert, a script, or chance."""
+"""Players of an episode: an engine's tokens, an environment's expert, a script, or chance."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from agentgym.rollouts.episode import (
 from agentgym.types import Item, Policy, SampleKey, Sampling
 from envs.wire import ErrorKind
 
-PlayerOf = Callable[[Item, int], Player]  # item, sample -> who plays it; a player plays once
-REPLY_S = 1800.0  # for one reply of an engine, the slowest on a CPU among many others
+PlayerOf = Callable[[Item, int], Player]  # (item, sample) -> a new player; it plays one episode
+REPLY_S = 1800.0  # limit for one reply of an engine, even on a busy CPU
 
 
 class EngineStalled(RuntimeError):
-    """An engine that gives no reply in time. No failure of an environment: the run ends."""
+    """The engine gave no reply in time. This is no environment failure: the run ends."""
 
 
 class TokenPlayer:
-    """An engine's tokens, through the chat template of its model."""
+    """A player that acts with an engine's tokens, through the chat template of its model."""
 
     def __init__(self, policy: Policy, renderer: ChatRenderer) -> None:
         self._policy, self._renderer = policy, renderer
@@ -73,12 +73,12 @@ class TokenPlayer:
 
 
 def token_players(policy: Policy, renderer: ChatRenderer) -> PlayerOf:
-    """All episodes by one engine."""
+    """Return a `PlayerOf` that plays all episodes with one engine."""
     return lambda *_: TokenPlayer(policy, renderer)
 
 
 class TextPlayer:
-    """Without tokens: its context has no end that is known here."""
+    """A player without tokens, whose context has no known limit."""
 
     def begin(self, episode: Episode) -> bool:
         return True
@@ -101,7 +101,7 @@ class ExpertPlayer(TextPlayer):
 
 
 class ScriptedPlayer(TextPlayer):
-    """What was written down beforehand; gives up where it ends."""
+    """A player of prepared lines; it gives up after the last one."""
 
     def __init__(self, lines: Sequence[Said]) -> None:
         self._lines = iter(lines)
@@ -111,7 +111,7 @@ class ScriptedPlayer(TextPlayer):
 
 
 class NoHints(PlayerFailed):
-    """The environment never says which actions are possible, so that chance has none to draw."""
+    """The environment offers no list of possible actions to draw from."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(
@@ -122,8 +122,8 @@ class NoHints(PlayerFailed):
 
 
 async def hints_of(session: Any) -> list[str]:
-    """Actions that are possible now. Errors: NoHints; EnvError."""
-    if not hasattr(session, "hints"):  # no other dialect has them
+    """Return the actions that are possible now. Errors: NoHints; EnvError."""
+    if not hasattr(session, "hints"):  # only our own protocol has them
         raise NoHints(session.endpoint)
     try:
         return list(await session.hints())
@@ -134,8 +134,8 @@ async def hints_of(session: Any) -> list[str]:
 
 
 class RandomPlayer(TextPlayer):
-    """Any of the actions the environment says are possible, all equally likely, the same ones in
-    every run of equal keys. Errors: NoHints where the server does not tell them.
+    """A player that draws uniformly from the possible actions; equal keys give equal actions.
+    Errors: NoHints if the server does not list them.
     """
 
     async def act(self, session: Any, sampling: Sampling) -> Said | None:
@@ -147,6 +147,6 @@ class RandomPlayer(TextPlayer):
 
 
 def chance(key: SampleKey) -> float:
-    """In [0, 1), a function of the key."""
+    """Return a number in [0, 1) that is a function of the key."""
     text = "\x1f".join(map(str, key)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest()) / 2**48

@@ -1,4 +1,4 @@
-"""Sessions on the environment servers of a run, whatever they speak."""
+"""Sessions on the environment servers of a run, in any protocol."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from envs.wire import (
 
 logger = logging.getLogger(__name__)
 
-FLEET_PATIENCE_S = 180.0  # a lost pod is made again elsewhere within
+FLEET_PATIENCE_S = 180.0  # a lost pod is recreated elsewhere within this time
 CHECK_TIMEOUT_S = 10.0  # of one request before a run begins
 
 
@@ -58,7 +58,7 @@ class EnvSession:
 
     async def step(self, action: str) -> StepReply:
         """Act once, however often the request has to be sent.
-        Characters beyond the wire's limit are cut: no environment reads so far.
+        Text beyond MAX_ACTION_CHARS is cut: no environment reads that far.
 
         Errors: EnvError.
         """
@@ -72,8 +72,8 @@ class EnvSession:
         return reply
 
     async def expert(self) -> str:
-        """What the server's expert would do now.
-        Errors: EnvError, kind `expert_failed` where it has no answer.
+        """Return the action of the server's expert.
+        Errors: EnvError, kind `expert_failed` if the expert has no answer.
         """
         return (
             await self._client.ask(
@@ -82,15 +82,15 @@ class EnvSession:
         ).action
 
     async def hints(self) -> list[str]:
-        """Actions the simulator would carry out now.
-        Errors: EnvError, also of an environment that tells none.
+        """Return the actions the simulator would carry out now.
+        Errors: EnvError, also for an environment that does not list them.
         """
         path = f"/hints?session_id={self._id}"
         reply = await self._client.ask(self.endpoint, path, HintsReply, session_id=self._id)
         return reply.actions
 
     async def render(self) -> tuple[str, bytes]:
-        """(media type, bytes) of the present state. Errors: EnvError."""
+        """Return (media type, bytes) of the present state. Errors: EnvError."""
         reply = await self._client.ask(
             self.endpoint, f"/render?session_id={self._id}", RenderReply, session_id=self._id
         )
@@ -99,7 +99,7 @@ class EnvSession:
         return reply.media_type, data
 
     async def close(self) -> None:
-        """Best effort, tried once: the server reaps what is left behind."""
+        """Close the session (best effort, tried once): the server reaps abandoned sessions."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._client.ask(
@@ -125,11 +125,12 @@ class EnvPool:
         max_retries: int = 4,
         patience_s: float = 20.0,
     ) -> None:
-        """endpoints: URLs; a host name with several addresses stands for a server at each, and is
-        looked up again and again.
+        """Prepare a pool.
 
-        patience_s: while no server of the pool opens a session, `session` tries at least so long:
-        one may be restarting.
+        endpoints: URLs. A host name with several addresses stands for a server at each address and
+        is looked up repeatedly.
+        patience_s: while no server of the pool opens a session, `session` keeps trying for at
+        least this long: a server may be restarting.
         """
         if not endpoints:
             raise ValueError(
@@ -145,7 +146,7 @@ class EnvPool:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """As last looked up."""
+        """URLs of the servers as last looked up."""
         return self._balancer.endpoints
 
     async def __aenter__(self) -> Self:
@@ -161,20 +162,19 @@ class EnvPool:
         await self.client.__aexit__(kind, error, trace)
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
-        """Refuse servers that are not what the run was configured for; those that come later are
-        held to the same.
+        """Refuse servers that do not match the configuration; later ones must match these.
 
         Result: instructions and worked examples. Errors: as `check_endpoints`.
         """
         await self._balancer.resolve()
-        found = await check_endpoints(
+        replies = await check_endpoints(
             self, expect_env=env.name, allow_expert=allow_expert, expect_options=env.options
         )
-        self.client.known = dict(zip(self.endpoints, found, strict=True))
-        return Guide(found[0].instructions, found[0].examples)
+        self.client.known = dict(zip(self.endpoints, replies, strict=True))
+        return Guide(replies[0].instructions, replies[0].examples)
 
     async def info(self) -> list[InfoReply]:
-        """What each endpoint is, in the order given. Errors: EnvError."""
+        """Return each endpoint's /info, in the order of `endpoints`. Errors: EnvError."""
         return list(
             await asyncio.gather(
                 *(self.client.ask(endpoint, "/info", InfoReply) for endpoint in self.endpoints)
@@ -183,8 +183,8 @@ class EnvPool:
 
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> AsyncIterator[EnvSession]:
-        """An open session on the item, closed at the end.
-        Equal keys mean the same session: use a key once.
+        """Yield an open session on the item, closed at the end.
+        Equal keys mean the same session: use a key only once.
 
         Errors: EnvError.
         """
@@ -200,11 +200,10 @@ class EnvPool:
             await session.close()
 
     async def _create(self, request: CreateRequest) -> tuple[str, CreateReply]:
-        """A server that is full, draining or unreachable is left for another one; where all are,
-        they are waited for.
+        """Open a session on some server. If one is full, draining or unreachable, try another; if
+        all are, wait and retry.
 
-        A lost reply may leave a session behind on the server left: its reaper ends it, and nothing
-        ever acts in it.
+        A lost reply may leave an unused session on a server, which its reaper ends.
         """
         attempt = 0
         while True:
@@ -227,7 +226,7 @@ class EnvPool:
 
 
 class AnyPool(Protocol):
-    """Servers of one environment, of whichever dialect."""
+    """Servers of one environment, in any dialect."""
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(
@@ -244,7 +243,7 @@ class EnvPools:
     """The servers of every environment of a run. Use as `async with`."""
 
     def __init__(self, pools: Mapping[str, AnyPool]) -> None:
-        """pools: by environment, not entered yet."""
+        """Prepare the pools. pools: by environment, not entered yet."""
         self._pools = pools
         self._stack = AsyncExitStack()
 
@@ -263,15 +262,17 @@ class EnvPools:
 
     @classmethod
     def of(cls, envs: Sequence[EnvConfig], endpoints: Endpoints) -> Self:
-        """endpoints: those of the configuration, of its dialect, or servers of ours."""
+        """Make the pool of each environment.
+        endpoints: the configured ones, which speak the configured dialect, or servers of ours.
+        """
         return cls({env.name: _pool(env, endpoints[env.name]) for env in envs})
 
     def session(self, item: Item, request_key: str) -> AbstractAsyncContextManager[Any]:
-        """As `EnvPool.session`, of the item's environment."""
+        """Open a session of the item's environment, see `EnvPool.session`."""
         return self._pools[item.env].session(item, request_key)
 
     async def check(self, envs: Sequence[EnvConfig], *, allow_expert: bool) -> dict[str, Guide]:
-        """Refuse servers that are not what the run was configured for.
+        """Refuse servers that do not match the configuration.
         Result: environment -> its guide.
 
         Errors: as `check_endpoints`.
@@ -286,7 +287,7 @@ def _pool(env: EnvConfig, endpoints: Sequence[str], **settings: Any) -> AnyPool:
     settings = {"request_timeout_s": env.request_timeout_s, **settings}
     if env.deploy == "kubernetes":
         settings["patience_s"] = FLEET_PATIENCE_S
-    if set(endpoints) != set(env.endpoints):  # servers of ours
+    if set(endpoints) != set(env.endpoints):  # our own servers
         return EnvPool(endpoints, **settings)
     if env.dialect == "agentgym":
         from agentgym.rollouts.dialect import AgentGymPool
@@ -306,7 +307,7 @@ async def check_endpoints(
     allow_expert: bool,
     expect_options: dict[str, Any] | None = None,
 ) -> list[InfoReply]:
-    """Refuse servers that are not what the run was configured for.
+    """Refuse servers that do not match the configuration; return their /info.
 
     expect_options: the configured options; each must be served with this value.
     Errors: EnvError; ValueError naming the endpoint.
@@ -356,10 +357,9 @@ async def check_endpoints(
 
 
 def check_env_servers(env: EnvConfig) -> None:
-    """Ask the configured endpoints, where there are any, before a run begins.
+    """Check the configured endpoints, if any, before a run begins.
 
-    Errors: EnvError where one does not answer, ConfigError where it is not what the run was
-    configured for.
+    Errors: EnvError if one does not answer, ConfigError if one does not match the configuration.
     """
 
     async def ask() -> None:

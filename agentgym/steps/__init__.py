@@ -1,1 +1,1 @@
-"""What one step of a run is and sees while it runs."""
+"""A step of a run, and the context in which it runs."""

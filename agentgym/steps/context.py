@@ -1,4 +1,4 @@
-"""What a running step sees: its parameters, its parents, and the one way to make progress
+"""The context of a running step: its parameters, its parents, and the one way to make progress
 durable.
 """
 
@@ -41,17 +41,17 @@ VALIDATION = "validation/success"
 
 
 class Progress(Protocol):
-    """Where a step shows how far it is: a progress bar, an artifact, nothing."""
+    """Display of a step's progress: a progress bar, an artifact, or nothing."""
 
     def start(self, what: str, total: int) -> None:
-        """A part of `total` units begins; an earlier part is over."""
+        """Begin a part of `total` units and end the previous part."""
         ...
 
     def advance(self, count: int = 1, note: str = "") -> None: ...
 
 
 class NoProgress:
-    """Shows nothing."""
+    """A `Progress` that shows nothing."""
 
     def start(self, what: str, total: int) -> None: ...
 
@@ -59,23 +59,23 @@ class NoProgress:
 
 
 def not_here(policy: str) -> Any:
-    """Errors: RuntimeError: nothing is evaluated where this context was made."""
+    """Raise RuntimeError, in contexts that cannot evaluate policies."""
     raise RuntimeError(f"{policy} cannot be evaluated here")
 
 
 @dataclass(frozen=True)
 class ForGate:
-    """What the gate may ask for while a model is registered."""
+    """Functions that the promotion gate may call while a model is registered."""
 
-    # has a policy that `agentgym evaluate` takes play by the gate's protocol -> its Result
+    # name of a policy for `agentgym evaluate` -> its Result by the gate's protocol
     play_anew: Callable[[str], Any] = not_here
-    # key of a run -> what its audit says, as fields of the gate's evidence
+    # key of a run -> result of its audit, as fields of the gate's evidence
     audited: Callable[[str], Any] = not_here
 
 
 @dataclass(kw_only=True)
 class StepReader:
-    """What a step reads: its parameters and what its parents left."""
+    """The inputs of a step: its parameters and its parents' results."""
 
     cfg: RunConfig
     step: Step
@@ -84,17 +84,17 @@ class StepReader:
 
     @property
     def data(self) -> Manifest:
-        """What prepared the items."""
+        """The step that prepared the items."""
         return self.parents[self.step.data]
 
     @property
     def checkpoint(self) -> Manifest:
-        """The weights this step goes on with, plays or registers."""
+        """The weights that this step trains further, plays or registers."""
         return self.parents[self.step.checkpoint]
 
     @property
     def start(self) -> Manifest:
-        """The weights that a penalty or self-training goes back to."""
+        """The weights that a KL penalty or self-training refers to."""
         return self.parents[self.step.start]
 
     @property
@@ -102,29 +102,30 @@ class StepReader:
         return self.parents[self.step.demonstrations]
 
     def read(self, manifest: Manifest, name: str) -> bytes:
-        """Verified content. Errors: DigestMismatch, BlobMissing."""
+        """Return verified content. Errors: DigestMismatch, BlobMissing."""
         return self.store.read(manifest, name)
 
     def tensors(self, manifest: Manifest, name: str) -> StoredTensors:
-        """Tensors of a commit, for whoever reads them. Errors: KeyError."""
-        from agentgym.models.tensorfiles import StoredTensors  # torch, which a done step is spared
+        """Return the tensors of a commit, not yet read. Errors: KeyError."""
+        from agentgym.models.tensorfiles import StoredTensors  # imports torch, which is slow
 
         return StoredTensors.of(self.store, manifest, name)
 
     def tensors_of(self, manifest: Manifest, *names: str) -> dict[str, StoredTensors]:
-        """Those of these names that the commit has."""
+        """Return name -> tensors, for those of these names that the commit has."""
         from agentgym.models.tensorfiles import files_of
 
         return {name: self.tensors(manifest, name) for name in names if files_of(manifest, name)}
 
     def policy(self, manifest: Manifest) -> StoredTensors:
-        """The weights of a commit's policy, an adapter's merged. Errors: KeyError, ValueError."""
+        """Return the policy's weights with an adapter merged. Errors: KeyError, ValueError."""
         from agentgym.models.checkpoint import policy_of
 
         return policy_of(self.store, manifest)
 
     def adapter(self, manifest: Manifest) -> Adapter | None:
-        """What is trained from this commit on where `lora` is on: its adapter, or a new one.
+        """Return the commit's adapter or a new one, to train; None if `lora` is off.
+
         Errors: ConfigError, ValueError.
         """
         from agentgym.models.checkpoint import adapter_for
@@ -135,7 +136,7 @@ class StepReader:
 
 @dataclass(kw_only=True)
 class StepContext(StepReader):
-    """One open step. It alone may commit, under the lease its writer holds."""
+    """One open step. Only it may commit, under the lease of its writer."""
 
     config: dict[str, Any]  # the semantic fields in the step's key
     writer: StepWriter
@@ -145,9 +146,9 @@ class StepContext(StepReader):
     gate: ForGate = ForGate()
     trained: Sequence[Manifest] = ()  # the stages before this one, in order
     _opened_at: float = field(default_factory=time.perf_counter)
-    _wall_s: float = field(init=False)  # of all attempts at this step
-    _held: list[Passed] = field(default_factory=list)  # steps taken since the last commit
-    _durable_step: int | None = None  # the last one that a commit holds, or is about to
+    _wall_s: float = field(init=False)  # of this step, over all attempts
+    _held: list[Passed] = field(default_factory=list)  # steps since the last commit
+    _durable_step: int | None = None  # the last one that is committed or being written
     _committed_at: float = -math.inf  # on the monotonic clock
     _commit_bytes: int = 0  # of the last commit
     _swept: bool = False
@@ -159,12 +160,13 @@ class StepContext(StepReader):
         head = self.writer.head
         self._wall_s = head.timings.get("wall_s", 0.0) if head else 0.0
         self._thread = ThreadPoolExecutor(1, "commit")
-        if self.step.kind is Kind.TRAIN:  # with whose points an evaluation's share the run's axis
+        # an evaluation's system metrics would lie on the same axis as those of training
+        if self.step.kind is Kind.TRAIN:
             self._system = SystemMetrics(self.cfg.state_dir)
 
     @property
     def head(self) -> Manifest | None:
-        """The last commit of this step: what a resumed run goes on from."""
+        """The last commit of this step, from which a resumed run continues."""
         return self.writer.head
 
     def commit(
@@ -179,12 +181,12 @@ class StepContext(StepReader):
         trajectories: Sequence[Trajectory] = (),
         records: Mapping[str, bytes] | None = None,
     ) -> Manifest:
-        """Weights first, manifest last, MLflow after that: a kill between any two loses nothing
-        and repeats nothing.
+        """Write a commit: weights first, manifest last, then MLflow.
 
-        blobs, snapshot: content that another run of the same step would make to the bit; records:
-        what tells of clocks.
-        Errors: AlarmStop, once it is made.
+        A kill between any two of these loses nothing and repeats nothing.
+        blobs, snapshot: content that is equal to the bit in every run of the same step. records:
+        content with times.
+        Errors: AlarmStop, after the commit.
         """
         self._finish_writing()
         logs = {**_logs(self._watched(points), trajectories), **(records or {})}
@@ -205,14 +207,15 @@ class StepContext(StepReader):
         points: Sequence[Point] = (),
         trajectories: Sequence[Trajectory] = (),
     ) -> Manifest | None:
-        """As `commit`, of an optimizer step (from 1), where one is due by `store.commit_every` and
-        `store.max_mib_per_minute`; other steps become durable with a later one, or are taken again.
+        """Record an optimizer step (from 1), and commit it if a commit is due by
+        `store.commit_every` and `store.max_mib_per_minute`.
 
-        Writing goes on beside what follows, one commit at a time; a failure of it is raised by the
-        next call, or by `close`.
-        files: what is small; snapshot: takes a copy of what is large, as it is now, with the
-        optimizer's state or without: a step that is done keeps it for one that goes on with it.
-        Result: the manifest of the last step, which is waited for.
+        Other steps become durable with a later commit, or are taken again after a crash.
+        The commit is written in the background, one at a time. Its failure is raised by the next
+        call or by `close`.
+        files: small content. snapshot: copies the large content now; its argument is True to
+        include the optimizer's state, which the last commit needs only if a later step continues.
+        Result: the manifest if `done`, after the commit is written; else None.
         Errors: AlarmStop, once the step is durable.
         """
         if self._writing is not None and self._writing.done():
@@ -227,11 +230,11 @@ class StepContext(StepReader):
             self._held.append(passed)
             return None
         self._finish_writing()
-        taken, held = snapshot(not done or self.step.is_continued), tuple(self._held)
+        taken, earlier = snapshot(not done or self.step.is_continued), tuple(self._held)
         self._held.clear()
         self._durable_step, self._committed_at = step, time.monotonic()
         self._commit_bytes = sum(map(len, files.values())) + taken.size
-        self._writing = self._thread.submit(self._write, done, passed, files, taken, held, score)
+        self._writing = self._thread.submit(self._write, done, passed, files, taken, earlier, score)
         if stop:
             self._finish_writing()
             raise stop
@@ -239,8 +242,8 @@ class StepContext(StepReader):
 
     @cached_property
     def watch(self) -> Watch:
-        """Looks at every optimizer step of the run's training; those committed before are read."""
-        steps = [(each.step, each.key) for each in self.trained]
+        """The watch over the run's alarms, with the points committed so far."""
+        steps = [(stage.step, stage.key) for stage in self.trained]
         points = [
             point
             for step, key in [*steps, (self.writer.step, self.writer.key)]
@@ -250,7 +253,7 @@ class StepContext(StepReader):
 
     def _watched(self, points: Sequence[Point]) -> list[Point]:
         if points and self._system:
-            last = points[-1]  # what is read now is of now
+            last = points[-1]  # system metrics are of the current time
             last = replace(last, metrics={**last.metrics, **self._system.read()})
             points = [*points[:-1], last]
         return [self.watch.take(point) for point in points]
@@ -259,7 +262,7 @@ class StepContext(StepReader):
         return self
 
     def __exit__(self, kind: object, stopped: BaseException | None, trace: object) -> None:
-        """As `close`; where the step was stopped, by that and not by what became of the writing."""
+        """Close. If the step raised, keep its exception; a failed commit is only logged."""
         try:
             self.close()
         except Exception as error:
@@ -268,7 +271,7 @@ class StepContext(StepReader):
             logger.warning("step %s: its last commit was not made: %s", self.step.name, error)
 
     def close(self) -> None:
-        """Wait for what is being written. Errors: what stopped it."""
+        """Wait for the commit that is being written. Errors: those of the commit."""
         try:
             self._finish_writing()
         finally:
@@ -320,13 +323,13 @@ class StepContext(StepReader):
 
     def _written(self, snapshot: Writable) -> dict[str, Blob]:
         self.writer.check()  # before writing gigabytes for nothing
-        if not self._swept:  # what a killed writer left may be the room that is needed
+        if not self._swept:  # files of a killed writer may take the space that is needed
             self.writer.prune(self.cfg.store.keep_checkpoints, also=self._best[1])
             self._swept = True
-        place = StorePlace.of(self.store)
+        store_place = StorePlace.of(self.store)
         try:
-            return snapshot.write(place, self.writer.step, self.writer.key)
-        except FileNotFoundError:  # a newer holder cleaned up
+            return snapshot.write(store_place, self.writer.step, self.writer.key)
+        except FileNotFoundError:  # a newer holder of the lease may have removed it
             self.writer.check()
             raise
 
@@ -337,7 +340,7 @@ class StepContext(StepReader):
             return -math.inf, None
         return max(
             scores(self.store, self.writer.step, self.writer.key),
-            key=lambda each: each[0],
+            key=lambda entry: entry[0],
             default=(-math.inf, None),
         )
 
@@ -347,18 +350,18 @@ class StepContext(StepReader):
 
 
 def scores(store: RunStore, step: str, key: str) -> list[tuple[float, int]]:
-    """(validation success, number) of each commit that was validated and has content, in order."""
-    found = []
+    """Return (validation success, number) of each validated commit with content, in order."""
+    scored = []
     for manifest in store.history(step, key):
         if manifest.blobs and METRICS in manifest.records:
             score = validation_of(decode_points(store.read(manifest, METRICS)))
             if score is not None:
-                found.append((score, manifest.seq))
-    return found
+                scored.append((score, manifest.seq))
+    return scored
 
 
 def validation_of(points: Sequence[Point]) -> float | None:
-    """Success in validation at the last of these points, where there was one."""
+    """Return the validation success of the last point; None if it has none."""
     return points[-1].metrics.get(VALIDATION) if points else None
 
 

@@ -1,4 +1,4 @@
-"""One step, and what came of running it."""
+"""A step of a run and the outcome of running it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Kind(StrEnum):
-    """What a step does. Its name is for people and for the store."""
+    """Kind of work that a step does."""
 
     PREPARE = "prepare"  # the items
     DEMONSTRATE = "demonstrate"  # the episodes that training imitates
@@ -28,7 +28,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One resumable unit of work. What it builds on are names of other steps; empty: nothing."""
+    """One resumable unit of work. Fields for its inputs are names of other steps; empty: none."""
 
     name: str
     title: str
@@ -37,20 +37,20 @@ class Step:
     sections: tuple[str, ...]  # of the configuration that change its result
     modules: tuple[str, ...]  # whose source computes it
     data: str = ""  # the items
-    checkpoint: str = ""  # the weights it goes on with, plays or registers
-    start: str = ""  # the weights that a penalty or self-training goes back to
+    checkpoint: str = ""  # the weights that it trains further, plays or registers
+    start: str = ""  # the weights that a KL penalty or self-training refers to
     demonstrations: str = ""
     baseline: str = ""  # the evaluation that this one is paired with
     evaluation: str = ""  # of the checkpoint that is registered
-    told: tuple[str, ...] = ()  # what a report tells of, in its order
+    told: tuple[str, ...] = ()  # steps in a report, in its order
     registration: str = ""
     stage: Stage | None = None  # of the curriculum
-    is_continued: bool = False  # a later step goes on with its optimizer's state
+    is_continued: bool = False  # a later step continues with its optimizer's state
     headline: bool = False  # its metrics also show on the parent run in MLflow
 
     @property
     def parents(self) -> tuple[str, ...]:
-        """All it builds on, each once."""
+        """Names of all steps that it builds on, each once."""
         built_on = (
             self.data,
             self.checkpoint,
@@ -66,12 +66,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `run_step` found or did."""
+    """Result of `run_step`."""
 
     step: Step
     manifest: Manifest
     how: Literal["done", "resumed", "ran"]
-    resumed_at: int | None = None  # commits that were there already
+    resumed_at: int | None = None  # number of earlier commits
 
     def __str__(self) -> str:
         return f"resumed at commit {self.resumed_at}" if self.how == "resumed" else self.how

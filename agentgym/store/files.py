@@ -1,4 +1,4 @@
-"""Files that are either whole and durable or not there: the few primitives the store stands on."""
+"""Primitives of the store: files that are either whole and durable or absent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROBE_BYTES = 1 << 16
 
 
 class StoreFull(OSError):
-    """No space or quota left. What was committed before stays valid."""
+    """No space or quota left. Earlier commits stay valid."""
 
 
 def write_temp(folder: Path, data: bytes, *, mode: int = 0o666) -> Path:
@@ -27,7 +27,7 @@ def write_temp(folder: Path, data: bytes, *, mode: int = 0o666) -> Path:
 def write_pieces(
     folder: Path, pieces: Iterable[memoryview], size: int, *, mode: int = 0o666
 ) -> Path:
-    """As `write_temp`, of pieces in order that are so many bytes."""
+    """Write pieces in order like `write_temp`. size: their bytes, for the error message."""
     path = folder / f"{TEMP_PREFIX}{secrets.token_hex(8)}"
     try:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -50,8 +50,11 @@ def write_pieces(
 
 @contextlib.contextmanager
 def full_disk_told(folder: Path) -> Iterator[None]:
-    """Whatever failed inside, for example a server of ours with its database there: where nothing
-    more can be written to `folder`, that is what is told. Errors: StoreFull, and those inside."""
+    """Raise StoreFull in place of any error inside if `folder` has no space left.
+
+    A server with its database in that folder fails with an error that does not name the full disk.
+    Errors: StoreFull; other errors pass unchanged.
+    """
     try:
         yield
     except StoreFull:
@@ -66,13 +69,11 @@ def full_disk_told(folder: Path) -> Iterator[None]:
 
 
 def create_exclusively(temp: Path, path: Path) -> bool:
-    """Give `temp`'s content the name `path`, durably, unless that name is taken.
-    Result: whether it was given.
-    """
+    """Link `temp` as `path`, durably, unless that name is taken. Return True if it was linked."""
     try:
         os.link(temp, path)
     except FileExistsError:
-        # over NFS a lost reply makes a link that was made look refused; the link count tells
+        # over NFS a lost reply makes a successful link look refused; the link count is reliable
         if temp.stat().st_nlink != 2:
             return False
     except OSError as error:
@@ -96,7 +97,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create `folder` and what is missing above it, durably."""
+    """Create `folder` and its missing parents, durably."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -105,7 +106,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Under its name stands all of it or what stood there before."""
+    """Replace the file atomically and durably; after a crash it has the new or the old content."""
     make_folder(path.parent)
     temporary = write_temp(path.parent, data)
     try:

@@ -1,6 +1,4 @@
-"""Names that change exactly when a result would: from configuration, inputs and the source that
-computes.
-"""
+"""Keys of steps: digests of configuration, inputs and source, which change with the result."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from agentgym.store.manifest import canonical_json, sha256
 
 PACKAGES = ("agentgym", "envs", "sites")  # our own code; libraries are pinned elsewhere
 # Modules that carry state or parameters and never compute a result (parameters are in the keys by
-# value): an edit there must not retrain anything.
+# value): an edit in one of them must not retrain anything.
 STATE_ONLY = (
     "agentgym.store",
     "agentgym.tracking",
@@ -32,7 +30,7 @@ STATE_ONLY = (
 
 
 def step_key(step: str, *, config: dict[str, Any], inputs: dict[str, str], source: str) -> str:
-    """The identity of a step's result, 64 hex digits.
+    """Return the identity of a step's result, 64 hex digits.
 
     config: its semantic fields; inputs: name -> digest of data and parent manifests; source:
     `source_digest` of the modules that compute it.
@@ -43,8 +41,7 @@ def step_key(step: str, *, config: dict[str, Any], inputs: dict[str, str], sourc
 
 
 def object_name(run_key: str, step: str, attempt: int) -> str:
-    """A name for objects elsewhere, `r<12 hex>-s2-a1` for stage-2: within the limits of Kubernetes
-    and KubeRay.
+    """Return a name within the limits of Kubernetes and KubeRay: `r<12 hex>-s2-a1` for stage-2.
 
     step: its words become their first letters, its numbers stay; evaluate-warm-start is `ews`.
     """
@@ -58,12 +55,12 @@ def object_name(run_key: str, step: str, attempt: int) -> str:
 
 
 def source_digest(modules: Sequence[str]) -> str:
-    """Digest of these modules and of all they import from our own packages, transitively.
+    """Return the digest of these modules and all they import from our own packages, transitively.
 
-    A package named here brings all modules below it. STATE_ONLY stays out unless named.
-    An installed package of somebody else counts whole, with its data files and its version: it may
-    import by name.
-    Read once per process.
+    A package includes all modules below it. STATE_ONLY is left out unless named.
+    A third-party package counts whole, with its data files and its version, because it may import
+    by name.
+    Files are read once per process.
     Errors: ValueError for a module that does not exist.
     """
     return _digest_once(tuple(sorted(set(modules))))
@@ -84,18 +81,18 @@ def _digest_once(modules: tuple[str, ...]) -> str:
 
 def environment_modules(name: str) -> tuple[str, ...]:
     """Return the modules that compute an environment; only the server if it is not installed."""
-    own = f"envs.{name}"
-    if importlib.util.find_spec(own) is not None:
-        return ("envs.server", own)
+    module = f"envs.{name}"
+    if importlib.util.find_spec(module) is not None:
+        return ("envs.server", module)
     installed = entry_points(group="agentgym.envs", name=name)
-    return ("envs.server", *(found.module for found in installed))
+    return ("envs.server", *(entry.module for entry in installed))
 
 
 def _version(package: str) -> str:
     """Return name and version of the distribution whose entry points name this package."""
-    for found in distributions():
-        if any(entry.module.split(".")[0] == package for entry in found.entry_points):
-            return f"{found.name} {found.version}"
+    for distribution in distributions():
+        if any(entry.module.split(".")[0] == package for entry in distribution.entry_points):
+            return f"{distribution.name} {distribution.version}"
     return ""
 
 
@@ -110,13 +107,14 @@ def _all_files(folder: Path) -> dict[str, Path]:
 
 
 def digest_files(files: Mapping[str, Path]) -> str:
-    """Of names and contents; where the files lie does not count."""
+    """Return the digest of names and contents; the folder does not count."""
     return sha256(canonical_json({name: sha256(path.read_bytes()) for name, path in files.items()}))
 
 
 def package_folders(others: Collection[str] = ()) -> dict[str, Path]:
-    """Where our packages and these others are installed, found without importing them; of a module
-    that is one file, that file.
+    """Return package -> its folder (a single-file module: its file), without importing it.
+
+    Included are our own packages and `others`.
     """
     folders = {}
     for name in {*PACKAGES, *others}:
@@ -129,10 +127,10 @@ def package_folders(others: Collection[str] = ()) -> dict[str, Path]:
 
 
 def source_files(modules: Sequence[str], folders: Mapping[str, Path]) -> dict[str, Path]:
-    """module name -> file, for `modules` and what they import from the packages in `folders`,
-    sorted by name.
+    """Return module name -> file, for `modules` and all they import from the packages in `folders`.
+    Sorted by name.
     """
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     waiting: list[str] = []
     for module in modules:
         path = _find(module, folders)
@@ -148,11 +146,11 @@ def source_files(modules: Sequence[str], folders: Mapping[str, Path]) -> dict[st
     while waiting:
         module = waiting.pop()
         path = _find(module, folders)
-        if module in found or path is None:
+        if module in files or path is None:
             continue
-        found[module] = path
+        files[module] = path
         waiting += [name for name in _imports(module, path) if not _is_state_only(name)]
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
 def _find(module: str, folders: Mapping[str, Path]) -> Path | None:
@@ -176,30 +174,30 @@ def _below(module: str, path: Path) -> Iterator[str]:
 
 
 def _imports(module: str, path: Path) -> tuple[str, ...]:
-    """Every name that may be a module, with the packages above it: importing a.b.c runs a and
-    a.b too.
+    """Return every imported name that may be a module, with its packages.
+    Importing a.b.c runs a and a.b too.
     """
     return _imported(module, path, path.read_bytes())
 
 
-@functools.cache  # one file is of many steps' sources
+@functools.cache  # one file belongs to the sources of many steps
 def _imported(module: str, path: Path, source: bytes) -> tuple[str, ...]:
-    found = list(_chain(module.rpartition(".")[0]))
+    names = list(_chain(module.rpartition(".")[0]))
     for node in _statements(ast.parse(source, filename=str(path))):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                found += _chain(alias.name)
+                names += _chain(alias.name)
         elif isinstance(node, ast.ImportFrom):
             base = _absolute(node, module, path)
-            found += _chain(base)
-            found += [f"{base}.{alias.name}" for alias in node.names]
-    return tuple(found)
+            names += _chain(base)
+            names += [f"{base}.{alias.name}" for alias in node.names]
+    return tuple(names)
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Every statement inside; expressions are most of a tree, and import nothing."""
-    for inside in ("body", "orelse", "handlers", "finalbody", "cases"):
-        for child in getattr(node, inside, ()):
+    """Yield every statement inside; expressions are most of a tree, and import nothing."""
+    for block in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for child in getattr(node, block, ()):
             yield child
             yield from _statements(child)
 

@@ -1,6 +1,4 @@
-"""Who may write to a step: one live holder at a time, each with a higher epoch than the one
-before.
-"""
+"""Leases: a step has one live writer at a time, each with a higher epoch than the one before."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ T = TypeVar("T")
 
 
 class LeaseHeld(RuntimeError):
-    """Someone else is at work on this step; nothing was started."""
+    """Another process is at work on this step; nothing was started."""
 
 
 def when_free(call: Callable[[], T], wait_s: float) -> T:
-    """What `call` gives, after up to `wait_s` seconds for another process that is at work on it;
-    then LeaseHeld.
+    """Return the result of `call`, which waits up to `wait_s` seconds for another process.
+    Errors: LeaseHeld if that process is still at work on the step.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -44,23 +42,23 @@ def when_free(call: Callable[[], T], wait_s: float) -> T:
 
 
 class Fenced(RuntimeError):
-    """Someone newer took this step over; this writer must stop.
-    The newer one's commits are untouched.
+    """A newer holder took this step over; this writer must stop.
+    The newer holder's commits are untouched.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who took a lease."""
+    """The process that took a lease."""
 
     epoch: int
     token: str  # unguessable, so two holders never look alike
     pid: int
-    # start time of the process, to tell it from a later one of that pid; None where there is no
+    # start time of the process, to distinguish it from a later one with that pid; None without
     # /proc
     started: str | None
     host: str
-    space: str  # boot and pid namespace: inside one, a pid means one process; empty where unknown
+    space: str  # boot and pid namespace: inside one, a pid means one process; empty if unknown
     since: float  # seconds since 1970
     parents: tuple[str, ...] = ()  # digests of the manifests that its step builds on
 
@@ -80,7 +78,7 @@ class Holder:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Self:
-        """As it was written. Errors: TypeError for what is no holder."""
+        """Return the holder that was written as this tree. Errors: TypeError for other trees."""
         return cls(**{**tree, "parents": tuple(tree.get("parents", ()))})
 
     def __str__(self) -> str:
@@ -88,9 +86,7 @@ class Holder:
         return f"process {self.pid} on {self.host}, since {since} (epoch {self.epoch})"
 
     def refuse_if_alive(self, silent_s: float, *, ttl_s: float, what: str) -> None:
-        """Errors: LeaseHeld while this holder lives: its process where it can be seen from
-        here, else its heartbeat.
-        """
+        """Raise LeaseHeld while this holder is alive, see `is_alive`."""
         alive = self.is_alive(silent_s, ttl_s=ttl_s)
         if self.is_near():
             if alive:
@@ -108,11 +104,11 @@ class Holder:
         )
 
     def is_alive(self, silent_s: float, *, ttl_s: float) -> bool:
-        """By its process where that can be seen from here, else by its heartbeat."""
+        """Return True if its process runs or, if that is not visible here, its heart beats."""
         return self._runs() if self.is_near() else silent_s < ttl_s
 
     def is_near(self) -> bool:
-        """Whether its process can be seen from here."""
+        """Return True if its process is visible from here."""
         return (self.host, self.space) == (socket.gethostname(), pid_space())
 
     def _runs(self) -> bool:
@@ -132,16 +128,16 @@ MAX_REASON = 500  # characters
 
 @dataclass(frozen=True, slots=True)
 class Tenure:
-    """The last time somebody held a lease, up to now."""
+    """The latest tenure of a lease: its holder, and how it ended."""
 
     holder: Holder
     alive: bool
-    # why the lease was given back before its time; empty: it was not; None: it was not given back
+    # why the lease was released early; empty: released at the end; None: never released
     reason: str | None
 
     @property
     def was_interrupted(self) -> bool:
-        """True where its process was ended from outside; False where the work itself failed."""
+        """True if its process was ended from outside; False if the work itself failed."""
         return not self.reason or self.reason.startswith(INTERRUPTED)
 
     def __str__(self) -> str:
@@ -153,17 +149,18 @@ class Tenure:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a holder gives its lease back: one line, without logins."""
+    """Return the reason for releasing a lease early: one line, without logins."""
     if not isinstance(error, Exception):
         return f"{INTERRUPTED} ({type(error).__name__})"
-    said = " ".join(without_login(str(error)).split())
-    return f"{type(error).__name__}: {said}"[:MAX_REASON]
+    message = " ".join(without_login(str(error)).split())
+    return f"{type(error).__name__}: {message}"[:MAX_REASON]
 
 
 def pid_space() -> str:
-    """Equal for processes that can judge each other by pid; hosts may share a name, containers
-    a machine.
-    Empty: unknown.
+    """Return the boot id and pid namespace; empty if unknown.
+
+    Processes with equal values see each other's pids. The host name is not enough: hosts may share
+    a name, and containers a machine.
     """
     try:
         return (
@@ -176,8 +173,8 @@ def pid_space() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """Ticks from boot to the start of a running process; None where it is gone, a zombie, or
-    where there is no /proc.
+    """Return the ticks from boot to the start of a running process.
+    None if it is gone, a zombie, or if there is no /proc.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -187,12 +184,12 @@ def process_start(pid: int) -> str | None:
 
 
 class Lease(ABC):
-    """A held lease.
-    A daemon thread keeps it young until `release`; what that takes is the back end's.
+    """A lease that this process has.
+    A daemon thread renews it until `release`, by the back end's `_beat`.
     """
 
     def __init__(self, holder: Holder, ttl_s: float, what: str) -> None:
-        """Called last by a back end's own: the heart beats from here on."""
+        """Start the heartbeat. A back end's constructor calls this last."""
         self.holder = holder
         self._what = what
         self._stop = threading.Event()
@@ -203,45 +200,43 @@ class Lease(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Errors: Fenced where a newer holder exists."""
+        """Raise Fenced if there is a newer holder."""
 
     @abstractmethod
     def commit(self, first: int, last: int, data: bytes) -> None:
-        """Make `data` the manifests `first` to `last`, durably, after all blobs that were put.
+        """Write `data` as the manifests `first` to `last`, durably, after all blobs that were put.
         Errors: Fenced, with nothing committed.
         """
 
     @abstractmethod
     def drop(self, first: int) -> None:
-        """Commits from `first` on count no more: their numbers are given anew.
-        Errors: Fenced.
-        """
+        """Drop the commits from `first` on; their numbers are used again. Errors: Fenced."""
 
     @abstractmethod
     def collect(self) -> None:
-        """Remove all commits and their content, at once for everybody who looks from here on; a
-        kill in between leaves files that count for nobody, and a second time removes them.
+        """Remove all commits, atomically for readers, and then their content.
+        A kill in between leaves files that no reader counts; a second call removes them.
         Errors: Fenced.
         """
 
     @abstractmethod
     def begin_anew(self) -> None:
-        """Make room for commits where they were collected before."""
+        """Prepare a step whose commits were collected for new ones."""
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove what writers that were killed left half made, blobs apart. Result: how many."""
+        """Remove partial files of killed writers, except blobs. Return their number."""
 
     @abstractmethod
     def _beat(self) -> None:
-        """Keep the lease young."""
+        """Renew the lease."""
 
     @abstractmethod
     def _give_back(self, reason: str) -> None:
-        """Let the next holder know that it need not wait, and everybody why it ended."""
+        """Mark the lease as released, for the next holder, and store the reason."""
 
     def release(self, reason: str = "") -> None:
-        """Stop the heartbeat and give the lease back. reason: why before its time, if so.
+        """Stop the heartbeat and release the lease. reason: why it is released early, if so.
         A failure is logged, not raised: the lease then ends with this process.
         """
         self._stop.set()
@@ -249,7 +244,7 @@ class Lease(ABC):
         try:
             self._give_back(reason)
         except Fenced:
-            pass  # somebody else's already
+            pass  # a newer holder has it already
         except (OSError, ValueError) as error:
             logger.warning(
                 "the lease on %s could not be marked as released, it ends with this process: %s",

@@ -1,6 +1,4 @@
-"""What one commit is: the record that owns a step's progress, and the digest that says two of
-them are equal.
-"""
+"""Manifests: the record of one commit, and the digest by which two of them are equal."""
 
 from __future__ import annotations
 
@@ -15,29 +13,28 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 SCHEMA_VERSION = 1
 MAX_DEPTH = 100  # levels of a commit's file
 SEVERAL = 2  # schema version of a file that holds the manifests of several optimizer steps
-# They hold clock times, or say who wrote and in how many commits.
+# These fields hold clock times, the writer's identity or the number of commits.
 NOT_IDENTITY = frozenset({"records", "timings", "epoch", "created_at", "seq", "follows"})
-# They become parts of paths, on disk and on S3, and a store may come from somebody else.
+# Names become parts of paths, on disk and on S3, and a store may come from someone you do not
+# trust.
 STEP = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # sha256
 
 
 class ManifestError(ValueError):
-    """A manifest that cannot be used as it is: unreadable, changed by hand, or of a newer
-    schema.
-    """
+    """A manifest that cannot be used: unreadable, changed by hand, or of a newer schema."""
 
 
 class ManifestDamaged(ManifestError):
-    """Not what was written."""
+    """A manifest whose content differs from what was written."""
 
 
 def canonical_json(value: Any) -> bytes:
-    """One spelling per value: sorted keys, no spaces, ASCII.
+    """Return a value's only JSON spelling: sorted keys, no spaces, ASCII.
 
-    Errors: ValueError for NaN and infinities, TypeError for what JSON cannot hold; both name the
-    place.
+    Errors: ValueError for NaN and infinities, TypeError for values that JSON cannot hold; both name
+    the path to the value.
     """
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
@@ -53,7 +50,7 @@ def sha256(data: bytes) -> str:
 
 
 class Blob(BaseModel):
-    """Names content; where it lies is the store's business."""
+    """The name of stored content: digest and size, without a location."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -67,7 +64,7 @@ class Blob(BaseModel):
 
 class Manifest(BaseModel):
     """One commit of one step.
-    Values are kept as JSON would give them back, so a digest survives the disk.
+    Values are stored as JSON returns them, so that a digest is the same after a round trip.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -79,16 +76,16 @@ class Manifest(BaseModel):
     done: bool
     parents: dict[str, Digest]  # parent step -> digest of its final manifest
     config: dict[str, Any]  # semantic config of this step
-    state: dict[str, Any]  # what a resumed run continues from
+    state: dict[str, Any]  # a resumed run continues from it
     blobs: dict[str, Blob]  # reproducible content
     results: dict[str, Any]  # reported numbers
 
-    # logs of this commit alone; the whole log is their sum over seq
+    # logs of this commit alone; the whole log is their concatenation over seq
     records: dict[str, Blob] = Field(default_factory=dict)
     timings: dict[str, float] = Field(default_factory=dict)  # seconds
     epoch: int = 0  # of the lease it was written under
     created_at: float = 0.0  # seconds since 1970
-    # records digest of the commit before, "" for the first; None: written before there was one
+    # records digest of the commit before, "" for the first; None: older than this field
     follows: str | None = Field(default=None, pattern=r"^([0-9a-f]{64})?$")
 
     @field_validator("config", "state", "results", mode="before")
@@ -98,7 +95,7 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _names_are_no_paths(self) -> Self:
-        """Whoever reads a manifest may write a file under any name in it."""
+        """Refuse names that are no plain file names: readers write files under these names."""
         for step in (self.step, *self.parents):
             if len(step) > 100 or not STEP.fullmatch(step):
                 raise ValueError(f"step name {step!r} is not lower-case words joined by dashes")
@@ -114,31 +111,28 @@ class Manifest(BaseModel):
 
     @property
     def digest(self) -> str:
-        """sha256 over the identity: equal for two runs that reached equal results, whoever ran
-        them and when.
-        """
+        """sha256 over the identity: equal for runs with equal results, by any user at any time."""
         return sha256(canonical_json(self.model_dump(exclude=set(NOT_IDENTITY))))
 
     @property
     def records_digest(self) -> str:
-        """sha256 over everything here, records and times too, and by `follows` over all commits
-        before.
+        """sha256 over all fields, records and times too, and by `follows` over all commits before.
 
-        No two runs have an equal one: it says that nobody changed this one's logs since.
+        No two runs have an equal one: it proves that this run's logs are unchanged.
         """
         return sha256(canonical_json(self.model_dump()))
 
     def to_tree(self) -> dict[str, Any]:
-        """As JSON for the disk, with the digests beside the fields."""
-        tree, second = self.model_dump(), {"records_digest": self.records_digest}
-        if self.follows is None:  # as it was written
+        """Return the manifest as JSON for the disk: its digests and its fields."""
+        tree, records_digest = self.model_dump(), {"records_digest": self.records_digest}
+        if self.follows is None:  # keep an old manifest byte for byte
             del tree["follows"]
-            second = {}
-        return {"digest": self.digest, **second, **tree}
+            records_digest = {}
+        return {"digest": self.digest, **records_digest, **tree}
 
     @classmethod
     def from_tree(cls, tree: Any, *, where: str) -> Self:
-        """The inverse of `to_tree`. `where` names the source in errors. Errors: ManifestError."""
+        """Invert `to_tree`. `where` names the source in errors. Errors: ManifestError."""
         version = tree.get("schema_version") if isinstance(tree, dict) else None
         if not isinstance(version, int):
             raise ManifestError(
@@ -149,40 +143,39 @@ class Manifest(BaseModel):
                 f"{where} has schema_version {version}, this agentgym reads up to {SEVERAL};"
                 " upgrade it or use another store"
             )
-        written, second = tree.pop("digest", None), tree.pop("records_digest", None)
+        digest, records_digest = tree.pop("digest", None), tree.pop("records_digest", None)
         try:
             manifest = cls.model_validate(tree)
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
-            place = (
-                "".join(f"{part}: " for part in problem["loc"]).encode("unicode_escape").decode()
-            )
+            path = "".join(f"{part}: " for part in problem["loc"]).encode("unicode_escape").decode()
             reason = problem["msg"].removeprefix("Value error, ")
-            raise ManifestDamaged(f"{where}: {place}{reason}; restore it from a copy") from None
-        if manifest.digest != written:
+            raise ManifestDamaged(f"{where}: {path}{reason}; restore it from a copy") from None
+        if manifest.digest != digest:
             raise ManifestDamaged(
-                f"{where} says digest {written}, its content has {manifest.digest}: it was changed;"
+                f"{where} says digest {digest}, its content has {manifest.digest}: it was changed;"
                 " restore it from a copy"
             )
         if (
-            manifest.follows is not None or second is not None
-        ) and manifest.records_digest != second:
+            manifest.follows is not None or records_digest is not None
+        ) and manifest.records_digest != records_digest:
             raise ManifestDamaged(
-                f"{where} says records digest {second}, its content has {manifest.records_digest}:"
-                " its records or times were changed; restore it from a copy"
+                f"{where} says records digest {records_digest}, its content has"
+                f" {manifest.records_digest}: its records or times were changed; restore it from a"
+                " copy"
             )
         return manifest
 
 
 def encode_commit(manifests: Sequence[Manifest]) -> bytes:
-    """The file of one commit: the manifests of all optimizer steps it made durable, in order."""
+    """Return the file of one commit: manifests of all optimizer steps it made durable, in order."""
     trees = [manifest.to_tree() for manifest in manifests]
     tree = trees[0] if len(trees) == 1 else {"schema_version": SEVERAL, "commits": trees}
     return json.dumps(tree, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def decode_commit(data: bytes, *, where: str = "manifest") -> list[Manifest]:
-    """The inverse of `encode_commit`. `where` names the source in errors. Errors: ManifestError."""
+    """Invert `encode_commit`. `where` names the source in errors. Errors: ManifestError."""
     try:
         tree = json.loads(data)
         _check_depth(tree)
@@ -196,7 +189,7 @@ def decode_commit(data: bytes, *, where: str = "manifest") -> list[Manifest]:
     trees = tree.get("commits")
     if not (isinstance(trees, list) and trees):
         raise ManifestDamaged(f"{where} holds no commit; restore it from a copy")
-    return [Manifest.from_tree(each, where=where) for each in trees]
+    return [Manifest.from_tree(child, where=where) for child in trees]
 
 
 def _check_depth(tree: Any) -> None:
@@ -205,8 +198,8 @@ def _check_depth(tree: Any) -> None:
     for _ in range(MAX_DEPTH):
         level = [
             child
-            for each in level
-            for child in (each.values() if isinstance(each, dict) else each)
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
             if isinstance(child, dict | list)
         ]
         if not level:
@@ -214,16 +207,16 @@ def _check_depth(tree: Any) -> None:
     raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
 
 
-def _culprit(value: Any, place: str = "value") -> str:
-    """Where inside `value` the first thing lies that JSON refuses."""
+def _culprit(value: Any, path: str = "value") -> str:
+    """Return the path and type of the first item in `value` that JSON refuses."""
     children: list[tuple[str, Any]] = []
     if isinstance(value, dict):
-        children = [(f"{place}.{key}", child) for key, child in value.items()]
+        children = [(f"{path}.{key}", child) for key, child in value.items()]
     elif isinstance(value, list | tuple):
-        children = [(f"{place}[{index}]", child) for index, child in enumerate(value)]
+        children = [(f"{path}[{index}]", child) for index, child in enumerate(value)]
     for name, child in children:
         try:
             json.dumps(child, allow_nan=False)
         except (TypeError, ValueError):
             return _culprit(child, name)
-    return f"{place} of type {type(value).__name__}"
+    return f"{path} of type {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Where a store is, for processes that are sent there."""
+"""Address of a store, for processes on other nodes that must open it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StoreNotHere(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StorePlace:
-    """What a process needs in order to open a store."""
+    """Root and lease time with which another process opens the same store."""
 
     root: str  # a folder, or s3://bucket/prefix
     lease_ttl_s: float
@@ -27,11 +27,11 @@ class StorePlace:
     def of(cls, store: RunStore) -> Self:
         root = store.root
         if not root.startswith("s3://"):
-            root = str(Path(root).absolute())  # where it is opened, another folder is the current
+            root = str(Path(root).absolute())  # another process has another working directory
         return cls(root, store.lease_ttl_s)
 
     def open(self) -> RunStore:
-        """Errors: ConfigError where S3 cannot be used as it is set up."""
+        """Open the store. Errors: ConfigError if S3 cannot be used with this setup."""
         if self.root.startswith("s3://"):
             from agentgym.store.s3 import s3_store
 
@@ -39,8 +39,8 @@ class StorePlace:
         return posix_store(Path(self.root), lease_ttl_s=self.lease_ttl_s)
 
     def visit(self, step: str, key: str) -> RunStore:
-        """The store, where the process that sent this one here has this step.
-        Errors: StoreNotHere.
+        """Open the store that another process wrote this step to.
+        Errors: StoreNotHere if this machine does not see the step's folder.
         """
         folder = Path(self.root) / "steps" / folder_name(step, key)
         if not self.root.startswith("s3://") and not folder.is_dir():
@@ -60,5 +60,5 @@ class Writable(Protocol):
         ...
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
-        """Into the folder of a step, as blobs of the next commit. Errors: StoreFull."""
+        """Write into a step's folder, as blobs of the next commit. Errors: StoreFull."""
         ...

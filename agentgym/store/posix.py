@@ -1,12 +1,10 @@
 """The RunStore on a POSIX file system: files that are created whole and never changed.
 
-root/steps/<step>-<key[:16]>/leases/<epoch>.json      who may write; never deleted, the heartbeat is
-its modification time
-                             blobs/<sha256>           content; large content that several keys of a
-step have is one file with a name in each of their folders
-                             manifests/<seq>.json     one per commit, created exclusively; the
-number is that of its first manifest
-                             collected                where it is, all of those are gone, or going
+root/steps/<step>-<key[:16]>/
+    leases/<epoch>.json   the holder; never deleted, its modification time is the heartbeat
+    blobs/<sha256>        content; large content of several keys of a step is one hard-linked file
+    manifests/<seq>.json  one per commit, created exclusively, numbered by its first manifest
+    collected             if present, blobs and manifests were removed or are being removed
 """
 
 from __future__ import annotations
@@ -38,13 +36,13 @@ from agentgym.store.runstore import Content, RunStore, digest_of
 
 T = TypeVar("T")
 U = TypeVar("U")
-COLLECTED = "collected"  # while this file is there, a step has no commits
+COLLECTED = "collected"  # while this file exists, a step has no commits
 SHARED_BYTES = 1 << 20  # content from here on is stored once for all keys of a step
 MANIFEST = re.compile(r"(?P<seq>\d{6,})\.json")
 
 
 def posix_store(root: Path, *, lease_ttl_s: float) -> RunStore:
-    """The store in the folder `root`, which need not exist yet. lease_ttl_s: see RunStore."""
+    """Return the store in folder `root`, which need not exist yet. lease_ttl_s: see RunStore."""
     return RunStore(PosixBackend(root), lease_ttl_s=lease_ttl_s)
 
 
@@ -79,12 +77,12 @@ class PosixFolder:
             names = os.listdir(self._path / "manifests")
         except FileNotFoundError:
             return {}
-        found = (
+        pairs = (
             (int(match["seq"]), f"manifests/{match.string}")
             for name in names
             if (match := MANIFEST.fullmatch(name))
         )
-        return dict(sorted(found))
+        return dict(sorted(pairs))
 
     def read(self, name: str) -> bytes:
         return (self._path / name).read_bytes()
@@ -115,9 +113,9 @@ class PosixFolder:
             write_temp(path.parent, data).rename(path)
 
     def stream(self, content: Content) -> Blob:
-        """Hashed beside the writing."""
-        with ThreadPoolExecutor(1) as beside:
-            hashing = beside.submit(digest_of, content)
+        """Write content while another thread hashes it."""
+        with ThreadPoolExecutor(1) as pool:
+            hashing = pool.submit(digest_of, content)
             temp = write_pieces(self._path / "blobs", content.pieces(), content.size)
         try:
             blob = Blob(digest=hashing.result(), size=content.size)
@@ -128,18 +126,20 @@ class PosixFolder:
         return blob
 
     def _has(self, blob: Blob) -> bool:
-        """Return True where the content lies here whole, or, if it is large, in the folder of
-        another key of this step: then it gets a second name here (a hard link).
+        """Return True if the content is stored whole.
+        Large content in the folder of another key of this step counts; it is hard-linked here.
         """
         path = self._path / "blobs" / blob.digest
         step, _, _ = self._path.name.rpartition("-")
         others = self._path.parent.glob(f"{step}-*/blobs/{blob.digest}")
-        for found in (path, *(others if blob.size >= SHARED_BYTES else ())):
+        for candidate in (path, *(others if blob.size >= SHARED_BYTES else ())):
             try:
-                is_whole = found.stat().st_size == blob.size and _sha256(found) == blob.digest
-                if is_whole and found != path:
-                    _link(found, path)
-            except OSError:  # pruned meanwhile, unreadable, or with too many names already
+                is_whole = (
+                    candidate.stat().st_size == blob.size and _sha256(candidate) == blob.digest
+                )
+                if is_whole and candidate != path:
+                    _link(candidate, path)
+            except OSError:  # pruned meanwhile, unreadable, or at its limit of hard links
                 continue
             if is_whole:
                 return True
@@ -152,8 +152,8 @@ class PosixFolder:
         return (self._path / COLLECTED).exists()
 
     def num_bytes(self) -> int:
-        found = [path.stat() for path in self._path.rglob("*") if path.is_file()]
-        return sum(each.st_size // each.st_nlink for each in found)
+        stats = [path.stat() for path in self._path.rglob("*") if path.is_file()]
+        return sum(stat.st_size // stat.st_nlink for stat in stats)
 
     def has_content(self) -> bool:
         return any(any((self._path / name).iterdir()) for name in ("manifests", "blobs"))
@@ -185,14 +185,13 @@ class PosixFolder:
             try:
                 if epoch and not _released(leases, epoch).exists():
                     last = _lease(leases, epoch)
-                    # the temporary file's time is "now" on the clock of the file system that stamps
-                    # heartbeats
+                    # heartbeats carry the file system's clock, and so does the temporary file
                     silent_s = temp.stat().st_mtime - last.stat().st_mtime
                     _read_holder(last).refuse_if_alive(silent_s, ttl_s=ttl_s, what=what)
                 if create_exclusively(temp, _lease(leases, me.epoch)):
                     return PosixLease(self._path, me, ttl_s, what)
             except FileNotFoundError:
-                continue  # the live holder tidied the temporary file away
+                continue  # the live holder swept the temporary file away
             finally:
                 discard(temp)
 
@@ -217,11 +216,11 @@ class PosixLease(Lease):
         try:
             self.check()
             if not create_exclusively(temp, path):
-                made = decode_commit(path.read_bytes(), where=str(path))[-1]
+                committed = decode_commit(path.read_bytes(), where=str(path))[-1]
                 raise Fenced(
-                    f"{self._what}: commit {first} was already made under epoch {made.epoch}, not"
-                    f" by this process ({self.holder.pid}, epoch {self.holder.epoch}); stop, and"
-                    " run the step again to continue from it"
+                    f"{self._what}: commit {first} was already made under epoch"
+                    f" {committed.epoch}, not by this process ({self.holder.pid}, epoch"
+                    f" {self.holder.epoch}); stop, and run the step again to continue from it"
                 )
         finally:
             discard(temp)
@@ -229,7 +228,7 @@ class PosixLease(Lease):
     def drop(self, first: int) -> None:
         folder = self._path / "manifests"
         numbers = [int(name[:-5]) for name in os.listdir(folder) if MANIFEST.fullmatch(name)]
-        for seq in sorted(numbers, reverse=True):  # the newest first: what is left is a history
+        for seq in sorted(numbers, reverse=True):  # newest first: a kill leaves a valid history
             if seq >= first:
                 self.check()
                 path = folder / f"{seq:06d}.json"
@@ -287,7 +286,7 @@ def _sha256(path: Path) -> str:
 
 
 def _link(content: Path, path: Path) -> None:
-    """Give `content` the name `path`, too, in place of what lies there."""
+    """Hard-link `content` as `path`, replacing the file there."""
     temp = path.with_name(f"{TEMP_PREFIX}{secrets.token_hex(8)}")
     os.link(content, temp)
     try:
@@ -297,7 +296,7 @@ def _link(content: Path, path: Path) -> None:
 
 
 def _newest_epoch(leases: Path) -> int:
-    """0 where nobody was ever here."""
+    """Return the newest epoch; 0 if there was no holder yet."""
     return max(
         (
             int(name[:-5])

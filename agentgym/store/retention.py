@@ -1,4 +1,4 @@
-"""Which steps of a store somebody needs, and why; what is left may be collected."""
+"""Rules for which steps of a store are still needed, and why; the rest may be collected."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ def kept(
     pinned: Mapping[str, str],
     live: Collection[str],
 ) -> dict[str, str]:
-    """Digest of each head that is needed -> the reason, of itself or of what builds on it.
+    """Return the digest of each head that is needed -> its own reason or that of a descendant.
 
-    now: seconds since 1970; days: younger heads are needed; runs: so many of the newest that
-    nothing builds on; pinned: digest -> reason; live: digests that running steps build on. These,
-    and what was committed within the last hour (its run may be between two steps), keep all that is
-    connected with them: what else a run needs is known to it alone.
+    now: seconds since 1970; days: younger heads are needed; runs: number of newest leaves (heads
+    that nothing builds on) to keep; pinned: digest -> reason; live: digests that running steps
+    build on.
+    Live heads, and those committed within the last hour (their run may be between two steps), keep
+    every head connected with them, because only the run knows what else it needs.
     """
     by_digest = {head.digest: head for head in heads}
     reasons: dict[str, str] = {}
-    named = {parent for head in heads for parent in head.parents.values()}
-    leaves = [head for head in heads if head.digest not in named]
+    parent_digests = {parent for head in heads for parent in head.parents.values()}
+    leaves = [head for head in heads if head.digest not in parent_digests]
     newest = sorted(leaves, key=lambda head: head.created_at)[
         len(leaves) - min(runs, len(leaves)) :
     ]
@@ -54,17 +55,17 @@ def kept(
 
 
 def connected(heads: Sequence[Manifest], digests: Iterable[str]) -> set[str]:
-    """Digests of the heads that share an ancestor, through any number of others, with these."""
+    """Return the digests of the heads in the same connected components as `digests`."""
     neighbours: dict[str, set[str]] = {head.digest: set() for head in heads}
     for head in heads:
         for parent in head.parents.values():
             if parent in neighbours:
                 neighbours[parent].add(head.digest)
                 neighbours[head.digest].add(parent)
-    found, waiting = set(), [digest for digest in digests if digest in neighbours]
+    component, waiting = set(), [digest for digest in digests if digest in neighbours]
     while waiting:
         digest = waiting.pop()
-        if digest not in found:
-            found.add(digest)
+        if digest not in component:
+            component.add(digest)
             waiting += neighbours[digest]
-    return found
+    return component

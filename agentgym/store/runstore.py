@@ -1,8 +1,8 @@
 """The RunStore: progress has one owner, the newest committed manifest.
 
-A step under a key has a folder of its own: blobs named by their sha256 and written first, one
-manifest per commit written last, and a lease that says who may write.
-Where a folder lies is a back end's business: posix.py, s3.py.
+Each (step, key) has its own folder: blobs, named by their sha256 and written first; one manifest
+per commit, written last; and a lease that names the one writer.
+Back ends store the folders: posix.py, s3.py.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 U = TypeVar("U")
-KEY_DIGITS = 16  # of a step's key, in the name of its folder
+KEY_DIGITS = 16  # digits of a step's key in the name of its folder
 FOLDER = re.compile(rf"(?P<step>.+)-(?P<key>[0-9a-f]{{{KEY_DIGITS}}})")
 
 
 class DigestMismatch(ValueError):
-    """Stored content is not what was committed."""
+    """Stored content differs from what was committed."""
 
 
 class BlobMissing(LookupError):
-    """Content a manifest names is not there: pruned, or lost."""
+    """Content that a manifest names is absent: pruned, or lost."""
 
 
 class Content(Protocol):
-    """What goes into the store piece by piece, because nobody holds a second copy of it."""
+    """Content that is stored piece by piece, because memory has no room for a second copy."""
 
     @property
     def size(self) -> int:
@@ -53,25 +53,25 @@ class Content(Protocol):
         ...
 
     def pieces(self) -> Iterator[memoryview]:
-        """In order; the same ones at each call."""
+        """Yield the pieces in order, the same ones at every call."""
         ...
 
 
 class Folder(Protocol):
-    """One step's place in a back end.
-    Reading methods raise FileNotFoundError for a name that is not there.
+    """One step's folder in a back end.
+    Reading methods raise FileNotFoundError for a missing name.
     """
 
     place: str  # for people
 
     def commits(self) -> dict[int, str]:
-        """seq of a commit's first manifest -> name of its file, in order."""
+        """Return seq of each commit's first manifest -> name of its file, in order."""
         ...
 
     def read(self, name: str) -> bytes: ...
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what lies from byte `start` on. Errors: EOFError."""
+        """Fill `buffer` with the bytes from `start` on. Errors: EOFError."""
         ...
 
     def size(self, name: str) -> int:
@@ -79,12 +79,12 @@ class Folder(Protocol):
         ...
 
     def digest(self, name: str) -> str:
-        """sha256 of what lies there, read once and not held in memory."""
+        """sha256 of a file's content, read once and streamed."""
         ...
 
     def blobs(self) -> set[str]:
         """Digests of all blobs, also of those that no manifest names.
-        Needs a lease to have been taken once.
+        The step must have had a lease before.
         """
         ...
 
@@ -93,7 +93,7 @@ class Folder(Protocol):
         ...
 
     def stream(self, content: Content) -> Blob:
-        """Store content whole under its digest, holding a few pieces of it at a time.
+        """Store content whole under its digest, with a few pieces at a time in memory.
         Errors: StoreFull.
         """
         ...
@@ -103,7 +103,7 @@ class Folder(Protocol):
         ...
 
     def collected(self) -> bool:
-        """Whether its commits were removed by `RunStore.collect`, and none made since."""
+        """Return True if `RunStore.collect` removed the commits and there is no new one."""
         ...
 
     def num_bytes(self) -> int:
@@ -111,11 +111,11 @@ class Folder(Protocol):
         ...
 
     def has_content(self) -> bool:
-        """Whether a manifest or a blob is there, counting or not."""
+        """Return True if there is a manifest or a blob, counting or not."""
         ...
 
     def tenure(self, ttl_s: float) -> Tenure | None:
-        """Return the last tenure of the step's lease; None where nobody ever held it."""
+        """Return the last tenure of the step's lease; None if there was none yet."""
         ...
 
     def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
@@ -126,7 +126,7 @@ class Folder(Protocol):
 
 
 class Backend(Protocol):
-    """Where the folders of all steps lie."""
+    """Storage of the folders of all steps."""
 
     root: str
 
@@ -135,7 +135,7 @@ class Backend(Protocol):
     def folder(self, name: str) -> Folder: ...
 
     def map(self, function: Callable[[T], U], items: Iterable[T]) -> list[U]:
-        """In order; many at a time where that pays."""
+        """Apply `function` to the items; results in order. Concurrent if that is faster."""
         ...
 
 
@@ -143,45 +143,46 @@ class RunStore:
     """Commits of steps in one back end. Reading needs no lease and takes none."""
 
     def __init__(self, backend: Backend, *, lease_ttl_s: float) -> None:
-        """lease_ttl_s: a holder this process cannot look at (another host) counts as dead after
-        so many silent seconds.
+        """Open a store.
+        lease_ttl_s: a holder on another host counts as dead after so many silent seconds.
         """
         self.root = backend.root
         self.lease_ttl_s = lease_ttl_s
         self._backend = backend
 
     def head(self, step: str, key: str) -> Manifest | None:
-        """The newest commit; where its file is damaged, the one before, with a warning.
+        """Return the newest commit; if its file is damaged, the one before, with a warning.
         Errors: ManifestError.
         """
         return _newest(self._folder(step, key), f"{step}-{key}")
 
     def final(self, step: str, key: str) -> Manifest | None:
-        """The head, where the step is done."""
+        """Return the head if the step is done, else None."""
         head = self.head(step, key)
         return head if head is not None and head.done else None
 
     def history(self, step: str, key: str, *, after: int = -1) -> list[Manifest]:
-        """Every commit with seq > after, in order."""
-        return [each for commit in self._commits(step, key, after) for each in commit]
+        """Return every manifest with seq > after, in order."""
+        return [manifest for commit in self._commits(step, key, after) for manifest in commit]
 
     def _commits(self, step: str, key: str, after: int = -1) -> list[list[Manifest]]:
-        """`history`, by commit."""
+        """Return `history` as one list of manifests per commit."""
         folder = self._folder(step, key)
         files = list(folder.commits().items())
-        begun = max(0, sum(seq <= after for seq, _ in files) - 1)  # that one may go on beyond it
+        # the last commit that begins at or before `after` may have manifests beyond it
+        first = max(0, sum(seq <= after for seq, _ in files) - 1)
         loaded = self._backend.map(
-            lambda file: _load(folder, *file, f"{step}-{key}"), files[begun:]
+            lambda file: _load(folder, *file, f"{step}-{key}"), files[first:]
         )
-        later = [[each for each in commit if each.seq > after] for commit in loaded]
+        later = [[manifest for manifest in commit if manifest.seq > after] for commit in loaded]
         return [commit for commit in later if commit]
 
     def keys(self, step: str) -> list[Manifest]:
-        """The head of every key this step name was ever committed under, oldest first."""
+        """Return the head of every key that has commits of this step name, oldest first."""
         return self.heads(step)
 
     def heads(self, step: str | None = None, key: str = "") -> list[Manifest]:
-        """The head of every key, oldest first; step: of that step alone; key: its beginning."""
+        """Return the head of every key, oldest first. step: only this one; key: a prefix."""
 
         def head_of(name: str) -> Manifest | None:
             return _newest(self._backend.folder(name), name)
@@ -198,21 +199,23 @@ class RunStore:
         )
 
     def marks(self) -> dict[str, str]:
-        """Folder of each step -> another text once its newest commit is another one."""
+        """Return folder of each step -> text that changes with its newest commit."""
 
         def mark(name: str) -> str:
             folder = self._backend.folder(name)
             try:
                 files = list(folder.commits().values())
                 return f"{len(files)} {folder.digest(files[-1])}" if files else ""
-            except FileNotFoundError:  # it is being collected
+            except FileNotFoundError:  # the step is being collected
                 return ""
 
         names = sorted(filter(FOLDER.fullmatch, self._backend.folders()))
         return dict(zip(names, self._backend.map(mark, names), strict=True))
 
     def read(self, manifest: Manifest, name: str) -> bytes:
-        """Verified content of a blob or record. Errors: KeyError, BlobMissing, DigestMismatch."""
+        """Return verified content of a blob or record.
+        Errors: KeyError, BlobMissing, DigestMismatch.
+        """
         folder, blob = self._locate(manifest, name)
         try:
             data = folder.read(_blob(blob))
@@ -222,8 +225,8 @@ class RunStore:
         return data
 
     def read_into(self, manifest: Manifest, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what lies from byte `start` of a blob on; `verify` says whether it is
-        what was committed. Errors: KeyError, BlobMissing, EOFError.
+        """Fill `buffer` with the bytes of a blob from `start` on, unverified (see `verify`).
+        Errors: KeyError, BlobMissing, EOFError.
         """
         folder, blob = self._locate(manifest, name)
         try:
@@ -232,13 +235,13 @@ class RunStore:
             raise self._missing(manifest, name) from None
 
     def add(self, step: str, key: str, content: Content) -> Blob:
-        """Store content that the holder of the step's lease is about to commit; whoever has a
-        part of it may. Errors: StoreFull.
+        """Store content that the holder of the step's lease is about to commit.
+        Other processes may call this: it needs no lease. Errors: StoreFull.
         """
         return self._folder(step, key).stream(content)
 
     def has(self, manifest: Manifest) -> bool:
-        """Whether all its blobs are there."""
+        """Return True if all blobs of the manifest exist with their sizes."""
         folder = self._folder(manifest.step, manifest.key)
         try:
             sizes = [folder.size(_blob(blob)) for blob in manifest.blobs.values()]
@@ -247,7 +250,9 @@ class RunStore:
         return sizes == [blob.size for blob in manifest.blobs.values()]
 
     def verify(self, manifest: Manifest, names: Sequence[str] | None = None) -> None:
-        """Read its content once, all of it or these names. Errors: BlobMissing, DigestMismatch."""
+        """Verify a manifest's content by reading it once, all of it or these names.
+        Errors: BlobMissing, DigestMismatch.
+        """
         for name in (*manifest.blobs, *manifest.records) if names is None else names:
             folder, blob = self._locate(manifest, name)
             try:
@@ -261,35 +266,35 @@ class RunStore:
                 raise self._missing(manifest, name) from None
 
     def is_collected(self, step: str, key: str) -> bool:
-        """Whether the commits of this step were collected, and none made since."""
+        """Return True if the commits of this step were collected and there is no new one."""
         return self._folder(step, key).collected()
 
     def num_bytes(self, manifest: Manifest) -> int:
-        """That the folder of its step takes."""
+        """Return the bytes of the folder of the manifest's step."""
         return self._folder(manifest.step, manifest.key).num_bytes()
 
     def holders(self) -> list[Holder]:
-        """Who is at work on a step of this store."""
+        """Return the live holders of leases in this store."""
         return [tenure.holder for tenure in self.tenures().values() if tenure.alive]
 
     def tenures(self, folders: Iterable[str] | None = None) -> dict[str, Tenure]:
         """Return the last tenure of each step's lease, by the name of the step's folder.
-        folders: of these alone; one where nobody ever was is left out.
+        folders: only these. A step that never had a holder is left out.
         """
         names = [
             name
             for name in (self._backend.folders() if folders is None else folders)
             if FOLDER.fullmatch(name)
         ]
-        found = self._backend.map(
+        tenures = self._backend.map(
             lambda name: self._backend.folder(name).tenure(self.lease_ttl_s), names
         )
-        pairs = zip(names, found, strict=True)
+        pairs = zip(names, tenures, strict=True)
         return {name: tenure for name, tenure in pairs if tenure is not None}
 
     def collect(self, manifest: Manifest) -> None:
-        """Remove the commits of its step and key, and all their content, if it is the head.
-        Errors: LeaseHeld; ValueError where it is not.
+        """Remove the commits of the manifest's step and key, with their content.
+        Errors: LeaseHeld; ValueError if the manifest is not the head.
         """
         folder = self._folder(manifest.step, manifest.key)
         with self._held(folder, manifest.step) as lease:
@@ -298,21 +303,21 @@ class RunStore:
             lease.collect()
 
     def finish_collecting(self) -> int:
-        """Remove what a `collect` that was killed left behind. Result: of how many steps."""
+        """Finish every `collect` that was killed. Return the number of steps."""
         count = 0
         for match in filter(None, map(FOLDER.fullmatch, self._backend.folders())):
             folder = self._backend.folder(match.string)
             if not (folder.collected() and folder.has_content()):
                 continue
             with contextlib.suppress(LeaseHeld), self._held(folder, match["step"]) as lease:
-                if folder.collected():  # else somebody made the step anew meanwhile
+                if folder.collected():  # else another process began the step anew meanwhile
                     lease.collect()
                     count += 1
         return count
 
     @contextlib.contextmanager
     def _held(self, folder: Folder, step: str, parents: Sequence[str] = ()) -> Iterator[Lease]:
-        """The step's lease, given back on exit, however that comes. Errors: LeaseHeld."""
+        """Yield the step's lease; release it on any exit. Errors: LeaseHeld."""
         lease = folder.acquire(self.lease_ttl_s, f"step {step} ({folder.place})", parents)
         reason = ""
         try:
@@ -325,8 +330,8 @@ class RunStore:
 
     @contextlib.contextmanager
     def open(self, step: str, key: str, parents: Sequence[str] = ()) -> Iterator[StepWriter]:
-        """Take the step's lease; it is given back on exit, however that comes.
-        parents: digests of the manifests it builds on, which nobody collects meanwhile.
+        """Yield a writer under the step's lease; release the lease on any exit.
+        parents: digests of the manifests it builds on, which are not collected meanwhile.
         Errors: LeaseHeld.
         """
         if not STEP.fullmatch(step):
@@ -356,12 +361,14 @@ class RunStore:
         return self._folder(manifest.step, manifest.key), blob
 
     def _compare(self, manifest: Manifest, name: str, size: int, digest: Callable[[], str]) -> None:
-        """`digest` is asked only where the size is right."""
+        """Raise DigestMismatch unless size and digest are right.
+        `digest` is called only if the size is right.
+        """
         folder, blob = self._locate(manifest, name)
         if size != blob.size:
             expected, came = f"{blob.size} bytes", f"{size} bytes"
-        elif (found := digest()) != blob.digest:
-            expected, came = f"sha256 {blob.digest}", f"sha256 {found}"
+        elif (actual := digest()) != blob.digest:
+            expected, came = f"sha256 {blob.digest}", f"sha256 {actual}"
         else:
             return
         raise DigestMismatch(
@@ -372,27 +379,27 @@ class RunStore:
 
     def _missing(self, manifest: Manifest, name: str) -> BlobMissing:
         folder, blob = self._locate(manifest, name)
-        where = (
+        message = (
             f"{name} of step {manifest.step} commit {manifest.seq} is not there:"
             f" {folder.place}/{_blob(blob)}"
         )
         if folder.collected():
-            return BlobMissing(f"{where}: `agentgym gc` collected it; run the step again")
+            return BlobMissing(f"{message}: `agentgym gc` collected it; run the step again")
         head = self.head(manifest.step, manifest.key)
         if head is not None and head.seq > manifest.seq and name in manifest.blobs:
             return BlobMissing(
-                f"{where}; only the newest commits keep their blobs (store.keep_checkpoints), use"
+                f"{message}; only the newest commits keep their blobs (store.keep_checkpoints), use"
                 f" commit {head.seq}"
             )
         return BlobMissing(
-            f"{where}; restore that file, or delete {folder.place} to run the step again"
+            f"{message}; restore that file, or delete {folder.place} to run the step again"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """An optimizer step that becomes durable with a later one: what it left but content that a
-    resumed run goes on from.
+    """An optimizer step that becomes durable with a later one.
+    It has all fields of a commit except blobs, which a resumed run needs of the last step alone.
     """
 
     state: dict[str, Any]
@@ -413,7 +420,7 @@ class StepWriter:
         key: str,
         commits: list[list[Manifest]],
     ) -> None:
-        """commits: each with the manifests of its optimizer steps, in order."""
+        """Begin with the step's commits, each a list of the manifests of its optimizer steps."""
         self.step = step
         self.key = key
         self.epoch = lease.holder.epoch
@@ -426,17 +433,17 @@ class StepWriter:
             for manifest in commit
             for blob in manifest.records.values()
         }
-        # blobs that are there and may go one day; None until pruning looked
+        # stored blobs that pruning may remove; None until the first pruning lists them
         self._loose: set[str] | None = None
 
     @property
     def head(self) -> Manifest | None:
-        """The newest commit: what to continue from."""
+        """The newest commit, to continue from."""
         return self._commits[-1][-1] if self._commits else None
 
     @property
     def has_earlier(self) -> bool:
-        """Whether there is a commit before the newest one."""
+        """True if there is a commit before the newest one."""
         return len(self._commits) > 1
 
     def commit(
@@ -452,55 +459,55 @@ class StepWriter:
         timings: dict[str, float],
         earlier: Sequence[Passed] = (),
     ) -> Manifest:
-        """Make everything durable, the manifest last: a kill before its last line leaves the
-        previous head valid.
+        """Make everything durable, the manifest last: a kill before the end leaves the previous
+        head valid.
 
-        A `Blob` in `blobs` is there already: by `RunStore.add`, or unchanged; earlier: steps since
-        the last commit, each of which gets a manifest of its own, in the same file. Errors:
-        Fenced, StoreFull, BlobMissing.
+        blobs: a `Blob` is stored already, by `RunStore.add` or because it is unchanged.
+        earlier: steps since the last commit; each has a manifest of its own in the same file.
+        Errors: Fenced, StoreFull, BlobMissing.
         """
         self._lease.check()  # before writing gigabytes for nothing
-        kept = {
+        last_blobs = {
             name: self._keep(name, value) if isinstance(value, Blob) else self._put(value)
             for name, value in blobs.items()
         }
         last = Passed(state, records, results, timings)
         manifests: list[Manifest] = []
-        before = self.head
+        previous = self.head
         for passed in (*earlier, last):
-            before = Manifest(
+            previous = Manifest(
                 step=self.step,
                 key=self.key,
-                seq=before.seq + 1 if before else 0,
+                seq=previous.seq + 1 if previous else 0,
                 done=done and passed is last,
                 parents=parents,
                 config=config,
                 state=passed.state,
-                blobs=kept if passed is last else {},
+                blobs=last_blobs if passed is last else {},
                 results=passed.results,
                 records={name: self._put(value) for name, value in passed.records.items()},
                 timings=passed.timings,
                 epoch=self.epoch,
                 created_at=passed.at,
-                follows=before.records_digest if before else "",
+                follows=previous.records_digest if previous else "",
             )
-            manifests.append(before)
+            manifests.append(previous)
         manifest = manifests[-1]
         self._lease.commit(manifests[0].seq, manifest.seq, encode_commit(manifests))
         self._commits.append(manifests)
-        recorded = {blob.digest for each in manifests for blob in each.records.values()}
+        recorded = {blob.digest for step in manifests for blob in step.records.values()}
         self._pinned |= recorded
         if self._loose is not None:
             self._loose -= recorded
         return manifest
 
     def check(self) -> None:
-        """That nobody took the step over. Errors: Fenced."""
+        """Raise Fenced if another process took the step over."""
         self._lease.check()
 
     def fall_back(self) -> Manifest | None:
-        """Drop the newest commit, whose content is damaged.
-        Result: the one before, if any. Errors: Fenced.
+        """Drop the newest commit, whose content is damaged. Return the one before, if any.
+        Errors: Fenced.
         """
         self._lease.drop(self._commits[-1][0].seq)
         self._commits.pop()
@@ -508,11 +515,11 @@ class StepWriter:
         return self.head
 
     def prune(self, keep: int, *, also: int | None = None) -> int:
-        """Remove blobs that only commits older than the newest `keep` name, and what killed
-        writers left behind. also: the number of a commit that keeps its own, whatever its age.
+        """Remove blobs that only commits older than the newest `keep` name, and leftovers of killed
+        writers. also: seq of one more commit that keeps its blobs.
 
         Manifests and records stay.
-        The folder is looked at once, later calls cost what changed.
+        The first call lists the folder; later calls cost only what changed.
         Result: number of files removed. Errors: Fenced.
         """
         if keep < 1:
@@ -526,12 +533,12 @@ class StepWriter:
             self._loose = self._folder.blobs() - self._pinned
         garbage = self._loose - {
             blob.digest
-            for place, commit in enumerate(self._commits, keep - len(self._commits))
-            if place >= 0 or commit[-1].seq == also
+            for index, commit in enumerate(self._commits, keep - len(self._commits))
+            if index >= 0 or commit[-1].seq == also
             for blob in commit[-1].blobs.values()
         }
         for digest in sorted(garbage):
-            self._lease.check()  # a newer holder may be about to name it
+            self._lease.check()  # a newer holder may be about to commit this blob
             self._folder.remove(digest)
             self._loose.discard(digest)
         return num_swept + len(garbage)
@@ -556,9 +563,9 @@ class StepWriter:
         except FileNotFoundError:
             size = -1
         if size != blob.size:
-            where = f"{self._folder.place}/{_blob(blob)}"
+            path = f"{self._folder.place}/{_blob(blob)}"
             raise BlobMissing(
-                f"step {self.step}: {name} was given as stored, but {where} is not {blob.size}"
+                f"step {self.step}: {name} was given as stored, but {path} is not {blob.size}"
                 " bytes; pass the bytes"
             )
         self._note(blob)
@@ -566,15 +573,15 @@ class StepWriter:
 
 
 def digest_of(content: Content) -> str:
-    """sha256."""
-    found = hashlib.sha256()
+    """sha256 of streamed content."""
+    sha256 = hashlib.sha256()
     for piece in content.pieces():
-        found.update(piece)
-    return found.hexdigest()
+        sha256.update(piece)
+    return sha256.hexdigest()
 
 
 def folder_name(step: str, key: str) -> str:
-    """Of the folder that holds a step's commits; FOLDER reads it."""
+    """Return the name of the folder with a step's commits; FOLDER parses it."""
     return f"{step}-{key[:KEY_DIGITS]}"
 
 
@@ -583,7 +590,7 @@ def _blob(blob: Blob) -> str:
 
 
 def _newest(folder: Folder, owner: str) -> Manifest | None:
-    """The last manifest of the newest commit that is not damaged. Errors: ManifestError."""
+    """Return the last manifest of the newest commit that is not damaged. Errors: ManifestError."""
     commits = folder.commits()
     while commits:
         seq, name = commits.popitem()
@@ -597,17 +604,15 @@ def _newest(folder: Folder, owner: str) -> Manifest | None:
 
 
 def _drop_damaged(folder: Folder, lease: Lease, owner: str) -> None:
-    """Where the newest commits' files are damaged, have the one before them be the newest again.
-    Errors: ManifestError.
-    """
+    """Drop the newest commits if their files are damaged. Errors: ManifestError."""
     head = _newest(folder, owner)
     if head is not None and head.seq < max(folder.commits()):
         lease.drop(head.seq + 1)
 
 
 def _load(folder: Folder, seq: int, name: str, owner: str) -> list[Manifest]:
-    """The manifests of a commit. seq: of the first one, which `name` stands for; owner: step and
-    key, whole or cut.
+    """Return the manifests of a commit.
+    seq: of the first one, as in `name`; owner: step and key, whole or as in the folder's name.
     Errors: ManifestError.
     """
     manifests = decode_commit(folder.read(name), where=f"{folder.place}/{name}")
@@ -618,10 +623,10 @@ def _load(folder: Folder, seq: int, name: str, owner: str) -> list[Manifest]:
         ):
             came = f"step {manifest.step} with key {manifest.key}"
             raise ManifestError(f"{folder.place} holds {came}, expected {owner}; move it away")
-    found = [manifest.seq for manifest in manifests]
-    if found != list(range(seq, seq + len(found))):
+    numbers = [manifest.seq for manifest in manifests]
+    if numbers != list(range(seq, seq + len(numbers))):
         raise ManifestError(
-            f"{folder.place}/{name} holds commit {found[0]}: commits were given other places;"
+            f"{folder.place}/{name} holds commit {numbers[0]}: commits were given other places;"
             " restore the folder from a copy"
         )
     return manifests

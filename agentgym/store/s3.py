@@ -1,14 +1,14 @@
-"""The RunStore on S3: immutable objects, and one small head per step that is replaced only by who
-holds its ETag.
+"""The RunStore on S3: immutable objects, and one small head per step that is replaced only under
+its ETag.
 
     <prefix>/steps/<step>-<key[:16]>/
-        head.json                     who may write, the heartbeat, and which manifests count
+        head.json                     the holder, the heartbeat, and the manifests that count
         blobs/<sha256>                content
-        manifests/<seq>-<epoch>.json  created exclusively; counts once the head says so
+        manifests/<seq>-<epoch>.json  created exclusively; counts once the head names it
 
 Taking a lease, every heartbeat and every commit replace the head under `If-Match`.
-A writer that was taken over has lost the ETag, so nothing it still sends can count.
-Endpoint and credentials are those of every AWS program (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...).
+A writer that was taken over has lost the ETag, so nothing it sends later can count.
+Endpoint and credentials are the usual AWS ones (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...).
 They must allow to get, put, delete and list objects, and to list and abort multi-part uploads.
 """
 
@@ -43,32 +43,32 @@ CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 30  # of silence
 MAX_ATTEMPTS = 5  # of one request
 MAX_BACKOFF_S = 20.0
-# larger blobs travel in parts, several at a time; of what comes in pieces ten wait in memory
+# larger blobs are sent in parts, several at a time; a stream has ten parts in memory
 PART_BYTES = 32 << 20
 MAX_PARTS = 10_000  # of one object
 NUM_CONNECTIONS = 16
 MANIFEST = re.compile(r"(?P<seq>\d{6,})-(?P<epoch>\d+)\.json")
-NUM_REPLACEMENTS = 5  # of the head, before its change of hands counts as an error
-_connecting = threading.Lock()  # boto3's default session must not be used by two threads at once
+NUM_REPLACEMENTS = 5  # attempts to replace the head before its changes count as an error
+_connecting = threading.Lock()  # boto3's default session is not thread-safe
 
 
 class StoreUnreachable(ConnectionError):
     """S3 did not answer, or only with errors, until all attempts were used up.
-    What was committed before stays valid.
+    Earlier commits stay valid.
     """
 
 
 def s3_store(uri: str, *, lease_ttl_s: float) -> RunStore:
-    """The store at `s3://bucket/prefix`; the bucket must exist. lease_ttl_s: see RunStore.
-    Nothing is asked of S3 yet.
+    """Return the store at `s3://bucket/prefix`; the bucket must exist. lease_ttl_s: see RunStore.
+    No request is sent yet.
     """
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     return RunStore(S3Backend(Bucket(bucket, connect()), prefix), lease_ttl_s=lease_ttl_s)
 
 
 def connect() -> Any:
-    """A boto3 client with deadlines and bounded retries.
-    Errors: ConfigError where boto3 is not installed.
+    """Return a boto3 client with deadlines and bounded retries.
+    Errors: ConfigError if boto3 is not installed or the AWS settings are invalid.
     """
     try:
         import boto3
@@ -97,8 +97,8 @@ def connect() -> Any:
 
 
 def _retry_when_told_to_slow_down(response: Any, attempts: int, **_: Any) -> float | None:
-    """Seconds to wait after a plain 429, which botocore's standard mode takes for an answer;
-    proxies send it.
+    """Return the seconds to wait after a plain 429, or None if the request is not repeated.
+    Proxies send it, and botocore's standard mode does not repeat it.
     """
     if response is None or response[0].status_code != 429 or attempts >= MAX_ATTEMPTS:
         return None
@@ -107,14 +107,14 @@ def _retry_when_told_to_slow_down(response: Any, attempts: int, **_: Any) -> flo
 
 
 class Bucket:
-    """Objects by key, and botocore's errors in our words."""
+    """Objects by key; botocore's errors become ours."""
 
     def __init__(self, name: str, client: Any) -> None:
         self.name = name
         self._client = client
 
     def get(self, key: str) -> tuple[bytes, str, float]:
-        """Content, ETag, and the seconds since it was written, all by the server's clock.
+        """Return content, ETag, and the seconds since it was written, all by the server's clock.
         Errors: FileNotFoundError.
         """
         data, response = self._read(key, lambda body: body.read())
@@ -133,7 +133,10 @@ class Bucket:
         return self._read(key, hashed)[0]
 
     def _read(self, key: str, consume: Callable[[Any], T], **how: Any) -> tuple[T, dict[str, Any]]:
-        """botocore asks again for an answer that does not come, not for one that breaks off."""
+        """Get an object, with retries for responses that break off, which botocore does not repeat.
+
+        Result: (result of `consume` on the body, response).
+        """
         for attempt in range(1, MAX_ATTEMPTS + 1):
             with self._translated(key):
                 response = self._client.get_object(Bucket=self.name, Key=key, **how)
@@ -150,8 +153,8 @@ class Bucket:
     def put_if(self, key: str, data: bytes, etag: str | None) -> str | None:
         """Replace the object while it has this ETag; with None create it while it does not exist.
 
-        Result: the new ETag; None where the condition does not hold, or held and the answer to it
-        was lost.
+        Result: the new ETag; None if the condition does not hold, or held and the response was
+        lost.
         """
         from botocore.exceptions import ClientError
 
@@ -170,26 +173,26 @@ class Bucket:
                         return None
                     if status != 409:
                         raise
-            # two such requests met; the one that is told so was not carried out
+            # two conditional writes collided; the one with this status was not carried out
             time.sleep(min(MAX_BACKOFF_S, 0.1 * 2**attempt))
         raise StoreUnreachable(
             f"s3://{self.name}/{key}: {MAX_ATTEMPTS} conditional writes met others; try again"
         )
 
     def upload(self, key: str, data: bytes) -> None:
-        """Put, large content in parts. An error aborts the parts that were sent."""
+        """Put an object, a large one in parts. An error aborts the parts that were sent."""
         with self._translated(key):
             self._client.upload_fileobj(io.BytesIO(data), self.name, key, Config=_transfer())
 
     def upload_stream(self, key: str, content: Content) -> None:
-        """As `upload`, a few parts at a time in memory."""
+        """Put streamed content with a few parts at a time in memory."""
         with self._translated(key):
             whole_parts = io.BufferedReader(_Pieces(content))
-            how = _transfer(content.size)
-            self._client.upload_fileobj(whole_parts, self.name, key, Config=how)
+            config = _transfer(content.size)
+            self._client.upload_fileobj(whole_parts, self.name, key, Config=config)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Errors: FileNotFoundError; EOFError."""
+        """Fill `buffer` with the bytes from `start` on. Errors: FileNotFoundError, EOFError."""
         span = f"bytes={start}-{start + len(buffer) - 1}"
         data, _ = self._read(key, lambda body: body.read(), Range=span)
         if len(data) != len(buffer):
@@ -197,7 +200,7 @@ class Bucket:
         buffer[:] = data
 
     def download(self, key: str) -> bytes:
-        """Content, large content in parts. Errors: FileNotFoundError."""
+        """Return an object's content, received in parts if large. Errors: FileNotFoundError."""
         sink = io.BytesIO()
         with self._translated(key):
             self._client.download_fileobj(self.name, key, sink, Config=_transfer())
@@ -213,7 +216,7 @@ class Bucket:
             self._client.delete_object(Bucket=self.name, Key=key)
 
     def names(self, prefix: str) -> list[str]:
-        """What follows `prefix`, up to the next slash."""
+        """Return the part of each key after `prefix`, up to the next slash."""
         with self._translated(prefix):
             pages = list(
                 self._client.get_paginator("list_objects_v2").paginate(
@@ -225,7 +228,7 @@ class Bucket:
         return [name.removeprefix(prefix).rstrip("/") for name in (*objects, *folders)]
 
     def num_bytes(self, prefix: str) -> int:
-        """Of all objects below `prefix`."""
+        """Return the bytes of all objects below `prefix`."""
         with self._translated(prefix):
             pages = list(
                 self._client.get_paginator("list_objects_v2").paginate(
@@ -235,7 +238,7 @@ class Bucket:
         return sum(row["Size"] for page in pages for row in page.get("Contents", ()))
 
     def abort_uploads(self, prefix: str) -> int:
-        """Drop multi-part uploads below `prefix` that nobody completed. Result: how many."""
+        """Abort incomplete multi-part uploads below `prefix`. Return their number."""
         with self._translated(prefix):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self.name, Prefix=prefix
@@ -252,7 +255,7 @@ class Bucket:
     def _translated(self, key: str) -> Iterator[None]:
         from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError
 
-        place = f"s3://{self.name}/{key}"
+        uri = f"s3://{self.name}/{key}"
         try:
             yield
         except ClientError as error:
@@ -266,26 +269,24 @@ class Bucket:
                     f"store.uri: there is no bucket {self.name}; create it, or correct store.uri"
                 ) from None
             if status == 404:
-                raise FileNotFoundError(errno.ENOENT, "no such object", place) from None
+                raise FileNotFoundError(errno.ENOENT, "no such object", uri) from None
             if status == 416:
-                raise EOFError(f"{place} ends too early") from None
+                raise EOFError(f"{uri} ends too early") from None
             if status in (301, 400, 401, 403, 501):
                 advice = "check the AWS_ variables and what the bucket's policy allows"
                 raise ConfigError(
-                    f"store.uri: {place} was refused: {code} ({message}); {advice}"
+                    f"store.uri: {uri} was refused: {code} ({message}); {advice}"
                 ) from None
             raise StoreUnreachable(
-                f"{place}: {code} ({message}) after {MAX_ATTEMPTS} attempts; the last commit stays"
+                f"{uri}: {code} ({message}) after {MAX_ATTEMPTS} attempts; the last commit stays"
                 " valid"
             ) from None
         except (NoCredentialsError, PartialCredentialsError) as error:
             advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-            raise ConfigError(
-                f"store.uri: no credentials for {place} ({error}); {advice}"
-            ) from None
+            raise ConfigError(f"store.uri: no credentials for {uri} ({error}); {advice}") from None
         except _transport_errors() as error:
             advice = "check AWS_ENDPOINT_URL and the network; the last commit stays valid"
-            raise StoreUnreachable(f"{place} cannot be reached: {error}; {advice}") from None
+            raise StoreUnreachable(f"{uri} cannot be reached: {error}; {advice}") from None
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:
@@ -297,7 +298,7 @@ def _transport_errors() -> tuple[type[Exception], ...]:
 
 
 class _Pieces(io.RawIOBase):
-    """Content as a file that is read once, from its beginning."""
+    """A file interface to content, read once from its beginning."""
 
     def __init__(self, content: Content) -> None:
         self._pieces, self._left = content.pieces(), memoryview(b"")
@@ -317,7 +318,7 @@ class _Pieces(io.RawIOBase):
 
 
 def _transfer(size: int = 0) -> Any:
-    """size: of content that does not tell it itself, bytes."""
+    """Return transfer settings. size: bytes of streamed content, whose size boto3 cannot see."""
     from boto3.s3.transfer import TransferConfig
 
     part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
@@ -349,7 +350,7 @@ class S3Backend:
             return list(pool.map(function, items))
 
     def _prove_conditions(self) -> None:
-        """Some services speak S3 and ignore conditions; a store there would have two writers.
+        """Check that the service honors conditional writes; else a step could have two writers.
         Errors: ConfigError.
         """
         if self._proven:
@@ -383,19 +384,19 @@ class Head:
     released: bool = False
     num_commits: int = 0
     spans: tuple[tuple[int, int], ...] = ()  # (first seq, epoch that wrote from there on)
-    collected: bool = False  # what was there is gone, or going
+    collected: bool = False  # commits and content were removed or are being removed
 
     def commits(self, names: Iterable[str]) -> dict[int, str]:
-        """Of the objects of these names, those that count, by number."""
-        found = {
+        """Return seq -> name for the names of manifests that count, in order."""
+        counting = {
             int(match["seq"]): f"manifests/{match.string}"
             for match in map(MANIFEST.fullmatch, names)
             if match and int(match["epoch"]) == self._epoch_of(int(match["seq"]))
         }
-        return dict(sorted(found.items()))
+        return dict(sorted(counting.items()))
 
     def _epoch_of(self, seq: int) -> int:
-        """Under which the commit was made; 0 where it does not count."""
+        """Return the epoch under which the commit was made; 0 if it does not count."""
         if seq >= self.num_commits:
             return 0
         return next((epoch for first, epoch in reversed(self.spans) if first <= seq), 0)
@@ -405,7 +406,7 @@ class Head:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:
-        """Errors: ManifestError."""
+        """Parse a head. `where` names the source in errors. Errors: ManifestError."""
         try:
             tree = json.loads(data)
             spans = tuple((int(first), int(epoch)) for first, epoch in tree.pop("spans"))
@@ -417,7 +418,7 @@ class Head:
 
 
 def _ended_name(epoch: int) -> str:
-    """Name of the object with the reason why a holder gave its lease back before its time."""
+    """Return the name of the object with the reason why a holder released its lease early."""
     return f"ended/{epoch:06d}.txt"
 
 
@@ -442,14 +443,14 @@ class S3Folder:
         return head.commits(self.bucket.names(f"{self.path}/manifests/"))
 
     def head(self) -> tuple[Head, str, float]:
-        """The head, its ETag, and seconds since it was written.
+        """Return the head, its ETag, and seconds since it was written.
         Errors: FileNotFoundError, ManifestError.
         """
         data, etag, age_s = self.bucket.get(f"{self.path}/head.json")
         return Head.from_bytes(data, f"{self.place}/head.json"), etag, age_s
 
     def replace_head(self, head: Head, etag: str | None) -> str | None:
-        """See Bucket.put_if."""
+        """Write the head under a condition, see `Bucket.put_if`."""
         return self.bucket.put_if(f"{self.path}/head.json", head.to_bytes(), etag)
 
     def read(self, name: str) -> bytes:
@@ -458,7 +459,7 @@ class S3Folder:
         return self.bucket.download(f"{self.path}/{name}")
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        if buffer:  # S3 knows no empty range
+        if buffer:  # S3 has no empty range
             self.bucket.read_into(f"{self.path}/{name}", start, buffer)
 
     def size(self, name: str) -> int:
@@ -471,13 +472,13 @@ class S3Folder:
         return set(self.bucket.names(f"{self.path}/blobs/"))
 
     def put(self, blob: Blob, data: bytes) -> None:
-        """Always sent, so that a damaged one is healed; unchanged content is a `Blob` to the
-        writer and does not come here.
+        """Send the blob, also one that exists, so that a damaged one is replaced.
+        The writer passes unchanged content as a `Blob` and does not call this.
         """
         self.bucket.upload(f"{self.path}/blobs/{blob.digest}", data)
 
     def stream(self, content: Content) -> Blob:
-        """Hashed before it is sent: an object's name is there first."""
+        """Hash content, then send it: S3 needs an object's name first."""
         blob = Blob(digest=digest_of(content), size=content.size)
         self.bucket.upload_stream(f"{self.path}/blobs/{blob.digest}", content)
         return blob
@@ -505,10 +506,10 @@ class S3Folder:
         if not head.released:
             return Tenure(head.holder, head.holder.is_alive(silent_s - 1, ttl_s=ttl_s), None)
         try:
-            said = self.bucket.get(f"{self.path}/{_ended_name(head.holder.epoch)}")[0]
+            reason = self.bucket.get(f"{self.path}/{_ended_name(head.holder.epoch)}")[0]
         except FileNotFoundError:
-            said = b""
-        return Tenure(head.holder, False, said.decode("utf-8", "replace"))
+            reason = b""
+        return Tenure(head.holder, False, reason.decode("utf-8", "replace"))
 
     def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
         self._prove_conditions()
@@ -518,19 +519,19 @@ class S3Folder:
                 last, etag, silent_s = self.head()
             except FileNotFoundError:
                 me = Holder.me(1, parents)
-                mine, known = Head(me), None
+                desired, last_etag = Head(me), None
             else:
-                # taken, and the answer was lost
+                # this process took the lease, and the response was lost
                 if me is not None and last.holder.token == me.token:
                     return S3Lease(self, last, etag, ttl_s, what)
                 if not last.released:
-                    # S3 tells times in whole seconds, rounded down
+                    # S3 gives times in whole seconds, rounded down
                     last.holder.refuse_if_alive(silent_s - 1, ttl_s=ttl_s, what=what)
                 me = Holder.me(last.holder.epoch + 1, parents)
-                mine, known = replace(last, holder=me, beat=0, released=False), etag
-            taken = self.replace_head(mine, known)
-            if taken is not None:
-                return S3Lease(self, mine, taken, ttl_s, what)
+                desired, last_etag = replace(last, holder=me, beat=0, released=False), etag
+            new_etag = self.replace_head(desired, last_etag)
+            if new_etag is not None:
+                return S3Lease(self, desired, new_etag, ttl_s, what)
         raise StoreUnreachable(
             f"{what}: the lease changed hands {NUM_REPLACEMENTS} times while this process asked for"
             " it; try again"
@@ -598,7 +599,7 @@ class S3Lease(Lease):
         self._replace()
 
     def _give_back(self, reason: str) -> None:
-        if reason:  # no field of the head: earlier versions read that, too
+        if reason:  # an object of its own: earlier versions refuse a head with another field
             name = _ended_name(self.holder.epoch)
             self._folder.bucket.put_if(
                 f"{self._folder.path}/{name}", reason.encode("utf-8", "replace"), None
@@ -606,7 +607,7 @@ class S3Lease(Lease):
         self._replace(released=True)
 
     def _replace(self, **changes: Any) -> None:
-        """Errors: Fenced, with the head left to whoever has it now."""
+        """Replace the head with these fields changed. Errors: Fenced, without a change."""
         with self._lock:
             for _ in range(NUM_REPLACEMENTS):
                 head = replace(self._head, beat=self._head.beat + 1, **changes)
@@ -614,7 +615,7 @@ class S3Lease(Lease):
                 if etag is not None:
                     self._head, self._etag = head, etag
                     return
-                # still this holder's: the answer to this write or an earlier one was lost
+                # _read raises if the head is another holder's; else a response was lost
                 self._head, self._etag = self._read()
                 if self._head == head:
                     return
@@ -624,7 +625,7 @@ class S3Lease(Lease):
         )
 
     def _read(self) -> tuple[Head, str]:
-        """The head as it is. Errors: Fenced where it is another holder's."""
+        """Return the stored head and its ETag. Errors: Fenced if it is another holder's."""
         try:
             head, etag, _ = self._folder.head()
         except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""Is a training run in trouble: a pure function of its committed metrics, so that whoever reads
-them again finds the same alarms.
+"""Alarms of a training run: a pure function of its committed metrics, so that reading them again
+gives the same alarms.
 
-Each rule compares one measure with its limit. A measure is taken over several optimizer steps: one
-noisy step is no trouble. Where a limit is broken, both stand among the
-step's metrics, as `alarm/NAME` and `alarm/NAME_limit`.
+Each rule compares one measure with its limit. A measure covers several optimizer steps, because
+one noisy step is no trouble. If a limit is broken, both are stored among the step's metrics, as
+`alarm/NAME` and `alarm/NAME_limit`.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from agentgym.tracking.progress import progressed
 logger = logging.getLogger(__name__)
 
 PREFIX, LIMIT = "alarm/", "_limit"
-# Optimizer steps. Over 3 a jump shows that was made at once, over 5 the noise of a share is halved,
-# 20 are what is usual.
+# In optimizer steps: 3 show a sudden jump, 5 halve the noise of a share, 20 define what is usual.
 FEW, WINDOW, LONG = 3, 5, 20
 
-Values = Sequence[float]  # of one metric, at the optimizer steps that have it
+Values = Sequence[float]  # one metric at the optimizer steps that have it
 
 
 class AlarmStop(RuntimeError):
-    """A run in trouble ended itself after a commit, as its configuration asks."""
+    """A run in trouble ended itself after a commit, as its configuration requires."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is measured of a run, and what is said where that breaks its limit."""
+    """A measure of a run, its limit, and the advice if the limit is broken."""
 
-    limit: str  # the setting of `alarms` that holds it
-    at_least: bool  # the limit is the least allowed, else the most
-    metrics: tuple[str, ...]  # the first one counts that a step has
-    measure: Callable[[Values], float | None]  # None: too few steps to tell
-    what: str  # the measure, for people
+    limit: str  # name of the limit's setting in `alarms`
+    at_least: bool  # True: the limit is a minimum; False: a maximum
+    metrics: tuple[str, ...]  # the first one that a step has is used
+    measure: Callable[[Values], float | None]  # None: too few steps
+    what: str  # the measure, in words
     advice: str
 
     def is_broken(self, value: float, limit: float) -> bool:
@@ -67,35 +66,39 @@ class Alarm:
 
 
 def tripped(alarms: AlarmsConfig, history: Sequence[Point]) -> list[Alarm]:
-    """The limits that are broken at the last of these points, by rules that are not off.
+    """Return the limits that are broken at the last of these points, by rules that are not off.
+
     history: all points of the run's training so far, in order.
     """
-    found = []
+    alarms_raised = []
     for name, rule in RULES.items():
         if getattr(alarms, name) != "off":
             limit = float(getattr(alarms, rule.limit))
             metric, value = measured(rule, history)
             if value is not None and rule.is_broken(value, limit):
-                found.append(Alarm(name, metric, value, limit, history[-1].step))
-    return found
+                alarms_raised.append(Alarm(name, metric, value, limit, history[-1].step))
+    return alarms_raised
 
 
 def measured(rule: Rule, history: Sequence[Point]) -> tuple[str, float | None]:
-    """(metric, the rule's measure at the last of these points); None where that cannot be told."""
+    """Return (metric, the rule's measure at the last point); None if it has no measure."""
     metric = next((name for name in rule.metrics if name in history[-1].metrics), "")
-    values = [each.metrics[metric] for each in history if metric in each.metrics]
+    values = [point.metrics[metric] for point in history if metric in point.metrics]
     return metric, rule.measure(values) if metric else None
 
 
 def raised(points: Iterable[Point]) -> Iterator[tuple[Alarm, bool]]:
-    """(alarm, whether its trouble begins there), as these points were marked.
-    What had passed for less than a window goes on.
+    """Yield (alarm, whether its trouble begins there) from the marks in these points.
+
+    A trouble that pauses for fewer than WINDOW points continues and does not begin again.
     """
     last: dict[str, int] = {}
     for index, point in enumerate(points):
         for name, rule in RULES.items():
             if f"{PREFIX}{name}" in point.metrics:
-                metric = next((each for each in rule.metrics if each in point.metrics), "")
+                metric = next(
+                    (candidate for candidate in rule.metrics if candidate in point.metrics), ""
+                )
                 value, limit = (point.metrics[f"{PREFIX}{name}{part}"] for part in ("", LIMIT))
                 begins = index - last.get(name, -WINDOW - 1) > WINDOW
                 yield Alarm(name, metric, value, limit, point.step), begins
@@ -103,7 +106,7 @@ def raised(points: Iterable[Point]) -> Iterator[tuple[Alarm, bool]]:
 
 
 def begun(points: Iterable[Point]) -> list[Alarm]:
-    """Each trouble once, where it began."""
+    """Return each trouble once, at its first alarm."""
     return [alarm for alarm, begins in raised(points) if begins]
 
 
@@ -111,32 +114,36 @@ class Watch:
     """Follows a run's training point by point."""
 
     def __init__(self, alarms: AlarmsConfig, history: Iterable[Point]) -> None:
-        """history: what was committed before."""
+        """Watch a run's training.
+
+        history: the points committed before.
+        """
         self._alarms, self._points = alarms, list(history)
 
     def take(self, point: Point) -> Point:
-        """The point with its alarms and what training has cost among its metrics; where trouble
-        begins, a warning says so.
+        """Return the point with its alarms and progress among its metrics.
+
+        A warning is logged where trouble begins.
         """
         point = replace(point, metrics={**point.metrics, **progressed(self._points, point)})
-        found = tripped(self._alarms, [*self._points, point])
+        alarms = tripped(self._alarms, [*self._points, point])
         marks = {
             name: value
-            for each in found
+            for alarm in alarms
             for name, value in (
-                (f"{PREFIX}{each.name}", each.value),
-                (f"{PREFIX}{each.name}{LIMIT}", each.limit),
+                (f"{PREFIX}{alarm.name}", alarm.value),
+                (f"{PREFIX}{alarm.name}{LIMIT}", alarm.limit),
             )
         }
         self._points.append(replace(point, metrics={**point.metrics, **marks}))
         for alarm, begins in raised(self._points[-WINDOW - 1 :]):
-            if begins and alarm in found and getattr(self._alarms, alarm.name) == "warn":
+            if begins and alarm in alarms and getattr(self._alarms, alarm.name) == "warn":
                 logger.warning("%s", alarm)
         return self._points[-1]
 
     @property
     def stop(self) -> AlarmStop | None:
-        """What ends the run now: the last point breaks a limit that is to do so."""
+        """The reason to end the run now: the last point breaks a limit with setting `stop`."""
         for alarm in tripped(self._alarms, self._points) if self._points else ():
             if getattr(self._alarms, alarm.name) == "stop":
                 return AlarmStop(
@@ -165,7 +172,7 @@ def _share_of_usual(values: Values) -> float | None:
 
 
 def _below_best(values: Values) -> float | None:
-    """The best mean of a window so far, minus the last one."""
+    """Return the best mean of a window so far, minus the last mean."""
     means = [fmean(values[end - WINDOW : end]) for end in range(WINDOW, len(values) + 1)]
     return max(means) - means[-1] if means else None
 

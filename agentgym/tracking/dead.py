@@ -1,7 +1,7 @@
-"""Close the MLflow runs that nobody is at work on any more, with the reason.
+"""Close the MLflow runs that no process works on any more, with the reason.
 
-MLflow shows a run as RUNNING until somebody ends it, and a process that was killed ends nothing.
-The lease in the store tells whether a step's process lives, and why it gave up.
+MLflow shows a run as RUNNING until it is ended, and a killed process ends nothing. The lease
+in the store shows whether a step's process lives, and why it gave up.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from agentgym.tracking.points import LedgerError
 logger = logging.getLogger(__name__)
 
 KINDS = ("step", "pipeline")
-RECORDS = ("evaluation", "comparison", "cell")  # written in one go, of work that is done
+RECORDS = ("evaluation", "comparison", "cell")  # runs written at once, for finished work
 CUT_OFF = "what it shows was not written to its end; the same command writes the rest"
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How a run ended before its time."""
+    """The early end of a run."""
 
-    status: str  # MLflow's: FAILED, or KILLED where it was ended from outside
+    status: str  # MLflow's: FAILED, or KILLED if it was ended from outside
     reason: str
 
 
 def close_dead(cfg: RunConfig, store: RunStore) -> dict[str, str]:
-    """End every run of this store's steps that MLflow shows as RUNNING and nobody is at work on.
+    """End every MLflow run of this store's steps that is RUNNING without a process.
 
-    Runs of steps that this store has never seen are left alone: another store has them. A run
-    that only records what is done, and one without a step, is closed after a lease's length.
-    Result: MLflow run id -> reason. A ledger that cannot be reached is left for the next time.
+    Runs of steps that this store has never seen are left alone: they belong to another store. A
+    run that only records finished work, and one without a step, is closed after a lease's length.
+    Result: MLflow run id -> reason. If the ledger cannot be reached, nothing is closed.
     """
     if not _may_have_running(cfg):
         return {}
@@ -60,7 +60,7 @@ def _close(tracker: Tracker, store: RunStore) -> dict[str, str]:
     steps = [run for run in running if run.data.tags["kind"] == "step"]
     tenures = store.tenures({_folder(run.data.tags) for run in steps})
     closed: dict[str, str] = {}
-    ends: dict[str, Death | None] = {}  # of each pipeline; None: a step of it runs
+    ends: dict[str, Death | None] = {}  # pipeline's run id -> its end; None: a step of it runs
     for run in steps:
         tenure = tenures.get(_folder(run.data.tags))
         if tenure is None:
@@ -71,8 +71,8 @@ def _close(tracker: Tracker, store: RunStore) -> dict[str, str]:
             continue
         tracker.close_run(run.info.run_id, death.status, death.reason)
         closed[run.info.run_id] = death.reason
-        told = Death(death.status, f"{run.data.tags.get('step', '')}: {death.reason}")
-        ends.setdefault(parent, told)
+        step_death = Death(death.status, f"{run.data.tags.get('step', '')}: {death.reason}")
+        ends.setdefault(parent, step_death)
     for run in running:
         if run.data.tags["kind"] != "pipeline":
             continue
@@ -97,24 +97,24 @@ def _death(tenure: Tenure) -> Death | None:
 def _unattended(tracker: Tracker, store: RunStore, run: Any) -> Death | None:
     """Return the end of a pipeline without a RUNNING step; None while a next step may begin."""
     steps = _steps(tracker, run)
-    if steps and not store.tenures({_folder(each.data.tags) for each in steps}):
-        return None  # of another store
+    if steps and not store.tenures({_folder(step.data.tags) for step in steps}):
+        return None  # the run belongs to another store
     if not _is_old(store, [run, *steps]):
         return None
     return Death("KILLED", "no step of it runs; the same command goes on")
 
 
 def _is_old(store: RunStore, runs: Sequence[Any]) -> bool:
-    """Return True if the last beginning or end of these runs is a lease's length ago."""
-    last = max(max(run.info.end_time or 0, run.info.start_time or 0) for run in runs)
-    return time.time() - last / 1000 >= store.lease_ttl_s
+    """Return True if these runs last began or ended at least a lease's length ago."""
+    last_ms = max(max(run.info.end_time or 0, run.info.start_time or 0) for run in runs)
+    return time.time() - last_ms / 1000 >= store.lease_ttl_s
 
 
 def _builds_on(tracker: Tracker, store: RunStore, run: Any) -> bool:
-    """Return True where a step that MLflow does not know yet runs on a result of this run."""
+    """Return True if a live step that MLflow does not know yet builds on a result of this run."""
     live = {digest for holder in store.holders() for digest in holder.parents}
-    made = {each.data.tags.get(MANIFEST, "") for each in _steps(tracker, run)}
-    return bool(made & live)
+    digests = {step.data.tags.get(MANIFEST, "") for step in _steps(tracker, run)}
+    return bool(digests & live)
 
 
 def _steps(tracker: Tracker, run: Any) -> list[Any]:
@@ -127,7 +127,7 @@ def _folder(tags: Mapping[str, str]) -> str:
 
 
 def _may_have_running(cfg: RunConfig) -> bool:
-    """Return False where a local database surely has none; spares MLflow's import."""
+    """Return False if a local database surely has no such run. Does not import MLflow."""
     if not cfg.tracking_uri.startswith("sqlite:"):
         return True
     path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
@@ -135,5 +135,5 @@ def _may_have_running(cfg: RunConfig) -> bool:
     try:
         with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
             return database.execute(query).fetchone() is not None
-    except sqlite3.Error:  # not there, or busy: the next time finds out
+    except sqlite3.Error:  # missing or busy: the next call looks again
         return False

@@ -1,4 +1,4 @@
-"""Which MLflow run a step's numbers belong to, and bringing them there."""
+"""Delivery of a step's metrics to its MLflow run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from agentgym.tracking.source import packages
 
 logger = logging.getLogger(__name__)
 
-DELIVERED = "mlflow.agentgym.delivered"  # tag, with a step's name: its last commit that MLflow has
-RECORDS = "mlflow.agentgym.records"  # tag of a step's run: the second digest of its last commit
-PACKAGES = "packages.txt"  # artifact of a pipeline's run: what is installed
-SHARE = 0.01  # of a run's time that deliveries may take
-MAX_WAIT_S = 60.0  # how old the newest points may be in MLflow
-CURVE = (  # what a person looks at first; everything else is in MLflow
+DELIVERED = "mlflow.agentgym.delivered"  # tag prefix: a step's last commit that MLflow has
+RECORDS = "mlflow.agentgym.records"  # tag of a step's run: its last commit's `records_digest`
+PACKAGES = "packages.txt"  # artifact of a pipeline's run: the installed packages
+SHARE = 0.01  # maximum share of a run's time for deliveries
+MAX_WAIT_S = 60.0  # maximum age of the newest points in MLflow
+CURVE = (  # main metrics; the others are only in MLflow
     "sft/loss",
     "rollout/max_turns",
     "rollout/success",
@@ -57,7 +57,7 @@ CURVE = (  # what a person looks at first; everything else is in MLflow
 
 
 class StaleRun(LedgerError):
-    """An MLflow run tells of commits that are gone: someone deleted them, or the store."""
+    """An MLflow run has points of commits that are gone: they or the store were deleted."""
 
 
 @cache
@@ -66,32 +66,32 @@ def _tracker(uri: str, experiment: str, artifact_root: Path) -> Tracker:
 
 
 def tracker_of(cfg: RunConfig) -> Tracker:
-    """The configured ledger; one client per process."""
+    """Return the tracker of the configured ledger; one client per process."""
     return _tracker(
         cfg.tracking_uri, cfg.experiment, (cfg.state_dir / "mlflow-artifacts").resolve()
     )
 
 
 def ledger_identity(cfg: RunConfig) -> str:
-    """Another text where the ledger is another one, also at the same place, and after a run or the
-    experiment was deleted in it, or a run set aside.
+    """Return a text that identifies the ledger's state.
 
-    Empty where none can be seen. Spares MLflow's import.
+    It changes if another ledger takes its place, if a run or the experiment is deleted, or if a
+    run is set aside. Empty if the ledger cannot be read. Does not import MLflow.
     """
-    place = f"{cfg.tracking_uri} {cfg.experiment}"
+    address = f"{cfg.tracking_uri} {cfg.experiment}"
     query = """
         select experiment_id, creation_time, lifecycle_stage,
             (select count(*) from runs where lifecycle_stage = 'deleted'),
             (select count(*) from tags where key = 'kind' and value = ?)
         from experiments where name = ?"""
-    return _seen(cfg, place, query, (SUPERSEDED, cfg.experiment))
+    return _seen(cfg, address, query, (SUPERSEDED, cfg.experiment))
 
 
 def registry_identity(cfg: RunConfig) -> str:
-    """Another text after the registered model was deleted; a version of it that somebody deleted
-    stays deleted.
+    """Return a text that changes if the registered model is deleted and made again.
 
-    Empty where none can be seen. Spares MLflow's import.
+    It does not change if only a version is deleted: a version deleted by a person stays deleted.
+    Empty if there is no such model. Does not import MLflow.
     """
     query = "select creation_time from registered_models where name = ?"
     name = cfg.registered_model
@@ -99,37 +99,37 @@ def registry_identity(cfg: RunConfig) -> str:
 
 
 def has_file(cfg: RunConfig) -> bool:
-    """Whether the ledger is a database file, which can be looked at without MLflow."""
+    """Return True if the ledger is a database file, which can be read without MLflow."""
     return cfg.tracking_uri.startswith("sqlite:")
 
 
-def _seen(cfg: RunConfig, place: str, query: str, values: Sequence[str]) -> str:
-    """The place and, of a database file, a row of it; empty where there is none."""
+def _seen(cfg: RunConfig, address: str, query: str, values: Sequence[str]) -> str:
+    """Return `address`, followed by the row of a database file; empty if there is no row."""
     if not has_file(cfg):
-        return place
+        return address
     path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
     try:
         with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
             row = database.execute(query, values).fetchone()
-    except sqlite3.Error:  # not there, or busy: the long way finds out
+    except sqlite3.Error:  # missing or busy: the caller asks MLflow itself
         return ""
-    return f"{place} {row}" if row else ""
+    return f"{address} {row}" if row else ""
 
 
 def parent_run(cfg: RunConfig, run_key: str) -> str:
-    """The MLflow run of this configuration; found or created."""
+    """Return the MLflow run of this configuration; found or created."""
     return tracker_of(cfg).parent_run(
         run_key, params=cfg.semantic(), tags=run_tags(cfg, run_key), title=run_title(cfg)
     )
 
 
 def run_title(cfg: RunConfig) -> str:
-    """Beginning of the name of a pipeline's run."""
+    """Return the beginning of the name of a pipeline's run."""
     return f"{cfg.algorithm.recipe} {'>'.join(map(str, cfg.horizon.max_turns))} seed {cfg.seed}"
 
 
 def run_tags(cfg: RunConfig, run_key: str) -> dict[str, str]:
-    """Tags of a pipeline's run, beside those that find it."""
+    """Return the tags of a pipeline's run, in addition to those that identify it."""
     return {
         "algorithm": cfg.algorithm.recipe,
         "environment": cfg.env_names,
@@ -141,20 +141,20 @@ def run_tags(cfg: RunConfig, run_key: str) -> dict[str, str]:
 
 
 def episodes_page(run_key: str, step: str = "") -> str:
-    """Where `agentgym view` and `make up` show what was played in a run, or in a step of it."""
+    """Return the address of a run's episodes, or of a step's, in `agentgym view`."""
     stage = f"&stage={step}" if step else ""
     return f"http://127.0.0.1:{VIEWER_PORT}/episodes?run=r{run_key[:12]}{stage}"
 
 
 def child_run(cfg: RunConfig, parent_id: str, manifest: Manifest, title: str) -> str:
-    """The run of one step below it."""
+    """Return the MLflow run of one step below `parent_id`."""
     return tracker_of(cfg).child_run(
         parent_id, title, manifest.key, params=manifest.config, tags={"step": manifest.step}
     )
 
 
 def step_run(cfg: RunConfig, run_key: str, manifest: Manifest, title: str) -> tuple[str, str]:
-    """(experiment id, run id) of a step in MLflow, for a link to it. Errors: LedgerUnavailable."""
+    """Return (experiment id, run id) of a step in MLflow. Errors: LedgerUnavailable."""
     with reaching(cfg.tracking_uri):
         return tracker_of(cfg).experiment_id, child_run(
             cfg, parent_run(cfg, run_key), manifest, title
@@ -162,8 +162,9 @@ def step_run(cfg: RunConfig, run_key: str, manifest: Manifest, title: str) -> tu
 
 
 def curve(store: RunStore, manifest: Manifest) -> list[dict[str, float | None]]:
-    """A step's main metrics, a row per point: {"step": 3, "rollout_success": 0.25, ...}; None
-    where a metric was not measured.
+    """Return a step's main metrics, a row per point: {"step": 3, "rollout_success": 0.25, ...}.
+
+    None for a metric that was not measured.
     """
     return [
         {
@@ -175,14 +176,14 @@ def curve(store: RunStore, manifest: Manifest) -> list[dict[str, float | None]]:
 
 
 def committed_points(store: RunStore, step: str, key: str) -> list[Point]:
-    """Of all commits of a step under a key, in order."""
+    """Return the points of all commits of a step under a key, in order."""
     return [point for commit in store.history(step, key) for point in _points(store, commit)]
 
 
 def committed_alarms(store: RunStore, trained: Iterable[Manifest]) -> list[Alarm]:
-    """Each trouble of these stages, which are in order, where it began."""
+    """Return each trouble of these stages once; `trained` is in order of training."""
     return begun(
-        point for each in trained for point in committed_points(store, each.step, each.key)
+        point for stage in trained for point in committed_points(store, stage.step, stage.key)
     )
 
 
@@ -191,12 +192,10 @@ def _short(value: float | None) -> float | None:
 
 
 class Paced:
-    """Delivers a step's commits a few at a time, so that it takes one hundredth of the run and no
-    more.
+    """Delivers a step's commits a few at a time, in at most SHARE of the run's time.
 
-    The first commit and the last are delivered at once.
-    While MLflow is out of reach the step goes on: its numbers are in the store, and the next
-    delivery takes all of them.
+    The first commit and the last are delivered at once. While MLflow is out of reach, the step
+    continues: its metrics are in the store, and the next delivery takes all of them.
     """
 
     def __init__(self, deliver: Callable[[Manifest], None]) -> None:
@@ -225,9 +224,9 @@ def deliver_step(
     headline: bool,
     is_report: bool = False,
 ) -> None:
-    """Points up to the last commit, on the step's run and, for headline steps, on the parent; a
-    finished step ends its run.
+    """Deliver a step's points to its run, and for headline steps to the pipeline's run.
 
+    A finished step ends its run.
     Errors: LedgerUnavailable.
     """
     with reaching(cfg.tracking_uri):
@@ -248,7 +247,7 @@ def deliver_step(
                 stale,
                 SUPERSEDED,
             )
-            # the other steps follow when they are confirmed: it is another ledger now
+            # the other steps are delivered when next confirmed: `ledger_identity` has changed
             tracker.supersede(parent_id)
             deliver_step(
                 cfg, store, manifest, run_key, title=title, headline=headline, is_report=is_report
@@ -268,7 +267,7 @@ def deliver_step(
 def _conclude(
     cfg: RunConfig, store: RunStore, report: Manifest, run_key: str, parent_id: str
 ) -> None:
-    """The pipeline's run gets its report, what is installed, and what it came to."""
+    """Write the report, the list of installed packages and a description to the pipeline's run."""
     tracker = tracker_of(cfg)
     files = {name: store.read(report, name) for name in (*report.blobs, *report.records)}
     tracker.log_artifacts(parent_id, {**files, PACKAGES: packages()})
@@ -279,7 +278,7 @@ def _conclude(
 def note_of_pipeline(
     cfg: RunConfig, tracker: Tracker, report: Manifest, run_key: str, parent_id: str
 ) -> str:
-    """Description of a whole pipeline's run."""
+    """Return the description of a whole pipeline's run."""
     facts = {
         "recipe": cfg.algorithm.recipe,
         "on": cfg.env_names,
@@ -301,7 +300,7 @@ def note_of_pipeline(
 
 @dataclass(frozen=True, slots=True)
 class CellPoints:
-    """What a comparison shows of one of its runs."""
+    """A comparison's view of one of its runs."""
 
     title: str
     cfg: RunConfig
@@ -318,13 +317,11 @@ def deliver_comparison(
     tables: Mapping[str, bytes],
     text: str,
 ) -> None:
-    """One run with the tables and figures, a run per cell below it, and a tag on the run each cell
-    stands for.
+    """Deliver a comparison: a run with tables and figures, and below it a run per cell.
 
-    tables: files that MLflow's UI shows as tables; text: Markdown of what was found, for the run's
-    description.
-
-    Skipped where this ledger has these files already. Doing it again changes nothing.
+    The run behind each cell gets a tag.
+    tables: files that MLflow's UI shows as tables; text: Markdown for the run's description.
+    Skipped if this ledger has these files already. Repeating it changes nothing.
     """
     cfg, files = cells[0].cfg, {**files, **tables}
     content = sha256(
@@ -346,7 +343,7 @@ def deliver_comparison(
             comparison_id, cell.title, params=cell.cfg.semantic(), tags=cell_tags
         )
         tracker.deliver(cell_id, cell.points)
-        # a run that is to be reported, too, goes on under its id
+        # a run that is reported later continues under its id
         for finished_id in (cell_id, run_id):
             tracker.end_run(finished_id)
     tracker.log_artifacts(comparison_id, files)
@@ -362,10 +359,10 @@ def deliver_committed(
 ) -> int:
     """Bring `run_ids` up to the head of this step; the only way metrics reach the ledger.
 
-    Result: how many commits were delivered.
-    A tag on each run remembers the last one, which saves work and no more: it is written after the
-    points, it goes when the ledger goes, and delivering again changes nothing.
-    Errors: StaleRun where a run knows of commits that the store does not.
+    Result: the number of commits delivered.
+    A tag on each run names the last one, to save work: it is written after the points, it is lost
+    with the ledger, and delivering again changes nothing.
+    Errors: StaleRun if a run names commits that the store does not have.
     """
     delivered = 0
     for run_id in run_ids:
@@ -390,29 +387,27 @@ def deliver_committed(
 
 
 def delivery_tags(last: Manifest, points: Sequence[Point]) -> dict[str, str]:
-    """Tags of a run that has these points of a step, the last ones of this commit."""
-    told = {f"alarm.{alarm.name}": str(alarm) for alarm, _ in raised(points)}
-    return {**told, _tag(last.step, last.key): " ".join(map(str, _mark(last)))}
+    """Return the tags of a run after delivery of these points, which end with `last`."""
+    alarm_tags = {f"alarm.{alarm.name}": str(alarm) for alarm, _ in raised(points)}
+    return {**alarm_tags, _tag(last.step, last.key): " ".join(map(str, _mark(last)))}
 
 
 def delivery_mark(cfg: RunConfig, run_key: str, step: str, key: str) -> Path:
-    """The file that says what of a step was brought to MLflow for this run."""
+    """Return the file that records the delivery of a step to MLflow for this run."""
     return cfg.state_dir / "delivered" / run_key[:16] / f"{step}-{key[:16]}"
 
 
 def delivered_steps(cfg: RunConfig) -> dict[str, set[tuple[str, str]]]:
-    """The beginning of a run's key -> (step, beginning of its key) of each that was brought to
-    MLflow from here.
-    """
-    found: dict[str, set[tuple[str, str]]] = {}
+    """Return the prefix of a run's key -> (step, prefix of its key) of delivered steps."""
+    steps_by_run: dict[str, set[tuple[str, str]]] = {}
     for mark in sorted((cfg.state_dir / "delivered").glob("*/*-*")):
         step, _, key = mark.name.rpartition("-")
-        found.setdefault(mark.parent.name, set()).add((step, key))
-    return found
+        steps_by_run.setdefault(mark.parent.name, set()).add((step, key))
+    return steps_by_run
 
 
 def delivered_seq(tags: Mapping[str, str], step: str, key: str) -> int:
-    """The last commit of a step whose points a run with these tags surely has; -1 for none."""
+    """Return the last commit of a step whose points a run with these tags has; -1 for none."""
     return _parse_mark(tags.get(_tag(step, key), ""))[0]
 
 
@@ -425,8 +420,10 @@ def _points(store: RunStore, manifest: Manifest) -> list[Point]:
 
 
 def _mark(manifest: Manifest) -> tuple[int, str]:
-    """Names a commit; its time tells it from a later one that took the same number after the
-    folder was deleted.
+    """Return a commit's number and time.
+
+    The time distinguishes it from a later commit with the same number, after the folder was
+    deleted.
     """
     return manifest.seq, repr(manifest.created_at)
 

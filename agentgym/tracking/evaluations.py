@@ -1,4 +1,4 @@
-"""An evaluation of any policy in MLflow: its numbers, its files, what was asked."""
+"""Delivery of an evaluation of any policy to MLflow: its numbers, its files, its settings."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ def deliver_evaluation(
     at_ms: int,
     folder: Path,
 ) -> bool:
-    """Bring an evaluation there, once however often it is tried. at_ms: of its last commit, so
-    that equal points are one. Result: whether MLflow could be reached; the result stands anyhow.
+    """Deliver an evaluation; repeating it changes nothing.
+
+    at_ms: time of its last commit, so that repeated points are equal.
+    Result: False if MLflow could not be reached; the evaluation is complete either way.
     """
     try:
         with reaching(cfg.tracking_uri):

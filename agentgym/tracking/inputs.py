@@ -21,17 +21,17 @@ LISTS = "splits.json"
 
 @dataclass(frozen=True, slots=True)
 class DatasetInput:
-    """The items of one split, as a step read them."""
+    """The items of one split that a step read."""
 
     name: str
-    digest: str  # of their ids, in order
+    digest: str  # of the items' ids, in order
     split: str
     num_items: int
-    source: str  # JSON: where they lie, and their revision
+    source: str  # JSON: path and revision
 
 
 def inputs_of(cfg: RunConfig, store: RunStore, manifest: Manifest) -> list[DatasetInput]:
-    """Of a step that has data: those it read, by the lists its run prepared."""
+    """Return the data that a step read, by the splits its run prepared; empty for none."""
     prepared = prepared_by(store, manifest)
     if prepared is None:
         return []
@@ -40,18 +40,20 @@ def inputs_of(cfg: RunConfig, store: RunStore, manifest: Manifest) -> list[Datas
 
 
 def prepared_by(store: RunStore, manifest: Manifest) -> Manifest | None:
-    """The step that prepared its items; itself, where it did."""
+    """Return the step that prepared the items of this one, which may be itself."""
     if LISTS in manifest.blobs:
         return manifest
     for name, digest in manifest.parents.items():
-        found = next((each for each in store.keys(name) if each.digest == digest), None)
-        if found is not None and LISTS in found.blobs:
-            return found
+        parent = next(
+            (candidate for candidate in store.keys(name) if candidate.digest == digest), None
+        )
+        if parent is not None and LISTS in parent.blobs:
+            return parent
     return None
 
 
 def _read(manifest: Manifest) -> Sequence[tuple[str, int | None]]:
-    """(split, how many of it; None: all)."""
+    """Return (split, number of items read; None: all) for a step's settings."""
     config = manifest.config
     if LISTS in manifest.blobs:
         return [(name, None) for name in SPLITS]
@@ -77,7 +79,7 @@ def _input(cfg: RunConfig, splits: Splits, name: str, num: int | None) -> Datase
 
 
 def dvc_revision(path: Path) -> str:
-    """The digest that DVC pins a folder by; empty where it does not. The pointer is a text."""
+    """Return the digest in a folder's DVC pointer file; empty if there is none."""
     pointer = path.with_name(f"{path.name}.dvc")
     try:
         tree: Any = yaml.safe_load(pointer.read_text(encoding="utf-8"))

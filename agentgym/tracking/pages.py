@@ -1,7 +1,7 @@
-"""What a person finds of a finished step in MLflow, beside its points: data, checkpoint as a
-logged model, table of outcomes, episodes as traces, a description.
+"""The MLflow page of a finished step, apart from its points: data, checkpoint as a logged model,
+table of outcomes, episodes as traces, a description.
 
-All of it is made from what is committed and written once however often it is delivered.
+All of it is made from commits; repeated deliveries change nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentgym.tracking.views import NOTE, NOTE_OURS, VIEWS, link_to
 from agentgym.types import Trajectory
 from envs.plain import plain
 
-RESULT, TABLE = "result.json", "outcomes_table.json"  # of an evaluation; as MLflow shows it
+RESULT, TABLE = "result.json", "outcomes_table.json"  # an evaluation's file; MLflow's table
 EVALUATED = "eval/"  # metrics that a logged model gets
 MAX_NOTE = 7000  # characters; MLflow takes 8000
 MANIFEST = "mlflow.agentgym.manifest"  # tag of a step's run: digest of its last commit
@@ -39,7 +39,10 @@ def show_step(
     runs: tuple[str, str],
     title: str,
 ) -> None:
-    """runs: of the pipeline and of the step in MLflow; points: the step's last ones."""
+    """Write the page of a finished step.
+
+    runs: MLflow runs of the pipeline and of the step; points: the points of the last commit.
+    """
     parent_id, child_id = runs
     data = inputs_of(cfg, store, manifest)
     tracker.log_inputs(child_id, data)
@@ -54,24 +57,24 @@ def show_step(
 
 
 def checkpoint_params(evaluation: Manifest) -> dict[str, str]:
-    """Parameters of the logged model of an evaluated checkpoint."""
+    """Return the parameters of an evaluated checkpoint's logged model."""
     results = evaluation.results
     return {"step": str(results["checkpoint"]), "global_step": str(results["global_step"])}
 
 
 def note_tags(note: str) -> dict[str, str]:
-    """Tags of a run that we described, and nobody else since."""
+    """Return the tags of a description and of the digest by which we know it as ours."""
     return {NOTE: plain(note), NOTE_OURS: sha256(plain(note).encode())}
 
 
 def traces_of(store: RunStore, manifest: Manifest, count: int) -> list[EpisodeTrace]:
-    """Those drawn of a finished step: of its last commit with episodes."""
+    """Return traces of the episodes drawn from a step's last commit with episodes."""
     last, episodes = episodes_of(store, manifest)
-    return [trace_of(last, each) for each in drawn(episodes, manifest.key, count)]
+    return [trace_of(last, episode) for episode in drawn(episodes, manifest.key, count)]
 
 
 def episodes_of(store: RunStore, manifest: Manifest) -> tuple[Manifest, list[Trajectory]]:
-    """A step's last commit with episodes, and these."""
+    """Return a step's last commit with episodes, and these episodes."""
     for commit in reversed(store.history(manifest.step, manifest.key)):
         if TRAJECTORIES in commit.records:
             return commit, decode_trajectories(store.read(commit, TRAJECTORIES))
@@ -86,7 +89,7 @@ def _show_evaluation(
     runs: tuple[str, str],
     data: DatasetInput,
 ) -> None:
-    """A checkpoint with its numbers on this data, and what became of each item."""
+    """Write a checkpoint with its metrics on this data, and the table of outcomes."""
     parent_id, child_id = runs
     step = str(manifest.results["checkpoint"])
     digest = manifest.parents[step]
@@ -95,11 +98,11 @@ def _show_evaluation(
     model_id = tracker.checkpoint_model(
         step, made_by or child_id, tags, checkpoint_params(manifest)
     )
-    bound = [
+    model_points = [
         Point(p.step, p.time_ms, {k: v for k, v in p.metrics.items() if k.startswith(EVALUATED)})
         for p in points[-1:]
     ]
-    tracker.deliver(child_id, bound, model_id=model_id, dataset=(data.name, data.digest))
+    tracker.deliver(child_id, model_points, model_id=model_id, dataset=(data.name, data.digest))
     tracker.log_artifacts(child_id, {TABLE: table_of(store, manifest)})
     show_tables(tracker, child_id, [TABLE])
 
@@ -110,13 +113,13 @@ def is_evaluated(manifest: Manifest) -> bool:
 
 
 def table_of(store: RunStore, manifest: Manifest) -> bytes:
-    """The table of outcomes as it lies among the artifacts."""
+    """Return the table of outcomes as it is stored among the artifacts."""
     table = outcomes_table(json.loads(store.read(manifest, RESULT)))
     return json.dumps(table, separators=(",", ":")).encode()
 
 
 def show_tables(tracker: Tracker, run_id: str, paths: Iterable[str]) -> None:
-    """Artifacts that MLflow's UI opens as tables."""
+    """Mark artifacts that MLflow's UI opens as tables."""
     tracker.set_tags(run_id, table_tags(paths))
 
 
@@ -138,11 +141,14 @@ def successes(result: Mapping[str, Any]) -> dict[str, list[float | None]]:
 
 
 def outcomes_table(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for each item, as MLflow keeps tables. result: content of a result's file."""
+    """Return a row for each item, in MLflow's format of tables.
+
+    result: content of a result's file.
+    """
     return {
         "columns": ["item", "greedy", "samples solved", "samples"],
         "data": [
-            [item, greedy, sum(each or 0.0 for each in samples), len(samples)]
+            [item, greedy, sum(success or 0.0 for success in samples), len(samples)]
             for item, (greedy, *samples) in successes(result).items()
         ],
     }
@@ -157,7 +163,7 @@ def describe(tracker: Tracker, run_id: str, note: str) -> None:
 
 
 def note_of_step(manifest: Manifest, title: str) -> str:
-    """What the step was and came to."""
+    """Return a step's description: title, commit, and the interval of each success rate."""
     lines = [f"**{title}** · commit {manifest.seq}, manifest `{manifest.digest[:12]}`"]
     summary = manifest.results.get("summary")
     if isinstance(summary, Mapping):
@@ -168,8 +174,9 @@ def note_of_step(manifest: Manifest, title: str) -> str:
 def note_of_run(
     run_key: str, facts: Mapping[str, str], ends: Iterable[tuple[str, Mapping[str, Any]]]
 ) -> str:
-    """What a whole run was, what it came to, and where to look on. ends: (evaluation's title, its
-    results), in order.
+    """Return a pipeline's description: its settings and results.
+
+    ends: (evaluation's title, its results), in order.
     """
     lines = [f"Run `r{run_key[:12]}`: " + ", ".join(f"{k} {v}" for k, v in facts.items()), ""]
     for title, results in ends:
@@ -178,9 +185,7 @@ def note_of_run(
 
 
 def note_of_comparison(run_id: str, text: str, files: Iterable[str]) -> str:
-    """What a comparison found, as far as a description has room, with its figures among the run's
-    artifacts.
-    """
+    """Return a comparison's description, cut to fit, with figures from its artifacts."""
     pictures = [
         f"![{path}](get-artifact?path={quote(path)}&run_uuid={run_id})"
         for path in sorted(files)
@@ -199,7 +204,7 @@ def note_of_comparison(run_id: str, text: str, files: Iterable[str]) -> str:
 def links_of_run(
     tracker: Tracker, parent_id: str, run_key: str, model: str, version: str
 ) -> list[str]:
-    """Lines that lead on; the first three below the server's address."""
+    """Return the lines with links; the first three are relative to the server's address."""
     here = f"#/experiments/{tracker.experiment_id}"
     return [
         "",
@@ -212,10 +217,10 @@ def links_of_run(
 
 
 def _numbers(summary: Mapping[str, Any], num_items: int) -> list[str]:
-    """A table of intervals."""
+    """Return a Markdown table of the intervals."""
     rows = [
-        f"| {name.replace('_', ' ')} | {100 * each['mean']:.1f} % |"
-        f" {100 * each['low']:.1f} to {100 * each['high']:.1f} |"
-        for name, each in summary.items()
+        f"| {name.replace('_', ' ')} | {100 * interval['mean']:.1f} % |"
+        f" {100 * interval['low']:.1f} to {100 * interval['high']:.1f} |"
+        for name, interval in summary.items()
     ]
     return [f"| success, {num_items} items | | interval |", "|---|---|---|", *rows]

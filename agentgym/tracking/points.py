@@ -1,4 +1,4 @@
-"""Metrics of a step as they lie in the store, until MLflow has them."""
+"""Metrics of a step in the store, to be delivered to MLflow."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-SPOOL = "metrics.jsonl"  # of a manifest's records
+SPOOL = "metrics.jsonl"  # name among a manifest's records
 
 
 METRIC_NAME = re.compile(r"[A-Za-z0-9_\-.: /]{1,250}")  # what MLflow accepts
 
 
 class LedgerError(ValueError):
-    """The ledger cannot take what it was given."""
+    """The ledger cannot accept the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Metrics of one step, with the time they were measured: a point delivered twice is the
-    same point.
-    """
+    """Metrics of one step and their time, fixed when measured so that deliveries are equal."""
 
     step: int
     time_ms: int  # milliseconds since 1970
@@ -30,14 +28,15 @@ class Point:
 
 
 def encode_points(points: Iterable[Point]) -> bytes:
-    """JSON lines for `manifest.records["metrics.jsonl"]`.
+    """Return JSON lines for `manifest.records["metrics.jsonl"]`.
+
     Errors: LedgerError for a bad name, NaN or infinity.
     """
     return b"".join(_encode(point) for point in points)
 
 
 def decode_points(data: bytes) -> list[Point]:
-    """Errors: LedgerError for a line that is not a point."""
+    """Parse JSON lines of points. Errors: LedgerError for a line that is not a point."""
     points = []
     for number, line in enumerate(data.splitlines(), 1):
         try:

@@ -1,4 +1,4 @@
-"""MLflow's model registry: a checkpoint becomes one version, however often it is tried."""
+"""MLflow's model registry: a checkpoint becomes one version, however often it is registered."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.views import NOTE_OURS
 from envs.plain import plain
 
-FILES = "files.sha256"  # tag of a version: path -> sha256 of each of its files
+FILES = "files.sha256"  # tag of a version: path -> sha256, for each of its files
 ABOUT = (
     "Checkpoints of finished runs. The alias moves by a recorded decision: `agentgym history` tells"
     " of all, `agentgym promote` and `agentgym rollback` make one, `agentgym lineage` says what a"
     " version was made of."
 )
-REGISTER, RECORD = "register", "files.json"  # step, and the record with its version's digests
-CARD = ("algorithm", "step_key", "weights.sha256")  # tags that a model's card shows: what it is
-TASK = "llm/v1/chat"  # of MLflow's for transformers
+REGISTER, RECORD = "register", "files.json"  # step, and its record with the version's digests
+CARD = ("algorithm", "step_key", "weights.sha256")  # tags shown on a model's card
+TASK = "llm/v1/chat"  # one of MLflow's tasks for transformers
 MLMODEL = "MLmodel"
-# fields of MLmodel that are another's where the same model is registered anew
+# fields of MLmodel that change if the same model is registered again
 _IDENTITY = ("artifact_path", "model_id", "model_uuid", "run_id", "utc_time_created")
-_OF_MLFLOW = ("registered_model_meta",)  # what it adds to a copy
+_OF_MLFLOW = ("registered_model_meta",)  # files that MLflow adds to a download
 logger = logging.getLogger(__name__)
 
 
@@ -48,14 +48,13 @@ def register_model(
     step: int,
     task: str = TASK,
 ) -> str:
-    """Log a transformers model with its tokenizer and chat template, register it, move `alias`
-    to it (None: leave it).
+    """Log a transformers model with its tokenizer and chat template, and register it.
 
-    Result: the version.
-    `tags` must hold `step_key`: a model is registered once per key, a kill at any point
-    included.
+    alias: moved to this version; None: no alias is moved.
+    tags: must hold `step_key`; a model is registered once per key, also after a kill at any point.
     task: one of MLflow's for transformers.
-    Errors: ValueError without `step_key` or where the folder holds no model.
+    Result: the version.
+    Errors: ValueError without `step_key`, or if the folder holds no model.
     """
     if "step_key" not in tags:
         raise ValueError(
@@ -70,17 +69,17 @@ def register_model(
         )
         _create_registered(tracker, name)
         logged = tracker.client.get_logged_model(model_id)
-        held = {FILES: logged.tags[FILES]} if FILES in logged.tags else {}
+        digest_tags = {FILES: logged.tags[FILES]} if FILES in logged.tags else {}
         tracker.client.create_model_version(
             name,
             logged.artifact_location,
             run_id=run_id,
-            tags={**texts, **held},
+            tags={**texts, **digest_tags},
             model_id=model_id,
         )
         version = _oldest_version(tracker, name, texts["step_key"])
     else:
-        # the same weights, evaluated anew: the latest numbers count
+        # the same weights were evaluated again: the latest numbers count
         for key, value in texts.items():
             tracker.client.set_model_version_tag(name, version, key, value)
     if alias is not None:
@@ -89,28 +88,28 @@ def register_model(
 
 
 def find_version(tracker: Tracker, name: str, step_key: str) -> str | None:
-    """The registered version made under this key, if any."""
+    """Return the version registered under this key, if any."""
     return min(_versions(tracker, name, step_key), key=int, default=None)
 
 
 def all_versions(tracker: Tracker, name: str) -> list[str]:
-    """Numbers of a registered model's versions, in order."""
-    found = tracker.client.search_model_versions(f"name = '{name}'", max_results=1000)
-    return sorted((str(each.version) for each in found), key=int)
+    """Return the numbers of a registered model's versions, in order."""
+    versions = tracker.client.search_model_versions(f"name = '{name}'", max_results=1000)
+    return sorted((str(version.version) for version in versions), key=int)
 
 
 def version_tags(tracker: Tracker, name: str, version: str) -> dict[str, str]:
-    """Errors: LookupError where there is none."""
+    """Return the tags of a version. Errors: LookupError if there is no such version."""
     return dict(_version(tracker, name, version).tags)
 
 
 def version_run(tracker: Tracker, name: str, version: str) -> str:
-    """The MLflow run that made it; empty: none did, or it is gone."""
+    """Return the MLflow run that made a version; empty if there is none."""
     return str(_version(tracker, name, version).run_id or "")
 
 
 def version_run_tags(tracker: Tracker, name: str, version: str) -> dict[str, str]:
-    """Tags of the MLflow run that made it; empty where none did, or it is gone."""
+    """Return the tags of the MLflow run that made a version; empty without a run."""
     with contextlib.suppress(LookupError), _found("its run"):
         if run_id := version_run(tracker, name, version):
             return dict(tracker.client.get_run(run_id).data.tags)
@@ -123,42 +122,42 @@ def _version(tracker: Tracker, name: str, version: str) -> Any:
 
 
 def alias_version(tracker: Tracker, name: str, alias: str) -> str | None:
-    """The version that holds the alias, if any."""
+    """Return the version that has the alias, if any."""
     try:
         with _found(name):
-            held = tracker.client.get_registered_model(name).aliases
+            aliases = tracker.client.get_registered_model(name).aliases
     except LookupError:
         return None
-    return str(held[alias]) if alias in held else None
+    return str(aliases[alias]) if alias in aliases else None
 
 
 def model_tags(tracker: Tracker, name: str) -> dict[str, str] | None:
-    """Tags of a registered model; None where there is none of this name."""
+    """Return the tags of a registered model; None if there is no model of this name."""
     with contextlib.suppress(LookupError), _found(name):
         return dict(tracker.client.get_registered_model(name).tags)
     return None
 
 
 def all_models(tracker: Tracker) -> list[str]:
-    """Names of every registered model."""
-    found, page = [], None
+    """Return the names of every registered model."""
+    names, page_token = [], None
     while True:
-        models = tracker.client.search_registered_models(page_token=page)
-        found += [str(each.name) for each in models]
-        page = models.token
-        if not page:
-            return sorted(found)
+        models = tracker.client.search_registered_models(page_token=page_token)
+        names += [str(model.name) for model in models]
+        page_token = models.token
+        if not page_token:
+            return sorted(names)
 
 
 def created_ms(tracker: Tracker, name: str) -> int:
-    """When the registered model was made. Errors: LookupError where there is none."""
+    """Return the creation time of a registered model. Errors: LookupError if it is missing."""
     with _found(name):
         return int(tracker.client.get_registered_model(name).creation_timestamp)
 
 
 @contextlib.contextmanager
 def _found(what: str) -> Iterator[None]:
-    """MLflow's way of saying that something is not there becomes a LookupError."""
+    """Turn MLflow's errors for a missing object into a LookupError."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -170,30 +169,33 @@ def _found(what: str) -> Iterator[None]:
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """Path below the folder -> sha256 of what lies there."""
-    found = {}
+    """Return path below the folder -> sha256 of the file."""
+    digests = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name not in _OF_MLFLOW:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            found[path.relative_to(folder).as_posix()] = digest
-    return found
+            digests[path.relative_to(folder).as_posix()] = digest
+    return digests
 
 
 def lasting_digests(folder: Path) -> dict[str, str]:
-    """As `file_digests`, equal for the same model registered anew by the same packages."""
-    found = file_digests(folder)
+    """Return digests that are equal if the same packages register the same model again.
+
+    See `file_digests`.
+    """
+    digests = file_digests(folder)
     path = folder / MLMODEL
-    return {**found, MLMODEL: _lasting(path.read_bytes())} if MLMODEL in found else found
+    return {**digests, MLMODEL: _lasting(path.read_bytes())} if MLMODEL in digests else digests
 
 
 def lasting_files(tracker: Tracker, name: str, version: str) -> dict[str, str]:
-    """`lasting_digests` of a version that was registered just now. Errors: LookupError."""
+    """Return `lasting_digests` of a version registered just now. Errors: LookupError."""
     from mlflow.artifacts import download_artifacts
 
     tags = version_tags(tracker, name, version)
     if FILES not in tags:
-        return {}  # an earlier release registered it
+        return {}  # registered by an earlier release
     with tempfile.TemporaryDirectory() as folder, _found(f"the files of {name} version {version}"):
         source = tracker.client.get_model_version_download_uri(name, version)
         uri = f"{source.rstrip('/')}/{MLMODEL}"
@@ -203,26 +205,29 @@ def lasting_files(tracker: Tracker, name: str, version: str) -> dict[str, str]:
 
 def _lasting(mlmodel: bytes) -> str:
     tree = yaml.safe_load(mlmodel)
-    kept = {key: value for key, value in tree.items() if key not in _IDENTITY}
-    return sha256(json.dumps(kept, sort_keys=True, default=str).encode())
+    fields = {key: value for key, value in tree.items() if key not in _IDENTITY}
+    return sha256(json.dumps(fields, sort_keys=True, default=str).encode())
 
 
 def registered_files(store: RunStore, name: str, version: str) -> dict[str, str] | None:
-    """`lasting_digests` of a version by the commit that registered it; None: not of this store."""
+    """Return `lasting_digests` of a version from the commit that registered it.
+
+    None if this store did not register the version.
+    """
     commits = [
-        each
-        for each in store.keys(REGISTER)
-        if RECORD in each.records
-        and (each.results["model"], str(each.results["version"])) == (name, version)
+        commit
+        for commit in store.keys(REGISTER)
+        if RECORD in commit.records
+        and (commit.results["model"], str(commit.results["version"])) == (name, version)
     ]
     if not commits:
         return None
-    last = max(commits, key=lambda each: each.created_at)
+    last = max(commits, key=lambda commit: commit.created_at)
     return dict(json.loads(store.read(last, RECORD)))
 
 
 def unregistered(name: str, version: str) -> str:
-    """What is not checked of a version that no store here registered."""
+    """Return the text for a version whose files cannot be checked."""
     return f"files of {name} version {version}, no store here has the commit that registered it"
 
 
@@ -235,10 +240,11 @@ def fetch_version(
     has_digests: bool = False,
     committed: Mapping[str, str] | None = None,
 ) -> Path:
-    """A version's files, copied below `folder`, each with the digest that it was registered with.
-    has_digests: one that was registered without is refused.
-    committed: `lasting_digests` by the store, which whoever writes to MLflow cannot change.
-    Result: where. Errors: LookupError where there is none; ModelChanged.
+    """Copy a version's files below `folder` and check their digests.
+
+    has_digests: refuse a version that was registered without digests.
+    committed: `lasting_digests` from the store, which writers to MLflow cannot change.
+    Result: the files' folder. Errors: LookupError if there is no such version; ModelChanged.
     """
     from mlflow.artifacts import download_artifacts
 
@@ -247,26 +253,29 @@ def fetch_version(
         raise ModelChanged(f"{name} version {version} lacks the digests of its files (tag {FILES})")
     with _found(f"the files of {name} version {version}"):
         source = tracker.client.get_model_version_download_uri(name, version)
-        there = Path(
+        local = Path(
             download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=tracker.uri)
         )
     if committed is not None:
-        check_files(lasting_digests(there), committed, f"{name} version {version}")
+        check_files(lasting_digests(local), committed, f"{name} version {version}")
     elif FILES in tags:
-        check_files(file_digests(there), json.loads(tags[FILES]), f"{name} version {version}")
-    return there
+        check_files(file_digests(local), json.loads(tags[FILES]), f"{name} version {version}")
+    return local
 
 
 def parse_model_uri(text: str) -> tuple[str, str]:
-    """The name, and `@ALIAS` or the version. Errors: ValueError."""
-    found = re.fullmatch(r"models:/([\w .-]+?)(?:(@[\w.-]+)|/([0-9]+))", text)
-    if not found:
+    """Return (name, `@ALIAS` or version) of a model URI. Errors: ValueError."""
+    match = re.fullmatch(r"models:/([\w .-]+?)(?:(@[\w.-]+)|/([0-9]+))", text)
+    if not match:
         raise ValueError(f"{text!r}: expected models:/NAME@ALIAS or models:/NAME/VERSION")
-    return found[1], found[2] or found[3]
+    return match[1], match[2] or match[3]
 
 
 def version_meant(tracker: Tracker, name: str, of: str) -> str:
-    """of: `@ALIAS` or a version. Errors: LookupError where nobody has the alias."""
+    """Return the version that is named or has the alias.
+
+    of: `@ALIAS` or a version. Errors: LookupError if no version has the alias.
+    """
     if not of.startswith("@"):
         return of
     version = alias_version(tracker, name, of[1:])
@@ -276,24 +285,25 @@ def version_meant(tracker: Tracker, name: str, of: str) -> str:
 
 
 def verified_model(model_uri: str, folder: str | None = None, store: RunStore | None = None) -> str:
-    """A version's files, each as it was registered, for MLflow's loaders, which do not look:
-    `mlflow.transformers.load_model(verified_model("models:/NAME@champion"))`.
+    """Download a version for MLflow's loaders, which do not check files themselves.
 
-    model_uri: `models:/NAME@ALIAS` or `models:/NAME/VERSION` of the registry that MLflow is set to;
-    folder: where to, a temporary one by default; store: whose commit has the files' digests.
-    Without it the digests are MLflow's, and a warning says so.
-    Errors: ValueError; LookupError where there is none; ModelChanged.
+    Use: `mlflow.transformers.load_model(verified_model("models:/NAME@champion"))`.
+    model_uri: `models:/NAME@ALIAS` or `models:/NAME/VERSION` in the registry that MLflow is set to.
+    folder: target; a temporary one by default.
+    store: has the commit with the files' digests. Without it the digests are MLflow's, and a
+    warning is logged.
+    Errors: ValueError; LookupError if there is no such version; ModelChanged.
     """
     import mlflow
 
     name, of = parse_model_uri(model_uri)
     tracker = Tracker(mlflow.get_tracking_uri(), "", Path())
-    version, place = version_meant(tracker, name, of), Path(folder or tempfile.mkdtemp())
+    version, target = version_meant(tracker, name, of), Path(folder or tempfile.mkdtemp())
     wanted = registered_files(store, name, version) if store is not None else None
     if wanted is None:
         logger.warning("not checked: %s", unregistered(name, version))
     return str(
-        fetch_version(tracker, name, version, place, has_digests=wanted is None, committed=wanted)
+        fetch_version(tracker, name, version, target, has_digests=wanted is None, committed=wanted)
     )
 
 
@@ -301,23 +311,23 @@ class ModelChanged(ValueError):
     """A registered model's files are not those that were registered."""
 
 
-def check_files(found: Mapping[str, str], wanted: Mapping[str, str], what: str) -> None:
-    """Errors: ModelChanged naming the first file that differs, is missing or is too much."""
-    for path in sorted({*wanted, *found}):
-        if wanted.get(path) == found.get(path):
+def check_files(digests: Mapping[str, str], wanted: Mapping[str, str], what: str) -> None:
+    """Raise ModelChanged for the first file that differs, is missing or is unexpected."""
+    for path in sorted({*wanted, *digests}):
+        if wanted.get(path) == digests.get(path):
             continue
-        came = f"sha256 {found[path]}" if path in found else "nothing"
+        actual = f"sha256 {digests[path]}" if path in digests else "nothing"
         expected = f"sha256 {wanted[path]}" if path in wanted else "no such file"
         raise ModelChanged(
-            f"{what}: {path} is not what was registered: expected {expected}, got {came}; do not"
+            f"{what}: {path} is not what was registered: expected {expected}, got {actual}; do not"
             " use it, register the checkpoint again"
         )
 
 
 def describe_version(tracker: Tracker, name: str, version: str, note: str) -> None:
     """Write a version's description, unless a person changed the one we wrote."""
-    held, note = _version(tracker, name, version), plain(note)
-    present, ours = held.description or "", held.tags.get(NOTE_OURS, "")
+    model_version, note = _version(tracker, name, version), plain(note)
+    present, ours = model_version.description or "", model_version.tags.get(NOTE_OURS, "")
     if present == note or (present and hashlib.sha256(present.encode()).hexdigest() != ours):
         return
     tracker.client.update_model_version(name, version, description=note)
@@ -326,8 +336,9 @@ def describe_version(tracker: Tracker, name: str, version: str, note: str) -> No
 
 
 def _oldest_version(tracker: Tracker, name: str, step_key: str) -> str:
-    """A request whose reply was lost with the server is sent again by MLflow's client: a
-    second version of the same model goes.
+    """Return the oldest version of a key and delete its duplicates.
+
+    MLflow's client repeats a request whose reply was lost, which makes a duplicate.
     """
     version, *repeated = sorted(_versions(tracker, name, step_key), key=int)
     for other in repeated:
@@ -337,22 +348,23 @@ def _oldest_version(tracker: Tracker, name: str, step_key: str) -> str:
 
 def _versions(tracker: Tracker, name: str, step_key: str) -> list[str]:
     return [
-        str(found.version)
-        for found in tracker.client.search_model_versions(
+        str(model_version.version)
+        for model_version in tracker.client.search_model_versions(
             f"name = '{name}' and tags.step_key = '{step_key}'"
         )
     ]
 
 
 def _find_logged_model(tracker: Tracker, name: str, step_key: str) -> str | None:
-    """A whole model left by an attempt that was killed before it registered; half ones are
-    removed.
+    """Return a complete model left by an attempt that was killed before registration.
+
+    Incomplete models are deleted.
     """
     ready = None
-    found = tracker.client.search_logged_models(
+    models = tracker.client.search_logged_models(
         [tracker.experiment_id], filter_string=f"name = '{name}' and tags.step_key = '{step_key}'"
     )
-    for model in found:
+    for model in models:
         if str(model.status) == "READY":
             ready = str(model.model_id)
         else:
@@ -369,8 +381,10 @@ def _log_model(
     step: int,
     task: str,
 ) -> str:
-    """What `mlflow.transformers.log_model` does, by the client: no active run or tracking URI
-    of the process is touched, and the run's metrics are not copied onto the model.
+    """Log a model as `mlflow.transformers.log_model` does, through the client.
+
+    This way it changes no active run or tracking URI of the process, and does not copy the run's
+    metrics onto the model.
     """
     if not (model_dir / "config.json").is_file():
         raise ValueError(f"{model_dir} holds no config.json; pass the folder of save_pretrained")
@@ -389,8 +403,8 @@ def _log_model(
         )
         saved = Path(folder, "model")
         save_flavor(model_dir, saved, record, name=name, tags=tags, task=task)
-        held = json.dumps(file_digests(saved), separators=(",", ":"), sort_keys=True)
-        tracker.client.set_logged_model_tags(logged.model_id, {FILES: held})
+        digests = json.dumps(file_digests(saved), separators=(",", ":"), sort_keys=True)
+        tracker.client.set_logged_model_tags(logged.model_id, {FILES: digests})
         tracker.client.log_model_artifacts(logged.model_id, str(saved))
     tracker.client.log_outputs(run_id, models=[LoggedModelOutput(logged.model_id, step=step)])
     tracker.client.finalize_logged_model(logged.model_id, "READY")
@@ -416,9 +430,7 @@ def save_flavor(
     tags: Mapping[str, str],
     task: str = TASK,
 ) -> None:
-    """A folder that MLflow's transformers flavour loads, made without asking the hub for
-    anything.
-    """
+    """Save a folder for MLflow's transformers flavor, without a request to the hub."""
     import mlflow.transformers
     from huggingface_hub import ModelCard
     from mlflow.utils import requirements_utils
@@ -426,7 +438,7 @@ def save_flavor(
 
     from agentgym.models.model import no_progress_bar
 
-    # it would read what every installed package holds, to warn of versions that are those installed
+    # an empty cache makes MLflow scan all installed packages, only for a version warning
     requirements_utils._MODULES_TO_PACKAGES = requirements_utils._MODULES_TO_PACKAGES or {}
     with no_progress_bar():
         model = AutoModelForCausalLM.from_pretrained(
@@ -436,7 +448,7 @@ def save_flavor(
             use_safetensors=True,
             attn_implementation="sdpa",
         )
-        # no repository's name: MLflow would look for a licence there
+        # MLflow would look for a license in a repository of this name
         model.name_or_path = f"models:/{name}"
         card = [
             "---",
@@ -459,14 +471,15 @@ def save_flavor(
             ],
             model_card=ModelCard("\n".join(card)),
         )
-        # MLflow's guess, a link to a page that does not exist
+        # MLflow's guess links to a page that does not exist
         (path / "LICENSE.txt").unlink(missing_ok=True)
 
 
 def _load_tokenizer(model_dir: Path) -> Any:
-    """As it was trained.
-    AutoTokenizer prefers the model family's class over the one the folder declares, and a family's
-    class rebuilds its own splitting of text: a tokenizer of our own would come back with other ids.
+    """Load a tokenizer as it was trained.
+
+    AutoTokenizer prefers the model family's class over the one the folder declares, and that class
+    rebuilds its own splitting of text: our own tokenizer would return other ids.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""What made a run: its source, and the packages that are installed here."""
+"""The origin of a run: its source, and the installed packages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 GIT_TIMEOUT_S = 5.0
 OURS = {"mlflow.source.name": "agentgym-flow", "mlflow.source.type": "PROJECT"}
-OF_MACHINE = ("mlflow.source.git.commit", "mlflow.user", "source")  # tags that no store has
+OF_MACHINE = ("mlflow.source.git.commit", "mlflow.user", "source")  # tags not in any store
 
 
 @functools.cache
 def source_tags() -> dict[str, str]:
-    """Tags that MLflow shows as a run's source and author; without git, of the package alone."""
+    """Return the tags that MLflow shows as source and author; without git, the package."""
     tags = dict(OURS)
     commit = _git("rev-parse", "HEAD")
     if commit:
@@ -31,21 +31,21 @@ def source_tags() -> dict[str, str]:
 
 @functools.cache
 def packages() -> bytes:
-    """`name==version` of what is installed, a line each."""
-    found = {
-        each.metadata["Name"].lower(): each.version
-        for each in importlib.metadata.distributions()
-        if each.metadata["Name"]
+    """Return a line `name==version` for each installed package."""
+    versions = {
+        distribution.metadata["Name"].lower(): distribution.version
+        for distribution in importlib.metadata.distributions()
+        if distribution.metadata["Name"]
     }
-    return "".join(f"{name}=={found[name]}\n" for name in sorted(found)).encode()
+    return "".join(f"{name}=={versions[name]}\n" for name in sorted(versions)).encode()
 
 
 def _git(*arguments: str) -> str:
-    """Of our own repository; empty where there is none, or no git."""
+    """Run git in our own repository; empty if there is no repository or no git."""
     if not (ROOT / ".git").exists():
         return ""
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             ["git", "-C", str(ROOT), *arguments],
             capture_output=True,
             text=True,
@@ -55,4 +55,4 @@ def _git(*arguments: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return completed.stdout.strip() if completed.returncode == 0 else ""

@@ -1,8 +1,8 @@
 """Committed episodes as traces of MLflow: a span of the episode, and one of each turn.
 
-Which episodes is drawn by the digest of the commit's key, so that the same ones are drawn again;
-a trace's id is made of what it is of, so that it is written once however often it is delivered.
-Texts are cut: a trace is for looking at, the record is in the store.
+The commit's key decides which episodes are drawn, so that the same ones are drawn again. A
+trace's id is derived from its episode, so that repeated deliveries write it once. Texts are
+cut: a trace is for display, the full record is in the store.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from agentgym.store.manifest import Manifest, sha256
 from agentgym.types import Trajectory
 from envs.plain import plain
 
-MAX_CHARS = 1500  # of a text in a span
-MAX_TURNS = 40  # spans of one trace; the last turns of a longer episode
-DIGEST = "mlflow.agentgym.episode"  # tag: what was said and answered
+MAX_CHARS = 1500  # per text in a span
+MAX_TURNS = 40  # turns in one trace; of a longer episode, the last ones
+DIGEST = "mlflow.agentgym.episode"  # tag: digest of actions, observations and rewards
 ATTRIBUTES = ("mlflow.traceRequestId", "mlflow.spanType", "mlflow.spanInputs", "mlflow.spanOutputs")
 
 
@@ -38,27 +38,33 @@ class EpisodeTrace:
 
     @property
     def digest(self) -> str:
-        """Of what it shows."""
+        """sha256 of the trace's visible content."""
         return digest_of_spans(self.spans)
 
 
 def drawn(episodes: Sequence[Trajectory], key: str, count: int) -> list[Trajectory]:
-    """`count` of the episodes, as many successes as failures where there are both.
-    The order and the draw depend on `key` and on which episodes there are, and nothing else.
+    """Return `count` of the episodes, as many successes as failures if there are enough of both.
+
+    The order and the draw depend only on `key` and on the set of episodes.
     """
     valid = sorted(
-        (each for each in episodes if each.status.is_valid), key=lambda e: _order(e, key)
+        (episode for episode in episodes if episode.status.is_valid), key=lambda e: _order(e, key)
     )
-    parts = [[each for each in valid if each.success is wanted] for wanted in (True, False)]
-    half = [parts[0][: (count + 1) // 2], parts[1][: count // 2]]
-    chosen = [*half[0], *half[1]]
-    taken = {id(each) for each in chosen}
-    rest = [each for each in valid if id(each) not in taken]
+    parts = [
+        [episode for episode in valid if episode.success is wanted] for wanted in (True, False)
+    ]
+    balanced = [parts[0][: (count + 1) // 2], parts[1][: count // 2]]
+    chosen = [*balanced[0], *balanced[1]]
+    taken = {id(episode) for episode in chosen}
+    rest = [episode for episode in valid if id(episode) not in taken]
     return sorted([*chosen, *rest[: count - len(chosen)]], key=lambda e: _order(e, key))[:count]
 
 
 def trace_of(manifest: Manifest, episode: Trajectory) -> EpisodeTrace:
-    """manifest: the commit whose record the episode is in."""
+    """Return the trace of an episode.
+
+    manifest: the commit whose record the episode is in.
+    """
     trace_id = trace_id_of(manifest, episode).removeprefix("tr-")
     began = _began(manifest, episode)
     spans = list(_turns(episode, trace_id, began))
@@ -102,7 +108,7 @@ def trace_of(manifest: Manifest, episode: Trajectory) -> EpisodeTrace:
 
 
 def digest_of_spans(spans: Sequence[Mapping[str, Any]]) -> str:
-    """Of what spans show, wherever they come from: names and texts, in order of time."""
+    """sha256 of the spans' names and texts, in order of time."""
     shown = [
         [span["name"], *(json.loads(span["attributes"][name]) for name in ATTRIBUTES[2:])]
         for span in sorted(spans, key=lambda s: (s["start_time_unix_nano"], s["name"]))
@@ -111,9 +117,10 @@ def digest_of_spans(spans: Sequence[Mapping[str, Any]]) -> str:
 
 
 def spans_of(spans: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Times, state and attributes of spans, beyond `digest_of_spans`, in order of time.
+    """Return the content that `digest_of_spans` leaves out: times, state and attributes.
 
-    Attributes are JSON, which a server writes with other escapes than a database.
+    The spans are in order of time. Attributes are parsed: a server escapes their JSON in another
+    way than a database.
     """
     return [
         [
@@ -129,7 +136,7 @@ def spans_of(spans: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 
 def _parsed(attribute: Any) -> str:
-    """An attribute in one form; one that is no JSON as it is."""
+    """Return an attribute's JSON in one canonical form; other text as its repr."""
     try:
         return json.dumps(json.loads(attribute), sort_keys=True)
     except (TypeError, ValueError):
@@ -137,18 +144,18 @@ def _parsed(attribute: Any) -> str:
 
 
 def trace_id_of(manifest: Manifest, episode: Trajectory) -> str:
-    """Of an episode in the record of this commit."""
+    """Return the trace id of an episode in the record of this commit."""
     return f"tr-{sha256(_name(episode, manifest.key).encode())[:32]}"
 
 
 def episode_digest(episode: Trajectory) -> str:
-    """Of what was said and answered."""
-    said = [[turn.action, turn.observation, turn.reward] for turn in episode.turns]
-    return sha256(json.dumps([episode.first_observation, said]).encode())
+    """sha256 of an episode's actions, observations and rewards."""
+    turns = [[turn.action, turn.observation, turn.reward] for turn in episode.turns]
+    return sha256(json.dumps([episode.first_observation, turns]).encode())
 
 
 def _turns(episode: Trajectory, trace_id: str, began: int) -> list[dict[str, Any]]:
-    now, seen, spans = began, episode.first_observation, []
+    now, observation, spans = began, episode.first_observation, []
     for number, turn in enumerate(episode.turns):
         end = now + int(1e9 * (turn.generate_s + turn.env_s))
         if number >= len(episode.turns) - MAX_TURNS:
@@ -158,7 +165,7 @@ def _turns(episode: Trajectory, trace_id: str, began: int) -> list[dict[str, Any
                 "TOOL",
                 (now, end),
                 (
-                    {"prompt_tail": _cut(seen)},
+                    {"prompt_tail": _cut(observation)},
                     {
                         "reply": _cut(turn.reply or turn.action),
                         "action": _cut(turn.action),
@@ -169,7 +176,7 @@ def _turns(episode: Trajectory, trace_id: str, began: int) -> list[dict[str, Any
                 {"generate_s": turn.generate_s, "env_s": turn.env_s, "weights": turn.version},
             )
             spans.append(span)
-        now, seen = end, turn.observation
+        now, observation = end, turn.observation
     return spans
 
 
@@ -181,7 +188,7 @@ def _span(
     texts: tuple[Mapping[str, Any], Mapping[str, Any]],
     more: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """As `mlflow.entities.Span.from_dict` reads it; attributes are JSON texts."""
+    """Return a span for `mlflow.entities.Span.from_dict`; attributes are JSON texts."""
     trace_id, span_id, parent_id = ids
     values = (f"tr-{trace_id}", kind, *texts)
     attributes = dict(zip(ATTRIBUTES, values, strict=True)) | dict(more)
@@ -203,7 +210,7 @@ def _span_id(trace_id: str, number: int) -> str:
 
 
 def _began(manifest: Manifest, episode: Trajectory) -> int:
-    """Nanoseconds since 1970; of a record without times, from its commit."""
+    """Return nanoseconds since 1970; the commit's time for a record without times."""
     began = episode.timing.get("began_s", 0.0)
     return int(1e9 * (began or manifest.created_at))
 
@@ -216,8 +223,9 @@ def _order(episode: Trajectory, key: str) -> str:
     return sha256(_name(episode, key).encode())
 
 
-def _cut(text: str, most: int = MAX_CHARS) -> str:
-    """The text's end, where it is longer: what came last is what is acted on. Control characters
-    are spelled out: databases refuse some of them.
+def _cut(text: str, max_chars: int = MAX_CHARS) -> str:
+    """Return the end of a long text, since the policy acts on what came last.
+
+    Control characters are spelled out: some databases refuse them.
     """
-    return plain(text if len(text) <= most else f"... {text[-most:]}")
+    return plain(text if len(text) <= max_chars else f"... {text[-max_chars:]}")

@@ -1,7 +1,8 @@
-"""The view that an experiment of ours opens with in MLflow's UI: its charts, its columns.
+"""The view with which MLflow's UI opens our experiment: its charts, its columns.
 
-MLflow keeps a saved view as a tag of the experiment, `mlflow.sharedViewState.<id>`; a link opens
-it. Ours say what we wrote, so that a view somebody changed or deleted stays as they left it.
+MLflow stores a saved view as a tag of the experiment, `mlflow.sharedViewState.<id>`; a link
+opens it. Another tag records the digests of the views we wrote, so that a view that a person
+changed or deleted stays as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PREFIX = "mlflow.sharedViewState."
 OURS = "mlflow.agentgym.views"  # tag: id -> sha256 of the value that we wrote
 NOTE, NOTE_OURS = "mlflow.note.content", "mlflow.agentgym.note"
 TRAINING = "tags.kind = 'pipeline'"
-CREATED_MS = 1_790_000_000_000  # of the views' text, so that equal ones are equal
+CREATED_MS = 1_790_000_000_000  # a constant, so that equal views have equal text
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,34 +73,38 @@ COLUMNS = (
 
 
 def tags_of_experiment(present: Mapping[str, str], name: str) -> dict[str, str]:
-    """The tags that an experiment lacks: its views and its description, but for what somebody
-    changed or deleted after us.
+    """Return the tags that an experiment lacks: its views and its description.
+
+    Tags that a person changed or deleted after us are left out.
     """
     written: dict[str, str] = json.loads(present.get(OURS, "{}"))
     wanted = {f"{PREFIX}{view.key}": value_of(view) for view in VIEWS}
     wanted[NOTE] = note_of_experiment(name)
-    found, ours = {}, dict(written)
+    missing, ours = {}, dict(written)
     for tag, value in wanted.items():
         untouched = sha256(present.get(tag, "").encode()) == written.get(tag)
         if (tag not in written and tag not in present) or (untouched and present[tag] != value):
-            found[tag], ours[tag] = value, sha256(value.encode())
-    return {**found, OURS: json.dumps(ours, sort_keys=True)} if found else {}
+            missing[tag], ours[tag] = value, sha256(value.encode())
+    return {**missing, OURS: json.dumps(ours, sort_keys=True)} if missing else {}
 
 
 def value_of(view: View) -> str:
-    """What MLflow's own "Save view" writes."""
+    """Return the value that MLflow's own "Save view" would write."""
     state = "deflate;" + base64.b64encode(zlib.compress(json.dumps(_state(view)).encode())).decode()
     return json.dumps({"name": view.name, "createdAt": CREATED_MS, "state": state})
 
 
 def link_to(experiment_id: str, view: View) -> str:
-    """Below a server's address. The tab is not part of a view."""
-    where = f"#/experiments/{experiment_id}/runs"
-    return f"{where}?viewStateShareKey={view.key}&compareRunsMode=CHART"
+    """Return the link to a view, relative to the server's address.
+
+    The tab is not part of a view.
+    """
+    runs_page = f"#/experiments/{experiment_id}/runs"
+    return f"{runs_page}?viewStateShareKey={view.key}&compareRunsMode=CHART"
 
 
 def note_of_experiment(name: str) -> str:
-    """How to read the page."""
+    """Return the experiment's description, which explains the page."""
     lines = [
         f"Training runs and evaluations of `{name}`.",
         "",
@@ -113,13 +118,13 @@ def note_of_experiment(name: str) -> str:
 
 
 def _state(view: View) -> dict[str, Any]:
-    """Of the page of runs, field by field as the UI keeps it."""
+    """Return the state of the page of runs, in the fields of MLflow's UI."""
     sections = {title: f"agentgym-section-{i}" for i, title in enumerate(SECTIONS)}
     axis = {"xAxisKey": "metric" if view.axis else "step", "selectedXAxisMetricKey": view.axis}
     charts = [
-        _chart(f"{view.key}-{metric}", sections[title], metric, told, axis)
+        _chart(f"{view.key}-{metric}", sections[title], metric, label, axis)
         for title, metrics in SECTIONS.items()
-        for metric, told in metrics
+        for metric, label in metrics
     ]
     return {
         "searchFilter": TRAINING,
@@ -157,7 +162,7 @@ def _state(view: View) -> dict[str, Any]:
 
 
 def _chart(
-    key: str, section: str, metric: str, told: str, axis: Mapping[str, str]
+    key: str, section: str, metric: str, label: str, axis: Mapping[str, str]
 ) -> dict[str, Any]:
     return {
         "uuid": key,
@@ -166,7 +171,7 @@ def _chart(
         "metricSectionId": section,
         "deleted": False,
         "isGenerated": False,
-        "displayName": told,
+        "displayName": label,
         "metricKey": metric,
         "selectedMetricKeys": [metric],
         "lineSmoothness": 0,

@@ -1,4 +1,4 @@
-"""Batches made while earlier ones are learned from: in order, and only so many ahead."""
+"""Batches generated while earlier ones are trained on: in order, and a limited number ahead."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 class Ahead(Generic[T]):
     """Fills batches one after another, in a thread that ends with this context.
 
-    Batch b = 0, 1, ... is begun once at least b - `most` times was `admit`ted another: at most so
-    many updates lie between its first turn and the update that learns from it.
-    With `most` 0 there is no thread: a batch is filled by whoever takes it.
+    Batch b = 0, 1, ... is started after at least b - `max_ahead` calls of `admit`: at most
+    `max_ahead` updates lie between its first turn and the update that learns from it.
+    With `max_ahead` 0 there is no thread: `take` fills the batch itself.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._admitted = threading.Semaphore(most + 1)
+    def __init__(self, max_ahead: int) -> None:
+        self._most = max_ahead
+        self._admitted = threading.Semaphore(max_ahead + 1)
         self._begun: deque[T] = deque()
         self._filled: SimpleQueue[T | BaseException] = SimpleQueue()
         self._ended = threading.Event()
@@ -33,36 +33,39 @@ class Ahead(Generic[T]):
         self._made: Iterator[T] = iter(())
 
     def begin(self, batches: Iterable[T], fill: Callable[[T], None]) -> None:
-        """batches: empty ones, in order; fill: has deadlines of its own, so that `take` has one."""
+        """Start to fill batches.
+
+        batches: empty batches, in order; fill: has its own deadlines, so that `take` has one.
+        """
         self._made = self._filling(batches, fill)
         if self._most:
             self._thread = threading.Thread(target=self._serve, name="ahead", daemon=True)
             self._thread.start()
 
     def take(self) -> T:
-        """The next batch. Errors: what stopped its filling; no later one was begun."""
+        """Return the next batch. Errors: the error of its filling; no later batch was started."""
         if self._thread is None:
-            made = next(self._made)
+            batch = next(self._made)
         else:
             filled = self._filled.get()
             if isinstance(filled, BaseException):
                 raise filled
-            made = filled
+            batch = filled
         self._begun.popleft()
-        return made
+        return batch
 
     def admit(self) -> None:
-        """A batch was learned from, and what samples the next turns knows it."""
+        """Count a batch as learned from, once the engine has the new weights."""
         self._admitted.release()
 
     @property
     def begun(self) -> list[T]:
-        """Those that nobody took yet, in order; the last one may be half filled."""
+        """Batches started and not yet consumed, oldest first; the last may be incomplete."""
         return list(self._begun)
 
     def _filling(self, batches: Iterable[T], fill: Callable[[T], None]) -> Iterator[T]:
         for batch in batches:
-            self._admitted.acquire()  # until another is admitted, or this ends
+            self._admitted.acquire()  # returns after `admit` or `__exit__`
             if self._ended.is_set():
                 return
             self._begun.append(batch)
@@ -73,7 +76,7 @@ class Ahead(Generic[T]):
         try:
             for batch in self._made:
                 self._filled.put(batch)
-        except BaseException as error:  # whoever takes it raises it
+        except BaseException as error:  # `take` raises it
             self._filled.put(error)
 
     def __enter__(self) -> Self:
@@ -85,4 +88,4 @@ class Ahead(Generic[T]):
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
-                logger.warning("what was made ahead did not end within %g s", CLOSE_TIMEOUT_S)
+                logger.warning("generation ahead did not end within %g s", CLOSE_TIMEOUT_S)

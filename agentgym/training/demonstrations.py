@@ -1,6 +1,6 @@
 """The episodes that training imitates, an expert's or recorded ones, played on train items.
 
-They are kept as text: tokens follow from it and from the tokenizer of the model that reads them.
+They are stored as text; a model's tokenizer gives their tokens.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ from agentgym.types import Completion, Endpoints, Item, Trajectory
 if TYPE_CHECKING:
     from agentgym.models.chat import ChatRenderer
 
-INSTRUCTIONS = "instructions.json"  # that episodes begin with, by environment
+INSTRUCTIONS = "instructions.json"  # opening text of episodes, by environment
 
 
 def record_demonstrations(ctx: StepContext) -> Manifest:
-    """Play the demonstrations and commit them, failed ones too: a tokenizer learns from their
-    words, and dpo compares with them. Errors: RolloutError; ValueError where none succeeded.
+    """Play the demonstrations and commit them, including failed ones.
+
+    A tokenizer is trained on all of them, and dpo compares with the failed ones.
+    Errors: RolloutError; ValueError if none succeeded.
     """
     cfg = ctx.cfg
     splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
@@ -50,7 +52,7 @@ def record_demonstrations(ctx: StepContext) -> Manifest:
     _require_success(
         cfg, played, "the expert of {} solved" if is_expert else "the trajectories of {} solve"
     )
-    num_solved = sum(each.success for each in played)
+    num_solved = sum(episode.success for episode in played)
     return ctx.commit(
         done=True,
         state={},
@@ -69,13 +71,14 @@ def record_demonstrations(ctx: StepContext) -> Manifest:
 def tokenized_demonstrations(
     cfg: RunConfig, store: RunStore, recorded: Manifest, renderer: ChatRenderer
 ) -> list[Trajectory]:
-    """The demonstrations of a commit, failed ones too, as a policy with this renderer would have
-    produced them. Trajectories of others that do not fit model.context_tokens are left out.
-    Errors: ValueError where none that fit succeeded.
+    """Return a commit's demonstrations with the tokens of this renderer.
+
+    Failed ones are included. Recorded trajectories that do not fit model.context_tokens are left
+    out. Errors: ValueError if none that fit succeeded.
     """
     settings = demonstration_settings(cfg, json.loads(store.read(recorded, INSTRUCTIONS)))
     played = decode_trajectories(store.read(recorded, DEMOS))
-    demos = [tokenized(each, renderer, settings) for each in played]
+    demos = [tokenized(episode, renderer, settings) for episode in played]
     if cfg.warm_start.source == "trajectories":
         demos = [demo for demo in demos if len(demo.input_ids) <= cfg.model.context_tokens]
         _require_success(cfg, demos, "of trajectories that fit model.context_tokens, {}'s solve")
@@ -83,34 +86,35 @@ def tokenized_demonstrations(
 
 
 def demonstrations(ctx: StepContext, renderer: ChatRenderer) -> list[Trajectory]:
-    """The successful ones, to imitate."""
+    """Return the successful demonstrations, to imitate."""
     demos = tokenized_demonstrations(ctx.cfg, ctx.store, ctx.demonstrations, renderer)
     return [demo for demo in demos if demo.success]
 
 
 def _played(ctx: StepContext, splits: Splits) -> tuple[list[Trajectory], EpisodeSettings]:
-    """Demonstrations, and the settings their tokens are made under. An expert that gives up has no
-    success. Errors: RolloutError.
+    """Play the demonstrations; return them with the settings for their tokens.
+
+    An expert that gives up has no success. Errors: RolloutError.
     """
     cfg, rollout = ctx.cfg, ctx.cfg.rollout
     is_expert = cfg.warm_start.source == "expert"
     script: dict[tuple[Item, int], list[Said]] = {}
     if is_expert:
-        title, shown = "expert demonstrations", [(item, 0) for item in expert_items(cfg, splits)]
+        title, slots = "expert demonstrations", [(item, 0) for item in expert_items(cfg, splits)]
     else:
         title = "trajectories played again"
         recorded = recorded_for(cfg, decode(ctx.read(ctx.data, RECORDED)))
-        for sample, each in enumerate(recorded):
-            script[each.item, sample] = replies_of(each, rollout.action_format)
-        shown = list(script)
-    ctx.progress.start(title, len(shown))
+        for sample, trajectory in enumerate(recorded):
+            script[trajectory.item, sample] = replies_of(trajectory, rollout.action_format)
+        slots = list(script)
+    ctx.progress.start(title, len(slots))
 
     def player_of(item: Item, sample: int) -> Player:
         return ExpertPlayer() if is_expert else ScriptedPlayer(script[item, sample])
 
     with ctx.environment(is_expert) as endpoints:
         return demonstrate(
-            cfg, endpoints, shown, player_of, allow_expert=is_expert, progress=ctx.progress.advance
+            cfg, endpoints, slots, player_of, allow_expert=is_expert, progress=ctx.progress.advance
         )
 
 
@@ -123,8 +127,9 @@ def demonstrate(
     allow_expert: bool,
     progress: Callable[[int], None] = lambda _: None,
 ) -> tuple[list[Trajectory], EpisodeSettings]:
-    """Each (item, sample) played by its player until it or the environment ends the episode, and
-    the settings that tokens of it are made under. Errors: RolloutError for a failed episode.
+    """Play each (item, sample) to its end; return the episodes with the settings for tokens.
+
+    The player or the environment ends an episode. Errors: RolloutError for a failed episode.
     """
     rollout = cfg.rollout
     with open_pool(cfg, endpoints, allow_expert=allow_expert) as (pool, loop, guides):
@@ -138,7 +143,8 @@ def demonstrate(
                 concurrency=rollout.concurrency,
                 episode_timeout_s=rollout.episode_timeout_s,
                 max_attempts=rollout.max_attempts,
-                max_env_error_frac=0.0,  # a demonstration left out would change what is learned
+                # a missing demonstration would change the training data
+                max_env_error_frac=0.0,
                 progress=progress,
             )
         )
@@ -146,7 +152,10 @@ def demonstrate(
 
 
 def demonstration_settings(cfg: RunConfig, instructions: Mapping[str, str]) -> EpisodeSettings:
-    """instructions: that episodes begin with, by environment."""
+    """Return the settings under which demonstrations are tokenized.
+
+    instructions: opening text of episodes, by environment.
+    """
     return episode_settings(
         cfg,
         instructions=instructions,
@@ -163,21 +172,22 @@ def _without_clocks(played: Trajectory) -> Trajectory:
     return replace(played, turns=turns, max_turns=max(1, len(turns)), timing={}, num_attempts=1)
 
 
-def _require_success(cfg: RunConfig, demos: Sequence[Trajectory], who: str) -> None:
-    """who: what did not succeed, to be formatted with the environment's name.
-    Errors: ValueError naming an environment of which no demonstration succeeded.
+def _require_success(cfg: RunConfig, demos: Sequence[Trajectory], subject: str) -> None:
+    """Raise ValueError for an environment without a successful demonstration.
+
+    subject: beginning of the error's text, to be formatted with the environment's name.
     """
     for env in cfg.envs:
-        own = [demo for demo in demos if demo.item.env == env.name]
-        if not any(demo.success for demo in own):
+        of_env = [demo for demo in demos if demo.item.env == env.name]
+        if not any(demo.success for demo in of_env):
             raise ValueError(
-                f"{who.format(env.name)} none of {len(own)} tasks; nothing to start from. Check its"
-                " options"
+                f"{subject.format(env.name)} none of {len(of_env)} tasks; nothing to start from."
+                " Check its options"
             )
 
 
 def expert_items(cfg: RunConfig, splits: Splits) -> list[Item]:
-    """The train items an expert shows."""
+    """Return the train items that an expert plays."""
     order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(len(splits.train))
     return interleave([splits.train[index] for index in order], cfg.env_weights)[
         : cfg.warm_start.num_demos
@@ -190,13 +200,13 @@ def recorded_for(cfg: RunConfig, recorded: Sequence[Recorded]) -> list[Recorded]
     A trajectory's `sample` is its index in the result.
     """
     order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(
-        len({each.item for each in recorded})
+        len({trajectory.item for trajectory in recorded})
     )
     return chosen(recorded, cfg.env_weights, order.tolist(), cfg.warm_start.num_demos)
 
 
 def tokenized(played: Trajectory, renderer: ChatRenderer, settings: EpisodeSettings) -> Trajectory:
-    """With the ids a policy would have produced, had it played this; without the times."""
+    """Return the episode with the ids a policy would have produced, without times."""
     settings = replace(settings, max_turns=max(1, len(played.turns)))
     episode = Episode(
         played.item, played.sample, settings, played.first_observation, success=played.success
@@ -204,8 +214,8 @@ def tokenized(played: Trajectory, renderer: ChatRenderer, settings: EpisodeSetti
     instructions = settings.instructions_of(played.item)
     episode.read(renderer.start(played.first_observation, instructions))
     for index, turn in enumerate(played.turns):
-        said = turn.reply or reply_naming(turn.action, settings.action_format)
-        ids = tuple(renderer.action_ids(said))
+        reply_text = turn.reply or reply_naming(turn.action, settings.action_format)
+        ids = tuple(renderer.action_ids(reply_text))
         start = len(episode.input_ids)
         episode.act(Completion(ids, (0.0,) * len(ids), "stop", 0))
         episode.turns.append(
@@ -217,10 +227,13 @@ def tokenized(played: Trajectory, renderer: ChatRenderer, settings: EpisodeSetti
 
 
 def replies_of(recorded: Recorded, action_format: Literal["plain", "react"]) -> list[Said]:
-    """With react what was said as it is; else the action alone, of whatever format it came in."""
-    said = []
+    """Return the replies of a recorded trajectory for replay.
+
+    action_format react keeps a react reply as it is; else only its action is replayed.
+    """
+    replies = []
     for reply in map(str.strip, recorded.replies):
         action = extract_action(reply, "react") if "Action:" in reply else reply
         whole = action_format == "react" and "Action:" in reply
-        said.append(Said(reply if whole else action, action))
-    return said
+        replies.append(Said(reply if whole else action, action))
+    return replies

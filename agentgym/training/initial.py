@@ -1,4 +1,4 @@
-"""The model before any training, and its tokenizer."""
+"""The model before any training, with its tokenizer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 def initialize(ctx: StepContext) -> Manifest:
     """Commit the first checkpoint."""
     set_threads(ctx.cfg.learner_settings.threads)
-    shown = ctx.read(ctx.demonstrations, DEMOS) if ctx.step.demonstrations else None
-    checkpoint = first_checkpoint(ctx.cfg, decode_trajectories(shown) if shown else [])
+    demos = ctx.read(ctx.demonstrations, DEMOS) if ctx.step.demonstrations else None
+    checkpoint = first_checkpoint(ctx.cfg, decode_trajectories(demos) if demos else [])
     notes = checkpoint.renderer.notes
     for note in notes:
         logger.warning("%s", note)
@@ -38,8 +38,10 @@ def initialize(ctx: StepContext) -> Manifest:
 
 
 def first_checkpoint(cfg: RunConfig, played: Sequence[Trajectory]) -> Checkpoint:
-    """The model before any training, with its tokenizer; a tiny one's is trained on these
-    episodes. Errors: ValueError where there are none to do so.
+    """Return the model before any training, with its tokenizer.
+
+    The tokenizer of a tiny model is trained on the episodes `played`.
+    Errors: ValueError if there are none for this.
     """
     if cfg.model.source == "hub":
         return new_checkpoint(*load_hub(cfg.model), cfg.model.chat)
@@ -62,7 +64,7 @@ def first_checkpoint(cfg: RunConfig, played: Sequence[Trajectory]) -> Checkpoint
 
 
 def texts_of(played: Trajectory) -> list[str]:
-    """All that was said in an episode."""
+    """Return all text of an episode: observations and replies."""
     return [
         played.first_observation,
         *(text for turn in played.turns for text in (turn.reply or turn.action, turn.observation)),

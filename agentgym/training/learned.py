@@ -1,6 +1,4 @@
-"""What an update made of an episode, kept beside it: why it was left out, or numbers of each
-token.
-"""
+"""The update's record of an episode: the reason why it was left out, or numbers of each token."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from agentgym.compute.placement import Learner
 from agentgym.config import RunConfig
 from agentgym.types import Learned, Trajectory
 
-BYTES_PER_TOKEN = 32  # of four numbers as text, before compression
-LEAST_RATIO = 5e-5  # what is recorded as 0 is below this
+BYTES_PER_TOKEN = 32  # for four numbers as text, before compression
+LEAST_RATIO = 5e-5  # ratios below this are recorded as 0
 
 
 def with_reasons(
@@ -29,28 +27,32 @@ def with_reasons(
     learner: Learner,
     step: int,
 ) -> list[Trajectory]:
-    """All episodes of a step as they are kept: those that were not learned from with the reason,
-    of some of the others what the update made of each token.
+    """Return all episodes of a step for storage.
 
-    reasons: of each, empty where it is learned from; experience: of those, in their order, or None
-    where there was none.
+    Episodes that were left out get the reason; a share of the others gets the update's numbers of
+    each token.
+    reasons: by episode, empty if it is learned from; experience: of the episodes learned from, in
+    their order, or None if there are none.
     """
-    notes = {place: Learned(excluded=reason) for place, reason in enumerate(reasons) if reason}
+    notes = {index: Learned(excluded=reason) for index, reason in enumerate(reasons) if reason}
     if experience is not None:
-        places = [place for place, reason in enumerate(reasons) if not reason]
-        drawn = shown(cfg, [sum(trajectories[place].action_mask) for place in places], step)
+        kept = [index for index, reason in enumerate(reasons) if not reason]
+        drawn = shown(cfg, [sum(trajectories[index].action_mask) for index in kept], step)
         for index, numbers in zip(drawn, learned_of(experience, learner, drawn), strict=True):
-            notes[places[index]] = numbers
-    return [replace(each, learned=notes.get(place)) for place, each in enumerate(trajectories)]
+            notes[kept[index]] = numbers
+    return [
+        replace(episode, learned=notes.get(index)) for index, episode in enumerate(trajectories)
+    ]
 
 
 def update_metrics(records: Sequence[Trajectory]) -> dict[str, float]:
-    """How far the update moved the policy on the episodes whose tokens' ratios are kept: nats per
-    action token, by the k3 estimate, ratio - 1 - log ratio, which is never negative.
-    Nothing where there are none.
+    """Return how far the update moved the policy, on the episodes with recorded ratios.
+
+    In nats per action token, by the k3 estimate, ratio - 1 - log ratio, which is never negative.
+    Empty without recorded ratios.
     """
-    kept = [each.learned.ratios for each in records if each.learned is not None]
-    ratios = [max(ratio, LEAST_RATIO) for of_episode in kept for ratio in of_episode]
+    by_episode = [record.learned.ratios for record in records if record.learned is not None]
+    ratios = [max(ratio, LEAST_RATIO) for of_episode in by_episode for ratio in of_episode]
     if not ratios:
         return {}
     moved = sum(ratio - 1 - math.log(ratio) for ratio in ratios)
@@ -58,38 +60,38 @@ def update_metrics(records: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def shown(cfg: RunConfig, num_tokens: Sequence[int], step: int) -> list[int]:
-    """Ascending indices of the episodes whose tokens' numbers are kept: a drawn share of them.
-    An episode that does not fit in the room that is left is replaced by the next one drawn.
+    """Draw the episodes whose token numbers are recorded. Result: ascending indices.
 
+    An episode that does not fit into the remaining bytes is replaced by the next one drawn.
     num_tokens: action tokens by episode.
     """
     settings, count = cfg.rollout, len(num_tokens)
-    room = 1024 * settings.token_numbers_kib
+    bytes_left = 1024 * settings.token_numbers_kib
     order = np.random.Generator(np.random.Philox(key=[cfg.seed, step + 4_000_000]))
-    wanted, drawn = math.ceil(settings.token_numbers_frac * count), list[int]()
+    num_wanted, drawn = math.ceil(settings.token_numbers_frac * count), list[int]()
     for index in order.permutation(count).tolist():
         needed = num_tokens[index] * BYTES_PER_TOKEN
-        if len(drawn) < wanted and needed <= room:
-            room -= needed
+        if len(drawn) < num_wanted and needed <= bytes_left:
+            bytes_left -= needed
             drawn.append(index)
     return sorted(drawn)
 
 
 def learned_of(experience: Experience, learner: Learner, sequences: Sequence[int]) -> list[Learned]:
-    """What the update made of these sequences of the batch, token by token."""
+    """Return the update's numbers for these sequences of the batch, token by token."""
     if not sequences:
         return []
     assert experience.advantages is not None
     assert experience.logprobs is not None
     assert experience.entropies is not None
-    kept = (experience.logprobs, experience.entropies, experience.advantages)
+    numbers = (experience.logprobs, experience.entropies, experience.advantages)
     part = experience.batch.select(torch.tensor(sequences))
     now = learner.score(part)[part.action_mask.cpu()]
     of_token, of_part = experience.sequence.cpu(), part.sequence[part.action_mask].cpu()
     result = []
     for index, sequence in enumerate(sequences):
-        own = of_token == sequence
-        before, entropy, gain = (each.cpu()[own] for each in kept)
+        is_own = of_token == sequence
+        before, entropy, gain = (tensor.cpu()[is_own] for tensor in numbers)
         ratio = (now[of_part == index] - before).exp()
         result.append(
             Learned(

@@ -1,9 +1,9 @@
 """Recipes that learn from a set fixed at the start of each stage: demonstrations (sft), pairs
 (dpo), successes (agent_evol).
 
-dpo and agent_evol first sample train items with the policy the stage begins with, at the stage's
-horizon; the episodes are committed before anything is learned from them.
-All three then take the stage's optimizer steps on the one learner.
+dpo and agent_evol first sample train items with the policy the stage begins with, at the
+stage's horizon; the episodes are committed before any training. All three then take the
+stage's optimizer steps with the same learner.
 """
 
 from __future__ import annotations
@@ -49,16 +49,18 @@ from agentgym.types import Item, Trajectory
 
 logger = logging.getLogger(__name__)
 
-COMMIT_EVERY = 10  # optimizer steps; steps with validation are committed, too
+COMMIT_EVERY = 10  # optimizer steps; steps with validation are also committed
 Dataset = Sequence[tuple[Trajectory, ...]]
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
-    """Explore where the recipe does, then train to the stage's last step; from its last commit."""
+    """Explore if the recipe does, then train to the stage's last step; resume from its last
+    commit.
+    """
     set_threads(ctx.cfg.learner_settings.threads)
     cfg = ctx.cfg
     start = ctx.checkpoint
-    # else it still explores
+    # a last commit without weights is from exploration
     trained = ctx.head if ctx.head is not None and has_weights(ctx.head) else None
     splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
     checkpoint = load_checkpoint(ctx.store, trained or start)
@@ -85,10 +87,10 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
         clock = clock_of(cfg, learner)
         while step < stage.last_step:
             step += 1
-            clock.lap("commit")  # of the step before
+            clock.lap("commit")  # of the previous step
             metrics, num_tokens = learn(step)
             clock.lap("update")
-            # of this process, the first step with exploration; no validation
+            # CPU time of this process, in the first step with exploration; without validation
             metrics["time/cpu_s"] = time.process_time() - cpu_began
             if episodes and step == stage.first_step:
                 metrics |= exploration_metrics(episodes, dataset)
@@ -125,7 +127,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
 
 
 def commits_at(cfg: RunConfig, stage: Stage, step: int) -> bool:
-    """Whether an optimizer step of the stage ends in a commit."""
+    """Return True if an optimizer step of the stage ends in a commit."""
     return (
         step == stage.last_step
         or step % COMMIT_EVERY == 0
@@ -134,35 +136,36 @@ def commits_at(cfg: RunConfig, stage: Stage, step: int) -> bool:
 
 
 def optimizer_of(cfg: RunConfig) -> OptimizerConfig:
-    """The optimizer of the recipe: dpo has a rate of its own."""
-    own = cfg.algorithm
+    """Return the recipe's optimizer settings; dpo has its own learning rate."""
+    algorithm = cfg.algorithm
     return (
-        cfg.optimizer.model_copy(update={"lr": own.lr})
-        if isinstance(own, PreferenceConfig)
+        cfg.optimizer.model_copy(update={"lr": algorithm.lr})
+        if isinstance(algorithm, PreferenceConfig)
         else cfg.optimizer
     )
 
 
 def first_rate_step(cfg: RunConfig, stage: Stage) -> int:
-    """The optimizer step before the first one of its schedule: each stage is a problem of its
-    own, but imitation alone is one for all stages.
+    """Return the optimizer step before the first one of the rate's schedule.
+
+    The schedule begins anew with each stage, but imitation alone has one schedule for all stages.
     """
     return stage.first_step - 1 if _explores(cfg) else 0
 
 
 def rate_steps(cfg: RunConfig, stage: Stage) -> int:
-    """How many optimizer steps the schedule of the learning rate is for."""
+    """Return the number of optimizer steps in the learning rate's schedule."""
     return (
         stage.last_step - stage.first_step + 1 if _explores(cfg) else sum(cfg.horizon.stage_steps)
     )
 
 
 def explored_items(cfg: RunConfig, splits: Splits, start: Manifest) -> list[Item]:
-    """The train items of a stage that begins at `start`, in the stream's order."""
-    own = cfg.algorithm
-    if not isinstance(own, ExplorationConfig):
+    """Return the train items of a stage that begins at `start`, in the stream's order."""
+    algorithm = cfg.algorithm
+    if not isinstance(algorithm, ExplorationConfig):
         return []
-    return train_stream(cfg, splits, start.state).next(own.num_items)
+    return train_stream(cfg, splits, start.state).next(algorithm.num_items)
 
 
 def _explores(cfg: RunConfig) -> bool:
@@ -172,32 +175,35 @@ def _explores(cfg: RunConfig) -> bool:
 def preference_pairs(
     trajectories: Sequence[Trajectory], *, per_item: int, seed: int, step: int
 ) -> list[tuple[Trajectory, Trajectory]]:
-    """(preferred, other) of one item with a higher and a lower reward; at most `per_item` of an
-    item, drawn at random.
+    """Return pairs (preferred, other) of one item with a higher and a lower reward.
 
-    Equal rewards make no pair, whatever the lengths: what a delay costs is for the reward to say.
+    At most `per_item` pairs of an item, drawn at random. Equal rewards make no pair, whatever the
+    lengths: a cost of delay belongs in the reward.
     """
-    drawn = np.random.Generator(np.random.Philox(key=[seed, step + 2_000_000]))
+    generator = np.random.Generator(np.random.Philox(key=[seed, step + 2_000_000]))
     pairs: list[tuple[Trajectory, Trajectory]] = []
     for group in _by_item(trajectories):
-        found = [
+        candidates = [
             (one, other)
             for one in group
             for other in group
             if differ(other.reward or 0.0, one.reward or 0.0)
         ]
-        pairs += [found[index] for index in sorted(drawn.permutation(len(found))[:per_item])]
+        pairs += [
+            candidates[index] for index in sorted(generator.permutation(len(candidates))[:per_item])
+        ]
     return pairs
 
 
 def successes(trajectories: Sequence[Trajectory], *, per_item: int) -> list[Trajectory]:
-    """The first `per_item` successful ones of each item, so that easy items do not crowd out
-    the others.
+    """Return the first `per_item` successful episodes of each item.
+
+    The limit keeps easy items from crowding out the others.
     """
     return [
         trajectory
         for group in _by_item(trajectories)
-        for trajectory in [each for each in group if each.success][:per_item]
+        for trajectory in [member for member in group if member.success][:per_item]
     ]
 
 
@@ -207,26 +213,26 @@ def dataset_of(
     episodes: Sequence[Trajectory],
     recorded: Sequence[Trajectory] = (),
 ) -> list[tuple[Trajectory, ...]]:
-    """What the stage learns from its own episodes: pairs (dpo), successes as tuples of one
-    (agent_evol), nothing (sft).
+    """Return the stage's training set from its own episodes.
 
+    Pairs for dpo, successes as tuples of one for agent_evol, empty for sft.
     recorded: trajectories of others, which dpo compares with each other and with its own episodes
     of the same item.
     """
-    own = cfg.algorithm
-    if not isinstance(own, ExplorationConfig):
+    algorithm = cfg.algorithm
+    if not isinstance(algorithm, ExplorationConfig):
         return []
-    usable, theirs = (
-        learnable(each, truncated=own.truncated or recipe_of(own.recipe).truncated)
-        for each in (episodes, recorded)
+    usable, others = (
+        learnable(source, truncated=algorithm.truncated or recipe_of(algorithm.recipe).truncated)
+        for source in (episodes, recorded)
     )
-    if not own.loop.prefers:
-        return [(trajectory,) for trajectory in successes(usable, per_item=own.per_item)]
-    # one batch, one temperature
-    alike = [replace(each, temperature=cfg.rollout.temperature) for each in theirs]
+    if not algorithm.loop.prefers:
+        return [(trajectory,) for trajectory in successes(usable, per_item=algorithm.per_item)]
+    # a batch needs one temperature
+    alike = [replace(episode, temperature=cfg.rollout.temperature) for episode in others]
     return list(
         preference_pairs(
-            [*usable, *alike], per_item=own.per_item, seed=cfg.seed, step=stage.first_step
+            [*usable, *alike], per_item=algorithm.per_item, seed=cfg.seed, step=stage.first_step
         )
     )
 
@@ -234,14 +240,18 @@ def dataset_of(
 def exploration_metrics(
     episodes: Sequence[Trajectory], dataset: Sequence[tuple[Trajectory, ...]]
 ) -> dict[str, float]:
-    """Of a stage's own episodes and what is learned from them; logged at the stage's first
-    optimizer step.
+    """Return metrics of a stage's own episodes and of its training set.
+
+    They are logged at the stage's first optimizer step.
     """
     return rollout_metrics(episodes) | {"rollout/num_kept": float(len(dataset))}
 
 
 def _recorded(ctx: StepContext, renderer: ChatRenderer) -> list[Trajectory]:
-    """What others did, for dpo; agent_evol and sft imitate it as demonstrations."""
+    """Return the recorded trajectories that dpo compares with.
+
+    Empty for agent_evol and sft, which imitate them as demonstrations.
+    """
     if not ctx.cfg.algorithm.loop.prefers or ctx.cfg.warm_start.source != "trajectories":
         return []
     return tokenized_demonstrations(ctx.cfg, ctx.store, ctx.demonstrations, renderer)
@@ -250,11 +260,12 @@ def _recorded(ctx: StepContext, renderer: ChatRenderer) -> list[Trajectory]:
 def _explore(
     ctx: StepContext, stage: Stage, engine: Engine, items: Sequence[Item], position: int
 ) -> list[Trajectory]:
-    """The episodes of the stage's first policy on all items: those committed earlier, and the
-    rest, committed in chunks.
+    """Return the first policy's episodes on all items of the stage.
+
+    Committed ones are read; the others are played and committed in chunks.
     """
-    cfg, own = ctx.cfg, ctx.cfg.algorithm
-    if not isinstance(own, ExplorationConfig):
+    cfg, algorithm = ctx.cfg, ctx.cfg.algorithm
+    if not isinstance(algorithm, ExplorationConfig):
         return []
     earlier = [
         commit
@@ -271,8 +282,8 @@ def _explore(
         f"stage {stage.index} · max_turns {stage.max_turns}", len(items) * cfg.rollout.group_size
     )
     ctx.progress.advance(len(episodes))
-    for begin in range(first, len(items), own.chunk_items):
-        chunk = items[begin : begin + own.chunk_items]
+    for begin in range(first, len(items), algorithm.chunk_items):
+        chunk = items[begin : begin + algorithm.chunk_items]
         collected = engine.collect(
             chunk,
             num_samples=cfg.rollout.group_size,
@@ -304,31 +315,33 @@ def _plan_learner(
     trained: Manifest | None,
     checkpoint: Checkpoint,
 ) -> LearnerPlan:
-    """As the last commit left it.
-    A stage begins with a new optimizer, agent_evol with the weights of the warm start, too.
+    """Return the learner as the last commit left it.
 
-    sft goes on with weights and optimizer from stage to stage.
+    A stage begins with a new optimizer, agent_evol also with the weights of the warm start. sft
+    keeps weights and optimizer from stage to stage.
     """
     cfg = ctx.cfg
-    anew = cfg.algorithm.loop.begins_anew and trained is None
-    begun = ctx.start if anew else trained or start
-    goes_on = cfg.algorithm.loop.keeps_optimizer and "stream_position" in start.state
-    before = trained or (start if goes_on else None)
+    begins_anew = cfg.algorithm.loop.begins_anew and trained is None
+    weights_from = ctx.start if begins_anew else trained or start
+    keeps = cfg.algorithm.loop.keeps_optimizer and "stream_position" in start.state
+    optimizer_from = trained or (start if keeps else None)
     return LearnerPlan(
         architecture=checkpoint.architecture,
-        weights=ctx.policy(begun),
-        adapter=ctx.adapter(begun),
+        weights=ctx.policy(weights_from),
+        adapter=ctx.adapter(weights_from),
         optimizer=optimizer_of(cfg),
         settings=cfg.learner_settings,
         total_steps=rate_steps(cfg, stage),
-        # the policy that sampled the pairs; in a resumed stage the learner has moved on
+        # the policy that sampled the pairs; the learner of a resumed stage has other weights
         reference=ctx.policy(start) if cfg.algorithm.loop.prefers else None,
-        optimizer_states={} if before is None else {OPTIMIZER: ctx.tensors(before, OPTIMIZER)},
+        optimizer_states={}
+        if optimizer_from is None
+        else {OPTIMIZER: ctx.tensors(optimizer_from, OPTIMIZER)},
     )
 
 
 def nothing_to_learn(cfg: RunConfig, stage: Stage, episodes: Sequence[Trajectory]) -> RuntimeError:
-    """What to say of a stage whose own episodes hold nothing that its recipe learns from."""
+    """Return the error for a stage whose own episodes contain nothing to learn from."""
     assert isinstance(cfg.algorithm, ExplorationConfig)
     prefers = cfg.algorithm.loop.prefers
     lacking = "pair of different rewards" if prefers else "success"
@@ -340,8 +353,8 @@ def nothing_to_learn(cfg: RunConfig, stage: Stage, episodes: Sequence[Trajectory
     )
 
 
-# optimizer step -> metrics and how many tokens were seen, having taken it; what a step learns from
-# is a pure function of the step
+# takes an optimizer step; step -> (metrics, number of tokens). The step's data is a pure function
+# of the step.
 Update = Callable[[int], tuple[dict[str, float], int]]
 
 
@@ -354,13 +367,13 @@ def _learning(
 
 
 def _preferring(ctx: StepContext, stage: Stage, learner: Learner, dataset: Dataset) -> Update:
-    """Direct preference optimization of the pairs."""
-    cfg, own, before = ctx.cfg, ctx.cfg.algorithm, first_rate_step(ctx.cfg, stage)
-    assert isinstance(own, PreferenceConfig)
+    """Return the update of direct preference optimization on the pairs."""
+    cfg, algorithm, before = ctx.cfg, ctx.cfg.algorithm, first_rate_step(ctx.cfg, stage)
+    assert isinstance(algorithm, PreferenceConfig)
     pairs = to_batch([trajectory for pair in dataset for trajectory in pair])
     pairs = replace(pairs, logprobs=learner.score_reference(pairs))
     learner.drop_reference()
-    size = min(own.pairs_per_step, len(dataset))
+    size = min(algorithm.pairs_per_step, len(dataset))
 
     def prefer(step: int) -> tuple[dict[str, float], int]:
         chosen = torch.tensor(demo_indices(cfg.seed, step - before, len(dataset), size))
@@ -368,8 +381,8 @@ def _preferring(ctx: StepContext, stage: Stage, learner: Learner, dataset: Datas
         metrics = learner.dpo_step(
             batch,
             batch.logprobs,
-            beta=own.beta,
-            label_smoothing=own.label_smoothing,
+            beta=algorithm.beta,
+            label_smoothing=algorithm.label_smoothing,
             step=step - before,
         )
         return metrics, batch.num_tokens
@@ -380,12 +393,11 @@ def _preferring(ctx: StepContext, stage: Stage, learner: Learner, dataset: Datas
 def _imitating(
     ctx: StepContext, stage: Stage, learner: Learner, dataset: Dataset, renderer: ChatRenderer
 ) -> Update:
-    """Supervised learning on the demonstrations, and on successes beside them."""
+    """Return the update of supervised learning on demonstrations and successes."""
     cfg, before = ctx.cfg, first_rate_step(ctx.cfg, stage)
-    # likelihood is that of the policy itself, as in the warm start, whatever temperature its
-    # episodes were sampled at
-    shown = [*demonstrations(ctx, renderer), *(played for group in dataset for played in group)]
-    pool = to_batch([replace(trajectory, temperature=1.0) for trajectory in shown])
+    # learn at temperature 1, as in the warm start, also if the episodes were sampled at another
+    imitated = [*demonstrations(ctx, renderer), *(played for group in dataset for played in group)]
+    pool = to_batch([replace(trajectory, temperature=1.0) for trajectory in imitated])
     # as many episodes as a step of reinforcement learning
     size = cfg.rollout.items_per_step * cfg.rollout.group_size
 

@@ -47,8 +47,8 @@ from agentgym.types import EngineUsage, Item, Trajectory
 
 logger = logging.getLogger(__name__)
 
-# Episodes without a success after which a policy counts as hopeless: 95 % sure that it succeeds in
-# less than 2 % of them
+# Number of episodes without a success after which a policy counts as hopeless: with 95 % confidence
+# its success rate is below 2 %
 MIN_HOPELESS = 150
 MAX_SKIPPED = 10  # optimizer steps in a row without an episode to learn from
 
@@ -80,7 +80,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
         clock = clock_of(cfg, learner)
         while step < stage.last_step:
             step += 1
-            clock.lap("commit")  # of the step before
+            clock.lap("commit")  # of the previous step
             cpu_began, usage = time.process_time(), engine.usage()
 
             # generate
@@ -102,7 +102,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             experience = None
             if episodes:
                 batch = batch_of(cfg, algorithm, episodes, step)
-                # older weights are elsewhere; the canary has compared the present ones
+                # old weights may differ without an engine fault; the canary checks the present ones
                 limited = resolved(cfg) if staleness else algorithm
                 prepared = learner.prepare(batch, limited, step=step)
                 experience = with_advantages(prepared, algorithm)
@@ -117,7 +117,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
             metrics["sync/canary_rms"] = engine.publish(learner, step)
             ahead.admit()
             clock.lap("publish")
-            # of this process: neither servers nor validation
+            # CPU time of this process, without servers and validation
             metrics["time/cpu_s"] = time.process_time() - cpu_began
 
             validation = []
@@ -152,21 +152,23 @@ class Rollouts:
 
     step: int
     max_turns: int = 0
-    items: list[Item] = field(default_factory=list)  # consumed from the stream, in order
-    # of all of them, in admission order
+    items: list[Item] = field(default_factory=list)  # taken from the stream, in order
+    # of all items, in admission order
     trajectories: list[Trajectory] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)  # why not learned from; empty: it is
-    position: int = 0  # of the stream after them
-    horizon: HorizonState = field(default_factory=HorizonState)  # after them
+    reasons: list[str] = field(default_factory=list)  # why left out; empty: learned from
+    position: int = 0  # of the stream after these items
+    horizon: HorizonState = field(default_factory=HorizonState)  # after these episodes
     seconds: float = 0.0
     before: EngineUsage = field(default_factory=EngineUsage)
     after: EngineUsage = field(default_factory=EngineUsage)
 
     @property
     def learned(self) -> list[Trajectory]:
-        """Those that are learned from, in order."""
+        """The trajectories that are learned from, in order."""
         return [
-            each for each, reason in zip(self.trajectories, self.reasons, strict=True) if not reason
+            trajectory
+            for trajectory, reason in zip(self.trajectories, self.reasons, strict=True)
+            if not reason
         ]
 
     @property
@@ -174,13 +176,14 @@ class Rollouts:
         return rollout_speed(self.trajectories, self.seconds, self.after - self.before)
 
     def staleness(self, *, most: int) -> int:
-        """How many updates the oldest weights were behind that sampled a turn of them.
-        Errors: RuntimeError where that is more than may.
+        """Return the number of updates by which the oldest sampling weights lag behind.
+
+        Errors: RuntimeError if it exceeds `most`.
         """
-        played = [each for each in self.trajectories if each.versions]
+        played = [trajectory for trajectory in self.trajectories if trajectory.versions]
         if not played:
             return 0
-        oldest = min(played, key=lambda each: each.versions)
+        oldest = min(played, key=lambda trajectory: trajectory.versions)
         lag = self.step - 1 - oldest.versions[0]
         if lag > most:
             raise RuntimeError(
@@ -193,8 +196,10 @@ class Rollouts:
 
 
 def state_after(cfg: RunConfig, rollouts: Rollouts, waiting: Sequence[Rollouts]) -> dict[str, Any]:
-    """What a run goes on from that has learned from these; waiting: generated, or begun, for
-    later steps. A resume generates those again, of the same items under the same horizon's rule.
+    """Return the state from which a run continues after learning from these rollouts.
+
+    waiting: rollouts generated or started for later steps. A resumed run generates them again, from
+    the same items and with the same rule of the horizon.
     """
     state = {
         "global_step": rollouts.step,
@@ -206,11 +211,11 @@ def state_after(cfg: RunConfig, rollouts: Rollouts, waiting: Sequence[Rollouts])
     if cfg.rollout.max_staleness:
         state["ahead"] = [
             {
-                "global_step": each.step,
-                "items": [item.item_id for item in each.items],
-                "versions": sorted({turn for e in each.trajectories for turn in e.versions}),
+                "global_step": later.step,
+                "items": [item.item_id for item in later.items],
+                "versions": sorted({turn for t in later.trajectories for turn in t.versions}),
             }
-            for each in waiting
+            for later in waiting
         ]
     return state
 
@@ -218,11 +223,11 @@ def state_after(cfg: RunConfig, rollouts: Rollouts, waiting: Sequence[Rollouts])
 def generation(
     cfg: RunConfig, engine: Engine, stream: ItemStream, horizon: HorizonState
 ) -> Callable[[Rollouts], None]:
-    """Fills the rollouts of one optimizer step after another.
+    """Return the function that fills the rollouts of one optimizer step after another.
 
-    horizon: before the first of them. Each takes its items where the one before left the stream,
-    and its horizon from the success of all before it, learned from or not: no step's depends on
-    how far ahead it is generated.
+    horizon: before the first of them. Each step's items begin where the step before left the
+    stream, and its horizon follows from the success of all earlier steps, learned from or not. So
+    neither depends on how far ahead a step is generated.
     """
 
     def fill(rollouts: Rollouts) -> None:
@@ -236,8 +241,9 @@ def generation(
 
 
 def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollouts) -> None:
-    """`items_per_step` groups; with dynamic sampling those that teach nothing are replaced, as
-    often as the recipe allows.
+    """Collect `items_per_step` groups.
+
+    With dynamic sampling, groups without signal are replaced, as often as the recipe allows.
     """
     rollouts.before, began = engine.usage(), time.perf_counter()
     settings, algorithm = cfg.rollout, resolved(cfg)
@@ -257,8 +263,8 @@ def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollo
         )
         rollouts.reasons = why_not(rollouts.trajectories, truncated=truncated, signal=signal)
         teaching = {
-            each.item
-            for each, reason in zip(rollouts.trajectories, rollouts.reasons, strict=True)
+            trajectory.item
+            for trajectory, reason in zip(rollouts.trajectories, rollouts.reasons, strict=True)
             if not reason
         }
         missing = settings.items_per_step - len(teaching)
@@ -272,7 +278,7 @@ def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollo
 def batch_of(
     cfg: RunConfig, algorithm: PolicyGradientConfig, episodes: Sequence[Trajectory], step: int
 ) -> Batch:
-    """What the recipe makes of episodes that may be learned from."""
+    """Return the recipe's batch of episodes that may be learned from."""
 
     def penalty(trajectory: Trajectory) -> float:
         if not isinstance(algorithm, DynamicSamplingConfig):
@@ -305,9 +311,9 @@ def nothing_to_learn(
 def require_success(ctx: StepContext, first: Mapping[str, float]) -> None:
     """Raise AlarmStop if a stage has nothing to learn from.
 
-    first: the metrics of its first rollouts. Nothing can be learned where their groups have equal
-    rewards without a success, and the evaluation of the weights they were sampled with, if it is
-    in the store, has none either.
+    Nothing can be learned if all groups of the first rollouts have equal rewards without a success,
+    and the evaluation of the same weights, if it is in the store, has no success either.
+    first: the metrics of the first rollouts.
     """
     action, start = ctx.cfg.alarms.no_success, ctx.checkpoint
     equal = first.get("rollout/equal_reward_groups_frac", 0.0)
@@ -322,37 +328,40 @@ def require_success(ctx: StepContext, first: Mapping[str, float]) -> None:
     ]
     if any(share["mean"] for head in judged for share in head.results["summary"].values()):
         return
-    asked = [head.config["evaluation"] for head in judged]
-    played = max((each["num_items"] * (each["num_samples"] + 1) for each in asked), default=0)
+    evaluations = [head.config["evaluation"] for head in judged]
+    played = max(
+        (evaluation["num_items"] * (evaluation["num_samples"] + 1) for evaluation in evaluations),
+        default=0,
+    )
     tried = int(first["rollout/num_episodes"])
     if not played or played + tried < MIN_HOPELESS:
         return
-    line = (
+    message = (
         f"stage {ctx.step.name} cannot learn: none of the {tried} episodes of its first optimizer"
         f" step and none of the {played} of the evaluation of {start.step} succeeded, and all"
         " groups have equal rewards; raise warm_start.num_demos and warm_start.steps, set"
         " rollout.instructions true, or choose easier items or a longer horizon"
-        " (alarms.no_success warn goes on)"
+        " (alarms.no_success warn continues)"
     )
     if action == "stop":
-        raise AlarmStop(line)
-    logger.warning("%s", line)
+        raise AlarmStop(message)
+    logger.warning("%s", message)
 
 
 def plan_learner(ctx: StepReader, start: Manifest, checkpoint: Checkpoint) -> LearnerPlan:
-    """The learner as `start` left it, with the critic and the reference its recipe needs.
+    """Return the learner as `start` left it, with the recipe's critic and reference.
 
-    Errors: ConfigError where `start` was trained without the critic the recipe needs.
+    Errors: ConfigError if `start` was trained without the critic that the recipe needs.
     """
     cfg, algorithm = ctx.cfg, resolved(ctx.cfg)
-    # a stage went before; the warm start's optimizer is another one
-    goes_on = "stream_position" in start.state
+    # only after an earlier stage: the warm start has another optimizer
+    continues = "stream_position" in start.state
     critic = reference = critic_lr = None
     has_critic = isinstance(algorithm, ActorCriticConfig)
     if isinstance(algorithm, ActorCriticConfig):
         critic_lr = algorithm.critic_lr
         critic = ctx.tensors_of(start, CRITIC).get(CRITIC)
-        if goes_on and critic is None:
+        if continues and critic is None:
             raise ConfigError(
                 f"recipe {algorithm.recipe} needs a critic, and {start.step} commit {start.seq}"
                 f" has no {CRITIC}: it was trained without one; train that stage with this recipe"
@@ -371,36 +380,38 @@ def plan_learner(ctx: StepReader, start: Manifest, checkpoint: Checkpoint) -> Le
         critic=critic,
         critic_lr=critic_lr,
         reference=reference,
-        optimizer_states=(ctx.tensors_of(start, OPTIMIZER, CRITIC_OPTIMIZER) if goes_on else {}),
+        optimizer_states=(ctx.tensors_of(start, OPTIMIZER, CRITIC_OPTIMIZER) if continues else {}),
     )
 
 
 def resolved(cfg: RunConfig) -> PolicyGradientConfig:
-    """The algorithm's settings with the recipe's own where none is given."""
+    """Return the algorithm's settings, with the recipe's own values for missing ones."""
     recipe, algorithm = recipe_of(cfg.algorithm.recipe), cfg.algorithm
     assert isinstance(algorithm, PolicyGradientConfig)
     longest = cfg.rollout.max_new_tokens * max(cfg.horizon.max_turns)
-    own = {
+    defaults = {
         "truncated": recipe.truncated,
         "aggregation": recipe.aggregation,
         "constant_length": longest,
     }
     return algorithm.model_copy(
-        update={name: value for name, value in own.items() if getattr(algorithm, name) is None}
+        update={name: value for name, value in defaults.items() if getattr(algorithm, name) is None}
     )
 
 
 def reads_last(cfg: RunConfig) -> bool:
-    """Whether an episode cut by its horizon ends in the observation that came last: a critic's
-    value of it stands for what would have come.
+    """Return True if an episode cut by its horizon ends with the last observation.
+
+    The critic's value of it then stands for the rewards to come.
     """
     is_rl = isinstance(cfg.algorithm, PolicyGradientConfig)
     return is_rl and resolved(cfg).truncated == "bootstrap"
 
 
 def with_limit(cfg: RunConfig, checkpoint: Checkpoint) -> PolicyGradientConfig:
-    """`resolved`, and how far engine and learner may be apart.
-    Errors: ConfigError where the engine does not say so for weights of this dtype.
+    """Return `resolved` with the limit of the distance between engine and learner.
+
+    Errors: ConfigError if the engine has no limit for weights of this dtype.
     """
     algorithm = resolved(cfg)
     limit = algorithm.max_mismatch_kl
@@ -410,6 +421,6 @@ def with_limit(cfg: RunConfig, checkpoint: Checkpoint) -> PolicyGradientConfig:
 
 
 def horizon_state(manifest: Manifest) -> HorizonState:
-    """As a commit recorded it; the beginning where there is none."""
+    """Return the horizon's state in a commit; the initial one if it has none."""
     recorded = manifest.state.get("horizon", {})
     return HorizonState(int(recorded.get("level", 0)), tuple(recorded.get("recent", ())))

@@ -1,4 +1,4 @@
-"""The warm start: supervised learning on demonstrations, which stands in for a pretrained model."""
+"""The warm start: supervised learning on demonstrations, as a substitute for a pretrained model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMIT_EVERY = 20  # optimizer steps
 
 
 def warm_start(ctx: StepContext) -> Manifest:
-    """Supervised learning on the action tokens of successful demonstrations."""
+    """Train on the action tokens of successful demonstrations."""
     set_threads(ctx.cfg.learner_settings.threads)
     settings = ctx.cfg.warm_start
     start = ctx.head or ctx.checkpoint
@@ -48,7 +48,7 @@ def warm_start(ctx: StepContext) -> Manifest:
         clock = clock_of(ctx.cfg, learner)
         while step < settings.steps:
             step += 1
-            clock.lap("commit")  # of the step before
+            clock.lap("commit")  # of the previous step
             batch = batch_at(ctx.cfg, demos, step)
             metrics = learner.sft_step(batch, step=step)
             clock.lap("update")
@@ -71,7 +71,7 @@ def warm_start(ctx: StepContext) -> Manifest:
 
 
 def learnable(reader: StepReader, checkpoint: Checkpoint) -> tuple[list[Trajectory], int]:
-    """Return the demonstrations to learn from, and how many are too long for that."""
+    """Return the demonstrations to learn from, and the number of those that are too long."""
     demonstrations = reader.demonstrations
     fitting = tokenized_demonstrations(
         reader.cfg, reader.store, demonstrations, checkpoint.renderer
@@ -95,14 +95,15 @@ def plan_warm_start(reader: StepReader, start: Manifest, checkpoint: Checkpoint)
 
 
 def batch_at(cfg: RunConfig, demos: Sequence[Trajectory], step: int) -> Batch:
-    """Return what optimizer step 1, 2, ... learns from."""
+    """Return the batch of optimizer step 1, 2, ..."""
     indices = demo_indices(cfg.seed, step, len(demos), cfg.warm_start.batch_size)
     return to_batch([demos[index] for index in indices])
 
 
 def demo_indices(seed: int, step: int, num_demos: int, batch_size: int) -> list[int]:
-    """Which demonstrations optimizer step 1, 2, ... learns from: epochs of seeded shuffles, a
-    pure function of the step.
+    """Return the indices of the demonstrations for optimizer step 1, 2, ...
+
+    They follow epochs of seeded shuffles, as a pure function of the step.
     """
     first = (step - 1) * batch_size
     indices: list[int] = []

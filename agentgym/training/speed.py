@@ -1,4 +1,4 @@
-"""How fast a step of training was, and where its time went. No result depends on it."""
+"""Speed of a training step by parts. No result depends on it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from agentgym.types import EngineUsage, Trajectory
 
 
 class StepClock:
-    """Splits the time of a loop into optimizer steps, and each into parts: nothing is left out and
-    nothing counts twice.
-    """
+    """Splits the time of a loop into optimizer steps, and each step into disjoint parts."""
 
     def __init__(
         self,
@@ -21,21 +19,24 @@ class StepClock:
         peak_tflops: float | None = None,
         accelerators: float | None = None,
     ) -> None:
-        """peak_tflops: of all devices that update; None: not known. accelerators: devices that the
-        run holds while it trains; None: nothing is said of them.
+        """Start the clock.
+
+        peak_tflops: sum over all devices that update; None: unknown.
+        accelerators: number of devices that the run occupies in training; None: not logged.
         """
         self._peak_tflops, self._accelerators = peak_tflops, accelerators
         self._clock, self._since = clock, clock()
         self._parts: dict[str, float] = {}
 
     def lap(self, part: str) -> None:
-        """Everything since the last lap was this part of the step."""
+        """Assign the time since the last lap to this part of the step."""
         self._add(part, self._passed())
 
     def lap_rollouts(self, usage: EngineUsage) -> None:
-        """Everything since the last lap the loop waited for rollouts: `generate` while the engine,
-        used so meanwhile, had a sequence in work, `wait` while all episodes waited for their
-        environments.
+        """Assign the time since the last lap, in which the loop waited for rollouts.
+
+        `generate` is the time in which the engine had a sequence in work, `wait` the time in which
+        all episodes waited for their environments. usage: of the engine, since the last lap.
         """
         passed = self._passed()
         generating = passed * usage.busy_frac
@@ -43,10 +44,10 @@ class StepClock:
         self._add("wait", passed - generating)
 
     def step(self, num_trained: int, update: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of the step that ends here; the next one begins.
+        """Return the metrics of the step that ends here, and begin the next one.
 
-        num_trained: tokens the update has seen, each once however often it passed them.
-        update: its metrics; empty where nothing was learned.
+        num_trained: tokens in the update, each counted once however often it was used.
+        update: the update's metrics; empty if nothing was learned.
         """
         self.lap("other")
         parts, self._parts = self._parts, {}
@@ -73,7 +74,7 @@ class StepClock:
 
 
 def clock_of(cfg: RunConfig, learner: Learner) -> StepClock:
-    """Of a loop that trains this learner."""
+    """Return the clock of a loop that trains this learner."""
     return StepClock(
         peak_tflops=learner.peak_tflops(cfg.compute_peak_tflops),
         accelerators=num_accelerators(cfg),
@@ -83,9 +84,9 @@ def clock_of(cfg: RunConfig, learner: Learner) -> StepClock:
 def rollout_speed(
     trajectories: Sequence[Trajectory], seconds: float, usage: EngineUsage
 ) -> dict[str, float]:
-    """Of rollouts that took so long and used the engine so.
+    """Return the speed metrics of rollouts that took `seconds` and this engine usage.
 
-    Of an engine that measures nothing the sampled tokens are known alone.
+    If the engine reports no usage, only the rate of sampled tokens is known.
     """
     num_sampled = sum(sum(trajectory.action_mask) for trajectory in trajectories)
     metrics = {
@@ -104,5 +105,5 @@ def rollout_speed(
 
 
 def _share(part: float, whole: float) -> float:
-    """0 of nothing."""
+    """Return part / whole, or 0 if the whole is 0."""
     return part / whole if whole > 0 else 0.0

@@ -1,4 +1,4 @@
-"""`agentgym view`: what the agent did, token by token and step by step, as pages of this machine.
+"""`agentgym view`: what the agent did, token by token and step by step, as pages on this machine.
 
-The store is the truth and is only read; the index beside it is derived, and may be deleted.
+The viewer only reads the store. The index is derived from the store and may be deleted.
 """

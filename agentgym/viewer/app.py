@@ -1,5 +1,6 @@
-"""The pages, as an application: which address shows what. Nothing here opens a file by a name that
-an address holds.
+"""The FastAPI application of the viewer: its routes and its error pages.
+
+No route opens a file by a name taken from an address.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from agentgym.viewer.servers import Missing
 from agentgym.viewer.study_page import add_study
 from agentgym.viewer.viewer import Viewer
 
-THREADS = 8  # that make pages; each has a connection to the index
+THREADS = 8  # threads that render pages; each has its own connection to the index
 
 
 def make_app(viewer: Viewer) -> FastAPI:
-    """All pages of a viewer."""
+    """Return the application with all pages of a viewer."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -65,7 +66,7 @@ def make_app(viewer: Viewer) -> FastAPI:
 
     @app.get("/state")
     def state() -> JSONResponse:
-        """For pages that follow a run: has anything changed."""
+        """Return the index's stamp, by which a page that follows a run sees a change."""
         return JSONResponse({"stamp": viewer.index.stamp, "indexing": viewer.indexing is not None})
 
     @app.get("/healthz")
@@ -77,7 +78,7 @@ def make_app(viewer: Viewer) -> FastAPI:
 
 
 def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
-    """What went wrong is a page, too, with a status that says so."""
+    """Render every known error as a page with its HTTP status."""
 
     def answers(
         kind: type[Exception], status: int, title: str, hint: str = ""
@@ -85,9 +86,9 @@ def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         def answer(_: Request, error: Exception) -> HTMLResponse:
             if isinstance(error, sqlite3.DatabaseError | IndexDamaged):
                 viewer.damaged()
-            # of an OSError that is a number, the text of a LookupError has quotes
-            said = str(error) if isinstance(error, OSError) else (*error.args, kind.__name__)[0]
-            page = pages.render("message.html", title=title, said=said, hint=hint)
+            # args[0] of an OSError is its errno; str() of a LookupError adds quotes
+            message = str(error) if isinstance(error, OSError) else (*error.args, kind.__name__)[0]
+            page = pages.render("message.html", title=title, said=message, hint=hint)
             return HTMLResponse(page, status)
 
         return answer
@@ -112,9 +113,11 @@ def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
     def http(_: Request, error: Exception) -> HTMLResponse:
         assert isinstance(error, HTTPException)
-        said = str(error.detail) if error.status_code != 404 else "there is no page at this address"
+        message = (
+            str(error.detail) if error.status_code != 404 else "there is no page at this address"
+        )
         title = "Not found" if error.status_code == 404 else "That cannot be done"
-        page = pages.render("message.html", title=title, said=said, hint="")
+        page = pages.render("message.html", title=title, said=message, hint="")
         return HTMLResponse(page, error.status_code)
 
     app.add_exception_handler(HTTPException, http)

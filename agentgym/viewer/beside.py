@@ -1,4 +1,4 @@
-"""Episodes beside each other: the samples of an item, attempts of several policies, two results."""
+"""Episodes side by side: the samples of an item, attempts of several policies, two results."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from agentgym.evaluation.result import Outcome, Result, Slot
 from agentgym.viewer.bodies import Found, address_of
 from agentgym.viewer.servers import config_of
 
-MOST = 16  # episodes beside each other
+MOST = 16  # episodes side by side
 CONFIDENCE = 0.95
-# statuses whose episodes count, as SQL has them
+# SQL condition for episodes that count
 COUNTS = "reward IS NOT NULL"
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """An episode among others."""
+    """One episode in a page of several."""
 
     found: Found
     address: str
-    parts: int | None  # turn, from 1, whose action is not the first column's; None: none is
+    parts: int | None  # first turn, from 1, whose action differs from the first column's, or None
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Episodes beside each other."""
+    """Several episodes in columns."""
 
     columns: list[Column]
-    common: int  # turns whose actions are equal in all
-    same_outcome: bool  # of all that count, where there are several
-    excluded: int  # that are not in the loss
-    rest: int = 0  # episodes that are not shown
+    common: int  # leading turns whose actions are equal in all columns
+    same_outcome: bool  # two or more episodes count, and their rewards are equal
+    excluded: int  # episodes that are not in the loss
+    rest: int = 0  # number of episodes that are not shown
 
 
-def beside(found: Sequence[Found], rest: int = 0) -> Beside:
-    """In their order; the first one is what the others are compared with."""
-    actions = [[turn.action for turn in each.episode.turns] for each in found]
+def beside(entries: Sequence[Found], rest: int = 0) -> Beside:
+    """Put episodes into columns in their order; each is compared with the first one."""
+    actions = [[turn.action for turn in entry.episode.turns] for entry in entries]
     columns = [
-        Column(each, each.address, parting(actions[0], own) if place else None)
-        for place, (each, own) in enumerate(zip(found, actions, strict=True))
+        Column(entry, entry.address, parting(actions[0], turns) if index else None)
+        for index, (entry, turns) in enumerate(zip(entries, actions, strict=True))
     ]
-    common = min((len(own) for own in actions), default=0)
-    for own in actions[1:]:
-        common = min(common, (parting(actions[0], own) or common + 1) - 1)
-    rewards = [each.row["reward"] for each in found if each.row["reward"] is not None]
+    common = min((len(turns) for turns in actions), default=0)
+    for turns in actions[1:]:
+        common = min(common, (parting(actions[0], turns) or common + 1) - 1)
+    rewards = [entry.row["reward"] for entry in entries if entry.row["reward"] is not None]
     return Beside(
         columns,
         common,
         len(rewards) > 1 and len(set(rewards)) == 1,
-        sum(bool(each.row["excluded"]) for each in found),
+        sum(bool(entry.row["excluded"]) for entry in entries),
         rest,
     )
 
 
 def parting(first: Sequence[str], other: Sequence[str]) -> int | None:
-    """The first turn, from 1, at which two lists of actions are not equal; None where they are."""
+    """Return the first turn, from 1, at which two lists of actions differ, or None."""
     for turn, (a, b) in enumerate(zip(first, other, strict=False), 1):
         if a != b:
             return turn
@@ -67,7 +67,7 @@ def parting(first: Sequence[str], other: Sequence[str]) -> int | None:
 
 
 def group_of(reader: sqlite3.Connection, row: sqlite3.Row) -> list[sqlite3.Row]:
-    """The samples that were played of an episode's item with it."""
+    """Return all samples of the episode's item from the same step, itself included."""
     return reader.execute(
         "SELECT * FROM episodes WHERE (item, step_id, seq, split, temperature, file)"
         " = (?, ?, ?, ?, ?, ?) ORDER BY sample, line",
@@ -77,7 +77,7 @@ def group_of(reader: sqlite3.Connection, row: sqlite3.Row) -> list[sqlite3.Row]:
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """All episodes of an item that one step played at a time."""
+    """All episodes of an item that one step played at one optimizer step."""
 
     step: sqlite3.Row
     at: int
@@ -92,21 +92,23 @@ class Attempts:
 
 
 def attempts_of(
-    reader: sqlite3.Connection, steps: Mapping[int, sqlite3.Row], item: str, most: int
+    reader: sqlite3.Connection, steps: Mapping[int, sqlite3.Row], item: str, limit: int
 ) -> list[Attempts]:
-    """Of an item, in every step that played it; the oldest first."""
+    """Return the attempts at an item in every step that played it, oldest first."""
     rows = reader.execute(
         "SELECT * FROM episodes WHERE item = ? ORDER BY step_id, seq, temperature, sample, id"
         " LIMIT ?",
-        (item, most),
+        (item, limit),
     )
-    found: dict[tuple[object, ...], Attempts] = {}
+    by_key: dict[tuple[object, ...], Attempts] = {}
     for row in rows:
         step = steps[row["step_id"]]
         key = tuple(row[name] for name in ("step_id", "at", "split", "temperature"))
-        own = found.setdefault(key, Attempts(step, row["at"], row["split"], row["temperature"], []))
-        own.episodes.append((address_of(row, step), row))
-    return sorted(found.values(), key=lambda each: (each.step["created"], each.at))
+        attempts = by_key.setdefault(
+            key, Attempts(step, row["at"], row["split"], row["temperature"], [])
+        )
+        attempts.episodes.append((address_of(row, step), row))
+    return sorted(by_key.values(), key=lambda attempts: (attempts.step["created"], attempts.at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,26 +125,26 @@ class Flip:
 
 @dataclass(frozen=True, slots=True)
 class Versus:
-    """Two results beside each other."""
+    """The paired comparison of two results."""
 
     decisions: Mapping[str, Decision]  # by environment
     won: list[Flip]
     lost: list[Flip]
-    both: int  # slots that count in both
+    both: int  # number of slots that count in both results
     families: list[tuple[str, str, int, float, float]]  # env, family, slots, before, after
-    why_not: str = ""  # why nothing is decided
+    why_not: str = ""  # why there is no decision; empty: there is one
     flips: list[Flip] = field(default_factory=list)
 
 
 def results(steps: Mapping[int, sqlite3.Row]) -> list[sqlite3.Row]:
-    """Steps that evaluated somebody, the newest first."""
-    found = [
+    """Return the finished evaluation steps, newest first."""
+    evaluations = [
         step
         for step in steps.values()
         if step["head"] is not None
         and {"evaluation", "protocol"} & config_of(step["config"]).keys()
     ]
-    return sorted(found, key=lambda step: -step["created"])
+    return sorted(evaluations, key=lambda step: -step["created"])
 
 
 def versus(
@@ -151,8 +153,9 @@ def versus(
     after: sqlite3.Row,
     identities: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
 ) -> Versus:
-    """What a result shows against another one: the decision of `agentgym compare`, and the slots
-    that count in both. identities: what each of them asked.
+    """Compare two results on the slots that count in both, with the decision of `agentgym compare`.
+
+    identities: what each of the two evaluations requested.
     """
     rows = reader.execute(
         f"SELECT a.env, a.item, a.sample, ifnull(nullif(a.family, ''), b.family) AS family,"
@@ -193,7 +196,7 @@ def versus(
 
 
 def _result(reader: sqlite3.Connection, step: sqlite3.Row, identity: Mapping[str, Any]) -> Result:
-    """A step's slots, each by its last attempt."""
+    """Return a step's result; the last attempt at a slot counts."""
     slots: dict[tuple[str, int], Slot] = {}
     for row in reader.execute(
         "SELECT env, item, sample, family, reward, success FROM episodes WHERE step_id = ?"
@@ -213,16 +216,16 @@ def _result(reader: sqlite3.Connection, step: sqlite3.Row, identity: Mapping[str
 
 
 def _families(rows: Sequence[sqlite3.Row]) -> list[tuple[str, str, int, float, float]]:
-    found: dict[tuple[str, str], list[sqlite3.Row]] = {}
+    by_family: dict[tuple[str, str], list[sqlite3.Row]] = {}
     for row in rows:
-        found.setdefault((row["env"], row["family"]), []).append(row)
+        by_family.setdefault((row["env"], row["family"]), []).append(row)
     return [
         (
             env,
             family,
-            len(own),
-            sum(row["old"] for row in own) / len(own),
-            sum(row["new"] for row in own) / len(own),
+            len(family_rows),
+            sum(row["old"] for row in family_rows) / len(family_rows),
+            sum(row["new"] for row in family_rows) / len(family_rows),
         )
-        for (env, family), own in sorted(found.items())
+        for (env, family), family_rows in sorted(by_family.items())
     ]

@@ -1,5 +1,6 @@
-"""Episodes whole, read from the store when somebody looks at one: what the index says of them is
-compared with what lies there.
+"""Whole episodes, read from the store for a page.
+
+Each record is checked against its row in the index.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from agentgym.types import Trajectory
 from agentgym.viewer.index import Index
 from agentgym.viewer.rows import FILES, TOKENIZER, Address
 
-_HELD = 4  # tokenizers in memory, and as many files of episodes
-_MAX_HELD = 16 * 2**20  # bytes of such a file; a larger one is read anew
+_HELD = 4  # tokenizers kept in memory, and files of episodes
+_MAX_HELD = 16 * 2**20  # bytes of a file that is kept; a larger one is read again each time
 
 
 class Gone(LookupError):
-    """An episode that is not there, and why."""
+    """The episode is not in the store; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An episode and where it lies."""
+    """An episode with its rows in the index."""
 
-    row: sqlite3.Row  # of the index
+    row: sqlite3.Row  # of `episodes` in the index
     step: sqlite3.Row
     episode: Trajectory
 
@@ -55,15 +56,18 @@ class Bodies:
     def __init__(self, store: RunStore, index: Index) -> None:
         self._store, self._index = store, index
         self._tokenizers: dict[str, Tokenizer] = {}
-        # an episode and each of its pictures are a request: a store far away is asked once
+        # an episode and each of its pictures are separate requests: read a remote store once
         self._held = lru_cache(_HELD)(self._content)
 
     def steps(self) -> dict[int, sqlite3.Row]:
-        """Every step that is known, by its number in the index."""
+        """Return every known step by its number in the index."""
         return {row["id"]: row for row in self._index.reader.execute("SELECT * FROM steps")}
 
     def find(self, address: Address) -> Found:
-        """Errors: Gone, DigestMismatch, BlobMissing, RecordError."""
+        """Read the episode at an address.
+
+        Errors: Gone, DigestMismatch, BlobMissing, RecordError.
+        """
         reader = self._index.reader
         step = reader.execute("SELECT * FROM steps WHERE folder = ?", (address.folder,)).fetchone()
         if step is None:
@@ -87,45 +91,50 @@ class Bodies:
         return next(self.read([row]))
 
     def read(self, rows: Sequence[sqlite3.Row]) -> Iterator[Found]:
-        """In the order given, a file of the store read once for neighbours in it.
+        """Yield episodes in the order of `rows`; a file is read once for adjacent rows in it.
+
         Errors: DigestMismatch, BlobMissing, RecordError.
         """
         steps = self.steps()
 
-        def place(row: sqlite3.Row) -> tuple[int, int, int]:
+        def file_of(row: sqlite3.Row) -> tuple[int, int, int]:
             return row["step_id"], row["seq"], row["file"]
 
-        for (step_id, seq, file), own in groupby(rows, key=place):
+        for (step_id, seq, file), file_rows in groupby(rows, key=file_of):
             step, data = steps[step_id], self.file(steps[step_id], seq, FILES[file])
             with gzip.open(io.BytesIO(data), "rb") as lines:
-                for row in own:
+                for row in file_rows:
                     lines.seek(row["start"])
                     yield Found(row, step, _episode(lines.read(row["size"]), row))
 
     def tokenizer(self, step: sqlite3.Row) -> Tokenizer | None:
-        """The one whose tokens a step's episodes consist of: its own, its parents', or the one
-        that an evaluation names. None where no commit has it any more.
+        """Return the tokenizer of a step's episodes; None if no commit has it any more.
+
+        It is the one that an evaluation names, else the step's own, else its parents'.
         """
         steps = list(self.steps().values())
         wanted = (json.loads(step["config"] or "{}").get("policy") or {}).get("tokenizer")
         if wanted:
-            named = (self._tokenizer_in(each, wanted) for each in steps)
+            named = (self._tokenizer_in(candidate, wanted) for candidate in steps)
             return next(filter(None, named), None)
         by_digest = {row["digest"]: row for row in steps}
         waiting, seen = [step], set()
         while waiting:
-            each = waiting.pop(0)
-            if each["id"] in seen:
+            candidate = waiting.pop(0)
+            if candidate["id"] in seen:
                 continue
-            seen.add(each["id"])
-            if (found := self._tokenizer_in(each)) is not None:
-                return found
-            digests = json.loads(each["parents"] or "[]")
+            seen.add(candidate["id"])
+            if (tokenizer := self._tokenizer_in(candidate)) is not None:
+                return tokenizer
+            digests = json.loads(candidate["parents"] or "[]")
             waiting += [by_digest[digest] for digest in digests if digest in by_digest]
         return None
 
     def _tokenizer_in(self, step: sqlite3.Row, wanted: str = "") -> Tokenizer | None:
-        """Of the step's newest commit. wanted: digest of the only one that is meant."""
+        """Return the tokenizer of the step's newest commit.
+
+        wanted: accept only this digest.
+        """
         commit = self._index.reader.execute(
             "SELECT seq, files FROM commits WHERE (step_id, seq) = (?, ?)",
             (step["id"], step["head"]),
@@ -134,25 +143,26 @@ class Bodies:
         if not digest or (wanted and digest != wanted):
             return None
         if digest not in self._tokenizers:
-            files = json.loads(self.file(step, commit["seq"], TOKENIZER))  # name -> its text
-            made = Tokenizer.from_str(files[TOKENIZER])
+            files = json.loads(self.file(step, commit["seq"], TOKENIZER))  # name -> text
+            tokenizer = Tokenizer.from_str(files[TOKENIZER])
             while len(self._tokenizers) >= _HELD:
                 self._tokenizers.pop(next(iter(self._tokenizers)))
-            self._tokenizers[digest] = made
+            self._tokenizers[digest] = tokenizer
         return self._tokenizers[digest]
 
     def identity(self, step: sqlite3.Row) -> Mapping[str, Any]:
-        """Return what an evaluation asked. Errors: BlobMissing, DigestMismatch."""
+        """Return what an evaluation requested. Errors: BlobMissing, DigestMismatch."""
         try:
             plan = json.loads(self.file(step, 0, PLAN))
-        except KeyError:  # of an earlier version: its settings
+        except KeyError:  # an earlier version wrote no plan: use the step's settings
             plan = {}
         config = json.loads(step["config"] or "{}")
         identity: Mapping[str, Any] = plan.get("identity", config)
         return config if step["name"] == STEP else identity
 
     def file(self, step: sqlite3.Row, seq: int, name: str) -> bytes:
-        """Verified content of a commit's file, whose manifest need not be read again.
+        """Return the verified content of a commit's file, without reading the manifest again.
+
         Errors: BlobMissing, DigestMismatch.
         """
         commit = self._index.reader.execute(
@@ -186,7 +196,7 @@ def _episode(line: bytes, row: sqlite3.Row) -> Trajectory:
         raise RecordError(f"it is no episode: {type(error).__name__} {error}") from error
     if (episode.item.item_id, episode.sample) != (row["item"], row["sample"]):
         raise RecordError(
-            f"the index says {row['item']} sample {row['sample']}, the record"
+            f"the index has {row['item']} sample {row['sample']}, the record"
             f" {episode.item.item_id} sample {episode.sample}; the index is of another store"
         )
     return episode

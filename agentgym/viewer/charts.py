@@ -1,4 +1,4 @@
-"""Charts as numbers for an SVG: scales and places, no markup."""
+"""Charts as numbers for an SVG: scales and coordinates, no markup."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Line:
     """A line of a chart."""
 
     name: str
-    points: str  # of an SVG polyline
-    dots: list[tuple[float, float, str]]  # x, y, what is told there
+    points: str  # `points` of an SVG polyline
+    dots: list[tuple[float, float, str]]  # x, y, tooltip
     color: int
 
 
@@ -31,20 +31,23 @@ class Chart:
     lines: list[Line]
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
-    table: list[tuple[str, list[tuple[str, str]]]]  # name, (step, value): the same as text
+    table: list[tuple[str, list[tuple[str, str]]]]  # the same as text: name, (step, value)
 
 
 def line_chart(
     title: str, series: Mapping[str, Sequence[tuple[float, float]]], *, share: bool = False
 ) -> Chart | None:
-    """series: name -> (x, y), x ascending. share: y from 0 to 1. None where there is nothing."""
-    points = [point for own in series.values() for point in own]
+    """Lay out a chart of lines; None without points.
+
+    series: name -> (x, y), x ascending; share: y runs from 0 to 1.
+    """
+    points = [point for line_points in series.values() for point in line_points]
     if not points:
         return None
     low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
     low, high = (0.0, 1.0) if share else _bounds([y for _, y in points])
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def to_pixels(x: float, y: float) -> tuple[float, float]:
         across = (x - low_x) / (high_x - low_x) if high_x > low_x else 0.5
         up = (y - low) / (high - low)
         return (
@@ -52,21 +55,24 @@ def line_chart(
             round(HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM), 1),
         )
 
-    def told(y: float) -> str:
+    def label(y: float) -> str:
         return f"{100 * y:.3g} %" if share else f"{y:.4g}"
 
     lines = [
         Line(
             name,
-            " ".join(f"{a},{b}" for a, b in (place(*each) for each in own)),
-            [(*place(x, y), f"{name}, step {x:g}: {told(y)}") for x, y in own],
+            " ".join(f"{a},{b}" for a, b in (to_pixels(*pair) for pair in line_points)),
+            [(*to_pixels(x, y), f"{name}, step {x:g}: {label(y)}") for x, y in line_points],
             number % NUM_COLORS,
         )
-        for number, (name, own) in enumerate(series.items())
+        for number, (name, line_points) in enumerate(series.items())
     ]
-    x_ticks = [(place(x, low)[0], f"{x:g}") for x in _ticks(low_x, high_x, whole=True)]
-    y_ticks = [(place(low_x, y)[1], told(y)) for y in _ticks(low, high)]
-    table = [(name, [(f"{x:g}", told(y)) for x, y in own]) for name, own in series.items()]
+    x_ticks = [(to_pixels(x, low)[0], f"{x:g}") for x in _ticks(low_x, high_x, whole=True)]
+    y_ticks = [(to_pixels(low_x, y)[1], label(y)) for y in _ticks(low, high)]
+    table = [
+        (name, [(f"{x:g}", label(y)) for x, y in line_points])
+        for name, line_points in series.items()
+    ]
     return Chart(title, lines, x_ticks, y_ticks, table)
 
 
@@ -89,7 +95,7 @@ class HeatRow:
 
 @dataclass(frozen=True, slots=True)
 class HeatMap:
-    """Shares by row over steps, several steps to a column where there are many."""
+    """Shares by row over steps; a column may cover several steps."""
 
     title: str
     rows: list[HeatRow]
@@ -113,31 +119,34 @@ def heat_map(
     *,
     most_columns: int = 48,
 ) -> HeatMap | None:
-    """rows: name -> shares. None where there is nothing."""
-    steps = [step for own in rows.values() for step, _, _ in own]
+    """Lay out a heat map; None without shares.
+
+    rows: name -> shares.
+    """
+    steps = [step for shares in rows.values() for step, _, _ in shares]
     if not steps:
         return None
     low, high = min(steps), max(steps)
-    wide = math.ceil((high - low + 1) / most_columns)  # steps of a column
+    wide = math.ceil((high - low + 1) / most_columns)  # steps in a column
     count = (high - low) // wide + 1
-    columns = [_span(low + place * wide, wide) for place in range(count)]
-    found = []
-    for name, own in rows.items():
+    columns = [_span(low + column * wide, wide) for column in range(count)]
+    heat_rows = []
+    for name, shares in rows.items():
         sums = [[0, 0] for _ in columns]
-        for step, won, num in own:
+        for step, won, num in shares:
             at = sums[(step - low) // wide]
             at[0], at[1] = at[0] + won, at[1] + num
         cells = [
             Cell(
-                place,
+                column,
                 min(LEVELS - 1, int(won / num * LEVELS)),
-                f"{name}, step {columns[place]}: {won} of {num}",
+                f"{name}, step {columns[column]}: {won} of {num}",
             )
-            for place, (won, num) in enumerate(sums)
+            for column, (won, num) in enumerate(sums)
             if num
         ]
-        found.append(HeatRow(name, cells))
-    return HeatMap(title, found, columns)
+        heat_rows.append(HeatRow(name, cells))
+    return HeatMap(title, heat_rows, columns)
 
 
 def _span(first: int, wide: int) -> str:
@@ -150,15 +159,15 @@ def _bounds(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """About five round numbers from low to high."""
+    """Return about five round numbers from low to high."""
     if high <= low:
         return [low]
     raw = (high - low) / 5
     power = 10 ** math.floor(math.log10(raw))
-    step = next(power * each for each in (1, 2, 5, 10) if power * each >= raw)
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
     if whole:
         step = max(1, round(step))
     first = math.ceil(low / step - 1e-9)
     return [
-        first * step + place * step for place in range(int((high - first * step) / step + 1e-9) + 1)
+        first * step + index * step for index in range(int((high - first * step) / step + 1e-9) + 1)
     ]

@@ -1,4 +1,4 @@
-"""One episode: its turns with what the environment was like, and its tokens."""
+"""The page of one episode: its turns with the environment's state, and its tokens."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from agentgym.viewer.tokens import OVERLAYS, Shown, Token, available, spans, why
 from agentgym.viewer.viewer import Viewer
 from envs.wire import INVALID
 
-MAX_TURNS = 100  # of a page
-MAX_GIVEN = 4_000  # tokens between two actions that are shown
+MAX_TURNS = 100  # on a page
+MAX_GIVEN = 4_000  # shown tokens between two actions
 PARTS = ("observation", "action", "reply")
 LEGENDS = {
     "mask": "Colored: sampled by the policy, and in the loss where the episode is.",
@@ -46,9 +46,9 @@ class TurnView:
     number: int  # from 1
     record: Turn
     invalid: bool
-    thought: bool  # more was said than the action
+    thought: bool  # the reply is more than the action
     info: str
-    tree: list[tuple[int, str, str, str]]  # of an accessibility tree; empty: it is plain text
+    tree: list[tuple[int, str, str, str]]  # accessibility tree; empty: plain text
     differs: str
     before: list[Token]
     own: list[Token]
@@ -56,25 +56,25 @@ class TurnView:
 
 
 def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
-    """The pages below `/e/`."""
+    """Add the pages below `/e/`."""
 
     @app.get("/e/{address}")
     def episode(address: str, request: Request) -> HTMLResponse:
-        found = viewer.bodies.find(address_in(address))
-        asked = request.query_params
-        told = episode_page(
+        entry = viewer.bodies.find(address_in(address))
+        parameters = request.query_params
+        context = episode_page(
             viewer,
-            found,
-            overlay=asked.get("overlay", ""),
-            first=_whole(asked.get("from", "1")),
-            words=asked.get("q", ""),
-            listed=asked.get("list", ""),
+            entry,
+            overlay=parameters.get("overlay", ""),
+            first=_whole(parameters.get("from", "1")),
+            words=parameters.get("q", ""),
+            listed=parameters.get("list", ""),
         )
-        return HTMLResponse(pages.render("episode.html", **told))
+        return HTMLResponse(pages.render("episode.html", **context))
 
     @app.get("/e/{address}/text/{turn}/{part}")
     def text(address: str, turn: int, part: str) -> PlainTextResponse:
-        """One text whole, as plain text."""
+        """Return one text of an episode in full, as plain text."""
         record = viewer.bodies.find(address_in(address)).episode
         if (
             part not in PARTS
@@ -89,20 +89,20 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
     @app.post("/e/{address}/replay")
     def replay(address: str, request: Request) -> RedirectResponse:
-        """Have it played again; the page shows it once it has been."""
+        """Queue a replay of the episode and redirect to its page."""
         viewer.replays.ask(viewer.bodies.find(address_in(address)))
         listed = request.url.query
         return RedirectResponse(f"/e/{address}{f'?{listed}' if listed else ''}", 303)
 
     @app.get("/e/{address}/replay")
     def replayed(address: str) -> dict[str, bool]:
-        found = viewer.bodies.find(address_in(address))
-        return {"waiting": viewer.replays.is_waiting(found)}
+        entry = viewer.bodies.find(address_in(address))
+        return {"waiting": viewer.replays.is_waiting(entry)}
 
     @app.get("/e/{address}/picture/{turn}")
     def picture(address: str, turn: int) -> Response:
-        kept = viewer.replays.find(viewer.bodies.find(address_in(address)))
-        shot = kept.shot(turn) if kept is not None and turn >= 0 else None
+        stored = viewer.replays.find(viewer.bodies.find(address_in(address)))
+        shot = stored.shot(turn) if stored is not None and turn >= 0 else None
         if shot is None or shot.media_type != "image/png":
             raise HTTPException(404)
         headers = {"Content-Security-Policy": "sandbox", "Cache-Control": "max-age=3600"}
@@ -111,62 +111,67 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
 def episode_page(
     viewer: Viewer,
-    found: Found,
+    entry: Found,
     *,
     overlay: str = "",
     first: int = 1,
     words: str = "",
     listed: str = "",
-    most: int = MAX_TURNS,
+    max_turns: int = MAX_TURNS,
 ) -> dict[str, Any]:
-    """What the page of an episode shows. first: turn that it begins with, most: how many it has;
-    listed: the list it was found in. Errors: BadQuery.
+    """Return the template context of an episode's page.
+
+    first: number of the first turn shown; max_turns: of the page.
+    listed: query of the list that the page was opened from.
+    Errors: BadQuery.
     """
-    episode = found.episode
+    episode = entry.episode
     known = available(episode)
     if overlay and overlay not in OVERLAYS:
         raise BadQuery(f"overlay {overlay[:40]!r} is none of {', '.join(OVERLAYS)}")
     overlay = overlay if overlay in known else ""
-    replay = viewer.replays.find(found)
-    turns = turn_views(viewer, found, overlay, replay, range(first, first + most))
+    replay = viewer.replays.find(entry)
+    turns = turn_views(viewer, entry, overlay, replay, range(first, first + max_turns))
     query = Query.parse(parse_qsl(listed)) if listed else None
-    neighbours = _neighbours(viewer, found, query)
-    own, pairs = f"/e/{found.address}", {"list": listed, "q": words}
-    last = min(first + most - 1, len(episode.turns))
-    uses, refused = _would_use(viewer, found)
+    neighbours = _neighbours(viewer, entry, query)
+    path, pairs = f"/e/{entry.address}", {"list": listed, "q": words}
+    last = min(first + max_turns - 1, len(episode.turns))
+    uses, refused = _would_use(viewer, entry)
     return {
         "uses": uses,
         "refused": refused,
-        "found": found,
-        "address": found.address,
-        "facts": facts_of(found),
+        "found": entry,
+        "address": entry.address,
+        "facts": facts_of(entry),
         "turns": turns,
         "drawings": _drawings(replay, len(episode.turns)),
         "replay": replay,
-        "waiting": viewer.replays.is_waiting(found),
-        "replay_link": _with(f"{own}/replay", {**pairs, "overlay": overlay}),
+        "waiting": viewer.replays.is_waiting(entry),
+        "replay_link": _with(f"{path}/replay", {**pairs, "overlay": overlay}),
         "overlay": overlay,
         "overlays": [(name, OVERLAYS[name]) for name in known],
-        "overlay_links": {name: _with(own, {**pairs, "overlay": name}) for name in ("", *OVERLAYS)},
+        "overlay_links": {
+            name: _with(path, {**pairs, "overlay": name}) for name in ("", *OVERLAYS)
+        },
         "legend": LEGENDS.get(overlay, ""),
         "why_not_kept": why_not_kept(episode),
         "words": words or (query.words if query else ""),
         "preceding": neighbours[0],
         "following": neighbours[1],
-        "permalink": own,
+        "permalink": path,
         "cut_turns": len(episode.turns) - last,
-        "more_link": _with(own, {**pairs, "overlay": overlay, "from": str(last + 1)}),
+        "more_link": _with(path, {**pairs, "overlay": overlay, "from": str(last + 1)}),
         "stamp": viewer.index.stamp,
     }
 
 
 def turn_views(
-    viewer: Viewer, found: Found, overlay: str, replay: Replay | None, numbers: range
+    viewer: Viewer, entry: Found, overlay: str, replay: Replay | None, numbers: range
 ) -> list[TurnView]:
-    """The turns of these numbers, from 1."""
-    episode, shown = found.episode, None
+    """Return the turns with these numbers, from 1."""
+    episode, shown = entry.episode, None
     if overlay:
-        tokenizer = viewer.bodies.tokenizer(found.step)
+        tokenizer = viewer.bodies.tokenizer(entry.step)
 
         def decode(token: int) -> str:
             if tokenizer is None:
@@ -180,12 +185,12 @@ def turn_views(
         turn = episode.turns[number - 1]
         shot = replay.shot(number) if replay else None
         begin, _ = bounds[number - 1]
-        before, own, after = [], [], []
+        before, action, after = [], [], []
         if shown is not None and turn.end:
             before = (
                 shown.span(max(begin, turn.start - MAX_GIVEN), turn.start) if number == 1 else []
             )
-            own = shown.span(turn.start, turn.end)
+            action = shown.span(turn.start, turn.end)
             begin, end = bounds[number]
             end = episode.turns[number].start if number < last else end
             after = shown.span(begin, min(end, begin + MAX_GIVEN))
@@ -200,18 +205,18 @@ def turn_views(
                 accessibility(turn.observation[:MAX_SHOWN]) if is_tree else [],
                 shot.differs if shot else "",
                 before,
-                own,
+                action,
                 after,
             )
         )
     return views
 
 
-def facts_of(found: Found) -> list[tuple[str, str]]:
-    """What is known of an episode beside its turns."""
-    row, episode, step = found.row, found.episode, found.step
+def facts_of(entry: Found) -> list[tuple[str, str]]:
+    """Return an episode's facts other than its turns, as (name, value)."""
+    row, episode, step = entry.row, entry.episode, entry.step
     usage, timing = episode.usage, episode.timing
-    told = {
+    facts = {
         "stage": f"{step['name']} ({step['key'][:12]}), commit {row['seq']}",
         "optimizer step": "" if row["at"] < 0 else str(row["at"]),
         "split": row["split"],
@@ -220,7 +225,7 @@ def facts_of(found: Found) -> list[tuple[str, str]]:
         "advantage": "" if row["advantage"] is None else f"{row['advantage']:+.3f} (mean)",
         "turns": f"{row['turns']} of {row['max_turns']}",
         "tokens": f"{row['tokens']:,}, {row['said']:,} sampled" if row["tokens"] else "",
-        "weights": ", ".join(str(each) for each in episode.versions if each >= 0),
+        "weights": ", ".join(str(version) for version in episode.versions if version >= 0),
         "temperature": f"{row['temperature']:g}",
         "attempts": str(row["attempts"]) if row["attempts"] > 1 else "",
         "actions not carried out": str(row["invalid"]) if row["invalid"] else "",
@@ -228,16 +233,19 @@ def facts_of(found: Found) -> list[tuple[str, str]]:
         "calls": f"{usage.num_calls}, {usage.output_tokens:,} tokens out" if usage else "",
         "id": episode.id,
     }
-    return [(name, value) for name, value in told.items() if value]
+    return [(name, value) for name, value in facts.items() if value]
 
 
 _TIMES = (("policy", "generate_s"), ("environment", "env_s"), ("in all", "wall_s"))
 
 
-def _would_use(viewer: Viewer, found: Found) -> tuple[str, str]:
-    """Return what a drawing would ask or read, as the owner configured it, and why none is made."""
+def _would_use(viewer: Viewer, entry: Found) -> tuple[str, str]:
+    """Return (what a replay would call or read, "") or ("", why none can be made).
+
+    The environment is set up as the owner configured it.
+    """
     try:
-        env = environment_of(config_of(found.step["config"]), found.episode.item.env)
+        env = environment_of(config_of(entry.step["config"]), entry.episode.item.env)
         return asked_of(viewer.servers.known(env)), ""
     except Missing as missing:
         return "", str(missing)
@@ -249,22 +257,22 @@ def _drawings(replay: Replay | None, num_turns: int) -> list[Any]:
     return [drawing_of(replay.shot(turn)) for turn in range(num_turns + 1)]
 
 
-def _neighbours(viewer: Viewer, found: Found, query: Query | None) -> list[str]:
-    """Pages of the episodes before and after it in the list."""
+def _neighbours(viewer: Viewer, entry: Found, query: Query | None) -> list[str]:
+    """Return the pages of the episodes before and after this one in the list."""
     if query is None:
         return ["", ""]
     steps = viewer.bodies.steps()
     return [
         _with(f"/e/{address_of(row, steps[row['step_id']])}", {"list": query.text}) if row else ""
-        for row in viewer.lists.neighbours(query, found.row)
+        for row in viewer.lists.neighbours(query, entry.row)
     ]
 
 
 def _with(path: str, names: Mapping[str, str]) -> str:
     from urllib.parse import urlencode
 
-    given = {name: value for name, value in names.items() if value}
-    return f"{path}?{urlencode(given)}" if given else path
+    pairs = {name: value for name, value in names.items() if value}
+    return f"{path}?{urlencode(pairs)}" if pairs else path
 
 
 def address_in(text: str) -> Address:

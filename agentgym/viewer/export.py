@@ -1,4 +1,4 @@
-"""Taking episodes away: as JSON lines, and as pages that open from a file."""
+"""Export of episodes: as JSON lines, and as pages that open from a file."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from agentgym.viewer.pages import FOLDER, STATIC, Pages
 from agentgym.viewer.query import Query
 from agentgym.viewer.viewer import Viewer
 
-MOST_LINES = 1_000_000  # episodes of an export
-MOST_PAGES = 500  # of a bundle
+MOST_LINES = 1_000_000  # episodes in an export
+MOST_PAGES = 500  # episodes in a bundle
 CHUNK = 200  # episodes read at a time
 
 
 def add_export(app: FastAPI, viewer: Viewer) -> None:
-    """`/export.jsonl` and `/bundle.zip`, of the query that follows."""
+    """Add `/export.jsonl` and `/bundle.zip`, which take a list's query."""
 
     @app.get("/export.jsonl")
     def lines(request: Request) -> StreamingResponse:
@@ -53,42 +53,44 @@ def add_export(app: FastAPI, viewer: Viewer) -> None:
 
 
 def export(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
-    """A line for each episode, as it is in the store, with where it lies; one that cannot be read
-    is a line that says why.
+    """Yield a JSON line for each episode, with its address and stage.
+
+    An episode that cannot be read becomes a line with its address and the error.
     """
     for first in range(0, len(rows), CHUNK):
-        # as they lie, so that a file is read once
+        # in the store's order, so that a file is read once
         part = sorted(rows[first : first + CHUNK], key=lambda row: tuple(row)[:6])
         yield from _lines(viewer, part)
 
 
 def _lines(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
-    steps, place = viewer.bodies.steps(), 0
-    while place < len(rows):
+    steps, index = viewer.bodies.steps(), 0
+    while index < len(rows):
         try:
-            for found in viewer.bodies.read(rows[place:]):
-                told = {"address": found.address, "stage": found.step["name"]}
-                yield json.dumps({**told, **to_json(found.episode)}).encode() + b"\n"
-                place += 1
+            for entry in viewer.bodies.read(rows[index:]):
+                origin = {"address": entry.address, "stage": entry.step["name"]}
+                yield json.dumps({**origin, **to_json(entry.episode)}).encode() + b"\n"
+                index += 1
         except (BlobMissing, DigestMismatch, RecordError) as error:
-            row = rows[place]
+            row = rows[index]
             address = address_of(row, steps[row["step_id"]])
             yield json.dumps({"address": address, "error": str(error)}).encode() + b"\n"
-            place += 1
+            index += 1
 
 
 def bundle(viewer: Viewer, query: Query) -> Iterator[tuple[str, str | bytes]]:
-    """(name, content) of every file: a list and a page for each episode, up to MOST_PAGES, with
-    the drawings that are there.
+    """Yield (name, content) of every file of a bundle.
+
+    The files are a list, and a page with stored pictures for each episode, up to MOST_PAGES.
     """
     steps = viewer.bodies.steps()
     rows = viewer.lists.all(query, MOST_PAGES)
-    names = {address_of(row, steps[row["step_id"]]): place for place, row in enumerate(rows)}
-    files = {address: f"e/{place:04d}.html" for address, place in names.items()}
+    names = {address_of(row, steps[row["step_id"]]): index for index, row in enumerate(rows)}
+    files = {address: f"e/{index:04d}.html" for address, index in names.items()}
     for name in STATIC:
         yield name, (FOLDER / "static" / name).read_bytes()
-    told = {**list_page(viewer, query), "page": _whole(viewer.lists, query, rows)}
-    yield "index.html", Pages(Bundled(files, {}), is_live=False).render("episodes.html", **told)
+    context = {**list_page(viewer, query), "page": _whole(viewer.lists, query, rows)}
+    yield "index.html", Pages(Bundled(files, {}), is_live=False).render("episodes.html", **context)
     for row in rows:
         yield from _episode(viewer, row, files)
 
@@ -96,24 +98,24 @@ def bundle(viewer: Viewer, query: Query) -> Iterator[tuple[str, str | bytes]]:
 def _episode(
     viewer: Viewer, row: sqlite3.Row, files: dict[str, str]
 ) -> Iterator[tuple[str, str | bytes]]:
-    """The page of an episode and its pictures; all turns are on it."""
+    """Yield an episode's page, with all of its turns, and its pictures."""
     step = viewer.bodies.steps()[row["step_id"]]
     address = address_of(row, step)
     file = files[address]
     try:
-        (found,) = viewer.bodies.read([row])
+        (entry,) = viewer.bodies.read([row])
     except (BlobMissing, DigestMismatch, RecordError) as error:
         pages = Pages(Bundled(files, {}, "../"), is_live=False)
         title = "This episode cannot be read"
         yield file, pages.render("message.html", title=title, said=str(error), hint="")
         return
-    kept = viewer.replays.find(found)
-    shots = [shot for shot in (kept.shots if kept else ()) if shot.media_type == "image/png"]
+    replay = viewer.replays.find(entry)
+    shots = [shot for shot in (replay.shots if replay else ()) if shot.media_type == "image/png"]
     pictures = {(address, s.turn): f"p/{file[2:6]}-{s.turn}.png" for s in shots}
     pages = Pages(Bundled(files, pictures, "../"), is_live=False)
-    told = episode_page(viewer, found, overlay="engine", most=max(MAX_TURNS, row["turns"]))
-    alone = {"permalink": "", "preceding": "", "following": "", "overlays": []}
-    yield file, pages.render("episode.html", **{**told, **alone})
+    context = episode_page(viewer, entry, overlay="engine", max_turns=max(MAX_TURNS, row["turns"]))
+    unlinked = {"permalink": "", "preceding": "", "following": "", "overlays": []}
+    yield file, pages.render("episode.html", **{**context, **unlinked})
     for shot in shots:
         yield pictures[address, shot.turn], shot.data
 
@@ -124,7 +126,7 @@ def _whole(lists: Lists, query: Query, rows: list[sqlite3.Row]) -> Page:
 
 
 def write_bundle(viewer: Viewer, query: Query, folder: Path) -> int:
-    """The files of a bundle. Result: how many episodes."""
+    """Write the files of a bundle. Result: the number of episodes."""
     count = 0
     for name, content in bundle(viewer, query):
         count += name.startswith("e/")
@@ -133,10 +135,10 @@ def write_bundle(viewer: Viewer, query: Query, folder: Path) -> int:
 
 
 def write_lines(viewer: Viewer, query: Query, file: Path) -> int:
-    """JSON lines. Result: how many episodes."""
+    """Write episodes as JSON lines. Result: the number of episodes."""
     rows = viewer.lists.all(query, MOST_LINES)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("wb") as written:
+    with file.open("wb") as output:
         for line in export(viewer, rows):
-            written.write(line)
+            output.write(line)
     return len(rows)

@@ -1,8 +1,8 @@
-"""Who may ask for pages, and what a browser may do with them.
+"""Access control of the viewer, and the security headers of its pages.
 
-Host and Origin are checked at every request, so that neither a name that leads here by accident nor
-a page of somebody else gets in. The login is HTTP's own, which a browser keeps for this address and
-port alone: a cookie would go to every port of the machine, other users' servers among them.
+Host and Origin are checked on every request, against DNS rebinding and requests from other
+sites. The login is HTTP Basic, which a browser keeps for this host and port alone; a cookie
+would be sent to every port of the machine, also to other users' servers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentgym.private import USER
 
-LOGIN = "/login"  # where a link with the login in it leads: it goes on to / without it
+LOGIN = "/login"  # target of a link that holds the login; redirects to / without it
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none';"
@@ -37,11 +37,13 @@ CHALLENGE = {"WWW-Authenticate": 'Basic realm="agentgym", charset="UTF-8"'}
 
 
 class Guard:
-    """An ASGI app that passes on what may be asked, and marks every answer."""
+    """ASGI app that rejects requests without access and adds security headers to responses."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], port: int, token: str = "") -> None:
-        """hosts: names under which this server is known; token: the password of the login, or a
-        bearer token; empty, none is asked for.
+        """Guard `app` on a port.
+
+        hosts: names by which this server is reached.
+        token: password of the login, also accepted as a bearer token; empty: no login.
         """
         self._app, self._token = app, token
         login = base64.b64encode(f"{USER}:{token}".encode()).decode()
@@ -53,16 +55,16 @@ class Guard:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
-            return  # there are no sockets here
+            return  # there are no websocket routes
         headers = Headers(scope=scope)
         answer = self._refusal(scope, headers)
         app: ASGIApp = self._app if answer is None else answer
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                own = MutableHeaders(scope=message)
+                response_headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
-                    own.setdefault(name, value)
+                    response_headers.setdefault(name, value)
             await send(message)
 
         await app(scope, receive, marked)
@@ -80,24 +82,26 @@ class Guard:
         return None
 
     def _is_known(self, headers: Headers) -> bool:
-        given = headers.getlist("authorization")
-        return len(given) == 1 and any(
-            hmac.compare_digest(given[0].encode(), each.encode()) for each in self._known
+        credentials = headers.getlist("authorization")
+        return len(credentials) == 1 and any(
+            hmac.compare_digest(credentials[0].encode(), known.encode()) for known in self._known
         )
 
 
 def after_login(host: str) -> Response:
-    """With the host spelled out: after a relative address the page's own would hold the login, and
-    no fetch works there.
+    """Redirect to / with the host spelled out.
+
+    After a relative redirect the page's URL would contain the login, and fetch() rejects such URLs.
     """
     return RedirectResponse(f"http://{host}/", 303)
 
 
-def is_foreign(method: str, headers: Headers, own: str) -> bool:
-    """Did a browser send this for a page that is not ours; a link that a person follows is
-    theirs wherever it stood.
+def is_foreign(method: str, headers: Headers, our_origin: str) -> bool:
+    """Return True for a request that a browser sent on behalf of another site's page.
+
+    A link that a person follows is not foreign, whichever page it is on.
     """
-    if any(origin != own for origin in headers.getlist("origin")):
+    if any(origin != our_origin for origin in headers.getlist("origin")):
         return True
     if headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
         return False

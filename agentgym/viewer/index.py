@@ -1,7 +1,7 @@
 """The index: a SQLite file that is derived from the store and may be deleted at any time.
 
-One process writes it, any number of threads read it. What is damaged, of another schema or of
-another store is removed and built anew.
+One process writes it, any number of threads read it. A file that is damaged, or of another
+schema or store, is removed and rebuilt.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from agentgym.viewer.rows import COLUMNS
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 2  # another number for other tables: an older file is built anew
-CACHE_KIB = 4_096  # of each connection
+SCHEMA = 2  # increment when the tables change: an older file is rebuilt
+CACHE_KIB = 4_096  # per connection
 _TYPES = {
     **dict.fromkeys(("reward", "advantage", "temperature", "began", "wall"), "REAL"),
     **dict.fromkeys(("env", "item", "split", "family", "status", "excluded", "error"), "TEXT"),
 }
-# what a list may be sorted by -> the expression, which an index has too
+# sort key of a list -> its SQL expression, which has a database index
 SORTS = {
     "began": "began",
     "at": "at",
@@ -39,7 +39,7 @@ SORTS = {
     "version": "version",
 }
 FACET_COLUMNS = ("step_id", "env", "split", "family", "status", "success", "excluded", "kept")
-# what else lists choose by: with these, they are counted from one index alone
+# other filters of a list; by_facet covers them, so that counting reads this index alone
 RANGE_COLUMNS = ("reward", "advantage", "turns", "tokens", "at", "version", "seq", "sample")
 
 _TABLES = f"""
@@ -69,14 +69,17 @@ CREATE VIRTUAL TABLE words USING fts5(text, content='', columnsize=0);
 
 
 class IndexDamaged(RuntimeError):
-    """The file cannot be read as it is; opening it again builds it anew."""
+    """The file cannot be read as it is; opening it again rebuilds it."""
 
 
 class Index:
-    """The file, open. `reader` is a connection of the calling thread that cannot write."""
+    """The open index file. `reader` is a read-only connection of the calling thread."""
 
     def __init__(self, path: Path, root: str) -> None:
-        """root: of the store that it is of."""
+        """Open the index at a path, and build it if needed.
+
+        root: root of the store that is indexed.
+        """
         self.path, self._root = path, root
         self._local = threading.local()
         self._lock: IO[bytes] | None = None
@@ -87,30 +90,33 @@ class Index:
 
     @staticmethod
     def place(folder: Path, root: str) -> Path:
-        """Of the index of this store."""
+        """Return the path of the index of a store."""
         return folder / f"index-{sha256(root.encode())[:12]}.sqlite"
 
     @property
     def reader(self) -> sqlite3.Connection:
-        """Errors: IndexDamaged where there is no file, because another process is making it."""
-        own: sqlite3.Connection | None = getattr(self._local, "connection", None)
-        if own is None or self._local.generation != self._made:
-            own = self._local.connection = self._connect("ro")
-            own.execute("PRAGMA query_only = 1")
-            self._local.generation = self._made
-        return own
+        """Read-only connection of the calling thread.
 
-    _made = 0  # how often this process made the file anew
+        Errors: IndexDamaged if there is no file because another process is building it.
+        """
+        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if connection is None or self._local.generation != self._made:
+            connection = self._local.connection = self._connect("ro")
+            connection.execute("PRAGMA query_only = 1")
+            self._local.generation = self._made
+        return connection
+
+    _made = 0  # how often this process rebuilt the file
 
     @property
     def stamp(self) -> str:
-        """Another text once something changed, whichever process did it."""
+        """Text that changes with every change of the index, whichever process made it."""
         (value,) = self.reader.execute("SELECT value FROM meta WHERE name = 'changed'").fetchone()
         return str(value)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction at a time, of the process that may write."""
+        """Open a write transaction, one at a time, in the process that may write."""
         assert self.writes, "another process writes this index"
         connection = self._connect("rw")
         try:
@@ -122,12 +128,12 @@ class Index:
             connection.close()
 
     def remake(self) -> None:
-        """Forget everything; what reads it meanwhile starts again."""
+        """Empty the index; readers reconnect."""
         if self.writes:
             self._make()
 
     def close(self) -> None:
-        """Say that it is whole, and let another process write."""
+        """Mark the file as whole, and let another process write."""
         if self.writes:
             with contextlib.suppress(IndexDamaged), self.writing() as connection:
                 connection.execute("UPDATE meta SET value = '' WHERE name = 'open'")
@@ -138,22 +144,22 @@ class Index:
 
     def _connect(self, mode: str) -> sqlite3.Connection:
         try:
-            made = sqlite3.connect(
+            connection = sqlite3.connect(
                 f"{self.path.absolute().as_uri()}?mode={mode}",
                 uri=True,
                 timeout=10.0,
                 check_same_thread=False,
             )
-            made.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
-            # it is derived: a machine that loses power costs a rebuild and nothing else
-            made.execute("PRAGMA synchronous = OFF")
+            connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+            # the index is derived: a power failure costs only a rebuild
+            connection.execute("PRAGMA synchronous = OFF")
         except sqlite3.DatabaseError as error:
             raise IndexDamaged(f"{self.path}: {error}") from error
-        made.row_factory = sqlite3.Row
-        return made
+        connection.row_factory = sqlite3.Row
+        return connection
 
     def _claim(self) -> bool:
-        """Whether this process writes it; the first one does, as long as it lives."""
+        """Take the writer's lock for this process's lifetime. Return False if it is taken."""
         lock = self.path.with_suffix(".lock").open("ab")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,16 +170,16 @@ class Index:
         return True
 
     def _is_sound(self) -> bool:
-        """Whether what lies there is ours, of this schema and this store, and whole."""
+        """Return True for a whole file of this schema and this store."""
         if not self.path.exists():
             return False
         try:
             with contextlib.closing(self._connect("rw")) as connection:
-                said = dict(connection.execute("SELECT name, value FROM meta").fetchall())
-                if (said.get("schema"), said.get("root")) != (str(SCHEMA), self._root):
+                meta = dict(connection.execute("SELECT name, value FROM meta").fetchall())
+                if (meta.get("schema"), meta.get("root")) != (str(SCHEMA), self._root):
                     logger.warning("%s is of another schema or store; it is built anew", self.path)
                     return False
-                if not self._is_whole(connection, checked=bool(said.get("open"))):
+                if not self._is_whole(connection, checked=bool(meta.get("open"))):
                     return False
                 with connection:
                     connection.execute("UPDATE meta SET value = 'yes' WHERE name = 'open'")
@@ -183,18 +189,21 @@ class Index:
             return False
 
     def _is_whole(self, connection: sqlite3.Connection, *, checked: bool) -> bool:
-        """checked: page by page, after a process that did not close it."""
-        # what such a process left beside the file (Ctrl-C, kill) belongs to it
+        """Return True if the file is not damaged.
+
+        checked: read every page, after a process that did not close the file.
+        """
+        # a killed process leaves a write-ahead log, whose content belongs to the file
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         ((pages,), (size,)) = (
             connection.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size")
         )
-        found = "ok" if pages * size <= self.path.stat().st_size else "it is cut short"
-        if checked and found == "ok":
-            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-        if found != "ok":
-            logger.warning("%s is damaged (%s); it is built anew", self.path, found)
-        return bool(found == "ok")
+        state = "ok" if pages * size <= self.path.stat().st_size else "it is cut short"
+        if checked and state == "ok":
+            (state,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if state != "ok":
+            logger.warning("%s is damaged (%s); it is built anew", self.path, state)
+        return bool(state == "ok")
 
     def _make(self) -> None:
         for suffix in ("", "-wal", "-shm"):
@@ -203,8 +212,8 @@ class Index:
         with contextlib.closing(self._connect("rw")) as connection:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(_TABLES)
-            told = [("schema", str(SCHEMA)), ("root", self._root), ("open", "yes")]
-            told += [("changed", secrets.token_hex(8))]
+            meta = [("schema", str(SCHEMA)), ("root", self._root), ("open", "yes")]
+            meta += [("changed", secrets.token_hex(8))]
             with connection:
-                connection.executemany("INSERT INTO meta VALUES (?, ?)", told)
+                connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
         self._made += 1

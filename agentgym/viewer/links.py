@@ -1,4 +1,4 @@
-"""Addresses of pages: of a server, and of files of a bundle."""
+"""Addresses of pages: on a server, and in the files of a bundle."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from agentgym.viewer.query import Query
 
 
 def _asked(**names: str) -> str:
-    given = {name: value for name, value in names.items() if value}
-    return f"?{urlencode(given)}" if given else ""
+    pairs = {name: value for name, value in names.items() if value}
+    return f"?{urlencode(pairs)}" if pairs else ""
 
 
 class Served:
-    """Of a running server."""
+    """Addresses on a running server."""
 
     def home(self) -> str:
         return "/"
@@ -23,19 +23,25 @@ class Served:
         return f"/episodes?{query.text}" if query.text else "/episodes"
 
     def episode(self, address: str, query: Query | None = None) -> str:
-        """query: the list it was found in, for its neighbours."""
+        """Return an episode's address.
+
+        query: the list that the page is opened from, for its neighbors.
+        """
         return f"/e/{address}{_asked(list=query.text) if query else ''}"
 
     def text(self, address: str, turn: int, part: str) -> str:
         return f"/e/{address}/text/{turn}/{part}"
 
     def picture(self, address: str, turn: int) -> str:
-        """address: of an episode, or `play/` and a game."""
+        """Return a picture's address.
+
+        address: of an episode, or `play/` and a game.
+        """
         where = address if address.startswith("play/") else f"e/{address}"
         return f"/{where}/picture/{turn}"
 
     def group(self, address: str) -> str:
-        """The samples of an episode's item, of one step of training or evaluation."""
+        """Return the page of the samples of an episode's item from one step."""
         return f"/e/{address}/group"
 
     def item(self, item: str) -> str:
@@ -55,12 +61,15 @@ class Served:
 
 
 class Bundled:
-    """Of files beside each other; only what was chosen has a place. root: the way up to them."""
+    """Relative addresses within a bundle; empty for a page that is not part of it."""
 
     def __init__(
         self, episodes: Mapping[str, str], pictures: Mapping[tuple[str, int], str], root: str = ""
     ) -> None:
-        """episodes: address -> file; pictures: (address, turn) -> file."""
+        """Map addresses to files of a bundle.
+
+        episodes: address -> file; pictures: (address, turn) -> file; root: path up to these files.
+        """
         self._episodes, self._pictures, self._root = episodes, pictures, root
 
     def home(self) -> str:
@@ -76,8 +85,8 @@ class Bundled:
         return ""
 
     def picture(self, address: str, turn: int) -> str:
-        found = self._pictures.get((address, turn))
-        return f"{self._root}{found}" if found else ""
+        file = self._pictures.get((address, turn))
+        return f"{self._root}{file}" if file else ""
 
     def group(self, address: str) -> str:
         return ""

@@ -1,5 +1,6 @@
-"""Pages of episodes from the index: which fit a query, in its order, and how many there are of each
-facet. Values go into SQL as parameters alone.
+"""Pages of episodes from the index: the rows that match a query, in its order, and facet counts.
+
+Values enter SQL only as parameters.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from agentgym.viewer.index import FACET_COLUMNS, SORTS, Index
 from agentgym.viewer.query import AFTER, FACETS, BadQuery, Query, bounds, match_of
 
 PAGE = 50  # episodes
-FEW = 3_000  # episodes that are sorted; of more, the first in order are looked for
-MOST_MATCHES = 10_000  # of a search are counted by facet; more are said to be more
+FEW = 3_000  # below this many matches, sort them; else walk the index of the sort key
+MOST_MATCHES = 10_000  # of a search that are counted; `is_more` marks a larger number
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,13 @@ class Page:
     rows: list[sqlite3.Row]
     facets: dict[str, list[Value]]
     total: int
-    is_more: bool  # the total is at least that
+    is_more: bool  # the total is a lower bound
     following: str = ""  # Query.after of the next page; empty: there is none
     preceding: str = ""  # Query.before of the previous one
 
 
 class Lists:
-    """Pages of an index."""
+    """Pages of episodes from an index."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -47,7 +48,7 @@ class Lists:
         self._stamp = ""
 
     def page(self, query: Query, size: int = PAGE) -> Page:
-        """Errors: BadQuery, IndexDamaged."""
+        """Return one page of a query's episodes. Errors: BadQuery, IndexDamaged."""
         reader = self._index.reader
         steps = self._steps(reader)
         counted, is_more = self._counts(reader, query)
@@ -70,42 +71,45 @@ class Lists:
         )
 
     def counts(self) -> list[tuple[Any, ...]]:
-        """Values of FACET_COLUMNS, and how many episodes have them."""
+        """Return rows of FACET_COLUMNS' values, each with its number of episodes."""
         return self._counts(self._index.reader, Query())[0]
 
-    def all(self, query: Query, most: int) -> list[sqlite3.Row]:
-        """Every episode of a query up to so many, in order. Errors: BadQuery."""
+    def all(self, query: Query, limit: int) -> list[sqlite3.Row]:
+        """Return up to `limit` episodes of a query, in order. Errors: BadQuery."""
         reader = self._index.reader
-        return _rows(reader, query.first(), self._steps(reader), most)
+        return _rows(reader, query.first(), self._steps(reader), limit)
 
     def neighbours(self, query: Query, row: sqlite3.Row) -> tuple[sqlite3.Row | None, ...]:
-        """(before, after) a row in the list of a query."""
+        """Return the rows (before, after) this one in a query's list; None at an end."""
         reader = self._index.reader
         steps, key = self._steps(reader), _key(query, row)
         whole = replace(query, after="", before="")
-        found = [
+        sides = [
             _rows(reader, whole, steps, 1, before=key),
             _rows(reader, whole, steps, 1, after=key),
         ]
-        return tuple(rows[0] if rows else None for rows in found)
+        return tuple(rows[0] if rows else None for rows in sides)
 
     def _steps(self, reader: sqlite3.Connection) -> dict[int, tuple[str, tuple[str, ...]]]:
-        """Step -> (its name, its runs)."""
+        """Return step -> (its name, its runs)."""
         names = {row["id"]: row["name"] for row in reader.execute("SELECT id, name FROM steps")}
         runs: dict[int, list[str]] = {}
         for row in reader.execute("SELECT step_id, run FROM run_steps"):
             runs.setdefault(row["step_id"], []).append(row["run"])
-        return {each: (name, tuple(runs.get(each, ()))) for each, name in names.items()}
+        return {step: (name, tuple(runs.get(step, ()))) for step, name in names.items()}
 
     def _counts(
         self, reader: sqlite3.Connection, query: Query
     ) -> tuple[list[tuple[Any, ...]], bool]:
-        """How many episodes there are of each combination of facets, whichever are chosen."""
+        """Count episodes by combination of facet values, ignoring the chosen facets.
+
+        Result: (rows of FACET_COLUMNS' values and a count, whether a search had more matches).
+        """
         stamp = self._index.stamp
         if stamp != self._stamp:
             self._counted, self._stamp = {}, stamp
-        asked = repr((query.ranges, query.item, query.words))
-        if asked not in self._counted:
+        key = repr((query.ranges, query.item, query.words))
+        if key not in self._counted:
             if len(self._counted) > 32:
                 self._counted.clear()
             where, values = _where(query, {}, facets=False)
@@ -114,13 +118,13 @@ class Lists:
                 source = f"(SELECT {columns} FROM episodes{where} LIMIT {MOST_MATCHES})"
                 where = ""
             sql = f"SELECT {columns}, count(*) FROM {source}{where} GROUP BY {columns}"
-            self._counted[asked] = [tuple(row) for row in reader.execute(sql, values)]
-        counted = self._counted[asked]
+            self._counted[key] = [tuple(row) for row in reader.execute(sql, values)]
+        counted = self._counted[key]
         return counted, bool(query.words) and sum(row[-1] for row in counted) >= MOST_MATCHES
 
 
 def _values(facet: str, row: tuple[Any, ...], steps: Mapping[int, Any]) -> tuple[str, ...]:
-    """A combination's values of a facet, as an address has them."""
+    """Return a row's values of a facet, as they appear in a URL."""
     if facet in ("run", "stage"):
         name, runs = steps.get(row[0], ("", ()))
         return runs if facet == "run" else (name,)
@@ -133,43 +137,45 @@ def _values(facet: str, row: tuple[Any, ...], steps: Mapping[int, Any]) -> tuple
 def _facets(
     query: Query, counted: Sequence[tuple[Any, ...]], steps: Mapping[int, Any]
 ) -> tuple[dict[str, list[Value]], int]:
-    """Each facet's values, counted among what the other facets leave; and how many are left."""
+    """Return each facet's values, counted with only the other facets applied, and the total."""
     counts: dict[str, dict[str, int]] = {name: {} for name in FACETS}
     total = 0
     for row in counted:
-        own = {name: _values(name, row, steps) for name in FACETS}
+        row_values = {name: _values(name, row, steps) for name in FACETS}
         failed = [
-            name for name, chosen in query.facets.items() if not set(chosen).intersection(own[name])
+            name
+            for name, chosen in query.facets.items()
+            if not set(chosen).intersection(row_values[name])
         ]
         total += 0 if failed else row[-1]
         for name in FACETS if not failed else failed if len(failed) == 1 else ():
-            for value in own[name]:
+            for value in row_values[name]:
                 counts[name][value] = counts[name].get(value, 0) + row[-1]
-    found = {}
+    by_facet = {}
     for name, of_facet in counts.items():
         chosen = query.facets.get(name, ())
         values = [Value(value, count, value in chosen) for value, count in of_facet.items()]
         values += [Value(value, 0, True) for value in chosen if value not in of_facet]
-        found[name] = sorted(values, key=lambda value: (-value.count, value.name))
-    return found, total
+        by_facet[name] = sorted(values, key=lambda value: (-value.count, value.name))
+    return by_facet, total
 
 
 def _where(
     query: Query, steps: Mapping[int, tuple[str, tuple[str, ...]]], *, facets: bool = True
 ) -> tuple[str, list[Any]]:
-    """The condition of a query and its values. Errors: BadQuery."""
+    """Return the SQL condition of a query and its parameters. Errors: BadQuery."""
     conditions, values = [], []
     for name, chosen in query.facets.items() if facets else ():
         wanted: list[Any] = list(chosen)
         if name in ("run", "stage"):
-            place = int(name == "run")
+            is_run = int(name == "run")
             wanted = [
                 step
-                for step, own in steps.items()
-                if set(chosen).intersection(own[place] if place else (own[0],))
+                for step, names in steps.items()
+                if set(chosen).intersection(names[is_run] if is_run else (names[0],))
             ]
         elif name in ("success", "tokens_kept"):
-            wanted = [int(each == "yes") for each in chosen]
+            wanted = [int(value_text == "yes") for value_text in chosen]
         conditions.append(f"{FACETS[name]} IN ({', '.join('?' * len(wanted))})")
         values += wanted
     for name, text in query.ranges.items():
@@ -199,21 +205,24 @@ def _rows(
     before: str = "",
     few: bool = False,
 ) -> list[sqlite3.Row]:
-    """From the given end; of `before`, the nearest first. few: so few fit that all are sorted."""
+    """Read rows from one end of the list; with `before`, the nearest row first.
+
+    few: so few rows match that all of them are sorted.
+    """
     after, before = after or query.after, before or query.before
     key, up = SORTS[query.sort], query.up != bool(before)
     where, values = _where(query, steps)
     source = f"episodes INDEXED BY sort_{query.sort}"
-    if few or query.item:  # a plus hides a column's index from the planner
+    if few or query.item:  # unary plus keeps SQLite's planner from using the sort key's index
         index = "" if query.item or query.words else " INDEXED BY by_facet"
         where = f" WHERE id IN (SELECT id FROM episodes{index}{where})"
         source, key = "episodes", f"+{key}"
     if text := before or after:
-        found = AFTER.fullmatch(text)
-        assert found is not None
+        cursor = AFTER.fullmatch(text)
+        assert cursor is not None
         sign = ">" if up else "<"
         where += f"{' AND' if where else ' WHERE'} ({key}, id) {sign} (?, ?)"
-        values += [_number(query.sort, found["value"]), int(found["id"])]
+        values += [_number(query.sort, cursor["value"]), int(cursor["id"])]
     way = "ASC" if up else "DESC"
     sql = (
         f"SELECT episodes.*, {key} AS sorted_by FROM {source}{where}"
@@ -232,7 +241,7 @@ def _number(sort: str, text: str) -> float | str:
 
 
 def _key(query: Query, row: sqlite3.Row) -> str:
-    is_listed = "sorted_by" in tuple(row.keys())  # else it was read by its address
+    is_listed = "sorted_by" in tuple(row.keys())  # False for a row read by its address
     value = row["sorted_by"] if is_listed else _sorted_by(query, row)
     return f"{value}~{row['id']}" if isinstance(value, str) else f"{value!r}~{row['id']}"
 

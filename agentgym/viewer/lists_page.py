@@ -1,4 +1,4 @@
-"""Runs and episodes as lists."""
+"""Pages that list runs and episodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentgym.viewer.query import Query
 from agentgym.viewer.servers import config_of
 from agentgym.viewer.viewer import Viewer
 
-COLUMNS = (  # sorted by, title, class
+COLUMNS = (  # sort key, title, CSS class
     ("item", "item", ""),
     ("", "stage", ""),
     ("at", "step", "n"),
@@ -49,11 +49,11 @@ class RunRow:
     about: str
     created: float
     done: bool
-    stopped: str | None  # why nobody is at work on it; None: somebody is, or it is done
+    stopped: str | None  # why no process works on it; None: one does, or the run is done
     envs: list[str]
     episodes: int
-    success: float | None  # of its final evaluation; None: it has none yet
-    coverage: float | None  # of that: share of its episodes that count
+    success: float | None  # of the final evaluation; None: there is none yet
+    coverage: float | None  # share of the final evaluation's episodes that count
     left_out: int
     steps: list[StepRow]
     trains: bool
@@ -65,7 +65,7 @@ LEFT_OUT = ("env_error", "grader_error", "timeout", "interrupted")
 
 
 def add_lists(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
-    """The pages `/` and `/episodes`."""
+    """Add the pages `/` and `/episodes`."""
 
     @app.get("/")
     def home() -> HTMLResponse:
@@ -99,16 +99,16 @@ def add_lists(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
 
 def list_page(viewer: Viewer, query: Query) -> dict[str, Any]:
-    """What a page of episodes shows."""
+    """Return the template context of a page of episodes."""
     page = viewer.lists.page(query)
-    own = ("q", "item", *RANGE_COLUMNS, "after", "before")
+    form_fields = ("q", "item", *RANGE_COLUMNS, "after", "before")
     return {
         "page": page,
         "query": query,
         "words": query.words,
         "columns": COLUMNS,
         "ranges": list(RANGE_COLUMNS),
-        "kept": [pair for pair in query.pairs() if pair[0] not in own],
+        "kept": [pair for pair in query.pairs() if pair[0] not in form_fields],
         "steps": viewer.bodies.steps(),
         "address_of": address_of,
         "following": replace(query, after=page.following, before=""),
@@ -127,8 +127,10 @@ def run_rows(
     only: tuple[str, ...],
     why_stopped: Callable[[str], str | None],
 ) -> list[RunRow]:
-    """Runs, the newest first. counted: as `Lists.counts`; only: beginnings of names; empty: all;
-    why_stopped: as `Viewer.why_stopped`.
+    """Return the runs, newest first.
+
+    counted: see `Lists.counts`; why_stopped: see `Viewer.why_stopped`.
+    only: prefixes of the names of runs to show; empty: all.
     """
     counts: dict[int, list[tuple[str, int, int]]] = {}
     for step_id, env, _, _, status, _, _, _, n in counted:
@@ -137,46 +139,51 @@ def run_rows(
     members: dict[str, list[int]] = {}
     for row in reader.execute("SELECT run, step_id FROM run_steps"):
         members.setdefault(row["run"], []).append(row["step_id"])
-    found = []
+    runs = []
     for row in reader.execute("SELECT * FROM runs ORDER BY created DESC"):
         if only and not row["name"].startswith(only):
             continue
-        own = sorted((steps[each] for each in members[row["name"]]), key=lambda s: s["created"])
-        told = [each for step in own for each in counts.get(step["id"], ())]
-        if not told:  # nothing was played in it
+        run_steps = sorted(
+            (steps[step_id] for step_id in members[row["name"]]), key=lambda s: s["created"]
+        )
+        run_counts = [count for step in run_steps for count in counts.get(step["id"], ())]
+        if not run_counts:  # the run has no episodes
             continue
-        success, coverage = _final_evaluation(own)
-        found.append(
+        success, coverage = _final_evaluation(run_steps)
+        runs.append(
             RunRow(
                 row["name"],
-                _about(own),
+                _about(run_steps),
                 row["created"],
                 bool(row["done"]),
                 None if row["done"] else why_stopped(row["name"]),
-                sorted({each[0] for each in told}),
-                sum(each[1] for each in told),
+                sorted({count[0] for count in run_counts}),
+                sum(count[1] for count in run_counts),
                 success,
                 coverage,
-                sum(each[2] for each in told),
+                sum(count[2] for count in run_counts),
                 [
                     StepRow(
                         step["name"],
                         bool(step["done"]),
                         Query({"run": (row["name"],), "stage": (step["name"],)}),
                     )
-                    for step in own
+                    for step in run_steps
                     if step["id"] in counts
                 ],
-                any("algorithm" in config_of(step["config"]) for step in own),
+                any("algorithm" in config_of(step["config"]) for step in run_steps),
                 Query({"run": (row["name"],)}),
                 Query({"run": (row["name"],), "status": LEFT_OUT}),
             )
         )
-    return found
+    return runs
 
 
 def _final_evaluation(steps: Sequence[sqlite3.Row]) -> tuple[float | None, float | None]:
-    """(sampled success, else greedy; coverage) of the finished evaluation of the newest weights."""
+    """Return (success, coverage) of the finished evaluation of the newest weights.
+
+    success: sampled if measured, else greedy; mean over environments.
+    """
     finished = [
         (results.get("global_step", 0), step["created"], results)
         for step in steps
@@ -184,21 +191,21 @@ def _final_evaluation(steps: Sequence[sqlite3.Row]) -> tuple[float | None, float
     ]
     if not finished:
         return None, None
-    results = max(finished, key=lambda each: each[:2])[2]
+    results = max(finished, key=lambda evaluation: evaluation[:2])[2]
     summaries = list(results["envs"].values()) if "envs" in results else [results["summary"]]
-    means = [mean for each in summaries if (mean := _mean(each)) is not None]
+    means = [mean for evaluation in summaries if (mean := _mean(evaluation)) is not None]
     return (sum(means) / len(means) if means else None), float(results["coverage"])
 
 
 def _mean(summary: Mapping[str, Any]) -> float | None:
-    """Of one environment, or of all of a run's."""
+    """Return a summary's mean success: sampled if measured, else greedy."""
     sampled = next((name for name in summary if name.startswith("avg_at_")), "greedy")
-    found = summary.get(sampled) or summary.get("greedy")
-    return float(found["mean"]) if found else None
+    interval = summary.get(sampled) or summary.get("greedy")
+    return float(interval["mean"]) if interval else None
 
 
 def _about(steps: list[sqlite3.Row]) -> str:
-    """In a line: the recipe and horizon of training, or whose evaluation it is."""
+    """Return a line with training's recipe and horizon, or with the evaluated policy."""
     for step in reversed(steps):
         config = config_of(step["config"])
         if "algorithm" in config:

@@ -1,5 +1,6 @@
-"""Templates, and how text of models and environments gets into them: escaped, what would steer a
-reader spelled out, cut where it is very long.
+"""Templates, and the escaping of text from models and environments.
+
+Text is escaped, invisible and directional characters are spelled out, long text is cut.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from agentgym.viewer.query import Query
 from envs.plain import plain
 
 FOLDER = Path(__file__).parent
-STATIC = {  # the only files that are ever sent
+STATIC = {  # the only files that are served
     "view.css": "text/css; charset=utf-8",
     "view.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
-MAX_SHOWN = 20_000  # characters of a text on a page; the whole is an address of its own
-_INVISIBLE = re.compile("[\u200b-\u200d\u2060\ufeff\u00ad]")  # what hides in a line
+MAX_SHOWN = 20_000  # characters of a text on a page; the whole text has an address of its own
+_INVISIBLE = re.compile("[\u200b-\u200d\u2060\ufeff\u00ad]")  # characters of no width
 
 
 class Links(Protocol):
-    """Where pages lie; empty where there is none."""
+    """Addresses of pages; an empty one means that there is no such page."""
 
     def home(self) -> str: ...
     def episodes(self, query: Query) -> str: ...
@@ -44,25 +45,28 @@ class Links(Protocol):
 
 
 class Pages:
-    """Renders templates for one place."""
+    """Renders templates with one kind of links."""
 
     def __init__(self, links: Links, *, is_live: bool) -> None:
-        """is_live: a server stands behind the pages, to be asked."""
+        """Render with these links.
+
+        is_live: the pages come from a running server, not from a bundle.
+        """
         self._everywhere = {"link": links, "live": is_live}
 
-    def render(self, template: str, **told: Any) -> str:
-        return _environment().get_template(template).render(**self._everywhere, **told)
+    def render(self, template: str, **context: Any) -> str:
+        return _environment().get_template(template).render(**self._everywhere, **context)
 
     @staticmethod
     def prepare() -> None:
-        """Compile the templates now, so that no first page waits for it."""
+        """Compile the templates now, so that the first page is fast."""
         for name in _environment().list_templates():
             _environment().get_template(name)
 
 
 @cache
 def _environment() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(FOLDER / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
@@ -70,40 +74,40 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= FILTERS
-    return made
+    environment.filters |= FILTERS
+    return environment
 
 
 def _visible(value: Any) -> Any:
-    """Whatever a template writes that is no markup of ours: nothing in it steers a reader."""
+    """Spell out invisible characters in everything that is not our own markup."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return _spelled_out(value)
     return value
 
 
 def _spelled_out(text: str) -> str:
-    return _INVISIBLE.sub(lambda found: f"\\u{ord(found.group()):04x}", plain(text))
+    return _INVISIBLE.sub(lambda match: f"\\u{ord(match.group()):04x}", plain(text))
 
 
 def shown(text: object, limit: int = MAX_SHOWN) -> Markup:
-    """Text of somebody else: escaped, marks of direction and control characters spelled out."""
+    """Return untrusted text escaped, with directional and control characters spelled out."""
     return escape(_spelled_out(str(text)[:limit]))
 
 
 def marked(text: object, words: str, limit: int = MAX_SHOWN) -> Markup:
-    """As `shown`, with the words of a search marked."""
+    """Return text as `shown` does, with the words of a search marked."""
     safe = shown(text, limit)
     terms = [re.escape(str(escape(term.strip('*"')))) for term in re.findall(r'"[^"]+"|\S+', words)]
     terms = [term for term in terms if re.search(r"\w", term)]
     if not terms:
         return safe
-    # between what `escape` wrote for one character, never within it
+    # skip the entities that `escape` wrote, so that no mark splits one
     pattern = re.compile(rf"(&\w+;|&#\d+;)|({'|'.join(terms)})", re.IGNORECASE)
 
-    def mark(found: re.Match[str]) -> str:
-        return found[1] or f"<mark>{found[2]}</mark>"
+    def mark(match: re.Match[str]) -> str:
+        return match[1] or f"<mark>{match[2]}</mark>"
 
-    return Markup(pattern.sub(mark, str(safe)))  # noqa: S704 - of escaped pieces alone
+    return Markup(pattern.sub(mark, str(safe)))  # noqa: S704 - all pieces are escaped
 
 
 def is_cut(text: object, limit: int = MAX_SHOWN) -> bool:
@@ -111,7 +115,7 @@ def is_cut(text: object, limit: int = MAX_SHOWN) -> bool:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """As short as it is; a dash for none."""
+    """Format a number in its shortest form; None as a dash."""
     if value is None:
         return "–"
     rounded = round(value, digits)
@@ -123,7 +127,7 @@ def percent(value: float | None) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """Local time."""
+    """Format seconds since 1970 as local time."""
     if not seconds:
         return "–"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

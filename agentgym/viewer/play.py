@@ -1,5 +1,5 @@
-"""Episodes that are played while somebody watches: by a person, by an environment's expert, or by
-any policy that `agentgym evaluate` takes. Nothing of it is recorded.
+"""Episodes that are played live: by a person, by an environment's expert, or by any policy that
+`agentgym evaluate` accepts. Nothing is recorded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_ACTION = 4_000  # characters
 
 
 class Person(TextPlayer):
-    """Who types what is done next."""
+    """A person who types the actions."""
 
     def __init__(self) -> None:
         self.typed = ""
@@ -68,7 +68,7 @@ class Game:
     instructions: str
     shots: list[Shot] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
-    over: str = ""  # why it is; empty: it goes on
+    over: str = ""  # why the game is over; empty: it is not
     used: float = field(default_factory=time.monotonic)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -78,28 +78,28 @@ class Game:
 
 
 class Room:
-    """The games of a server; all of them live in its event loop."""
+    """The games of a server; all of them run in its event loop."""
 
     def __init__(self, cfg: RunConfig, servers: Servers) -> None:
         self._cfg, self._servers = cfg, servers
         self._games: dict[str, Game] = {}
 
     def find(self, game: str) -> Game | None:
-        found = self._games.get(game)
-        if found is not None:
-            found.used = time.monotonic()
-        return found
+        entry = self._games.get(game)
+        if entry is not None:
+            entry.used = time.monotonic()
+        return entry
 
-    async def begin(self, env: EnvConfig, task_id: int, who: str) -> Game:
+    async def begin(self, env: EnvConfig, task_id: int, player_name: str) -> Game:
         """Open a session for a player. Errors: ConfigError, Missing, EnvError, ValueError."""
         await self._make_room()
         cfg = self._cfg.model_copy(update={"env": env, "mix": ()})
-        told_as = "random" if who == YOU else who
-        request = EvaluationRequest.model_validate({"policy": told_as, "envs": (env.name,)})
+        policy_name = "random" if player_name == YOU else player_name
+        request = EvaluationRequest.model_validate({"policy": policy_name, "envs": (env.name,)})
         protocol = protocol_for(cfg, request)
         invited, contender, playing = None, None, cfg
-        if who != YOU:
-            PolicyName.parse(who)  # a misspelled one is told before anything is loaded
+        if player_name != YOU:
+            PolicyName.parse(player_name)  # report a misspelled name before anything is loaded
             invited = await run_in_threadpool(invite, cfg, protocol, request)
             contender, protocol, playing = invited.contender, invited.protocol, invited.cfg
         async with contextlib.AsyncExitStack() as stack:
@@ -108,7 +108,7 @@ class Room:
             )
             pools = await stack.enter_async_context(EnvPools.of([env], {env.name: endpoints}))
             guides = await pools.check([env], allow_expert=True)  # nothing is learned here
-            told = told_by(guides, protocol)
+            env_instructions = told_by(guides, protocol)
             item, key = Item(env.name, task_id, "play"), f"play-{secrets.token_hex(8)}"
             session = await stack.enter_async_context(pools.session(item, key))
             if contender is None:
@@ -116,17 +116,17 @@ class Room:
             else:
                 seat = await stack.enter_async_context(seated(contender, playing, Usage()))
                 player = seat.player_of(item, 1)
-            given = {} if invited is None else invited.instructions(told)
-            episode = _episode(protocol.envs[0], item, session.observation, given)
+            instructions = {} if invited is None else invited.instructions(env_instructions)
+            episode = _episode(protocol.envs[0], item, session.observation, instructions)
             game = Game(
                 secrets.token_urlsafe(12),
                 env,
-                who,
+                player_name,
                 player,
                 session,
                 episode,
                 stack.pop_all(),
-                told.get(env.name, ""),
+                env_instructions.get(env.name, ""),
             )
         game.shots.append(await shot_of(session, 0, ""))
         game.over = "" if player.begin(episode) else "there is no room to act"
@@ -135,7 +135,10 @@ class Room:
         return game
 
     async def act(self, game: Game, action: str) -> None:
-        """One turn; action: of a person. What goes wrong ends the game and is told."""
+        """Play one turn; an error ends the game and is shown as its reason.
+
+        action: typed by a person; ignored for other players.
+        """
         async with game.lock:
             if game.over:
                 return
@@ -151,11 +154,11 @@ class Room:
             game.player.typed = action[:MAX_ACTION]
         began = time.perf_counter()
         sampling = settings.sampling(episode.item, 1, number)
-        said = await game.player.act(game.session, sampling)
-        if said is None:
+        response = await game.player.act(game.session, sampling)
+        if response is None:
             game.over = "the player gives up"
             return
-        reply = await episode.step(game.session, said, time.perf_counter() - began)
+        reply = await episode.step(game.session, response, time.perf_counter() - began)
         ended = ending(reply)
         episode.success = ended is not None and reply.success
         game.shots.append(await shot_of(game.session, number + 1, ""))
@@ -168,7 +171,7 @@ class Room:
         await self._look(game)
 
     async def _look(self, game: Game) -> None:
-        """What a person could do now, where the environment tells."""
+        """Fetch the actions that are possible now, if the environment lists them."""
         game.hints = []
         if game.by_hand and not game.over and hasattr(game.session, "hints"):
             with contextlib.suppress(EnvError):
@@ -203,16 +206,16 @@ def _entered(
 
 
 def _episode(
-    asked: EnvProtocol, item: Item, observation: str, instructions: dict[str, str]
+    env_protocol: EnvProtocol, item: Item, observation: str, instructions: dict[str, str]
 ) -> Episode:
     settings = EpisodeSettings(
         seed=secrets.randbelow(2**31),
         step=0,
-        max_turns=asked.max_turns,
-        temperature=asked.temperature,
-        max_new_tokens=asked.max_new_tokens,
-        context_tokens=asked.context_tokens,
-        instructions=instructions if asked.instructions else {},
-        action_format=asked.action_format,
+        max_turns=env_protocol.max_turns,
+        temperature=env_protocol.temperature,
+        max_new_tokens=env_protocol.max_new_tokens,
+        context_tokens=env_protocol.context_tokens,
+        instructions=instructions if env_protocol.instructions else {},
+        action_format=env_protocol.action_format,
     )
     return Episode(item, 1, settings, observation)

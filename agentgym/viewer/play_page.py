@@ -1,4 +1,4 @@
-"""Pages on which episodes are played."""
+"""Pages for playing episodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_TASK = 2**53
 
 
 def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
-    """The pages below `/play`."""
+    """Add the pages below `/play`."""
 
     @app.get("/play")
     def choose() -> HTMLResponse:
@@ -39,25 +39,27 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
     @app.post("/play")
     async def begin(request: Request) -> RedirectResponse:
         form = await form_of(request)
-        known = environments(viewer)
-        if form.get("env") not in known:
+        offered = environments(viewer)
+        if form.get("env") not in offered:
             raise ConfigError(f"environment {form.get('env', '')[:60]!r} is none of those offered")
         task = form.get("task", "0")
         if not task.isdecimal() or len(task) > 16 or int(task) >= MAX_TASK:
             raise ConfigError(f"task {task[:20]!r}: expected a number, such as 0 or 17")
-        who = form.get("policy", "").strip() if form.get("who") == "policy" else form.get("who")
-        game = await room.begin(known[form["env"]], int(task), who or YOU)
+        player_name = (
+            form.get("policy", "").strip() if form.get("who") == "policy" else form.get("who")
+        )
+        game = await room.begin(offered[form["env"]], int(task), player_name or YOU)
         return RedirectResponse(f"/play/{game.id}", 303)
 
     @app.get("/play/{game}")
     def show(game: str) -> HTMLResponse:
-        found = _found(room, game)
-        drawings = [drawing_of(shot) for shot in found.shots]
+        current = _found(room, game)
+        drawings = [drawing_of(shot) for shot in current.shots]
         page = pages.render(
             "play.html",
-            game=found,
+            game=current,
             drawings=drawings,
-            address=f"play/{found.id}",
+            address=f"play/{current.id}",
             words="",
             section="play",
         )
@@ -65,18 +67,18 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
 
     @app.post("/play/{game}")
     async def act(game: str, request: Request) -> RedirectResponse:
-        found, form = _found(room, game), await form_of(request)
+        current, form = _found(room, game), await form_of(request)
         if form.get("do") == "end":
-            await room.end(found)
+            await room.end(current)
             return RedirectResponse("/play", 303)
-        await room.act(found, form.get("action", "").replace("\r\n", "\n"))
+        await room.act(current, form.get("action", "").replace("\r\n", "\n"))
         watch = "?watch=yes" if form.get("watch") else ""
-        return RedirectResponse(f"/play/{found.id}{watch}#turn-{len(found.episode.turns)}", 303)
+        return RedirectResponse(f"/play/{current.id}{watch}#turn-{len(current.episode.turns)}", 303)
 
     @app.get("/play/{game}/picture/{turn}")
     def picture(game: str, turn: int) -> Response:
-        found = _found(room, game)
-        shot = found.shots[turn] if 0 <= turn < len(found.shots) else None
+        current = _found(room, game)
+        shot = current.shots[turn] if 0 <= turn < len(current.shots) else None
         if shot is None or shot.media_type != "image/png":
             raise HTTPException(404)
         headers = {"Content-Security-Policy": "sandbox"}
@@ -84,42 +86,44 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
 
 
 def environments(viewer: Viewer, withheld: list[str] | None = None) -> dict[str, EnvConfig]:
-    """What can be played, by what a person sees: the configured ones, those of runs, and this
-    project's own with their defaults.
+    """Return the environments to choose from, by their label.
 
-    withheld: gets why one of a run is not offered.
+    They are the configured ones, those of runs, and this project's own with their defaults.
+    withheld: receives the reasons why environments of runs are not offered.
     """
     refused = [] if withheld is None else withheld
-    found = {env.name: viewer.servers.known(env) for env in viewer.cfg.envs}
+    by_label = {env.name: viewer.servers.known(env) for env in viewer.cfg.envs}
     for step in viewer.bodies.steps().values():
         config = config_of(step["config"])
-        for told in (config.get("env"), *(config.get("mix") or ())):
+        for options in (config.get("env"), *(config.get("mix") or ())):
             try:
-                env = _env(told)
+                env = _env(options)
                 env = env and viewer.servers.known(env)
             except Missing as missing:
                 env = None
                 if str(missing) not in refused:
                     refused.append(str(missing))
-            if env is not None and env not in found.values():
-                found.setdefault(f"{env.name} as in {step['name']} {(step['key'] or '')[:6]}", env)
+            if env is not None and env not in by_label.values():
+                by_label.setdefault(
+                    f"{env.name} as in {step['name']} {(step['key'] or '')[:6]}", env
+                )
     for name in PUBLISHED_COUNTS:
-        found.setdefault(name, EnvConfig(name=name))
-    return found
+        by_label.setdefault(name, EnvConfig(name=name))
+    return by_label
 
 
-def _env(told: Any) -> EnvConfig | None:
-    """Native ones alone: others need servers that a configuration names."""
-    if not isinstance(told, Mapping) or told.get("dialect", "native") != "native":
+def _env(options: Any) -> EnvConfig | None:
+    """Return a native environment; None for others, which need servers from a configuration."""
+    if not isinstance(options, Mapping) or options.get("dialect", "native") != "native":
         return None
     try:
-        return EnvConfig(name=told["name"], options=told.get("options") or {})
+        return EnvConfig(name=options["name"], options=options.get("options") or {})
     except (KeyError, ValueError):
         return None
 
 
 async def form_of(request: Request) -> dict[str, str]:
-    """What a form sent. Errors: HTTPException where it is too long or has too many fields."""
+    """Return a form's fields. Errors: HTTPException if it is too long or has too many fields."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -127,14 +131,14 @@ async def form_of(request: Request) -> dict[str, str]:
             raise HTTPException(413, f"a form may have {MAX_FORM} bytes")
     text = body.decode("utf-8", "replace")
     try:
-        given = parse_qs(text, keep_blank_values=True, max_num_fields=MAX_FIELDS)
+        fields = parse_qs(text, keep_blank_values=True, max_num_fields=MAX_FIELDS)
     except ValueError:
         raise HTTPException(413, f"a form may have {MAX_FIELDS} fields") from None
-    return {name: values[-1] for name, values in given.items()}
+    return {name: values[-1] for name, values in fields.items()}
 
 
 def _found(room: Room, game: str) -> Game:
-    found = room.find(game)
-    if found is None:
+    current = room.find(game)
+    if current is None:
         raise Gone("this game is over and put away; begin another at /play")
-    return found
+    return current

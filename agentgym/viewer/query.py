@@ -1,4 +1,4 @@
-"""What a list of episodes shows: everything that was chosen is in the address, as text."""
+"""The query of a list of episodes: all choices are in the address, as text."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ AFTER = re.compile(r"(?P<value>[^~]{0,300})~(?P<id>\d{1,15})", re.DOTALL)
 
 
 class BadQuery(ValueError):
-    """An address that asks for what there is not; the text says what was expected."""
+    """The address is not a valid query; the text states what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What was chosen."""
+    """A choice of episodes, their order and the page."""
 
     facets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ranges: Mapping[str, str] = field(default_factory=dict)
@@ -42,15 +42,15 @@ class Query:
     words: str = ""
     sort: str = "began"
     up: bool = False  # smallest first
-    after: str = ""  # value~id of the row before the page,
-    before: str = ""  # or of the one behind it
+    after: str = ""  # value~id of the last row before the page,
+    before: str = ""  # or of the first row behind it
 
     @classmethod
-    def parse(cls, given: Sequence[tuple[str, str]]) -> Self:
-        """From an address's names and values, whichever it knows. Errors: BadQuery."""
+    def parse(cls, parameters: Sequence[tuple[str, str]]) -> Self:
+        """Parse an address's names and values; unknown names are ignored. Errors: BadQuery."""
         facets: dict[str, tuple[str, ...]] = {}
         single: dict[str, str] = {}
-        for name, value in given:
+        for name, value in parameters:
             if len(value) > MAX_WORDS:
                 raise BadQuery(f"{name} is longer than {MAX_WORDS} characters")
             if name in FACETS:
@@ -80,7 +80,7 @@ class Query:
         )
 
     def pairs(self) -> list[tuple[str, str]]:
-        """For an address; `parse` gives an equal query back."""
+        """Return the names and values for an address; `parse` turns them into an equal query."""
         single = {
             **self.ranges,
             "item": self.item,
@@ -95,49 +95,50 @@ class Query:
 
     @property
     def text(self) -> str:
-        """What stands behind the `?` of an address."""
+        """The part of an address after the `?`."""
         return urlencode(self.pairs())
 
     def toggled(self, facet: str, value: str) -> Query:
-        """With this value of a facet chosen, or no longer; at the first page."""
+        """Return the first page with this value of a facet chosen, or no longer chosen."""
         chosen = self.facets.get(facet, ())
-        left = tuple(each for each in chosen if each != value)
+        left = tuple(other for other in chosen if other != value)
         values = left if value in chosen else (*chosen, value)
-        facets = {name: own for name, own in self.facets.items() if name != facet}
+        facets = {name: others for name, others in self.facets.items() if name != facet}
         return self.first(facets={**facets, facet: values} if values else facets)
 
     def sorted_by(self, sort: str) -> Query:
-        """The other way round where it is sorted by that already."""
+        """Return the query in this order, reversed if it has this order already."""
         return self.first(sort=sort, up=self.sort == sort and not self.up)
 
     def first(self, **changes: Any) -> Query:
-        """At the first page."""
+        """Return the first page of the query with these changes."""
         return replace(self, after="", before="", **changes)
 
     @property
     def is_plain(self) -> bool:
-        """Whether facets alone are chosen: counts of them are then known for the whole index."""
+        """True if only facets are chosen, so that counts for the whole index apply."""
         return not (self.ranges or self.item or self.words)
 
 
 def bounds(name: str, text: str) -> tuple[float | None, float | None]:
-    found = _RANGE.fullmatch(text)
-    if not found or not (found["low"] or found["high"]) or (found["high"] and not found["to"]):
+    match = _RANGE.fullmatch(text)
+    if not match or not (match["low"] or match["high"]) or (match["high"] and not match["to"]):
         raise BadQuery(
             f"{name} {text[:40]!r}: expected a number or a range, such as 3, 0.5.., ..10 or 2..8"
         )
-    low, high = (None if found[end] is None else float(found[end]) for end in ("low", "high"))
-    return low, high if found["to"] else low
+    low, high = (None if match[end] is None else float(match[end]) for end in ("low", "high"))
+    return low, high if match["to"] else low
 
 
 def match_of(words: str) -> str:
-    """As FTS5 reads it: every word, and every "phrase", must be there; a word that ends in * may
-    go on. Nothing else of FTS5's language can be said.
+    """Return the FTS5 expression in which every word and every "phrase" must occur.
+
+    A word that ends in * matches as a prefix. The rest of FTS5's syntax is quoted.
     """
     terms = []
-    for found in re.finditer(r'"([^"]*)"?|(\S+)', words):
-        phrase = found[1] if found[1] is not None else found[2]
-        prefix = found[1] is None and phrase.endswith("*")
+    for match in re.finditer(r'"([^"]*)"?|(\S+)', words):
+        phrase = match[1] if match[1] is not None else match[2]
+        prefix = match[1] is None and phrase.endswith("*")
         if re.search(r"\w", phrase):
             quoted = (phrase.rstrip("*") if prefix else phrase).replace('"', '""')
             terms.append(f'"{quoted}"*' if prefix else f'"{quoted}"')

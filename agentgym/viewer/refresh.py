@@ -1,4 +1,4 @@
-"""From the store into the index: what was committed since the last look, and what is gone."""
+"""Update of the index from the store: new commits are added, lost ones are removed."""
 
 from __future__ import annotations
 
@@ -23,53 +23,58 @@ from envs.plain import plain
 logger = logging.getLogger(__name__)
 
 INSERT = f"INSERT INTO episodes({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
-BATCH = 2_000  # episodes of one transaction, at least
+BATCH = 2_000  # minimum number of episodes in one transaction
 DeliveredSteps = Callable[[], Mapping[str, set[tuple[str, str]]]]
 
 
 @dataclass
 class Refreshed:
-    """What a look at the store came to."""
+    """Counts of one update of the index."""
 
-    steps: int = 0  # that changed
-    episodes: int = 0  # that came
-    dropped: int = 0  # that are gone
+    steps: int = 0  # changed
+    episodes: int = 0  # added
+    dropped: int = 0  # episodes removed
     seconds: float = 0.0
 
 
 class Refresher:
-    """Keeps an index up to the store. One thread uses it."""
+    """Keeps an index up to date with the store. One thread uses it."""
 
     def __init__(self, store: RunStore, index: Index, delivered: DeliveredSteps = dict) -> None:
-        """delivered: run key -> its steps, as (step, key), where that is known."""
+        """Connect an index with its store.
+
+        delivered: returns run key -> its steps, as (step, key), for runs known to MLflow.
+        """
         self._store, self._index, self._delivered = store, index, delivered
 
-    def refresh(self, told: Callable[[int], None] = lambda _: None) -> Refreshed:
-        """Bring the index up to the store. told: hears how many episodes have come so far.
+    def refresh(self, on_count: Callable[[int], None] = lambda _: None) -> Refreshed:
+        """Bring the index up to date with the store.
+
+        on_count: called with the number of episodes added so far.
         Errors: IndexDamaged; OSError of the store.
         """
-        found, began = Refreshed(), time.perf_counter()
+        refreshed, began = Refreshed(), time.perf_counter()
         marks = self._store.marks()
         with self._index.writing() as connection:
             known = {row["folder"]: row for row in connection.execute("SELECT * FROM steps")}
             for folder, mark in marks.items():
                 if folder not in known or known[folder]["mark"] != mark:
-                    self._step(connection, folder, mark, known.get(folder), found, told)
-                    found.steps += 1
+                    self._step(connection, folder, mark, known.get(folder), refreshed, on_count)
+                    refreshed.steps += 1
             for folder in known.keys() - marks.keys():
                 if known[folder]["gone"] != "gone":
-                    found.dropped += _forget(connection, known[folder]["id"], "gone")
-                    found.steps += 1
-            if found.steps:
+                    refreshed.dropped += _forget(connection, known[folder]["id"], "gone")
+                    refreshed.steps += 1
+            if refreshed.steps:
                 _name_runs(connection, self._delivered())
                 connection.execute(
                     "UPDATE meta SET value = ? WHERE name = 'changed'", (secrets.token_hex(8),)
                 )
-        if found.episodes:
+        if refreshed.episodes:
             with self._index.writing() as connection:
                 connection.execute("PRAGMA optimize")
-        found.seconds = time.perf_counter() - began
-        return found
+        refreshed.seconds = time.perf_counter() - began
+        return refreshed
 
     def _step(
         self,
@@ -77,10 +82,10 @@ class Refresher:
         folder: str,
         mark: str,
         known: sqlite3.Row | None,
-        found: Refreshed,
-        told: Callable[[int], None],
+        refreshed: Refreshed,
+        on_count: Callable[[int], None],
     ) -> None:
-        """One step that changed: its later commits, or all where those known are others now."""
+        """Index a changed step: its new commits, or all if the indexed ones were replaced."""
         match = FOLDER.fullmatch(folder)
         assert match is not None
         name, key = match["step"], match["key"]
@@ -89,7 +94,7 @@ class Refresher:
             after = -1 if known is None or known["head"] is None else known["head"]
             commits = self._store.history(name, key, after=max(after - 1, -1))
             if after >= 0 and not _goes_on(commits, after, known):
-                found.dropped += _forget(connection, step_id, "")
+                refreshed.dropped += _forget(connection, step_id, "")
                 commits, after = self._store.history(name, key), -1
         except (ManifestError, FileNotFoundError) as error:
             connection.execute("DELETE FROM problems WHERE step_id = ? AND seq = -1", (step_id,))
@@ -101,24 +106,24 @@ class Refresher:
         if not commits:
             gone = "collected" if self._store.is_collected(name, key) else ""
             if known is not None and known["head"] is not None:
-                found.dropped += _forget(connection, step_id, gone or "gone")
+                refreshed.dropped += _forget(connection, step_id, gone or "gone")
             connection.execute(
                 "UPDATE steps SET mark = ?, gone = ? WHERE id = ?", (mark, gone, step_id)
             )
             return
-        since = found.episodes
+        since = refreshed.episodes
         for commit in commits:
             if commit.seq > after:
-                found.episodes += self._commit(connection, step_id, commit)
-                told(found.episodes)
-                if found.episodes - since >= BATCH:
-                    since = found.episodes
-                    _update_step(connection, step_id, commit, "")  # a later look goes on from here
+                refreshed.episodes += self._commit(connection, step_id, commit)
+                on_count(refreshed.episodes)
+                if refreshed.episodes - since >= BATCH:
+                    since = refreshed.episodes
+                    _update_step(connection, step_id, commit, "")  # the next update resumes here
                     connection.commit()
         _update_step(connection, step_id, commits[-1], mark)
 
     def _commit(self, connection: sqlite3.Connection, step_id: int, commit: Manifest) -> int:
-        """Result: how many episodes it has."""
+        """Index one commit. Result: the number of its episodes."""
         blobs = {**commit.blobs, **commit.records}
         files = {
             name: [blobs[name].digest, blobs[name].size]
@@ -137,7 +142,8 @@ class Refresher:
                 try:
                     count += self._episodes(connection, step_id, commit, number)
                 except BlobMissing as error:
-                    if name in commit.records:  # of older commits, other content may be pruned
+                    # blobs of older commits may be pruned, records are kept
+                    if name in commit.records:
                         _problem(connection, step_id, commit, error)
                 except (DigestMismatch, RecordError) as error:
                     _problem(connection, step_id, commit, error)
@@ -158,14 +164,15 @@ class Refresher:
     def _episodes(
         self, connection: sqlite3.Connection, step_id: int, commit: Manifest, file: int
     ) -> int:
-        """All of them or, where one cannot be read, none. Errors: BlobMissing, DigestMismatch,
-        RecordError.
+        """Index a file's episodes, or none if one cannot be read.
+
+        Result: the number of episodes. Errors: BlobMissing, DigestMismatch, RecordError.
         """
-        data, place = self._store.read(commit, FILES[file]), (step_id, commit.seq, file)
+        data, origin = self._store.read(commit, FILES[file]), (step_id, commit.seq, file)
         connection.execute("SAVEPOINT file")
         try:
             count = 0
-            for row, words in _rows(data, place, commit.created_at):
+            for row, words in _rows(data, origin, commit.created_at):
                 added = connection.execute(INSERT, astuple(row))
                 connection.execute(
                     "INSERT INTO words(rowid, text) VALUES (?, ?)", (added.lastrowid, words)
@@ -179,34 +186,34 @@ class Refresher:
         return count
 
 
-def _rows(data: bytes, place: tuple[int, int, int], committed: float) -> Iterator[tuple[Row, str]]:
-    """Row and words of each episode of a file. Errors: RecordError."""
+def _rows(data: bytes, origin: tuple[int, int, int], committed: float) -> Iterator[tuple[Row, str]]:
+    """Yield (row, words) of each episode of a file. Errors: RecordError."""
     start, number = 0, 0
     try:
         for line in lines_of(io.BytesIO(data)):
             record = checked_row(json.loads(line))
-            where = (*place, number, start, len(line))
-            yield row_of(record, where, committed), words_of(record)
+            location = (*origin, number, start, len(line))
+            yield row_of(record, location, committed), words_of(record)
             start, number = start + len(line), number + 1
     except RecordError:
         raise
     except (*DAMAGE, AttributeError, OverflowError) as error:
         raise RecordError(
-            f"line {number + 1} of {FILES[place[2]]} is no episode: {type(error).__name__} {error}"
+            f"line {number + 1} of {FILES[origin[2]]} is no episode: {type(error).__name__} {error}"
         ) from error
 
 
 def _goes_on(commits: Sequence[Manifest], after: int, known: sqlite3.Row | None) -> bool:
-    """Whether the last commit that is known is still the one it was."""
+    """Return True if the last indexed commit is still in the store, unchanged."""
     assert known is not None
     same = [commit for commit in commits if commit.seq == after]
     return bool(same) and same[0].records_digest == known["head_digest"]
 
 
 def _new_step(connection: sqlite3.Connection, folder: str, name: str) -> int:
-    made = connection.execute("INSERT INTO steps(folder, name) VALUES (?, ?)", (folder, name))
-    assert made.lastrowid is not None
-    return made.lastrowid
+    cursor = connection.execute("INSERT INTO steps(folder, name) VALUES (?, ?)", (folder, name))
+    assert cursor.lastrowid is not None
+    return cursor.lastrowid
 
 
 def _update_step(connection: sqlite3.Connection, step_id: int, head: Manifest, mark: str) -> None:
@@ -230,8 +237,9 @@ def _update_step(connection: sqlite3.Connection, step_id: int, head: Manifest, m
 
 
 def _forget(connection: sqlite3.Connection, step_id: int, gone: str) -> int:
-    """Drop a step's episodes. Their words stay where they are, as of nobody: numbers are never
-    given twice. Result: how many there were.
+    """Remove a step's episodes. Result: their number.
+
+    Their words stay in the search table: row ids are never reused, so that no search finds them.
     """
     dropped = connection.execute("DELETE FROM episodes WHERE step_id = ?", (step_id,)).rowcount
     for table in ("commits", "problems"):
@@ -255,48 +263,54 @@ def _problem(
 def _name_runs(
     connection: sqlite3.Connection, delivered: Mapping[str, set[tuple[str, str]]]
 ) -> None:
-    """A run is a step that nothing builds on, with all that it builds on; it has the name it has
-    in MLflow, where it was told of there.
+    """Group the steps into runs and name these.
+
+    A run is a step that nothing builds on, with all its ancestors. It has its name in MLflow if
+    it was delivered there.
     """
     steps = connection.execute(
         "SELECT * FROM steps WHERE head IS NOT NULL AND name != ?", (RUNS,)
     ).fetchall()
     by_digest = {row["digest"]: row for row in steps}
     parents = {row["id"]: json.loads(row["parents"]) for row in steps}
-    named = {parent for own in parents.values() for parent in own}
+    named = {parent for parent_digests in parents.values() for parent in parent_digests}
     runs: dict[str, dict[int, sqlite3.Row]] = {}
     for leaf in (row for row in steps if row["digest"] not in named):
-        line, waiting = {leaf["id"]: leaf}, list(parents[leaf["id"]])
+        members, waiting = {leaf["id"]: leaf}, list(parents[leaf["id"]])
         while waiting:
             row = by_digest.get(waiting.pop())
-            if row is not None and row["id"] not in line:
-                line[row["id"]] = row
+            if row is not None and row["id"] not in members:
+                members[row["id"]] = row
                 waiting += parents[row["id"]]
-        name = _name_of(leaf, {row["folder"] for row in line.values()}, delivered)
-        runs.setdefault(name, {}).update(line)
+        name = _name_of(leaf, {row["folder"] for row in members.values()}, delivered)
+        runs.setdefault(name, {}).update(members)
     connection.execute("DELETE FROM runs")
     connection.execute("DELETE FROM run_steps")
-    for name, line in runs.items():
-        newest = max(line.values(), key=lambda row: row["created"])
-        done = int(all(row["done"] for row in line.values()))
+    for name, members in runs.items():
+        newest = max(members.values(), key=lambda row: row["created"])
+        done = int(all(row["done"] for row in members.values()))
         connection.execute(
             "INSERT INTO runs VALUES (?, ?, ?, ?)",
             (name, newest["name"], newest["created"], done),
         )
         connection.executemany(
-            "INSERT INTO run_steps VALUES (?, ?)", [(name, step_id) for step_id in line]
+            "INSERT INTO run_steps VALUES (?, ?)", [(name, step_id) for step_id in members]
         )
 
 
 def _name_of(
-    leaf: sqlite3.Row, line: set[str], delivered: Mapping[str, set[tuple[str, str]]]
+    leaf: sqlite3.Row, run_folders: set[str], delivered: Mapping[str, set[tuple[str, str]]]
 ) -> str:
-    """Of the run that ends in `leaf`: the one in MLflow that shares most steps with it, where one
-    has all of its own here.
+    """Return the name of the run that ends in `leaf`.
+
+    It is the name of the MLflow run that shares the most steps with this run and has the leaf or no
+    other steps; without such a run, the leaf's name and key.
     """
-    best, most = f"{leaf['name']}-{leaf['key'][:12]}", 0
+    best, num_shared = f"{leaf['name']}-{leaf['key'][:12]}", 0
     for key, steps in delivered.items():
-        folders = {f"{step}-{own}" for step, own in steps}
-        if len(folders & line) > most and (leaf["folder"] in folders or folders <= line):
-            best, most = f"r{key[:12]}", len(folders & line)
+        folders = {f"{step}-{step_key}" for step, step_key in steps}
+        if len(folders & run_folders) > num_shared and (
+            leaf["folder"] in folders or folders <= run_folders
+        ):
+            best, num_shared = f"r{key[:12]}", len(folders & run_folders)
     return best

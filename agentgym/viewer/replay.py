@@ -1,5 +1,6 @@
-"""Episodes played again to draw what the environment was like at each turn, and to say where it
-answers otherwise than the record. A drawing is made once and kept.
+"""Replays of episodes, which draw the environment at each turn and compare it with the record.
+
+A drawing is made once and kept.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from agentgym.viewer.servers import Missing, Servers, config_of, environment_of
 
 logger = logging.getLogger(__name__)
 
-LIMIT_S = 300.0  # of one episode
+LIMIT_S = 300.0  # per episode
 MAX_WAITING = 8  # episodes
-MAX_SHOTS = 400  # of one episode; later turns are compared and not drawn
+MAX_SHOTS = 400  # per episode; later turns are compared and not drawn
 MAX_SHOT_BYTES = 2 * 1024 * 1024
 KEEP = 2_000  # episodes
 
@@ -45,15 +46,15 @@ class Shot:
     turn: int
     media_type: str  # empty: it was not drawn
     data: bytes
-    differs: str  # from the record, and how; empty: it does not
+    differs: str  # how it differs from the record; empty: it does not
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """An episode played again."""
+    """The result of playing an episode again."""
 
-    said: str  # one line: agreement, or the first difference, or why there is none
-    agrees: bool | None  # None: it could not be played
+    said: str  # one line: agreement, the first difference, or why the replay failed
+    agrees: bool | None  # None: the replay failed
     shots: Sequence[Shot] = ()
 
     def shot(self, turn: int) -> Shot | None:
@@ -61,10 +62,13 @@ class Replay:
 
 
 class Replays:
-    """What was played again, and the thread that does it, one episode after the other."""
+    """Stored replays, and the thread that makes them, one episode after the other."""
 
     def __init__(self, path: Path, servers: Servers) -> None:
-        """path: of the file that keeps drawings; it may be deleted."""
+        """Keep drawings in a file, which may be deleted.
+
+        path: of the file.
+        """
         self._path, self._servers = path, servers
         self._thread = ThreadPoolExecutor(1, "replay")
         self._waiting: dict[str, Future[None]] = {}
@@ -72,60 +76,60 @@ class Replays:
         with contextlib.suppress(IndexDamaged):
             self._prepare()
 
-    def find(self, found: Found) -> Replay | None:
-        """What is kept of an episode; None: it has not been played again."""
+    def find(self, entry: Found) -> Replay | None:
+        """Return an episode's stored replay; None if it was not replayed yet."""
         with contextlib.closing(self._connect()) as connection:
             row = connection.execute(
-                "SELECT said, agrees FROM replays WHERE key = ?", (_key(found),)
+                "SELECT said, agrees FROM replays WHERE key = ?", (_key(entry),)
             ).fetchone()
             if row is None:
                 return None
             shots = connection.execute(
                 "SELECT turn, media_type, data, differs FROM shots WHERE key = ? ORDER BY turn",
-                (_key(found),),
+                (_key(entry),),
             ).fetchall()
         agrees = None if row[1] is None else bool(row[1])
         return Replay(row[0], agrees, [Shot(*shot) for shot in shots])
 
-    def ask(self, found: Found) -> str:
-        """Have it played again, soon. Result: how that stands."""
-        key = _key(found)
+    def ask(self, entry: Found) -> str:
+        """Queue a replay. Result: its state, in words."""
+        key = _key(entry)
         with self._lock:
-            self._waiting = {k: each for k, each in self._waiting.items() if not each.done()}
+            self._waiting = {k: future for k, future in self._waiting.items() if not future.done()}
             if key in self._waiting:
                 return "it is being played again"
             if len(self._waiting) >= MAX_WAITING:
                 return f"{MAX_WAITING} others are being played; ask again in a moment"
-            self._waiting[key] = self._thread.submit(self._play, found)
+            self._waiting[key] = self._thread.submit(self._play, entry)
         return "it is being played again"
 
-    def is_waiting(self, found: Found) -> bool:
+    def is_waiting(self, entry: Found) -> bool:
         with self._lock:
-            future = self._waiting.get(_key(found))
+            future = self._waiting.get(_key(entry))
         return future is not None and not future.done()
 
-    def now(self, found: Found) -> Replay:
-        """Play it again and wait for it, if it was not yet."""
-        kept = self.find(found)
-        if kept is None:
-            self._thread.submit(self._play, found).result(LIMIT_S * 2)
-            kept = self.find(found)
-        assert kept is not None
-        return kept
+    def now(self, entry: Found) -> Replay:
+        """Return an episode's replay; play it and wait if it is not stored yet."""
+        stored = self.find(entry)
+        if stored is None:
+            self._thread.submit(self._play, entry).result(LIMIT_S * 2)
+            stored = self.find(entry)
+        assert stored is not None
+        return stored
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _play(self, found: Found) -> None:
+    def _play(self, entry: Found) -> None:
         try:
-            self._store(_key(found), self._played(found))
-        except Exception:  # whoever asked looks at the page again
-            logger.exception("episode %s could not be played again", found.address)
+            self._store(_key(entry), self._played(entry))
+        except Exception:  # a thread must log it; the page shows no replay
+            logger.exception("episode %s could not be played again", entry.address)
 
-    def _played(self, found: Found) -> Replay:
-        episode = found.episode
+    def _played(self, entry: Found) -> Replay:
+        episode = entry.episode
         try:
-            config = config_of(found.step["config"])
+            config = config_of(entry.step["config"])
             env = self._servers.known(environment_of(config, episode.item.env))
             with self._servers.use(env) as endpoints:
                 return asyncio.run(replay(episode, env, endpoints))
@@ -171,21 +175,21 @@ class Replays:
         return sqlite3.connect(self._path, timeout=10.0)
 
 
-def _key(found: Found) -> str:
-    """Another one where the record, the environment's options or its code are others."""
-    name = found.episode.item.env
-    config = config_of(found.step["config"])
+def _key(entry: Found) -> str:
+    """Return the digest of the record, the environment's options and its code."""
+    name = entry.episode.item.env
+    config = config_of(entry.step["config"])
     options = [config.get("env"), config.get("mix"), config.get("protocol")]
-    episode, source = found.episode, _source(name)
+    episode, source = entry.episode, _source(name)
     turns = [(turn.action, turn.observation, turn.reward) for turn in episode.turns]
     record = [astuple(episode.item), episode.first_observation, turns, str(episode.status)]
-    told = json.dumps([record, source]).encode()
-    return sha256(told + canonical_json(options))[:32]
+    record_json = json.dumps([record, source]).encode()
+    return sha256(record_json + canonical_json(options))[:32]
 
 
 @cache
 def _source(name: str) -> str:
-    """Digest of an environment's code; empty where it is not installed here."""
+    """Return the digest of an environment's code; empty if it is not installed here."""
     try:
         return source_digest(environment_modules(name))
     except (ImportError, ValueError, OSError):
@@ -244,7 +248,7 @@ def _short(value: object) -> str:
 
 
 async def shot_of(session: object, turn: int, differs: str) -> Shot:
-    """Drawn where the environment draws."""
+    """Draw the environment; without its picture if it does not draw."""
     draw = getattr(session, "render", None)
     if draw is None or turn > MAX_SHOTS:
         return Shot(turn, "", b"", differs)

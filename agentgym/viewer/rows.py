@@ -1,6 +1,4 @@
-"""What the index keeps of an episode: the columns people filter and sort by, and the words they
-search.
-"""
+"""An episode's row in the index: columns to filter and sort by, and its words for the search."""
 
 from __future__ import annotations
 
@@ -13,13 +11,13 @@ from agentgym.store.runstore import FOLDER
 from envs.plain import plain
 from envs.wire import FAMILY, INVALID
 
-# of a commit, in this order: what episodes lie in, and the letter that stands for it in an address
+# files of a commit that contain episodes, and the letter of each in an address
 FILES = ("trajectories.jsonl.gz", "attempts.jsonl.gz", "demos.jsonl.gz")
 LETTERS = "tad"
-TOKENIZER = "tokenizer.json"  # of a commit with weights: its files, by name
-DECISION = "decision.json"  # of a commit: who holds a model's alias from here on, and why
-MAX_TEXT = 20_000  # characters of one text that are searched
-MAX_TEXTS = 400_000  # of one episode
+TOKENIZER = "tokenizer.json"  # in a commit with weights: the tokenizer's files, by name
+DECISION = "decision.json"  # in a commit: the version that gets a model's alias, and why
+MAX_TEXT = 20_000  # searched characters of one text
+MAX_TEXTS = 400_000  # searched characters of one episode
 MAX_ERROR = 300
 
 _ADDRESS = re.compile(
@@ -29,7 +27,7 @@ _ADDRESS = re.compile(
 
 @dataclass(frozen=True, slots=True, order=True)
 class Address:
-    """Where an episode lies; as text it is its permanent name, in this index and in any other."""
+    """The place of an episode in the store; its text is a permanent name, in any index."""
 
     folder: str  # of the step in the store
     seq: int  # of the commit
@@ -41,12 +39,12 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Errors: ValueError."""
-        found = _ADDRESS.fullmatch(text)
-        if not found or not FOLDER.fullmatch(found["folder"]):
+        """Parse an address's text. Errors: ValueError."""
+        match = _ADDRESS.fullmatch(text)
+        if not match or not FOLDER.fullmatch(match["folder"]):
             raise ValueError(f"{text[:80]!r} names no episode")
-        file = LETTERS.index(found["file"])
-        return cls(found["folder"], int(found["seq"]), file, int(found["line"]))
+        file = LETTERS.index(match["file"])
+        return cls(match["folder"], int(match["seq"]), file, int(match["line"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +55,21 @@ class Row:
     seq: int
     file: int
     line: int
-    start: int  # byte of its line in the unpacked file,
-    size: int  # and bytes of it
+    start: int  # first byte of its line in the unpacked file
+    size: int  # bytes of the line
     env: str
     task_id: int
     item: str
     split: str
-    family: str  # as the environment says; empty: it does not
+    family: str  # named by the environment; empty: it names none
     sample: int
-    at: int  # optimizer step it was played for, or whose weights played it
-    version: int  # of the newest weights that sampled a turn,
-    oldest: int  # and of the oldest
+    at: int  # optimizer step that it was played for, or whose weights played it
+    version: int  # of the newest weights that sampled a turn
+    oldest: int  # version of the oldest weights that sampled a turn
     status: str
     success: int
     reward: float | None
-    advantage: float | None  # mean over its action tokens, where they are kept
+    advantage: float | None  # mean over its action tokens; None: not recorded
     turns: int
     tokens: int
     said: int  # tokens that the policy sampled
@@ -79,19 +77,21 @@ class Row:
     max_turns: int
     temperature: float
     attempts: int
-    excluded: str  # why it is not in the loss; empty: it is, or nothing was learned from it
-    kept: int  # whether the numbers of its tokens are there
+    excluded: str  # why it is not in the loss; empty: it is, or no update used its step
+    kept: int  # 1: the numbers of its tokens are recorded
     began: float  # seconds since 1970
     wall: float  # seconds
     error: str
 
 
-COLUMNS = tuple(each.name for each in fields(Row))
+COLUMNS = tuple(column.name for column in fields(Row))
 
 
-def row_of(record: Mapping[str, Any], place: Sequence[int], committed: float) -> Row:
-    """place: the first six columns; committed: when its commit was made, for records without
-    times. Errors: KeyError, TypeError, ValueError where it is no record.
+def row_of(record: Mapping[str, Any], location: Sequence[int], committed: float) -> Row:
+    """Return the row of a record.
+
+    location: the first six columns; committed: time of its commit, for records without times.
+    Errors: KeyError, TypeError, ValueError if it is no record.
     """
     item, turns = record["item"], record["turns"]
     learned = record.get("learned") or {}
@@ -100,7 +100,7 @@ def row_of(record: Mapping[str, Any], place: Sequence[int], committed: float) ->
     versions = [int(turn.get("version", 0)) for turn in turns]
     advantages, timing = learned.get("advantages") or (), record.get("timing") or {}
     reward, step = record["reward"], int(record["step"])
-    step_id, seq, file, line, start, size = place
+    step_id, seq, file, line, start, size = location
     return Row(
         step_id=step_id,
         seq=seq,
@@ -137,7 +137,7 @@ def row_of(record: Mapping[str, Any], place: Sequence[int], committed: float) ->
 
 
 def words_of(record: Mapping[str, Any]) -> str:
-    """All that was said in it, for the search; very long texts up to a limit."""
+    """Return all text of an episode for the search, cut at MAX_TEXT and MAX_TEXTS."""
     pieces, room = [], MAX_TEXTS
     for text in _texts(record):
         piece = text[: min(MAX_TEXT, room)]

@@ -1,4 +1,4 @@
-"""Environment servers that pages play on: started when first asked for, ended once nobody asks."""
+"""Environment servers for the viewer: started on first use, ended when idle."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from agentgym.deploy.local import check_local_env
 from agentgym.store.manifest import canonical_json
 
 IDLE_S = 180.0
-MAX_SESSIONS = 16  # of a server of ours
-SESSION_TTL_S = 1_800.0  # a person may think for long
+MAX_SESSIONS = 16  # of a server that the viewer starts
+SESSION_TTL_S = 1_800.0  # long, for a person who thinks
 
 
 class Missing(RuntimeError):
-    """An environment that cannot be had here; the text says why and what to do."""
+    """An environment that cannot be used here; the text gives the reason and a remedy."""
 
 
 @dataclass
@@ -33,57 +33,62 @@ class _Open:
 
 
 class Servers:
-    """One server of each environment and its options at a time."""
+    """One server for each environment and its options."""
 
     def __init__(self, cfg: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """cfg: whose endpoints and kept servers are used where they are of the same options."""
+        """Use the endpoints of this configuration for equal options.
+
+        cfg: of the owner of this viewer.
+        """
         self._cfg, self._clock = cfg, clock
         self._open: dict[tuple[bytes, bool], _Open] = {}
-        self._lock = threading.Lock()  # held while one starts
-        self._counting = threading.Lock()  # held for moments
+        self._lock = threading.Lock()  # locked while a server starts
+        self._counting = threading.Lock()  # locked only for moments
 
     @contextlib.contextmanager
     def use(self, env: EnvConfig, *, expert: bool = False) -> Iterator[Sequence[str]]:
-        """Endpoints of a server, which stays for a while afterwards. Errors: Missing."""
-        env = self.known(env)  # whoever asks: an option of a store opens nothing by itself
+        """Yield the endpoints of a server, which runs on for a while. Errors: Missing."""
+        # options from a store must not open anything the owner did not configure
+        env = self.known(env)
         key = (canonical_json([env.name, env.options, env.dialect, list(env.endpoints)]), expert)
-        with self._lock:  # a start takes seconds, and whoever else asks wants the same
+        with self._lock:  # a start takes seconds; other callers wait for the same server
             if key not in self._open:
                 self._open[key] = self._start(env, expert)
-            found = self._open[key]
+            server = self._open[key]
             with self._counting:
-                found.users += 1
+                server.users += 1
         try:
-            yield found.endpoints
+            yield server.endpoints
         finally:
             with self._counting:
-                found.users -= 1
-                found.used = self._clock()
+                server.users -= 1
+                server.used = self._clock()
 
     def known(self, env: EnvConfig) -> EnvConfig:
-        """Return an environment with the owner's endpoints, where the owner has the same one.
-        Errors: Missing where its options name what the owner's do not.
+        """Return the environment with the owner's endpoints if the owner has the same one.
+
+        Errors: Missing if its options name something that the owner's do not.
         """
         try:
-            own = owned_env(env, self._cfg.envs)
+            trusted = owned_env(env, self._cfg.envs)
         except ConfigError as error:
             raise Missing(str(error)) from None
-        return own.model_copy(update={"deploy": "local", "replicas": "auto"})
+        return trusted.model_copy(update={"deploy": "local", "replicas": "auto"})
 
     def end_idle(self, than_s: float = IDLE_S) -> None:
-        """End those that nobody has used for so long."""
+        """End the servers that were not used for `than_s` seconds."""
         with self._lock, self._counting:
             now = self._clock()
-            for key, each in list(self._open.items()):
-                if not each.users and now - each.used >= than_s:
+            for key, server in list(self._open.items()):
+                if not server.users and now - server.used >= than_s:
                     del self._open[key]
-                    each.stack.close()
+                    server.stack.close()
 
     def close(self) -> None:
-        """End all of them."""
+        """End all servers."""
         with self._lock:
-            for each in self._open.values():
-                each.stack.close()
+            for server in self._open.values():
+                server.stack.close()
             self._open.clear()
 
     def _start(self, env: EnvConfig, expert: bool) -> _Open:
@@ -107,16 +112,23 @@ class Servers:
 
 
 def environment_of(config: Mapping[str, Any], name: str) -> EnvConfig:
-    """An environment as the step had it that played there. config: of its manifests.
-    Errors: Missing.
+    """Return an environment with the options it had in a step.
+
+    config: of the step's manifests. Errors: Missing.
     """
-    told = [config.get("env"), *(config.get("mix") or ())]
-    told += [each.get("env") for each in (config.get("protocol") or {}).get("envs", ())]
-    for each in told:
-        if isinstance(each, Mapping) and each.get("name") == name:
+    candidates = [config.get("env"), *(config.get("mix") or ())]
+    candidates += [
+        settings.get("env") for settings in (config.get("protocol") or {}).get("envs", ())
+    ]
+    for settings in candidates:
+        if isinstance(settings, Mapping) and settings.get("name") == name:
             try:
                 return EnvConfig.model_validate(
-                    {key: each[key] for key in ("name", "options", "dialect") if key in each}
+                    {
+                        key: settings[key]
+                        for key in ("name", "options", "dialect")
+                        if key in settings
+                    }
                 )
             except ValueError as error:
                 raise Missing(f"the options of {name} on record are refused: {error}") from None
@@ -124,6 +136,6 @@ def environment_of(config: Mapping[str, Any], name: str) -> EnvConfig:
 
 
 def config_of(text: str | None) -> dict[str, Any]:
-    """A step's settings, as the index has them."""
-    found = json.loads(text or "{}")
-    return found if isinstance(found, dict) else {}
+    """Return a step's settings from their text in the index."""
+    config = json.loads(text or "{}")
+    return config if isinstance(config, dict) else {}

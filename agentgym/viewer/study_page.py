@@ -1,4 +1,4 @@
-"""Pages that put episodes beside each other: groups, items, results, decisions, training."""
+"""Pages that compare episodes: groups, items, results, decisions, training."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ MOST_FLIPS = 200  # on a page, each way
 
 
 def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
-    """`/e/.../group`, `/beside`, `/item`, `/compare`, `/decisions`, `/training`."""
+    """Add `/e/.../group`, `/beside`, `/item`, `/compare`, `/decisions`, `/training`."""
 
     @app.get("/e/{address}/group")
     def group(address: str) -> HTMLResponse:
-        found = viewer.bodies.find(address_in(address))
-        rows = group_of(viewer.index.reader, found.row)
+        entry = viewer.bodies.find(address_in(address))
+        rows = group_of(viewer.index.reader, entry.row)
         shown = list(viewer.bodies.read(rows[:MOST]))
-        title = f"{found.row['item']}: the {len(rows)} samples of {found.step['name']}"
-        title += f", step {found.row['at']}" if found.row["at"] >= 0 else ""
+        title = f"{entry.row['item']}: the {len(rows)} samples of {entry.step['name']}"
+        title += f", step {entry.row['at']}" if entry.row["at"] >= 0 else ""
         return _beside(pages, title, shown, len(rows) - len(shown), is_group=True)
 
     @app.get("/beside")
     def side_by_side(request: Request) -> HTMLResponse:
         chosen = request.query_params.getlist("e")
         if not 1 < len(chosen) <= MOST:
-            raise BadQuery(f"choose 2 to {MOST} episodes to see beside each other")
-        found = [viewer.bodies.find(address_in(each)) for each in chosen]
-        items = sorted({each.row["item"] for each in found})
-        return _beside(pages, f"{', '.join(items)}: {len(found)} attempts", found, 0)
+            raise BadQuery(f"choose 2 to {MOST} episodes to see side by side")
+        entries = [viewer.bodies.find(address_in(address)) for address in chosen]
+        items = sorted({entry.row["item"] for entry in entries})
+        return _beside(pages, f"{', '.join(items)}: {len(entries)} attempts", entries, 0)
 
     @app.get("/item/{item}")
     def item(item: str) -> HTMLResponse:
         attempts = attempts_of(viewer.index.reader, viewer.bodies.steps(), item, MOST_ATTEMPTS)
         if not attempts:
             raise Gone(f"no episode of {item[:80]} is on record")
-        total = sum(len(each.episodes) for each in attempts)
+        total = sum(len(attempt.episodes) for attempt in attempts)
         page = pages.render(
             "item.html",
             item=item,
@@ -70,9 +70,9 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
     @app.get("/decisions")
     def decisions() -> HTMLResponse:
-        told = decided(viewer)
+        newest_first = decided(viewer)
         page = pages.render(
-            "decisions.html", decisions=told, stamp=viewer.index.stamp, section="decisions"
+            "decisions.html", decisions=newest_first, stamp=viewer.index.stamp, section="decisions"
         )
         return HTMLResponse(page)
 
@@ -82,30 +82,33 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
 
 def _beside(
-    pages: Pages, title: str, found: list[Found], rest: int, *, is_group: bool = False
+    pages: Pages, title: str, entries: list[Found], rest: int, *, is_group: bool = False
 ) -> HTMLResponse:
-    told = beside(found, rest)
-    return HTMLResponse(pages.render("beside.html", title=title, told=told, is_group=is_group))
+    columns = beside(entries, rest)
+    return HTMLResponse(pages.render("beside.html", title=title, told=columns, is_group=is_group))
 
 
 def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
-    """What the page of two results shows. a, b: folders of steps. Errors: BadQuery."""
+    """Return the template context of a comparison of two results.
+
+    a, b: folders of steps. Errors: BadQuery.
+    """
     steps = viewer.bodies.steps()
     known = results(steps)
     by_folder = {step["folder"]: step for step in known}
-    missing = [each for each in (a, b) if each and each not in by_folder]
+    missing = [folder for folder in (a, b) if folder and folder not in by_folder]
     if missing:
         raise BadQuery(f"{missing[0][:80]!r} is no result that is known here")
-    told: dict[str, Any] = {"versus": None, "questions": []}
+    comparison: dict[str, Any] = {"versus": None, "questions": []}
     if a and b:
         before, after = by_folder[a], by_folder[b]
-        asked = (viewer.bodies.identity(before), viewer.bodies.identity(after))
-        told = {
-            "versus": versus(viewer.index.reader, before, after, asked),
-            "questions": differences(*asked)[:12],
+        identities = (viewer.bodies.identity(before), viewer.bodies.identity(after))
+        comparison = {
+            "versus": versus(viewer.index.reader, before, after, identities),
+            "questions": differences(*identities)[:12],
         }
     return {
-        **told,
+        **comparison,
         "results": [(step["folder"], result_name(step)) for step in known],
         "a": a,
         "b": b,
@@ -116,16 +119,16 @@ def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
 
 
 def result_name(step: sqlite3.Row) -> str:
-    """For people."""
+    """Return a result's label."""
     config = config_of(step["config"])
     policy = config.get("policy")
-    who = str(policy.get("model") or policy.get("kind")) if isinstance(policy, dict) else ""
-    return " ".join(filter(None, (step["name"], who, step["key"][:12])))
+    policy_name = str(policy.get("model") or policy.get("kind")) if isinstance(policy, dict) else ""
+    return " ".join(filter(None, (step["name"], policy_name, step["key"][:12])))
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A decision on a model's alias, as the store has it."""
+    """A decision on a model's alias, from the store."""
 
     number: int
     at: float
@@ -133,36 +136,36 @@ class Decided:
     kind: str
     why: str
     who: str
-    candidate: str  # folder of its evaluation; empty: none is known
+    candidate: str  # folder of its evaluation; empty: unknown
     before: str
     rulings: list[tuple[str, str, str]]  # rule, verdict, why
 
 
 def decided(viewer: Viewer) -> list[Decided]:
-    """Every decision in the store, the newest first; one that cannot be read says so."""
+    """Return every decision in the store, newest first; an unreadable one gives the error."""
     rows = viewer.index.reader.execute(
         "SELECT steps.*, commits.seq AS seq FROM commits JOIN steps ON steps.id = step_id"
         " WHERE instr(files, ?) ORDER BY commits.created DESC LIMIT 200",
         (f'"{DECISION}"',),
     ).fetchall()
-    found = []
+    newest_first = []
     for row in rows:
         try:
             tree = json.loads(viewer.bodies.file(row, row["seq"], DECISION))
-            found.append(_decision(tree))
+            newest_first.append(_decision(tree))
         except (ValueError, TypeError, KeyError, AttributeError, BlobMissing) as error:
             what = "damaged" if isinstance(error, DigestMismatch) else "not readable here"
             why = f"{row['folder']} commit {row['seq']}: {error}"
-            found.append(Decided(0, row["created"], what, "", why, "", "", "", []))
-    return found
+            newest_first.append(Decided(0, row["created"], what, "", why, "", "", "", []))
+    return newest_first
 
 
 def _decision(tree: dict[str, Any]) -> Decided:
     decision = tree.get("decision") or {}
-    told = [
-        (str(each.get("rule", "")), str(each.get("verdict", "")), str(each.get("why", "")))
-        for each in decision.get("rules", ())
-        if isinstance(each, dict)
+    rulings = [
+        (str(rule.get("rule", "")), str(rule.get("verdict", "")), str(rule.get("why", "")))
+        for rule in decision.get("rules", ())
+        if isinstance(rule, dict)
     ]
     return Decided(
         int(tree.get("number", 0)),
@@ -173,18 +176,18 @@ def _decision(tree: dict[str, Any]) -> Decided:
         str(tree.get("who", "")),
         _evaluation(tree.get("candidate")),
         _evaluation(tree.get("before")),
-        told,
+        rulings,
     )
 
 
 def _evaluation(version: Any) -> str:
-    """Folder of the evaluation that a version of a model was judged by."""
-    named = (version or {}).get("evaluation") or {}
-    return f"{named['step']}-{str(named['key'])[:16]}" if {"step", "key"} <= named.keys() else ""
+    """Return the folder of the evaluation that a model's version was judged by."""
+    judged = (version or {}).get("evaluation") or {}
+    return f"{judged['step']}-{str(judged['key'])[:16]}" if {"step", "key"} <= judged.keys() else ""
 
 
 def _trained(viewer: Viewer, run: str) -> dict[str, Any]:
-    """What the page of a run's training shows. Errors: BadQuery."""
+    """Return the template context of a run's training. Errors: BadQuery."""
     reader = viewer.index.reader
     members: dict[str, list[int]] = {}
     for row in reader.execute(
@@ -196,7 +199,7 @@ def _trained(viewer: Viewer, run: str) -> dict[str, Any]:
     if run and run not in members:
         raise BadQuery(f"{run[:80]!r} is no run that has trained here")
     run = run or next(iter(members), "")
-    whole = [
+    step_ids = [
         row["step_id"]
         for row in reader.execute("SELECT step_id FROM run_steps WHERE run = ?", (run,))
     ]
@@ -205,7 +208,9 @@ def _trained(viewer: Viewer, run: str) -> dict[str, Any]:
     return {
         "runs": list(members),
         "run": run,
-        "told": viewer.once(f"training {run}", lambda: training_of(reader, whole)) if run else None,
+        "told": viewer.once(f"training {run}", lambda: training_of(reader, step_ids))
+        if run
+        else None,
         "kinds": KINDS,
         "under_way": stopped is None,
         "stopped": stopped or "",

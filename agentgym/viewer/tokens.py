@@ -1,5 +1,6 @@
-"""The recorded tokens of an episode with what is known of each, as a page shows them: nothing is
-rendered again, so what is shown is what was sampled.
+"""The recorded tokens of an episode with their numbers, for display.
+
+Nothing is tokenized again: the page shows the tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ OVERLAYS = {
     "advantage": "advantage",
     "version": "version of the weights that sampled it",
 }
-LEVELS = 8  # of a color, beside none
-NATS_PER_LEVEL = 0.5  # of log-probabilities
+LEVELS = 8  # of a color, in addition to none
+NATS_PER_LEVEL = 0.5  # for log-probabilities
 ENTROPY_PER_LEVEL = 0.25  # nats
-RATIO_PER_LEVEL = 0.05  # of the logarithm of a ratio; beyond four of them it is clipped as a rule
+RATIO_PER_LEVEL = 0.05  # of a ratio's logarithm; usual clipping begins at four levels
 
 Decode = Callable[[int], str]  # a token's text
 
@@ -35,13 +36,13 @@ class Token:
     text: str
     id: int
     sampled: bool
-    shade: str  # class of its color; empty: none
-    told: str  # all that is known of it, a line
+    shade: str  # CSS class of its color; empty: none
+    told: str  # its numbers, in one line
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What is known of a sampled token; None: it was not kept."""
+    """The recorded numbers of a sampled token; None: not recorded."""
 
     engine: float
     learner: float | None
@@ -52,48 +53,48 @@ class Numbers:
 
 
 def numbers_of(episode: Trajectory) -> dict[int, Numbers]:
-    """By position, of the tokens that the policy sampled."""
-    learned, places = episode.learned, [i for i, own in enumerate(episode.action_mask) if own]
+    """Return position -> numbers, for the tokens that the policy sampled."""
+    learned, sampled = episode.learned, [i for i, flag in enumerate(episode.action_mask) if flag]
     versions = {
-        place: turn.version for turn in episode.turns for place in range(turn.start, turn.end)
+        position: turn.version for turn in episode.turns for position in range(turn.start, turn.end)
     }
     newest = max(versions.values(), default=0)
 
-    def kept(numbers: Sequence[float], number: int) -> float | None:
+    def value_at(numbers: Sequence[float], number: int) -> float | None:
         return numbers[number] if number < len(numbers) else None
 
     return {
-        place: Numbers(
-            episode.logprobs[place],
-            kept(learned.logprobs, number) if learned else None,
-            kept(learned.entropies, number) if learned else None,
-            kept(learned.advantages, number) if learned else None,
-            kept(learned.ratios, number) if learned else None,
-            versions.get(place, newest),
+        position: Numbers(
+            episode.logprobs[position],
+            value_at(learned.logprobs, number) if learned else None,
+            value_at(learned.entropies, number) if learned else None,
+            value_at(learned.advantages, number) if learned else None,
+            value_at(learned.ratios, number) if learned else None,
+            versions.get(position, newest),
         )
-        for number, place in enumerate(places)
+        for number, position in enumerate(sampled)
     }
 
 
 def available(episode: Trajectory) -> list[str]:
-    """Overlays whose numbers are on record."""
-    found = ["mask"] if episode.input_ids else []
+    """Return the overlays whose numbers are recorded."""
+    names = ["mask"] if episode.input_ids else []
     if any(episode.action_mask):
-        found += ["engine", "version"]
+        names += ["engine", "version"]
     learned = episode.learned
     if learned is not None:
-        kept = {
+        by_name = {
             "learner": learned.logprobs,
             "entropy": learned.entropies,
             "ratio": learned.ratios,
             "advantage": learned.advantages,
         }
-        found += [name for name, numbers in kept.items() if numbers]
-    return [name for name in OVERLAYS if name in found]
+        names += [name for name, numbers in by_name.items() if numbers]
+    return [name for name in OVERLAYS if name in names]
 
 
 def why_not_kept(episode: Trajectory) -> str:
-    """Why the update's numbers are not there; empty: they are."""
+    """Return why the update's numbers are missing; empty if they are not."""
     learned = episode.learned
     if not episode.input_ids:
         return "this player has no tokens"
@@ -108,9 +109,7 @@ def why_not_kept(episode: Trajectory) -> str:
 
 
 def spans(episode: Trajectory) -> list[tuple[int, int]]:
-    """(begin, end) of the tokens that lead to each turn's action, its own included; then of those
-    behind the last.
-    """
+    """Return (begin, end) of the tokens up to the end of each turn's action, then of the rest."""
     ends = [turn.end for turn in episode.turns]
     if not episode.input_ids:
         return [(0, 0)] * (len(ends) + 1)
@@ -125,23 +124,25 @@ class Shown:
     def __init__(self, episode: Trajectory, overlay: str, decode: Decode) -> None:
         self._ids, self._overlay, self._decode = episode.input_ids, overlay, decode
         self._numbers = numbers = numbers_of(episode)
-        self._largest = max((abs(each.advantage or 0.0) for each in numbers.values()), default=0.0)
-        self._oldest = min((each.version for each in numbers.values()), default=0)
+        self._largest = max(
+            (abs(token.advantage or 0.0) for token in numbers.values()), default=0.0
+        )
+        self._oldest = min((token.version for token in numbers.values()), default=0)
 
     def span(self, begin: int, end: int) -> list[Token]:
-        """Those of a span, in order."""
-        found = []
-        for place in range(begin, end):
-            own, token = self._numbers.get(place), self._ids[place]
-            shade = shade_of(self._overlay, own, self._largest, self._oldest)
-            text, line = self._decode(token), told(place, token, own)
-            found.append(Token(text, token, own is not None, shade, line))
-        return found
+        """Return the tokens of a span, in order."""
+        tokens = []
+        for position in range(begin, end):
+            numbers, token = self._numbers.get(position), self._ids[position]
+            shade = shade_of(self._overlay, numbers, self._largest, self._oldest)
+            text, line = self._decode(token), told(position, token, numbers)
+            tokens.append(Token(text, token, numbers is not None, shade, line))
+        return tokens
 
 
-def told(place: int, token: int, numbers: Numbers | None) -> str:
-    """For a person who points at it."""
-    pieces = [f"token {place}, id {token}"]
+def told(position: int, token: int, numbers: Numbers | None) -> str:
+    """Return a token's tooltip."""
+    pieces = [f"token {position}, id {token}"]
     if numbers is None:
         return f"{pieces[0]}, read and not sampled: not in the loss"
     pieces.append(f"engine {numbers.engine:.4f} nats (p {math.exp(min(numbers.engine, 0)):.3f})")
@@ -159,8 +160,11 @@ def told(place: int, token: int, numbers: Numbers | None) -> str:
 
 
 def shade_of(overlay: str, numbers: Numbers | None, largest: float, oldest: int) -> str:
-    """Class of a token's color: s1 to s8 the more unlikely, n and p with 1 to 8 below and above
-    the neutral, v0 to v7 the version. largest: advantage of the episode; oldest: version in it.
+    """Return the CSS class of a token's color.
+
+    s1 to s8: the less likely, the stronger; n1 to n8 and p1 to p8: below and above the neutral;
+    v0 to v7: the version.
+    largest: largest absolute advantage in the episode; oldest: oldest version in it.
     """
     if numbers is None:
         return ""

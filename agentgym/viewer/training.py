@@ -1,5 +1,5 @@
-"""A run's training as a whole: which items are learned, forgotten or never solved, and how its
-episodes changed.
+"""A run's training as a whole: items learned, forgotten or never solved, and how its episodes
+changed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from agentgym.viewer.charts import Chart, HeatMap, Share, heat_map, line_chart
 
-MOST_ITEMS = 80  # rows of the map of items; those played most often
+MOST_ITEMS = 80  # rows of the map of items, for the items played most often
 MOST_FAMILIES = 60
 KINDS = {
     "learned": "failed when first played, solved when last",
@@ -24,7 +24,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Training:
-    """What a page shows of a run."""
+    """The content of a run's training page."""
 
     items: dict[str, list[str]]  # kind -> items
     maps: list[HeatMap]
@@ -33,7 +33,7 @@ class Training:
 
 
 def training_of(reader: sqlite3.Connection, step_ids: Sequence[int]) -> Training:
-    """Of the steps of a run."""
+    """Summarize the training in these steps of a run."""
     marks = ", ".join("?" * len(step_ids))
     where = f"step_id IN ({marks}) AND file = 0 AND at >= 1"
     train = f"{where} AND split = 'train' AND temperature > 0"
@@ -45,9 +45,9 @@ def training_of(reader: sqlite3.Connection, step_ids: Sequence[int]) -> Training
     by_item, by_family = _by("item", shares), _by("family", shares)
     often = sorted(by_item, key=lambda item: (-len(by_item[item]), item))[:MOST_ITEMS]
     kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
-    for item, own in by_item.items():
-        kinds[kind_of(own)].append(item)
-    order = {item: place for place, own in enumerate(kinds.values()) for item in own}
+    for item, visits in by_item.items():
+        kinds[kind_of(visits)].append(item)
+    order = {item: rank for rank, members in enumerate(kinds.values()) for item in members}
     families = dict(sorted(by_family.items())[:MOST_FAMILIES])
     rows = {item: by_item[item] for item in sorted(often, key=lambda item: (order[item], item))}
     maps = [
@@ -56,15 +56,15 @@ def training_of(reader: sqlite3.Connection, step_ids: Sequence[int]) -> Training
     ]
     return Training(
         kinds,
-        [each for each in maps if each is not None],
+        [heat for heat in maps if heat is not None],
         _charts(reader, train, where, list(step_ids)),
         sum(row["n"] for row in shares),
     )
 
 
-def kind_of(own: Sequence[Share]) -> str:
-    """Of an item, by its visits in order."""
-    solved = [won > 0 for _, won, _ in own]
+def kind_of(visits: Sequence[Share]) -> str:
+    """Return the kind (see KINDS) of an item with these visits, in order."""
+    solved = [won > 0 for _, won, _ in visits]
     if len(solved) == 1:
         return "played once"
     if not any(solved):
@@ -77,11 +77,13 @@ def kind_of(own: Sequence[Share]) -> str:
 
 
 def _by(name: str, shares: Sequence[sqlite3.Row]) -> dict[str, list[Share]]:
-    found: dict[str, dict[int, list[int]]] = {}
+    by_key: dict[str, dict[int, list[int]]] = {}
     for row in shares:
-        at = found.setdefault(row[name], {}).setdefault(row["at"], [0, 0])
+        at = by_key.setdefault(row[name], {}).setdefault(row["at"], [0, 0])
         at[0], at[1] = at[0] + row["won"], at[1] + row["n"]
-    return {key: [(at, won, n) for at, (won, n) in own.items()] for key, own in found.items()}
+    return {
+        key: [(at, won, n) for at, (won, n) in by_step.items()] for key, by_step in by_key.items()
+    }
 
 
 def _charts(reader: sqlite3.Connection, train: str, where: str, values: list[int]) -> list[Chart]:
@@ -116,11 +118,14 @@ def _charts(reader: sqlite3.Connection, train: str, where: str, values: list[int
         "training": of("success"),
         "other splits": [(row["at"], row["success"]) for row in evaluated],
     }
-    found = [
-        line_chart("success", {n: own for n, own in success.items() if own}, share=True),
+    charts = [
+        line_chart("success", {n: points for n, points in success.items() if points}, share=True),
         line_chart(
             "how episodes end",
-            {name: [(at, own.get(at, 0.0)) for at in totals] for name, own in shares.items()},
+            {
+                name: [(at, by_step.get(at, 0.0)) for at in totals]
+                for name, by_step in shares.items()
+            },
             share=True,
         ),
         line_chart("turns, and the horizon", {"turns": of("turns"), "horizon": of("horizon")}),
@@ -132,4 +137,4 @@ def _charts(reader: sqlite3.Connection, train: str, where: str, values: list[int
             share=True,
         ),
     ]
-    return [chart for chart in found if chart is not None]
+    return [chart for chart in charts if chart is not None]

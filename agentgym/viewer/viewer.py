@@ -1,4 +1,4 @@
-"""What stands behind the pages: store, index, replays, and the thread that follows the store."""
+"""State of the viewer: store, index, replays, and the thread that follows the store."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from agentgym.viewer.servers import Servers
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MOST_MADE = 16  # results that are kept
+MOST_MADE = 16  # results kept by `once`
 FOLDER = "viewer"  # of the state folder
-POLL_S, POLL_S3_S = 2.0, 20.0  # between two looks at the store
+POLL_S, POLL_S3_S = 2.0, 20.0  # between two reads of the store
 
 
 @dataclass
 class Viewer:
-    """Everything that is open. Use as `with`."""
+    """All open resources of the viewer. Use as `with`."""
 
     cfg: RunConfig
     store: RunStore
@@ -41,10 +41,10 @@ class Viewer:
     bodies: Bodies
     servers: Servers
     replays: Replays
-    runs: tuple[str, ...] = ()  # that alone are shown at first; empty: all
-    indexing: int | None = 0  # episodes read so far in the first look; None: it is over
-    failure: str = ""  # of the last look
-    # of the steps that are not done: who is at work on them, or was; by folder
+    runs: tuple[str, ...] = ()  # prefixes of the runs on the first page; empty: all
+    indexing: int | None = 0  # episodes read so far by the first refresh; None: it is over
+    failure: str = ""  # of the last refresh
+    # leases of the unfinished steps, by folder
     tenures: dict[str, Tenure] = field(default_factory=dict)
     _made: dict[str, tuple[str, Any]] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -52,7 +52,7 @@ class Viewer:
 
     @classmethod
     def open(cls, cfg: RunConfig, runs: tuple[str, ...] = ()) -> Self:
-        """Errors: ConfigError where the store cannot be opened."""
+        """Open the store and the index. Errors: ConfigError if the store cannot be opened."""
         store = open_store(cfg)
         folder = cfg.state_dir / FOLDER
         index = Index(Index.place(folder, _root(store)), _root(store))
@@ -70,19 +70,20 @@ class Viewer:
 
     @property
     def root(self) -> str:
-        """Of the store, for people."""
+        """Root of the store, for display."""
         return self.store.root
 
     def refresh(self) -> Refreshed:
-        """One look at the store, by the process that keeps the index.
-        A damaged index is built anew.
+        """Bring the index up to date, in the process that writes it.
+
+        A damaged index is rebuilt once.
         """
         refresher = Refresher(self.store, self.index, lambda: delivered_steps(self.cfg))
         for again in (True, False):
             try:
-                found = refresher.refresh(self._count)
+                refreshed = refresher.refresh(self._count)
                 self.look_who_works()
-                return found
+                return refreshed
             except IndexDamaged as error:
                 if not again:
                     raise
@@ -91,12 +92,12 @@ class Viewer:
         raise AssertionError
 
     def look_who_works(self) -> None:
-        """Read the leases of unfinished steps: no commit tells when somebody has stopped."""
+        """Read the leases of unfinished steps: no commit records that a process stopped."""
         rows = self.index.reader.execute("SELECT folder FROM steps WHERE done IS NOT 1")
         self.tenures = self.store.tenures(row["folder"] for row in rows)
 
     def why_stopped(self, run: str) -> str | None:
-        """Return why nobody is at work on this run; None where somebody is."""
+        """Return why no process works on this run; None if one does."""
         rows = self.index.reader.execute(
             "SELECT folder, name, digest FROM steps JOIN run_steps ON step_id = id"
             " WHERE run = ? ORDER BY created",
@@ -105,8 +106,8 @@ class Viewer:
         digests = {row["digest"] for row in rows}
         folders = {row["folder"]: row["name"] for row in rows}
         why = "the steps after its last one were not begun"
-        for folder, tenure in sorted(self.tenures.items(), key=lambda each: each[1].holder.since):
-            begins = folder not in folders  # a step without a commit, which is of no run yet
+        for folder, tenure in sorted(self.tenures.items(), key=lambda pair: pair[1].holder.since):
+            begins = folder not in folders  # a step without a commit belongs to no run yet
             parents = set(tenure.holder.parents)
             if begins and not (parents and parents <= digests):
                 continue
@@ -118,21 +119,21 @@ class Viewer:
         return why
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """What was made under this name, as long as the index has not changed."""
+        """Return `make()`, cached under this name until the index changes."""
         stamp = self.index.stamp
-        kept = self._made.get(name)
-        if kept is None or kept[0] != stamp:
+        cached = self._made.get(name)
+        if cached is None or cached[0] != stamp:
             if len(self._made) >= MOST_MADE:
                 self._made.clear()
-            kept = self._made[name] = (stamp, make())
-        return kept[1]
+            cached = self._made[name] = (stamp, make())
+        return cached[1]
 
     def _count(self, episodes: int) -> None:
         if self.indexing is not None:
             self.indexing = episodes
 
     def damaged(self) -> None:
-        """A page met a damaged index: the next look builds it anew."""
+        """Empty the damaged index; the next refresh rebuilds it."""
         if self.index.writes:
             self.indexing = 0
             self.index.remake()
@@ -149,13 +150,13 @@ class Viewer:
         self.close()
 
     def close(self) -> None:
-        """Of one that follows nothing."""
+        """Close a viewer whose follow thread was never started."""
         self.replays.close()
         self.servers.close()
         self.index.close()
 
     def _follow(self) -> None:
-        """Look again and again; whatever goes wrong is shown and tried once more."""
+        """Refresh again and again; an error is shown and the refresh repeated."""
         pause_s = POLL_S3_S if self.root.startswith("s3://") else POLL_S
         while not self._stop.is_set():
             try:

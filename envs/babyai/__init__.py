@@ -1,4 +1,4 @@
-"""BabyAI on minigrid: instruction following in a grid world, told as text."""
+"""BabyAI on minigrid: instruction following in a grid world, described as text."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ are told why and what is available."""
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:
-    """Options: levels (list of names, or "agentgym"), view, actions, reward; the README says what
-    they mean.
+    """Make the environment from its options: levels (list of names, or "agentgym"), view, actions,
+    reward (see the README).
 
     Errors: ValueError naming the key or value and the nearest known one.
     """
@@ -74,8 +74,8 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             )
     parsed = Options(_levels(chosen["levels"]), chosen["view"], chosen["actions"], chosen["reward"])
     served = _served(chosen, parsed)
-    theirs = Options(AGENTGYM_LEVELS, "agentgym", "high", "minigrid", limited=False)
-    return replace(served, agentgym=_served({**DEFAULTS, "levels": "agentgym"}, theirs))
+    agentgym_options = Options(AGENTGYM_LEVELS, "agentgym", "high", "minigrid", limited=False)
+    return replace(served, agentgym=_served({**DEFAULTS, "levels": "agentgym"}, agentgym_options))
 
 
 def _served(chosen: dict[str, Any], parsed: Options) -> EnvSpec:

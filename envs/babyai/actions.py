@@ -1,5 +1,5 @@
-"""From an action's text to minigrid's moves: the low grammar names one move, the high one plans
-a path through what is seen.
+"""Parsing of an action's text into minigrid's moves: the low grammar names one move, the high one
+plans a path through the view.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Move(IntEnum):
     PICKUP = 3
     DROP = 4
     TOGGLE = 5
-    DONE = 6  # looks around: changes nothing, but the mission is checked
+    DONE = 6  # changes nothing, but the mission is checked
 
 
 LOW: dict[str, Move] = {
@@ -41,23 +41,23 @@ _COMMAND = re.compile(
     r"(?P<color>[a-z]+) (?:(?P<state>open|closed|locked) )?(?P<kind>ball|box|key|door)(?:"
     r" (?P<number>\d{1,3}))?"
 )
-_RIGHTWARD, _DOWNWARD, _LEFTWARD = range(3)  # minigrid's numbers of the ways the agent can look
+_RIGHTWARD, _DOWNWARD, _LEFTWARD = range(3)  # minigrid's numbers of the agent's directions
 
 Path = tuple[Move, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What an offered action does."""
+    """The effect of an offered action."""
 
-    moves: Path  # empty: nothing is left to do
-    target: Cell | None = None  # of the object it names
+    moves: Path  # empty: the command's goal is already reached
+    target: Cell | None = None  # cell of the object that the command names
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an action cannot be carried out; `readable` is false where the text is no action at
-    all.
+    """The reason why an action cannot be carried out; `readable` is false if the text is no action
+    at all.
     """
 
     reason: str
@@ -65,21 +65,21 @@ class Refusal:
 
 
 def normalise(text: str) -> str:
-    """Lower case, single blanks, no closing full stop."""
+    """Return the text in lower case with single blanks and without a final period."""
     return " ".join(text.lower().split()).rstrip(".")
 
 
 def plan_low(text: str) -> list[Move] | Refusal:
-    """One move, or a refusal of text that is none."""
+    """Return one move, or a refusal if the text is no move."""
     move = LOW.get("pickup" if text == "pick up" else text)
     return Refusal(UNREADABLE, readable=False) if move is None else [move]
 
 
 def plan_high(text: str, view: View, offered: Mapping[str, Command]) -> Sequence[Move] | Refusal:
-    """The moves a command stands for. Empty: it asks for what is the case already.
+    """Return the moves of a command, or a refusal. No moves: the command's goal is already reached.
 
-    Accepted beside what is offered: `pick up`, `the`, a name without its number or state, and
-    `toggle` before any door or box.
+    Accepted in addition to the offered commands: `pick up`, `the`, a name without its number or
+    state, and `toggle` in front of any door or box.
     """
     if text in offered:
         return offered[text].moves
@@ -96,10 +96,10 @@ def plan_high(text: str, view: View, offered: Mapping[str, Command]) -> Sequence
         if command is not None:
             return command.moves
     named = [
-        s
-        for s in view.objects
-        if (s.color, s.kind) == (match["color"], match["kind"])
-        and match["state"] in (None, s.state)
+        obj
+        for obj in view.objects
+        if (obj.color, obj.kind) == (match["color"], match["kind"])
+        and match["state"] in (None, obj.state)
     ]
     if not 1 <= nth <= len(named):
         return Refusal(f"You cannot {text}, as you see no such object.")
@@ -107,57 +107,57 @@ def plan_high(text: str, view: View, offered: Mapping[str, Command]) -> Sequence
 
 
 def offer(view: View, compass: int) -> dict[str, Command]:
-    """AgentGym's commands in its order. compass: minigrid's number of the way the agent looks.
+    """Return AgentGym's commands in its order. compass: minigrid's number of the agent's direction.
 
-    What can be reached is numbered for `pickup` and `go to`, all doors in view for the commands
-    that go through them.
+    `pickup` and `go to` number the reachable objects; commands that go through doors number all
+    doors in view.
     """
     facing, entering = find_paths(view, compass)
-    reachable = number([seen for seen in view.objects if seen.cell in facing])
+    reachable = number([obj for obj in view.objects if obj.cell in facing])
     commands = {"turn left": Command((Move.LEFT,)), "turn right": Command((Move.RIGHT,))}
     if not _barred(view):
         commands["move forward"] = Command((Move.FORWARD,))
     if not view.carrying:
-        for seen, count in reachable:
-            if seen.kind in PORTABLE:
-                commands[f"pickup {seen.agentgym_name} {count}"] = Command(
-                    (*facing[seen.cell], Move.PICKUP), seen.cell
+        for obj, count in reachable:
+            if obj.kind in PORTABLE:
+                commands[f"pickup {obj.agentgym_name} {count}"] = Command(
+                    (*facing[obj.cell], Move.PICKUP), obj.cell
                 )
     elif (1, 0) not in view.blocked:
         commands["drop"] = Command((Move.DROP,))
-    for seen, count in number([seen for seen in view.objects if seen.kind == "door"]):
-        name = f"{seen.agentgym_name} {count}"
-        if seen.state == "open" and seen.cell in entering:
-            commands[f"go through {name}"] = Command(entering[seen.cell], seen.cell)
-        elif seen.state != "open" and seen.cell in facing and _can_open(seen, view):
-            path = facing[seen.cell]
+    for obj, count in number([obj for obj in view.objects if obj.kind == "door"]):
+        name = f"{obj.agentgym_name} {count}"
+        if obj.state == "open" and obj.cell in entering:
+            commands[f"go through {name}"] = Command(entering[obj.cell], obj.cell)
+        elif obj.state != "open" and obj.cell in facing and _can_open(obj, view):
+            path = facing[obj.cell]
             commands[f"toggle and go through {name}"] = Command(
-                (*path, Move.TOGGLE, Move.FORWARD), seen.cell
+                (*path, Move.TOGGLE, Move.FORWARD), obj.cell
             )
             if not path:
                 commands["toggle"] = Command((Move.TOGGLE,))
-    for seen, count in reachable:
-        commands[f"go to {seen.agentgym_name} {count}"] = Command(facing[seen.cell], seen.cell)
+    for obj, count in reachable:
+        commands[f"go to {obj.agentgym_name} {count}"] = Command(facing[obj.cell], obj.cell)
     commands[CHECK] = Command(())
     return commands
 
 
 def find_paths(view: View, compass: int) -> tuple[dict[Cell, Path], dict[Cell, Path]]:
-    """Ways to stand before each object and face it, and ways into each open door; what cannot be
-    reached is left out.
+    """Return (paths that end in front of each object, facing it; paths into each open door).
+    Unreachable objects are left out.
 
-    Breadth first; cells nobody sees and closed doors count as free: the walk will tell.
-    AgentGym's search finds a state again and again until it expands it, and keeps the predecessor
-    that found it last.
-    So each layer is walked in two orders: by first finding, which decides where a way ends, and by
-    last finding, which decides the way.
+    The search is breadth first. Unseen cells and closed doors count as free; a walk that is blocked
+    stops there.
+    AgentGym's search may discover a state several times before it expands it, and keeps the last
+    predecessor. To return the same paths, each layer is visited in two orders: by first discovery,
+    which decides where a path ends, and by last discovery, which decides the path.
     """
-    to_face = {_place(seen.cell): seen.cell for seen in view.objects}
-    to_enter = {_place(seen.cell): seen.cell for seen in view.objects if seen.state == "open"}
+    to_face = {_place(obj.cell): obj.cell for obj in view.objects}
+    to_enter = {_place(obj.cell): obj.cell for obj in view.objects if obj.state == "open"}
     floor = _WINDOWS[compass].difference(map(_place, view.blocked))
     faced: dict[Cell, int] = {}
     entered: dict[Cell, int] = {}
-    came: dict[int, int] = {}
+    predecessor: dict[int, int] = {}
     start = 4 * _place((0, 0))
     visited: set[int] = set()
     firsts, lasts = [start], [start]
@@ -169,41 +169,43 @@ def find_paths(view: View, compass: int) -> tuple[dict[Cell, Path], dict[Cell, P
                 faced[to_face.pop(front)] = state
             if state // 4 in to_enter:
                 entered[to_enter.pop(state // 4)] = state
-        found = {
+        neighbors = {
             state: [n for n in _NEXT[state] if n not in visited and n // 4 in floor]
             for state in firsts
         }
         next_lasts: dict[int, None] = {}
         for state in lasts:
-            for following in found[state]:
-                came[following] = state
+            for following in neighbors[state]:
+                predecessor[following] = state
                 next_lasts.pop(following, None)
                 next_lasts[following] = None
-        firsts = list(dict.fromkeys(following for state in firsts for following in found[state]))
+        firsts = list(
+            dict.fromkeys(following for state in firsts for following in neighbors[state])
+        )
         lasts = list(next_lasts)
-    return {cell: _path(state, came) for cell, state in faced.items()}, {
-        cell: _path(state, came) for cell, state in entered.items()
+    return {cell: _path(state, predecessor) for cell, state in faced.items()}, {
+        cell: _path(state, predecessor) for cell, state in entered.items()
     }
 
 
-# the search's places are the cells -1..6 ahead and -4..3 to the left, numbered; a state is 4 *
-# place + quarter turns to the right
+# the search numbers the cells -1..6 ahead and -4..3 to the left; a state is 4 * cell number +
+# quarter turns to the right
 def _place(cell: Cell) -> int:
     return 8 * (cell[0] + 1) + cell[1] + 4
 
 
 def _following(state: int) -> tuple[int, int, int]:
-    """The states after a step forward, a turn left and a turn right; negative: outside."""
-    place, turned = divmod(state, 4)
-    row, column = divmod(place, 8)
+    """Return the states after a step forward, a turn left and a turn right; negative: outside."""
+    index, turned = divmod(state, 4)
+    row, column = divmod(index, 8)
     row, column = row + (1, 0, -1, 0)[turned], column + (0, -1, 0, 1)[turned]
     ahead = 4 * (8 * row + column) + turned if 0 <= row < 8 and 0 <= column < 8 else -4
-    return ahead, 4 * place + (turned - 1) % 4, 4 * place + (turned + 1) % 4
+    return ahead, 4 * index + (turned - 1) % 4, 4 * index + (turned + 1) % 4
 
 
 def _window(compass: int) -> frozenset[int]:
-    """Where AgentGym looks for ways: looking some ways, one row behind or one column to the
-    right of the view as well.
+    """Return the cells of AgentGym's search. For some directions they include one row behind the
+    agent or one column to the right of the view.
     """
     rows = range(-1 if compass in (_RIGHTWARD, _DOWNWARD) else 0, VIEW_SIZE)
     columns = range(-4 if compass in (_DOWNWARD, _LEFTWARD) else -3, VIEW_SIZE // 2 + 1)
@@ -214,10 +216,10 @@ _NEXT = [_following(state) for state in range(4 * 64)]
 _WINDOWS = [_window(compass) for compass in range(4)]
 
 
-def _path(state: int, came: Mapping[int, int]) -> Path:
+def _path(state: int, predecessor: Mapping[int, int]) -> Path:
     moves: list[Move] = []
-    while state in came:
-        before = came[state]
+    while state in predecessor:
+        before = predecessor[state]
         moves.append((Move.FORWARD, Move.LEFT, Move.RIGHT)[_NEXT[before].index(state)])
         state = before
     return tuple(reversed(moves))
@@ -245,7 +247,7 @@ def _refuse_plain(text: str, view: View) -> Refusal:
 
 
 def _obstacle(verb: str, target: Seen, view: View) -> str:
-    """Why a command about something in view is not offered."""
+    """Return the reason why a command about an object in view is not offered."""
     if verb == "pickup" and target.kind not in PORTABLE:
         return "it cannot be carried"
     if verb == "pickup" and view.carrying:

@@ -1,4 +1,4 @@
-"""Worked examples: an object to go to and one to pick up, in worlds of seeds that no list has."""
+"""Worked examples: going to an object and picking one up, in worlds whose seeds are in no list."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TASKS = (("GoToObj", 1_000_000_003), ("PickupDist", 1_000_000_001))
 
 @cache
 def worked_examples(options: Options) -> tuple[Example, ...]:
-    """In the view and with the actions of these options."""
+    """Return the worked examples in the view and with the actions of these options."""
     return solved(
         partial(played, World(replace(options, levels=(level,))), seed) for level, seed in TASKS
     )

@@ -1,4 +1,4 @@
-"""Which level and seed a task id names, and how its world is built."""
+"""The level and seed of each task id, and the construction of its world."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import minigrid  # noqa: F401  (registers the levels)
 
 from envs.babyai.picture import Pictured
 
-# rejected layouts are reported with print(): a module attribute hides the builtin there, for all
-# threads alike
+# the generator reports rejected layouts with print(): a module attribute hides the builtin, in all
+# threads
 _generator = importlib.import_module("minigrid.envs.babyai.core.roomgrid_level")
 _generator.print = lambda *args, **kwargs: None  # type: ignore[attr-defined]
 
@@ -65,12 +65,12 @@ AGENTGYM_LEVELS: tuple[str, ...] = (
 
 
 def pick_level(levels: Sequence[str], task_id: int) -> tuple[str, int]:
-    """(level, seed): neighbouring ids walk through the levels before the seed grows."""
+    """Return (level, seed): consecutive ids run through all levels before the seed grows."""
     return levels[task_id % len(levels)], task_id // len(levels)
 
 
 def check_level(name: str) -> None:
-    """Errors: ValueError with the nearest known name."""
+    """Raise ValueError with the nearest known name, unless the level is known."""
     known = _registered()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
@@ -78,21 +78,21 @@ def check_level(name: str) -> None:
 
 
 def make_level(name: str) -> Any:
-    """A fresh minigrid environment without gymnasium's wrappers; it must be reset with a seed
-    before use.
+    """Return a new minigrid environment without gymnasium's wrappers. Reset it with a seed before
+    use.
     """
     return _registered()[name]()
 
 
 def told_whole(levels: Sequence[str], task_id: int) -> str:
-    """The world a task begins in: mission, size, agent, what it carries, and every cell.
-    Many ids of a small level begin in one world.
+    """Return a task's initial world as JSON: mission, size, agent, carried object, and every cell.
+    Many ids of a small level have the same initial world.
     """
     level, seed = pick_level(levels, task_id)
     world = make_level(level)
     world.reset(seed=seed)
     agent = [*world.agent_pos, world.agent_dir, _told(world.carrying)]
-    whole = [
+    state = [
         world.mission,
         world.width,
         world.height,
@@ -100,23 +100,23 @@ def told_whole(levels: Sequence[str], task_id: int) -> str:
         [_told(thing) for thing in world.grid.grid],
     ]
     world.close()
-    return json.dumps(whole, default=int)  # numpy's whole numbers
+    return json.dumps(state, default=int)  # numpy's whole numbers
 
 
 def _told(thing: Any) -> Any:
-    """Kind, colour, state, and what is inside; None: an empty cell."""
+    """Return [kind, color, state, content] of a thing; None for an empty cell."""
     return None if thing is None else [*thing.encode(), _told(thing.contains)]
 
 
 @cache
 def _registered() -> dict[str, Any]:
-    """Short name -> maker. Of several versions of a level the newest has the short name."""
+    """Return short name -> maker. Of several versions of a level the newest has the short name."""
     makers: dict[str, Any] = {}
     specs = [spec for spec in gymnasium.registry.values() if spec.id.startswith("BabyAI-")]
     for spec in sorted(specs, key=lambda spec: spec.version or 0):
         makers[spec.name.removeprefix("BabyAI-")] = _maker(spec.entry_point, **spec.kwargs)
-    # v0 was withdrawn: it was registered with the room size of S4 by mistake, and AgentGym's ids
-    # mean that world
+    # v0 was withdrawn because it had the room size of S4 by mistake, but AgentGym's ids refer to
+    # that world
     makers["GoToObjS6-v0"] = _maker("minigrid.envs.babyai:GoToObj", room_size=4)
     return makers
 

@@ -1,5 +1,5 @@
-"""What an agent sees, as minigrid's `gen_obs` has it, without the five grids it builds on the way:
-it was most of a step's time.
+"""The agent's view, equal to minigrid's `gen_obs` but without the five temporary grids that took
+most of a step's time.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ _EMPTY = bytes([OBJECT_TO_IDX["empty"], 0, 0])
 _UNSEEN = bytes(3)
 
 
-class Pictured(MiniGridEnv):  # type: ignore[misc]  # minigrid says nothing of its types
-    """Stands before a minigrid level among the bases of a class."""
+class Pictured(MiniGridEnv):  # type: ignore[misc]  # minigrid has no type annotations
+    """A mixin with a faster `gen_obs`; put it before the minigrid level among a class's bases."""
 
     def gen_obs(self) -> dict[str, Any]:
         if self.see_through_walls:
-            whole: dict[str, Any] = super().gen_obs()
-            return whole
+            observation: dict[str, Any] = super().gen_obs()
+            return observation
         return {"image": _picture(self), "direction": self.agent_dir, "mission": self.mission}
 
 
 def _picture(env: MiniGridEnv) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """[S, S, 3] (object, color, state) of column and row; the agent in the middle of the last row,
-    looking up.
+    """Return [S, S, 3]: (object, color, state) by column and row. The agent is in the middle of the
+    last row, looking up.
     """
     size = env.agent_view_size
     cells = _cells(env, size)
-    seen = _seen(cells, size)
-    cells[_at(size // 2, size - 1, size)] = env.carrying  # is seen where the agent stands
+    mask = _seen(cells, size)
+    cells[_at(size // 2, size - 1, size)] = env.carrying  # shown in the agent's own cell
     encoded = bytearray()
-    for thing, visible in zip(cells, seen, strict=True):
+    for thing, visible in zip(cells, mask, strict=True):
         encoded += bytes(thing.encode()) if visible and thing else _EMPTY if visible else _UNSEEN
     return np.frombuffer(encoded, dtype=np.uint8).reshape(size, size, 3)
 
@@ -45,50 +45,50 @@ def _at(column: int, row: int, size: int) -> int:
 
 
 def _cells(env: MiniGridEnv, size: int) -> list[Any]:
-    """What stands in each cell, column by column; None: nothing."""
+    """Return the object in each cell, column by column; None for an empty cell."""
     things, width, height = env.grid.grid, env.grid.width, env.grid.height
     (ahead_x, ahead_y), (x, y) = map(int, env.dir_vec), map(int, env.agent_pos)
-    found = []
+    cells = []
     for column in range(-(size // 2), size - size // 2):
         for row in range(size - 1, -1, -1):
             # to the right of (dx, dy) is (-dy, dx)
             at_x = x + row * ahead_x - column * ahead_y
             at_y = y + row * ahead_y + column * ahead_x
             inside = 0 <= at_x < width and 0 <= at_y < height
-            found.append(things[at_y * width + at_x] if inside else _OUTSIDE)
-    return found
+            cells.append(things[at_y * width + at_x] if inside else _OUTSIDE)
+    return cells
 
 
 def _seen(cells: list[Any], size: int) -> list[bool]:
-    """Which cells the agent sees: from its own row on, each that is seen and hides nothing shows
-    its neighbours to the side and the three ahead of it.
+    """Return True for each visible cell. Starting at the agent's row, a visible cell that does not
+    block the view makes its neighbors to the side and the three cells ahead visible.
     """
-    seen = [False] * (size * size)
-    seen[_at(size // 2, size - 1, size)] = True
+    visible = [False] * (size * size)
+    visible[_at(size // 2, size - 1, size)] = True
     for row in range(size - 1, -1, -1):
         for columns, side in ((range(size - 1), size), (range(size - 1, 0, -1), -size)):
             for column in columns:
                 here = _at(column, row, size)
                 thing = cells[here]
-                if not seen[here] or (thing is not None and not thing.see_behind()):
+                if not visible[here] or (thing is not None and not thing.see_behind()):
                     continue
-                seen[here + side] = True
+                visible[here + side] = True
                 if row > 0:
-                    seen[here + side - 1] = seen[here - 1] = True
-    return seen
+                    visible[here + side - 1] = visible[here - 1] = True
+    return visible
 
 
 _DOOR_STATES = ("open", "closed", "locked")
 
 
 def grid_of(env: MiniGridEnv) -> dict[str, Any]:
-    """The world from above, in JSON types: what stands where, columns from the left and rows from
-    the top, and where the agent is and looks (0 right, 1 down, 2 left, 3 up).
+    """Return the world from above in JSON types: all objects, with columns from the left and rows
+    from the top, and the agent's position and direction (0 right, 1 down, 2 left, 3 up).
     """
     width, height = int(env.grid.width), int(env.grid.height)
     things = [
-        {"x": place % width, "y": place // width, **_named(thing)}
-        for place, thing in enumerate(env.grid.grid)
+        {"x": index % width, "y": index // width, **_named(thing)}
+        for index, thing in enumerate(env.grid.grid)
         if thing is not None
     ]
     x, y = map(int, env.agent_pos)

@@ -1,4 +1,4 @@
-"""What the agent sees as text: minigrid's 7x7 view decoded, and the two wordings of it."""
+"""The agent's view as text: minigrid's 7x7 view is decoded and described in one of two styles."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Seen:
 
     @property
     def name(self) -> str:
-        """`red ball`, `closed red door`."""
+        """Name in the compact style: `red ball`, `closed red door`."""
         return (
             f"{self.state} {self.color} {self.kind}" if self.state else f"{self.color} {self.kind}"
         )
 
     @property
     def agentgym_name(self) -> str:
-        """`red ball`, `red closed door`."""
+        """Name in AgentGym's style: `red ball`, `red closed door`."""
         return (
             f"{self.color} {self.state} {self.kind}" if self.state else f"{self.color} {self.kind}"
         )
@@ -55,44 +55,45 @@ class View:
 
     @property
     def in_front(self) -> Seen | None:
-        return next((seen for seen in self.objects if seen.cell == (1, 0)), None)
+        return next((obj for obj in self.objects if obj.cell == (1, 0)), None)
 
     @property
     def wall_ahead(self) -> int | None:
-        """Steps to the nearest wall straight ahead that is in view."""
+        """Number of steps to the nearest wall in view straight ahead."""
         return min((ahead for ahead, left in self.walls if left == 0), default=None)
 
     @property
     def barrier(self) -> tuple[str, int] | None:
-        """What AgentGym says the agent faces: the nearest wall or box straight ahead, past
-        balls, keys and doors.
+        """(kind, distance) that AgentGym reports as faced: the nearest wall or box straight ahead;
+        balls, keys and doors are ignored.
         """
-        ahead = [
-            ("box", seen.ahead) for seen in self.objects if seen.kind == "box" and seen.left == 0
-        ]
+        ahead = [("box", obj.ahead) for obj in self.objects if obj.kind == "box" and obj.left == 0]
         if self.wall_ahead is not None:
             ahead.append(("wall", self.wall_ahead))
         return min(ahead, key=lambda barrier: barrier[1], default=None)
 
     @property
     def blocked(self) -> frozenset[Cell]:
-        """Cells known to hold what nobody walks through; a closed door may open."""
-        return self.walls.union(seen.cell for seen in self.objects if seen.kind != "door")
+        """Cells in view that the agent cannot walk through. Doors are not among them: a closed one
+        may open.
+        """
+        return self.walls.union(obj.cell for obj in self.objects if obj.kind != "door")
 
 
 def number(objects: Iterable[Seen]) -> list[tuple[Seen, int]]:
-    """Objects of one name are numbered from 1, in the order given."""
+    """Number the objects of equal name from 1, in the given order."""
     counts: dict[str, int] = {}
     result = []
-    for seen in objects:
-        counts[seen.agentgym_name] = counts.get(seen.agentgym_name, 0) + 1
-        result.append((seen, counts[seen.agentgym_name]))
+    for obj in objects:
+        counts[obj.agentgym_name] = counts.get(obj.agentgym_name, 0) + 1
+        result.append((obj, counts[obj.agentgym_name]))
     return result
 
 
 def decode(image: Any) -> View:
-    """image: [7, 7, 3] of (object, color, state), the agent at column 3 of the last row,
-    looking up.
+    """Decode minigrid's image.
+
+    image: [7, 7, 3] of (object, color, state), the agent at column 3 of the last row, looking up.
     """
     objects, walls = [], []
     rows = image.tolist()
@@ -114,7 +115,7 @@ def decode(image: Any) -> View:
                         left,
                     )
                 )
-    objects.sort(key=lambda seen: (seen.ahead + abs(seen.left), abs(seen.left), -seen.left))
+    objects.sort(key=lambda obj: (obj.ahead + abs(obj.left), abs(obj.left), -obj.left))
     carrying = (
         f"{IDX_TO_COLOR[carried[1]]} {IDX_TO_OBJECT[carried[0]]}" if carried[0] > _DOOR else ""
     )
@@ -122,8 +123,8 @@ def decode(image: Any) -> View:
 
 
 def compact(view: View, *, goal: str = "", note: str = "", actions: Sequence[str] = ()) -> str:
-    """A few words for a small model; empty parts are left out."""
-    parts = [f"{seen.name} {_where(seen)}" for seen in view.objects]
+    """Describe the view in a few words for a small model; empty parts are left out."""
+    parts = [f"{obj.name} {_where(obj)}" for obj in view.objects]
     wall = view.wall_ahead
     if wall is not None:
         parts.append(f"wall {wall} ahead")
@@ -139,12 +140,12 @@ def compact(view: View, *, goal: str = "", note: str = "", actions: Sequence[str
 
 
 def agentgym(view: View, *, goal: str = "", closing: str = "", actions: Sequence[str] = ()) -> str:
-    """AgentGym's structure: the goal, what there is in whole sentences, the list of actions
-    that are possible now.
+    """Describe the view in AgentGym's structure: the goal, the objects in whole sentences, and the
+    list of actions possible now.
     """
     sentences = [
-        f"There is a {seen.agentgym_name} {count} {_where_in_words(seen)}."
-        for seen, count in number(view.objects)
+        f"There is a {obj.agentgym_name} {count} {_where_in_words(obj)}."
+        for obj, count in number(view.objects)
     ]
     if sentences:
         sentences.insert(0, "In front of you in this room, you can see several objects:")
@@ -164,22 +165,22 @@ def agentgym(view: View, *, goal: str = "", closing: str = "", actions: Sequence
 
 
 def agentgym_reply(text: str, actions: Sequence[str]) -> str:
-    """Any answer of AgentGym's ends with what is possible now."""
+    """Append the list of actions possible now, as all of AgentGym's answers do."""
     return f"{text}\nAvailable actions: {json.dumps(list(actions))}"
 
 
-def _where(seen: Seen) -> str:
-    words = [f"{seen.ahead} ahead"] if seen.ahead else []
-    if seen.left:
-        words.append(f"{abs(seen.left)} {_side(seen)}")
+def _where(obj: Seen) -> str:
+    words = [f"{obj.ahead} ahead"] if obj.ahead else []
+    if obj.left:
+        words.append(f"{abs(obj.left)} {_side(obj)}")
     return " ".join(words)
 
 
-def _where_in_words(seen: Seen) -> str:
-    if seen.left == 0:
-        return f"right in front of you {seen.ahead} steps away"
-    return f"{seen.ahead} steps in front of you and {abs(seen.left)} steps to your {_side(seen)}"
+def _where_in_words(obj: Seen) -> str:
+    if obj.left == 0:
+        return f"right in front of you {obj.ahead} steps away"
+    return f"{obj.ahead} steps in front of you and {abs(obj.left)} steps to your {_side(obj)}"
 
 
-def _side(seen: Seen) -> str:
-    return "left" if seen.left > 0 else "right"
+def _side(obj: Seen) -> str:
+    return "left" if obj.left > 0 else "right"

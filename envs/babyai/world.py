@@ -39,7 +39,7 @@ _TEXT_OF = {move: text for text, move in LOW.items()}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How tasks are numbered, shown, acted upon and paid."""
+    """The levels, and the style of observations, actions and rewards."""
 
     levels: tuple[str, ...]
     view: Literal["compact", "agentgym"]
@@ -49,7 +49,7 @@ class Options:
 
 
 class World:
-    """A fresh minigrid environment per reset: whatever happened before cannot leak into the
+    """One episode. Each reset makes a new minigrid environment, so that no state leaks into the
     next episode.
     """
 
@@ -61,12 +61,12 @@ class World:
         self.num_moves = 0  # of this episode
         self.last_move: Move | None = None
         self._image: Any = None  # minigrid's observation after the last move
-        self._offered: dict[str, Command] | None = None  # worked out when first asked for
+        self._offered: dict[str, Command] | None = None  # computed on first use
         self._ended = False
 
     @property
     def offered(self) -> dict[str, Command]:
-        """The high grammar's commands that are possible now."""
+        """Commands of the high grammar that are possible now."""
         if self._offered is None:
             self._offered = offer(self.view, int(self.env.agent_dir))
         return self._offered
@@ -95,17 +95,17 @@ class World:
         return self._carry_out(plan) if plan else self._stay(self._unmoved())
 
     def render(self) -> tuple[str, bytes]:
-        """The whole grid; the picture says as its text `grid` what stands where, as JSON."""
-        png, told = io.BytesIO(), PngInfo()
-        told.add_text("grid", json.dumps(grid_of(self.env), separators=(",", ":")))
-        Image.fromarray(self.env.render()).save(png, format="png", pnginfo=told)
+        """Return a PNG of the whole grid; its text chunk `grid` lists the objects as JSON."""
+        png, metadata = io.BytesIO(), PngInfo()
+        metadata.add_text("grid", json.dumps(grid_of(self.env), separators=(",", ":")))
+        Image.fromarray(self.env.render()).save(png, format="png", pnginfo=metadata)
         return "image/png", png.getvalue()
 
     def expert(self) -> Expert:
         return Bot(self)
 
     def hints(self) -> list[str]:
-        """The commands of its grammar; of the high one, those that are possible now."""
+        """Return the commands of the grammar; for the high grammar only those possible now."""
         return self._possible()
 
     def close(self) -> None:
@@ -114,10 +114,10 @@ class World:
             self.env = None
 
     def _first_view(self) -> View:
-        """Reset's own picture misses what some levels put into the agent's hands: it still lies
-        where it was taken from.
+        """Return the view after a reset.
 
-        AgentGym tells that picture, so its view does.
+        Some levels let the agent carry an object from the start. The reset's own image is older: it
+        shows the object still in its cell. AgentGym shows that image, so its view does too.
         """
         view = decode(self.env.gen_obs()["image"])
         return (
@@ -131,13 +131,13 @@ class World:
         return StepResult(observation, reward=0.0, terminated=False, info=info)
 
     def _carry_out(self, plan: Sequence[Move]) -> StepResult:
-        """A plan is given up at the first move that does not change the picture.
-        What counts is how its last move left the mission.
+        """Carry out the moves of a plan, up to the first one that does not change the image.
+        The outcome is the mission's state after the last move.
 
-        As in AgentGym, a success in the middle of a plan that walks on is lost, and a failed
-        mission may still be repaired: in the high grammar only success and minigrid's limit end an
-        episode.
-        Long after that limit a success costs, there and here.
+        As in AgentGym, a success in the middle of a plan is lost if the plan continues.
+        A failed mission may still be repaired: in the high grammar only success and minigrid's
+        limit end an episode.
+        Also as in AgentGym, minigrid's reward for a success long after that limit is negative.
         """
         terminated = truncated = False
         reward = 0.0
@@ -193,11 +193,11 @@ class World:
 
 
 class Bot:
-    """minigrid's BabyAIBot in the grammar of the world it plays.
-    It may think for ever: whoever asks sets the time limit.
+    """An expert that translates minigrid's BabyAIBot into the grammar of its world.
+    The bot may run forever, so the caller sets the time limit.
 
-    Asked again in the same state it repeats itself; after moves it did not follow it starts again
-    from what it sees now.
+    In an unchanged state it returns the same action; after moves it did not follow it plans again
+    from the current state.
     """
 
     def __init__(self, world: World) -> None:
@@ -218,7 +218,7 @@ class Bot:
             if self._bot is not None and self._world.num_moves == self._asked_at + 1:
                 return Move(self._bot.replan(self._world.last_move))
         except Exception:
-            # the bot asserts where a foreign move broke its plan: a new one may still find a way
+            # the bot's assertions fail if another player's move broke its plan; a new bot may work
             self._bot = None
         try:
             self._bot = BabyAIBot(self._world.env)
@@ -231,8 +231,8 @@ class Bot:
             ) from error
 
     def _shortcut(self) -> str:
-        """In the high grammar a goal in view is one command away, if the plan holds: where it
-        does not, the bot takes over.
+        """Return the high grammar's command that reaches a goal in view; empty if there is none.
+        It is tried once per episode: if its plan is interrupted, the bot takes over.
         """
         instruction = self._world.env.instrs
         if (
@@ -259,9 +259,11 @@ class Bot:
         return ""
 
     def _in_words(self, move: Move) -> str:
-        """`done` has no word.
-        Low: a pickup or drop that cannot happen looks around just as well.
-        High: turn away, and back.
+        """Return a move as an action's text.
+
+        The grammars have no word for `done`, which only checks the mission.
+        Low grammar: an impossible pickup or drop has the same effect.
+        High grammar: turn left; a later action turns back.
         """
         high = self._world.options.actions == "high"
         if move is Move.DONE:

@@ -41,10 +41,10 @@ its number alone. There is a limit on moves."""
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:
-    """Options: tasks, max_moves, reward, protocol; the README says what they mean.
+    """Make the environment from its options: tasks, max_moves, reward, protocol (see the README).
 
-    Errors: ValueError in one line, naming the key or value and the nearest known one, or what is
-    not installed and how to.
+    Errors: ValueError in one line, naming the key or value and the nearest known one, or a missing
+    program and how to install it.
     """
     chosen = choose("sciworld", options, DEFAULTS)
     moves = chosen["max_moves"]
@@ -83,10 +83,10 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         close=pool.close,
         identity=lambda task_id: str(find_task(parsed.tasks, task_id)),
     )
-    theirs = Options(
+    agentgym_options = Options(
         PUBLISHED, DEFAULTS["max_moves"], "agentgym", paid_at_reset=True, protocol="agentgym"
     )
-    return replace(served, agentgym=replace(served, make=lambda: World(pool, theirs)))
+    return replace(served, agentgym=replace(served, make=lambda: World(pool, agentgym_options)))
 
 
 def _tasks(value: Any) -> tuple[str, ...]:

@@ -7,18 +7,18 @@ from typing import Any
 from envs.dialect import Dialect, Json, Nothing, Place, Reset, whole
 
 
-def _detail(place: Place) -> Json:
-    shown = {"reward": place.reward, "score": place.score}
+def _detail(env: Place) -> Json:
+    shown = {"reward": env.reward, "score": env.score}
     return {
-        **place.opening,
-        "observation": place.observation,
+        **env.opening,
+        "observation": env.observation,
         **{k: whole(v) for k, v in shown.items()},
         "deleted": False,
-        "done": place.done,
+        "done": env.done,
     }
 
 
-def _state(simulator: Any, place: Place) -> Json:
+def _state(simulator: Any, env: Place) -> Json:
     look, inventory, goals, actions, objects = simulator.ask(
         "freeActionLook",
         "freeActionInventory",
@@ -34,7 +34,7 @@ def _state(simulator: Any, place: Place) -> Json:
         "possible_actions": actions.splitlines()[:10],
         "possible_objects": objects.splitlines()[:10],
         "current_moves": simulator.moves,
-        "environment_info": _detail(place),
+        "environment_info": _detail(env),
     }
 
 
@@ -70,14 +70,14 @@ DIALECT = Dialect(
     greeting="This is environment ScienceWorld.",
     create=Nothing,
     reset=Reset,
-    created=lambda place: {"id": place.id},
+    created=lambda env: {"id": env.id},
     shown=_detail,
-    looked=lambda place: place.observation,
-    stepped=lambda place: {
-        "observation": place.observation,
-        "reward": whole(place.reward),
-        "score": whole(place.score),
-        "done": place.done,
+    looked=lambda env: env.observation,
+    stepped=lambda env: {
+        "observation": env.observation,
+        "reward": whole(env.reward),
+        "score": whole(env.score),
+        "done": env.done,
     },
     opened=lambda simulator: {
         "task_name": simulator.task.name,
@@ -87,7 +87,7 @@ DIALECT = Dialect(
         "score": float(simulator.score),
     },
     views={
-        "detail": lambda _, place: _detail(place),
+        "detail": lambda _, env: _detail(env),
         "task_description": lambda simulator, _: {"task_description": simulator.description},
         "goals": lambda simulator, _: {"goals": simulator.ask("getGoalProgressStr")[0]},
         "object_tree": lambda simulator, _: {"object_tree": simulator.tree()},

@@ -21,27 +21,27 @@ def _recorded() -> dict[str, dict[str, list[str]]]:
 
 
 def solution(task: Task) -> list[str]:
-    """Empty where none is known."""
+    """Return the recorded actions that solve a task; empty if no solution is known."""
     return _recorded().get(task.name, {}).get(str(task.variation), [])
 
 
 class Recording:
-    """Knows the way from the beginning only: who leaves it gets no further help."""
+    """An expert that replays a recorded solution; it fails once the episode deviates from it."""
 
     def __init__(self, task: Task, played: Sequence[str]) -> None:
         self._task = task
         self._played = played
 
     def next_action(self) -> str:
-        way = solution(self._task)
-        if not way:
+        actions = solution(self._task)
+        if not actions:
             raise ExpertFailed(
                 f"no solution of {self._task.name} {self._task.variation} is recorded"
             )
         turn = len(self._played)
-        if list(self._played) != way[:turn] or turn == len(way):
+        if list(self._played) != actions[:turn] or turn == len(actions):
             raise ExpertFailed(
                 f"the episode left the recorded solution of {self._task.name}"
                 f" {self._task.variation}"
             )
-        return way[turn]
+        return actions[turn]

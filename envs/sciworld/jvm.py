@@ -1,5 +1,5 @@
-"""One Java process with several games in it, each spoken to over two pipes of its own;
-`java/Slots.java` is the other side.
+"""One Java process that runs several games, each with its own pair of pipes; `java/Slots.java` is
+the other side.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 WRAPPER = Path(__file__).with_name("slots.jar")
 INSTALL_JAVA = "apt-get install default-jre-headless"
 EXIT_TIMEOUT_S = 5.0
-READ_BYTES = 65536  # what a pipe holds
+READ_BYTES = 65536  # capacity of a pipe
 _REQUEST = struct.Struct(">ci")  # operation, number of texts
-# bytes that follow the first field, failed, CPU nanoseconds of the engine, number of texts
+# number of bytes after this field, failed, CPU nanoseconds of the engine, number of texts
 _REPLY = struct.Struct(">i?qi")
 _INT = struct.Struct(">i")
 
 
 class JvmLost(RuntimeError):
-    """The process is gone, and every game in it."""
+    """The process is gone, and all its games with it."""
 
 
 class GameFailed(RuntimeError):
-    """The engine raised; the game must not be used again. The process and its other games go on."""
+    """The engine raised; do not use the game again. The process and its other games run on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Answer:
 
 
 def find_java() -> str:
-    """Path of `java`: of JAVA_HOME, else of PATH. Errors: ValueError with the command that
-    installs one.
+    """Return the path of `java`, from JAVA_HOME if that is set, else from PATH.
+    Errors: ValueError with the command that installs Java.
     """
     home = os.environ.get("JAVA_HOME", "")
     java = shutil.which("java", path=os.path.join(home, "bin")) if home else shutil.which("java")
@@ -61,8 +61,8 @@ def find_java() -> str:
 
 
 def find_engine() -> Path:
-    """The engine's archive in the package scienceworld, which is not imported.
-    Errors: ValueError.
+    """Return the path of the engine's archive in the package scienceworld, without importing it.
+    Errors: ValueError if the package is not installed.
     """
     spec = find_spec("scienceworld")
     if spec is None or spec.origin is None:
@@ -74,8 +74,8 @@ def find_engine() -> Path:
 
 
 def java_options(heap_mib: int) -> list[str]:
-    """Repeatable (equal identity hashes: the engine walks through hash sets of objects), small,
-    and gone when memory runs out.
+    """Return options for a reproducible and small process that exits when memory runs out.
+    Reproducible: all identity hashes are equal, because the engine iterates over hash sets.
     """
     return [
         "-XX:+UnlockExperimentalVMOptions",
@@ -91,35 +91,35 @@ def java_options(heap_mib: int) -> list[str]:
 
 class Line:
     """The two pipes of one slot.
-    A call holds the lock, and so does who closes them: no descriptor is closed under a call.
+    Calls and `close` take the lock, so no descriptor is closed during a call.
     """
 
     def __init__(self) -> None:
         their_requests, self._requests = _pipe()
         self._answers, their_answers = _pipe()
-        self.theirs = (their_requests, their_answers)  # closed here once the process has them
+        self.theirs = (their_requests, their_answers)  # closed here once the process inherited them
         os.set_blocking(self._requests.fileno(), False)
         self._lock = threading.Lock()
         self.engine_s = 0.0  # CPU seconds of the slot's games so far
 
     def ask(self, request: bytes, timeout_s: float) -> bytes:
-        """Errors: TimeoutError; EOFError, OSError or ValueError where the other end or this one
-        is closed.
+        """Send a request and return its answer.
+        Errors: TimeoutError; EOFError, OSError or ValueError if one end is closed.
         """
         deadline, answer = time.monotonic() + timeout_s, bytearray()
         with self._lock:
             for pipe, event in self._exchange(request, answer):
-                poll = select.poll()  # unlike select, of any descriptor
+                poll = select.poll()  # unlike select(), it accepts descriptors above 1023
                 poll.register(pipe, event)
                 if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
                     raise TimeoutError
         return bytes(answer)
 
     async def ask_async(self, request: bytes, timeout_s: float) -> bytes:
-        """As `ask`."""
+        """Send a request and await its answer, see `ask`."""
         answer = bytearray()
         async with asyncio.timeout(timeout_s):
-            # held by a thread nobody waits for any more, almost never
+            # rarely contended: only the thread of an abandoned call may have the lock
             while not self._lock.acquire(blocking=False):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             try:
@@ -130,7 +130,7 @@ class Line:
         return bytes(answer)
 
     def _exchange(self, request: bytes, answer: bytearray) -> Iterator[tuple[FileIO, int]]:
-        """Yields which pipe must be ready for what before it goes on."""
+        """Write the request and read into `answer`. Yield (pipe, poll event) to wait for."""
         while request:
             request = request[self._requests.write(request) or 0 :]
             if request:
@@ -143,8 +143,8 @@ class Line:
             answer += part
 
     def close(self) -> None:
-        """Leaves them to the call that is under way, if any: it sees that the process is gone,
-        and closes again.
+        """Close the pipes, unless a call is running: that call notices that the process is gone,
+        and closes them.
         """
         if self._lock.acquire(blocking=False):
             self._requests.close()
@@ -153,7 +153,7 @@ class Line:
 
 
 def _pipe() -> tuple[FileIO, FileIO]:
-    """(end to read, end to write)."""
+    """Return (read end, write end)."""
     read, write = os.pipe()
     return open(read, "rb", buffering=0), open(write, "wb", buffering=0)
 
@@ -182,7 +182,9 @@ def _request(operation: str, texts: Sequence[str]) -> bytes:
 
 
 class Jvm:
-    """Thread-safe. Calls to one slot, 0 <= slot < num_slots, must not overlap."""
+    """One Java process. Thread-safe, but calls to one slot, 0 <= slot < num_slots, must not
+    overlap.
+    """
 
     def __init__(self, heap_mib: int, num_slots: int) -> None:
         engine = find_engine()
@@ -196,21 +198,21 @@ class Jvm:
             str(engine),
         ]
         self._lines = [Line() for _ in range(num_slots)]
-        theirs = [pipe for line in self._lines for pipe in line.theirs]
-        descriptors = [pipe.fileno() for pipe in theirs]
+        pipes = [pipe for line in self._lines for pipe in line.theirs]
+        descriptors = [pipe.fileno() for pipe in pipes]
         try:
-            # its standard input closes when this process ends, however it ends; it then halts
+            # its stdin closes when this process ends, however it ends; it exits then
             self._process = subprocess.Popen(
                 [*command, *map(str, descriptors)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                # the engine reads a table that lies there, and would write it where it is missing
+                # the engine reads a table in this folder, and would write one into another folder
                 cwd=engine.parent,
                 start_new_session=True,
                 pass_fds=descriptors,
             )
         finally:
-            for pipe in theirs:
+            for pipe in pipes:
                 pipe.close()
         self.pid = self._process.pid
         self._gate = threading.Lock()
@@ -225,14 +227,15 @@ class Jvm:
 
     @property
     def engine_s(self) -> float:
-        """CPU seconds of all games so far."""
+        """CPU seconds used by all games so far."""
         return sum(line.engine_s for line in self._lines)
 
     def call(
         self, operation: str, slot: int, texts: Sequence[str] = (), *, timeout_s: float
     ) -> Answer:
-        """Errors: GameFailed; JvmLost.
-        No answer in time ends the process: nothing else stops a game that loops.
+        """Carry out an operation in a slot.
+        Errors: GameFailed; JvmLost.
+        A timeout ends the process: nothing else stops a game that loops.
         """
         try:
             answer = self._lines[slot].ask(_request(operation, texts), timeout_s)
@@ -244,8 +247,8 @@ class Jvm:
     async def call_async(
         self, operation: str, slot: int, texts: Sequence[str] = (), *, timeout_s: float
     ) -> Answer:
-        """As `call`.
-        One that is cancelled ends the process too: its answer would be taken for the next one's.
+        """Carry out an operation, see `call`.
+        Cancelling ends the process too: the next call would read this call's answer.
         """
         try:
             answer = await self._lines[slot].ask_async(_request(operation, texts), timeout_s)
@@ -279,7 +282,7 @@ class Jvm:
         self.close("the Java process no longer answers")
 
     def rss_mib(self) -> float:
-        """Resident memory; 0 where the process is gone."""
+        """Return the resident memory; 0 if the process is gone."""
         with contextlib.suppress(OSError, StopIteration, ValueError):
             lines = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8").splitlines()
             return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) / 1024
@@ -296,7 +299,7 @@ class Jvm:
         self._process.stdin.close()
 
     def _lose(self, reason: str) -> bool:
-        """Whether it was not lost before."""
+        """Mark the process as lost. Return True the first time."""
         with self._gate:
             first = not self._lost
             self._lost = self._lost or reason

@@ -1,7 +1,7 @@
-"""Writes `examples.json`: two tasks that are in no list that ships, played as the expert does.
+"""Script that writes `examples.json`: two tasks that are in no shipped list, played by the expert.
 `python -m envs.sciworld.make_examples`.
 
-They are recorded, so that what a model is shown does not wait for a Java process.
+The examples are recorded, so that a server can show them without waiting for a Java process.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def make(pool: Pool) -> tuple[Example, ...]:
 
 
 def _brief(task_id: int) -> list[str]:
-    """The recorded solution without its looks around, which repeat what was told."""
-    way = solution(find_task(PUBLISHED, task_id))
-    return [action for action in way if action != "look around"]
+    """Return the recorded solution without `look around`, which only repeats known facts."""
+    actions = solution(find_task(PUBLISHED, task_id))
+    return [action for action in actions if action != "look around"]
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""Writes `gold.json.gz`: actions that solve each task, asked of the engine and played.
+"""Script that writes `gold.json.gz`: actions that solve each task, proposed by the engine.
 `python -m envs.sciworld.make_gold FOLDER`.
 
-The engine finds them by playing the game inside, which takes a second or so; a server must not.
-What it proposes is played in the same process options as a server's, cut where the task is solved,
-and kept only if it is.
-FOLDER holds what is known so far, so that it can be stopped and run again; hours of one core for
-all of them.
+The engine finds them by playing the game internally, which takes about a second; too slow for a
+server. Each proposal is played with a server's Java options, cut after the action that solves the
+task, and dropped if none does.
+FOLDER stores the results so far, so that you can stop the script and run it again; all tasks take
+hours of one core.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ TIMEOUT_S = 120.0
 
 
 def solve(slot: Slot, task: str, variation: int) -> tuple[list[str], str]:
-    """(actions, why there are none)."""
+    """Return (actions, reason if there are none)."""
     proposed = slot.call("g", task, str(variation)).texts
     slot.call("l", task, str(variation))
-    done: list[str] = []
+    played: list[str] = []
     for action in proposed:
         _, score, completed, moves = slot.call("s", action).texts
-        done.append(action)
+        played.append(action)
         if completed == "true" or float(score) < 0:
             return (
-                (done, "")
+                (played, "")
                 if float(score) >= 0.995
                 else ([], f"ended at {float(score):.2f} after {moves} moves")
             )
-    return [], f"not solved after {len(done)} actions"
+    return [], f"not solved after {len(played)} actions"
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def write(rows: list[dict[str, object]]) -> None:
-    """One entry per task and variation; an empty list where no solution is known."""
+    """Write one entry per task and variation; an empty list if no solution is known."""
     tree: dict[str, dict[str, object]] = {}
     for row in sorted(rows, key=lambda row: (str(row["task"]), int(str(row["variation"])))):
         tree.setdefault(str(row["task"]), {})[str(row["variation"])] = row["actions"]

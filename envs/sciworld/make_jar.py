@@ -1,5 +1,5 @@
-"""Builds `slots.jar` from `java/`: `python -m envs.sciworld.make_jar`.
-Needs a JDK; a server needs only the archive this makes.
+"""Script that builds `slots.jar` from `java/`: `python -m envs.sciworld.make_jar`.
+It needs a JDK; a server needs only the archive.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from envs.sciworld.jvm import WRAPPER, find_engine
 
 SOURCES = Path(__file__).with_name("java")
 JAVA_VERSION = "8"  # any newer runtime loads it
-JDK = "17"  # made the shipped archive; another compiler may order the same code another way
+JDK = "17"  # built the shipped archive; other versions may give other bytes
 
 
 def build(target: Path) -> None:
-    """Equal sources and compilers give equal bytes.
+    """Compile the sources into an archive. Equal sources and compilers give equal bytes.
     Errors: FileNotFoundError without a JDK, CalledProcessError.
     """
     with tempfile.TemporaryDirectory() as folder:

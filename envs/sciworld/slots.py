@@ -1,5 +1,5 @@
-"""A few Java processes with reusable slots, one game each: who gets which, and that a bad
-process is replaced.
+"""A pool of Java processes with reusable slots, one game each; it assigns slots and replaces bad
+processes.
 """
 
 from __future__ import annotations
@@ -17,35 +17,37 @@ from envs.sciworld.jvm import Answer, GameFailed, Jvm, JvmLost
 logger = logging.getLogger(__name__)
 
 SLOTS_PER_JVM = 8
-# of one call: what takes longer is stuck; also for loading a new slot's classes on a busy machine
+# of one call: a longer one is stuck; it suffices to load a new slot's classes on a busy machine
 CALL_TIMEOUT_S = 60.0
-HEAP_MIB = (96, 24)  # of one process: to begin with, and for each slot
-IDLE_S = 60.0  # a process nobody needed for so long ends, but the first
-# loading these two leaves little of what other tasks load for the first time
+HEAP_MIB = (96, 24)  # of one process: base, and for each slot
+IDLE_S = 60.0  # a process unused for so long ends, except the first
+# these two load most of the classes that the other tasks need
 WARM_TASKS = ("boil", "test-conductivity")
-# a process that holds more than this times its heap is replaced: half of that is its classes and
-# compiled code
+# a process is replaced if its memory exceeds this times its heap; classes and compiled code take
+# half of that
 GROWN = 2.5
 
 
 class Place(Protocol):
-    """Where one game is played. One thread at a time uses it."""
+    """The interface to one game, used by one thread at a time."""
 
     def call(self, operation: str, *texts: str) -> Answer:
-        """Operations and texts as `java/Slots.java` lists them. Errors: GameFailed, JvmLost."""
+        """Carry out an operation; `java/Slots.java` lists operations and their texts.
+        Errors: GameFailed, JvmLost.
+        """
         ...
 
     async def call_async(self, operation: str, *texts: str) -> Answer:
-        """As `call`."""
+        """Carry out an operation, see `call`."""
         ...
 
 
 class Pool(Protocol):
-    """Thread-safe."""
+    """A thread-safe pool of games."""
 
     @property
     def restarts(self) -> int:
-        """Processes that were lost or replaced."""
+        """Number of processes that were lost or replaced."""
         ...
 
     @property
@@ -53,18 +55,18 @@ class Pool(Protocol):
 
     @property
     def engine_s(self) -> float:
-        """CPU seconds of all games so far."""
+        """CPU seconds used by all games so far."""
         ...
 
     def warm(self, num_games: int) -> None:
-        """Have places for so many games ready, as far as that is worth its memory.
+        """Prepare up to num_games games, as many as are worth their memory.
         Errors: GameFailed, JvmLost.
         """
         ...
 
     def acquire(self) -> Place: ...
 
-    def release(self, place: Any) -> None: ...
+    def release(self, slot: Any) -> None: ...
 
     def close(self) -> None:
         """End every process. The pool may be used again."""
@@ -75,7 +77,7 @@ class Pool(Protocol):
 class Process:
     jvm: Jvm
     num_slots: int
-    # the one used last at the end, those never used at the beginning
+    # popped from the end: the slot used last is there, unused ones are at the beginning
     free: list[Slot] = field(default_factory=list)
     retired: bool = False  # gets no new sessions; ends with its last one
     idle_since: float = math.inf
@@ -87,7 +89,7 @@ class Process:
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """One game's place. Its user calls it from one thread at a time and gives it back."""
+    """A slot for one game in a process. Use it from one thread at a time, then release it."""
 
     process: Process
     number: int
@@ -96,7 +98,9 @@ class Slot:
     broken: bool = False
 
     def call(self, operation: str, *texts: str) -> Answer:
-        """Errors: GameFailed, JvmLost; either way the slot is not used again."""
+        """Carry out an operation.
+        Errors: GameFailed, JvmLost; after either the slot is not used again.
+        """
         try:
             return self.process.jvm.call(
                 operation, self.number, texts, timeout_s=self.pool._call_timeout_s
@@ -106,7 +110,7 @@ class Slot:
             raise
 
     async def call_async(self, operation: str, *texts: str) -> Answer:
-        """As `call`, without a thread."""
+        """Carry out an operation without a thread, see `call`."""
         try:
             return await self.process.jvm.call_async(
                 operation, self.number, texts, timeout_s=self.pool._call_timeout_s
@@ -117,9 +121,9 @@ class Slot:
 
 
 class SlotPool:
-    """Thread-safe.
-    Processes start when they are needed and stay for a while: a used slot opens the next game in a
-    tenth of the time.
+    """A thread-safe pool of slots.
+    Processes start when needed and stay for a while: a used slot opens the next game in a tenth of
+    the time.
     """
 
     def __init__(
@@ -135,7 +139,7 @@ class SlotPool:
 
     @property
     def restarts(self) -> int:
-        """Processes that were lost or replaced."""
+        """Number of processes that were lost or replaced."""
         with self._gate:
             return self._num_buried + sum(not process.jvm.alive for process in self._processes)
 
@@ -150,7 +154,7 @@ class SlotPool:
             return self._ended_engine_s + sum(process.jvm.engine_s for process in self._processes)
 
     def acquire(self) -> Slot:
-        """A free slot, of the first process that has one, else of a new one.
+        """Return a free slot of the first process that has one, else of a new process.
         Errors: GameFailed, JvmLost.
         """
         slot = self._take()
@@ -162,8 +166,8 @@ class SlotPool:
         return slot
 
     def warm(self, num_games: int) -> None:
-        """Open up to one process's slots and load each twice: a slot's classes are its own, and so
-        is their compiled code.
+        """Open up to one process's slots and load two tasks in each: slots share neither classes
+        nor compiled code.
 
         Errors: GameFailed, JvmLost.
         """
@@ -243,9 +247,8 @@ class SlotPool:
         return process
 
     def _bury(self) -> None:
-        """Forget processes that are gone, and those but the first that nobody needed for a
-        while.
-        Holds the gate.
+        """Remove dead processes, and all but the first that were idle for IDLE_S.
+        The caller holds the gate.
         """
         dead = [process for process in self._processes if not process.jvm.alive]
         long_ago = time.monotonic() - IDLE_S

@@ -1,6 +1,5 @@
-"""Without our wrapper: one Java process for each game, through the engine's own interface and
-py4j.
-Slow and large, but right.
+"""Fallback without our wrapper: one Java process for each game, through the engine's own interface
+and py4j. It is slow and large, but correct.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ HEAP_MIB = 160
 
 
 def make_pool() -> Pool:
-    """Errors: ValueError where Java or the engine is missing."""
+    """Return the pool of games. Errors: ValueError if Java or the engine is missing."""
     find_java()
     find_engine()
     if WRAPPER.exists():
@@ -46,11 +45,11 @@ def make_pool() -> Pool:
 
 
 class StockPool:
-    """Thread-safe."""
+    """A thread-safe pool that starts one process per game."""
 
     def __init__(self) -> None:
         self.restarts = 0
-        self.engine_s = 0.0  # not known here
+        self.engine_s = 0.0  # not measured
         self._slots: set[StockSlot] = set()
         self._gate = threading.Lock()
 
@@ -60,7 +59,7 @@ class StockPool:
             return [slot.process.pid for slot in self._slots]
 
     def warm(self, num_games: int) -> None:
-        """Nothing: a process ends with its game."""
+        """Do nothing: a process ends with its game."""
 
     def acquire(self) -> StockSlot:
         slot = start()
@@ -87,23 +86,26 @@ class StockSlot:
     engine: Any
 
     def call(self, operation: str, *texts: str) -> Answer:
-        """Errors: GameFailed; JvmLost, where no answer came, too: py4j reports a process that dies
-        before it reads a call as an error without a cause.
+        """Carry out an operation.
+        Errors: GameFailed; JvmLost, also if no answer came: if the process dies before it reads a
+        call, py4j reports an error without a cause.
         """
-        # only here: the package comes with the engine
+        # imported here because the package is installed only with the engine
         from py4j.protocol import Py4JError, Py4JJavaError
 
         try:
             try:
                 return Answer(tuple(self._carry_out(operation, texts)), 0.0)
             except Py4JJavaError as error:
-                raise GameFailed(str(error)) from error  # asks the process what was raised
+                raise GameFailed(
+                    str(error)
+                ) from error  # str() calls the process, which may be dead
         except (Py4JError, OSError) as error:
             raise JvmLost(f"{type(error).__name__} {error}") from error
 
     async def call_async(self, operation: str, *texts: str) -> Answer:
-        """As `call`, with a deadline: a process that gives no answer ends with its game, and
-        with it the thread.
+        """Carry out an operation with a deadline, see `call`. After a timeout the caller closes the
+        game; that ends the process, and so the waiting thread.
         """
         try:
             return await asyncio.wait_for(
@@ -147,8 +149,9 @@ class StockSlot:
 
 
 def start() -> StockSlot:
-    """A gateway on a free loopback port that asks for a token; it ends when this process does.
-    Errors: Py4JError where it gives no answer.
+    """Start a Java process with a gateway on a free loopback port, protected by a token. It ends
+    with this process.
+    Errors: Py4JError if it does not answer.
     """
     from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
 
@@ -169,7 +172,7 @@ def start() -> StockSlot:
             auto_field=True,
             auto_convert=True,
             read_timeout=CALL_TIMEOUT_S,
-            # else whoever collects garbage waits for the process of each game that is left
+            # otherwise garbage collection would wait for the process of each unreleased game
             enable_memory_management=False,
         )
     )

@@ -1,4 +1,4 @@
-"""Which laboratory task an index means."""
+"""The laboratory tasks and their indices."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Task:
 
 
 def find_task(names: tuple[str, ...], index: int) -> Task:
-    """All variations of the first task, then of the second ... Errors: UnknownTask beyond the
-    last.
+    """Return the task of an index: all variations of the first name, then of the second, and so on.
+    Errors: UnknownTask for an index beyond the last.
     """
     left = index
     for name in names:
@@ -71,7 +71,7 @@ def num_tasks(names: tuple[str, ...]) -> int:
 
 
 def check_name(name: str) -> None:
-    """Errors: ValueError naming the nearest known one."""
+    """Raise ValueError naming the nearest known task, unless the name is known."""
     if name not in VARIATIONS:
         near = nearest(name, VARIATIONS)
         raise ValueError(f"sciworld option tasks: unknown task {name!r}; did you mean {near!r}?")

@@ -16,7 +16,7 @@ from envs.wire import FAMILY, INVALID
 
 logger = logging.getLogger(__name__)
 
-# characters of an action that the engine reads: 16,000 of some letters take it seconds
+# characters of an action passed to the engine: it needs seconds for 16,000 of some letters
 LONGEST = 1_000
 UNREADABLE = "No known action matches that input."  # the engine's whole answer
 GRAMMAR = (
@@ -30,7 +30,7 @@ Reward = Literal["normalised", "agentgym"]
 Protocol = Literal["own", "agentgym"]
 
 SOLVED = 100  # full score
-NOT_SHOWN = ("terminal ", "air", "sewer")  # parts of every object, and what is everywhere
+NOT_SHOWN = ("terminal ", "air", "sewer")  # parts of every object, and objects in every room
 STATES = {"solid", "liquid", "gas"}
 
 
@@ -39,14 +39,14 @@ class Options:
     tasks: tuple[str, ...]
     max_moves: int
     reward: Reward
-    # the first observation's score was told with it; else the first turn pays it
+    # True: the score of the first observation is reported with it; False: the first turn pays it
     paid_at_reset: bool = False
-    # own: an answer to a malformed action ends with the grammar; agentgym: it is the engine's alone
+    # own: the answer to a malformed action ends with the grammar; agentgym: the engine's answer
     protocol: Protocol = "own"
 
 
 class World:
-    """Errors of all methods: GameFailed, JvmLost; the episode is then over."""
+    """One episode. All methods may raise GameFailed or JvmLost; the episode is over then."""
 
     def __init__(self, pool: Pool, options: Options) -> None:
         self._pool = pool
@@ -56,13 +56,15 @@ class World:
         self.task = Task("", 0)
         self.description = ""
         self.room = ""  # the first look around
-        # 0..100, some at the first look already; below 0 where the task was failed for good
+        # 0..100, may be positive at the first look; below 0 if the task failed for good
         self.score = 0
         self.moves = 0
         self._paid = 0.0  # sum of the rewards so far
 
     def reset(self, task_id: int) -> str:
-        """Errors: UnknownTask for an index beyond the last."""
+        """Start a task and return its description and the first look.
+        Errors: UnknownTask for an index beyond the last.
+        """
         self.task = find_task(self._options.tasks, task_id)
         self._slot = self._slot or self._pool.acquire()
         self.description, self.room, score, *_ = self._slot.call(
@@ -73,22 +75,22 @@ class World:
         return f"{self.description}\n{self.room}"
 
     def step(self, action: str) -> StepResult:
-        """Errors: JvmLost."""
+        """Take an action. Errors: JvmLost."""
         try:
             return self._stepped(action, self._ours().call("s", action[:LONGEST]))
         except GameFailed as error:
             return self._broken(action, error)
 
     async def step_async(self, action: str) -> StepResult:
-        """As `step`."""
+        """Take an action, see `step`."""
         try:
             return self._stepped(action, await self._ours().call_async("s", action[:LONGEST]))
         except GameFailed as error:
             return self._broken(action, error)
 
     def _broken(self, action: str, error: GameFailed) -> StepResult:
-        """An action on which the engine raises ends the episode, worth nothing: it must not be
-        a way out of a lost one.
+        """Return the step after which the engine raised: the episode ends with outcome 0, so that
+        a crash does not pay more than a lost episode.
         """
         logger.error(
             "task %s %d: the engine raised on %.200r; the episode scores 0",
@@ -128,18 +130,18 @@ class World:
         }
 
     def _value(self) -> float:
-        """The episode's outcome so far: the sum of its rewards."""
+        """Return the episode's outcome so far, the sum of its rewards."""
         return (
             float(self.score) if self._options.reward == "agentgym" else max(self.score, 0) / SOLVED
         )
 
     def render(self) -> tuple[str, bytes]:
-        """JSON: the task, where the agent is, what it holds, and every room with what stands in
-        it.
+        """Return JSON: the task, the agent's room and inventory, and all rooms with their
+        objects.
         """
         rooms = json.loads(self._ours().call("u").texts[0])["contents"].values()
         inside = next((room for room in rooms if _agent(room)), None)
-        held = _contents(_agent(inside)) if inside else []
+        carried = _contents(_agent(inside)) if inside else []
         picture = {
             "task": f"{self.task.name}, variation {self.task.variation}",
             "description": self.description,
@@ -147,7 +149,7 @@ class World:
             "moves": self.moves,
             "room": inside["name"] if inside else "",
             "inventory": next(
-                (thing["contents"] for thing in held if thing["name"] == "inventory"), []
+                (thing["contents"] for thing in carried if thing["name"] == "inventory"), []
             ),
             "rooms": [
                 {"name": room["name"], "objects": _contents(room, but="agent")}
@@ -161,15 +163,15 @@ class World:
         return Recording(self.task, self._played)
 
     def hints(self) -> list[str]:
-        """Every action the engine would carry out now; hundreds to thousands, and slow."""
+        """Return all actions possible now; hundreds to thousands, and slow."""
         return self._ours().call("a", "getValidActionObjectCombinations").texts[0].splitlines()
 
     def ask(self, *names: str) -> list[str]:
-        """What the engine answers to these of its methods."""
+        """Call these methods of the engine and return their answers."""
         return list(self._ours().call("a", *names).texts)
 
     def tree(self) -> Any:
-        """All objects as the engine tells them."""
+        """Return the engine's tree of all objects."""
         return json.loads(self._ours().call("u").texts[0])
 
     def close(self) -> None:
@@ -183,16 +185,16 @@ class World:
 
 
 def _points(score: str) -> int:
-    """The engine's 0..1 as it is told everywhere: 0..100, -100 for a failure."""
+    """Return the engine's score of 0..1 as 0..100, the usual scale; -100 for a failure."""
     return round(100 * float(score))
 
 
 def _agent(room: dict[str, Any]) -> Any:
-    """The agent may sit on something in the room."""
+    """Return the agent if it is in the room, also on or inside another object; else None."""
     for thing in room["contents"].values():
-        found = thing if thing["name"] == "agent" else _agent(thing)
-        if found:
-            return found
+        agent = thing if thing["name"] == "agent" else _agent(thing)
+        if agent:
+            return agent
     return None
 
 

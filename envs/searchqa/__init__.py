@@ -45,7 +45,7 @@ Only the first of the two that a reply contains counts."""
 _ONE_ANSWER = "You can answer once."
 _MANY_ANSWERS = "You are told whether your answer is right. If not, search further or answer again."
 
-# asks for what the prompt of AgentGym's server asks for, in that order; the sentences are ours
+# the same requests as in the prompt of AgentGym's server, in the same order, in our own words
 _AGENTGYM_INSTRUCTIONS = """\
 Begin every reply with your reasoning, inside <think>...</think>. If you lack knowledge for the \
 answer, write one \
@@ -62,11 +62,10 @@ For example: \
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:
-    """Options: mode, protocol, topk, max_doc_chars, questions, retriever, retriever_timeout_s; the
-    README says what they mean.
+    """Make the environment from its options: mode, protocol, topk, max_doc_chars, questions,
+    retriever, retriever_timeout_s (see the README).
 
-    Errors: ValueError naming the key or value and the nearest known one, or the file that is
-    missing.
+    Errors: ValueError naming the key or value and the nearest known one, or the missing file.
     """
     chosen = choose("searchqa", options, DEFAULTS)
     for key, known in _CHOICES.items():
@@ -81,8 +80,8 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         max_doc_chars=_whole(chosen, "max_doc_chars", 0, 1_000_000),
         protocol=chosen["protocol"],
     )
-    asked, retriever = _questions(chosen["questions"]), _retriever(chosen)
-    if isinstance(asked, FlashRag) and isinstance(retriever, retrievers.Bm25):
+    question_set, retriever = _questions(chosen["questions"]), _retriever(chosen)
+    if isinstance(question_set, FlashRag) and isinstance(retriever, retrievers.Bm25):
         raise ValueError(
             "searchqa: the embedded corpus does not answer the questions of the benchmarks; give"
             " retriever the URL of an index"
@@ -93,14 +92,14 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             name="searchqa",
             dialect=DIALECT,
             instructions=_instructions(options),
-            make=partial(Episode, asked, retriever, options),
+            make=partial(Episode, question_set, retriever, options),
             options=chosen,
             offers_hints=True,
             examples=partial(worked_examples, options),
             probe_actions=("<search>town</search>", "<answer>none</answer>"),
             # a search of the embedded corpus takes 0.1 ms
             blocking=not isinstance(retriever, retrievers.Bm25),
-            identity=lambda task_id: " ".join(asked[task_id].text.lower().split()),
+            identity=lambda task_id: " ".join(question_set[task_id].text.lower().split()),
         )
 
     return replace(served(parsed), agentgym=served(replace(parsed, mode="agentgym")))
@@ -127,9 +126,9 @@ def _questions(value: Any) -> Questions:
             "; did you mean 'embedded'?" if difflib.get_close_matches(value, ["embedded"]) else ""
         )
         raise ValueError(f"searchqa option questions: there is no folder {value!r}{hint}")
-    found = FlashRag(folder)
-    found[0]  # a server plays task 0 before it says it is ready
-    return found
+    flashrag = FlashRag(folder)
+    flashrag[0]  # a server plays task 0 before it reports ready, so it must exist
+    return flashrag
 
 
 def _retriever(chosen: dict[str, Any]) -> Retriever:

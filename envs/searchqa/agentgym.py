@@ -9,7 +9,7 @@ from envs.dialect import Dialect
 
 class SearchReset(BaseModel):
     id: int = Field(validation_alias="env_idx")
-    # None: the one given to create
+    # None: the one of the create request
     data_idx: int | None = Field(default=None, validation_alias="id")
 
 
@@ -22,12 +22,12 @@ DIALECT = Dialect(
     create=SearchCreate,
     reset=SearchReset,
     names_task=lambda body: int(body.id),
-    created=lambda place: place.id,
-    shown=lambda place: place.prompt,
-    stepped=lambda place: {
-        "observation": place.observation,
-        "reward": place.reward,
-        "done": place.done,
+    created=lambda env: env.id,
+    shown=lambda env: env.prompt,
+    stepped=lambda env: {
+        "observation": env.observation,
+        "reward": env.reward,
+        "done": env.done,
         "info": None,
     },
     polite=False,

@@ -1,5 +1,5 @@
-"""One question behind the `Simulator` protocol, and the expert that knows where its answer
-stands.
+"""One question behind the `Simulator` protocol, and the expert that knows which documents answer
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from envs.searchqa.scoring import exact_match, f1, normalise
 from envs.wire import FAMILY, INVALID, PARTS
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-MAX_QUERY_CHARS = 1_000  # the rest of a longer query is not read
+MAX_QUERY_CHARS = 1_000  # the rest of a longer query is ignored
 
 EMPTY_QUERY = "Your query is empty. Write what you look for between <search> and </search>."
 OVER = "The episode is over."
@@ -25,17 +25,17 @@ OVER = "The episode is over."
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How a reply is read, and what is said to it."""
+    """Rules for reading a reply, and the wording of the answers."""
 
     right: str
     wrong: str
-    try_again: str  # wrong, and the episode goes on
+    try_again: str  # wrong, and the episode continues
     neither: str  # no complete tag
-    thoughts_act: bool  # tags inside of <think>..</think>, too
-    searches_nothing: bool  # an empty query goes to the retriever like any other
+    thoughts_act: bool  # tags inside <think>..</think> count, too
+    searches_nothing: bool  # an empty query is sent to the retriever like any other
 
 
-# agentgym: the cases that AgentGym's server has, each told in our words
+# agentgym: the cases of AgentGym's server, in our own words
 PROTOCOLS = {
     "own": Protocol(
         right="Your answer is right.",
@@ -66,7 +66,7 @@ PROTOCOLS = {
 class Options:
     mode: Literal["strict", "agentgym"]
     topk: int  # documents per search
-    max_doc_chars: int  # shown of each; 0 is all
+    max_doc_chars: int  # characters shown of each document; 0: no limit
     protocol: Literal["own", "agentgym"] = "own"
 
 
@@ -86,27 +86,29 @@ class Episode:
         self._protocol = PROTOCOLS[options.protocol]
         self.question = Question("", (), "")
         self.searched: list[Searched] = []
-        self.answers: list[tuple[str, bool]] = []  # (answer, whether it was right)
+        self.answers: list[tuple[str, bool]] = []  # (answer, True if right)
         self.ended = False
 
     def reset(self, task_id: int) -> str:
-        """Errors: ValueError where the set of questions has none under this id."""
+        """Start a question. Errors: ValueError if the set of questions has none of this id."""
         self.question = self._questions[task_id]
         self.searched, self.answers, self.ended = [], [], False
         return f"Question: {self.question.text}"
 
     def step(self, action: str) -> StepResult:
-        """After the end nothing is done and nothing paid. Errors: RetrieverError."""
+        """Carry out a reply. After the end it has no effect and no reward.
+        Errors: RetrieverError.
+        """
         if self.ended:
             return self._result(OVER)
         thoughts_act = self._protocol.thoughts_act
-        said = parse(action, thoughts_act=thoughts_act)
-        if said is None:
+        parsed = parse(action, thoughts_act=thoughts_act)
+        if parsed is None:
             return self._result(self._protocol.neither, **{INVALID: True})
-        if said.kind == "search":
-            return self._search(_CONTROL.sub(" ", said.text).strip()[:MAX_QUERY_CHARS])
+        if parsed.kind == "search":
+            return self._search(_CONTROL.sub(" ", parsed.text).strip()[:MAX_QUERY_CHARS])
         return self._answer(
-            said.text
+            parsed.text
             if self.options.mode == "strict"
             else last_answer(action, thoughts_act=thoughts_act)
         )
@@ -131,8 +133,10 @@ class Episode:
         return Researcher(self)
 
     def hints(self) -> list[str]:
-        """Searches for the question and for what was found, and what was found as the answer."""
-        titles = dict.fromkeys(each.title for search in self.searched for each in search.documents)
+        """Return searches for the question and for found titles, and these titles as answers."""
+        titles = dict.fromkeys(
+            document.title for search in self.searched for document in search.documents
+        )
         searches = [f"<search>{text}</search>" for text in (self.question.text, *titles)]
         return [*searches, *(f"<answer>{title}</answer>" for title in titles)]
 
@@ -147,13 +151,13 @@ class Episode:
         return self._result(information(documents, self.options.max_doc_chars))
 
     def _answer(self, answer: str) -> StepResult:
-        """agentgym: a wrong one costs a turn, and the next one may be right."""
+        """Grade an answer. In mode agentgym the episode continues after a wrong one."""
         answer = answer.strip()
         right = exact_match(answer, self.question.answers)
         self.answers.append((answer, right))
         self.ended = right or self.options.mode == "strict"
-        says = self._protocol
-        text = says.right if right else says.wrong if self.ended else says.try_again
+        wording = self._protocol
+        text = wording.right if right else wording.wrong if self.ended else wording.try_again
         parts = {"em": float(right), "f1": round(f1(answer, self.question.answers), 4)}
         return self._result(text, right=right, **{PARTS: parts})
 
@@ -165,12 +169,12 @@ class Episode:
 
 
 class Researcher:
-    """Searches for each hop in turn and answers with what the documents told.
+    """An expert that searches for each hop in turn and then answers.
 
-    It knows which document tells what.
-    Of a question whose way is not known it searches for the question itself, and gives the golden
-    answer only where a document that came back contains it.
-    Any state will do to go on from: it looks at what was shown so far.
+    A question's hops name the documents with the facts.
+    For a question without hops it searches for the question itself, and gives a golden answer only
+    if a returned document contains it.
+    It can continue from any state, because it looks only at the documents shown so far.
     """
 
     def __init__(self, episode: Episode) -> None:
@@ -179,28 +183,30 @@ class Researcher:
     def next_action(self) -> str:
         question = self._episode.question
         if not question.hops:
-            told = next((answer for answer in question.answers if self._shown(answer)), "")
-            return f"<answer>{told}</answer>" if told else self._query([question.text])
+            shown_answer = next((answer for answer in question.answers if self._shown(answer)), "")
+            return (
+                f"<answer>{shown_answer}</answer>" if shown_answer else self._query([question.text])
+            )
         for hop in question.hops:
             if not self._shown(hop.finds, hop.title):
                 return self._query([hop.query, hop.title])
         return f"<answer>{question.hops[-1].finds}</answer>"
 
     def _query(self, queries: Sequence[str]) -> str:
-        """The first of these that was not tried."""
+        """Return a search for the first of these queries that was not tried.
+        Errors: ExpertFailed if all were tried.
+        """
         tried = [search.query for search in self._episode.searched]
         for query in queries:
             if query not in tried:
                 return f"<search>{query}</search>"
         raise ExpertFailed(
-            f"no document tells what {self._episode.question.text!r} needs; searched for:"
+            f"no document contains what {self._episode.question.text!r} needs; searched for:"
             f" {'; '.join(tried)}"
         )
 
     def _shown(self, answer: str, title: str = "") -> bool:
-        """Whether the policy was shown these words, by the document of this title if one is
-        given.
-        """
+        """Return True if a shown document contains the answer; title: only that document counts."""
         limit = self._episode.options.max_doc_chars
         for search in self._episode.searched:
             for document in search.documents:

@@ -32,7 +32,8 @@ QUESTIONS = (
 
 @cache
 def worked_examples(options: Options) -> tuple[Example, ...]:
-    """With as many and as long documents as these options show, whatever index is asked.
+    """Return the worked examples, with documents of the embedded corpus, as many and as long as
+    these options show.
 
     A question that these documents do not answer is left out.
     """
@@ -45,6 +46,6 @@ def worked_examples(options: Options) -> tuple[Example, ...]:
 
 
 def _thoughtful(action: str) -> str:
-    """The action after a thought, which AgentGym's protocol asks for in every reply."""
+    """Return the action after a thought: AgentGym's protocol wants one in every reply."""
     thought = "I have to look this up." if "<search>" in action else "The documents tell it."
     return f"<think>{thought}</think>\n{action}"

@@ -1,5 +1,5 @@
-"""The benchmarks' own questions: FlashRAG parquet files as AgentGym's set-up writes them, under
-the ids it publishes.
+"""The questions of the benchmarks: FlashRAG parquet files as AgentGym's setup writes them, with the
+ids that AgentGym publishes.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ RANGES = (
 
 
 class FlashRag:
-    """`train.parquet` and `test.parquet` of one folder; either may be missing until an id of it is
-    asked for.
+    """Questions of `train.parquet` and `test.parquet` in one folder.
+    One of the files may be missing as long as none of its ids is requested.
 
-    A row's id is the first id of its data set plus `extra_info.index` (its row number within the
-    data set; counted where the column is not there), so that an extract of the files serves the
-    same questions under the same ids.
+    A row's id is the first id of its data set plus `extra_info.index`, the row number within the
+    data set (counted if the column is missing). So an extract of the files serves the same
+    questions under the same ids.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Errors: ValueError where no file is there, a column is missing, or rows contradict
-        the published ranges.
+        """Read the files of a folder.
+        Errors: ValueError if both files or a column are missing, or if rows contradict the
+        published ranges.
         """
         try:
             import pyarrow.parquet as parquet
@@ -94,21 +95,21 @@ class FlashRag:
         return len(self._rows)
 
     def __getitem__(self, task_id: int) -> Question:
-        """Errors: ValueError naming the data set, row and file an id should be in."""
-        place = find_range(task_id)
+        """Return a question. Errors: ValueError naming the id's expected data set, row and file."""
+        id_range = find_range(task_id)
         row = self._rows.get(task_id)
         if row is None:
-            path = self.folder / f"{place.split}.parquet"
-            there = "has no such row" if place.split in self._tables else "is not there"
-            row = task_id - place.first
+            path = self.folder / f"{id_range.split}.parquet"
+            problem = "has no such row" if id_range.split in self._tables else "is not there"
+            row = task_id - id_range.first
             raise UnknownTask(
-                f"task id {task_id} is row {row} of {place.data_source} ({place.split}), but {path}"
-                f" {there}"
+                f"task id {task_id} is row {row} of {id_range.data_source} ({id_range.split}), but"
+                f" {path} {problem}"
             )
-        return _question(self._tables[place.split].slice(row, 1).to_pylist()[0], task_id)
+        return _question(self._tables[id_range.split].slice(row, 1).to_pylist()[0], task_id)
 
     def _number(self, split: str, table: Any, path: Path) -> None:
-        ranges = {place.data_source: place for place in RANGES if place.split == split}
+        ranges = {id_range.data_source: id_range for id_range in RANGES if id_range.split == split}
         counted = dict.fromkeys(ranges, 0)
         sources = table.column("data_source").to_pylist()
         extra = (
@@ -121,24 +122,24 @@ class FlashRag:
                 raise ValueError(
                     f"{path}, row {row}: unknown data_source {source!r}; known: {', '.join(ranges)}"
                 )
-            place = ranges[source]
+            id_range = ranges[source]
             index = facts.get("index") if isinstance(facts, Mapping) else None
             index = counted[source] if index is None else index
             counted[source] += 1
-            if not isinstance(index, int) or not 0 <= index < place.count:
+            if not isinstance(index, int) or not 0 <= index < id_range.count:
                 raise ValueError(
-                    f"{path}, row {row}: index {index!r} of {source}, which has {place.count}"
+                    f"{path}, row {row}: index {index!r} of {source}, which has {id_range.count}"
                     f" questions ({split})"
                 )
-            if self._rows.setdefault(place.first + index, row) != row:
+            if self._rows.setdefault(id_range.first + index, row) != row:
                 raise ValueError(f"{path}, row {row}: index {index} of {source} comes twice")
 
 
 def find_range(task_id: int) -> Range:
-    """Errors: ValueError for an id outside the published ranges."""
-    for place in RANGES:
-        if place.first <= task_id <= place.last:
-            return place
+    """Return the range of an id. Errors: ValueError for an id outside the published ranges."""
+    for id_range in RANGES:
+        if id_range.first <= task_id <= id_range.last:
+            return id_range
     raise UnknownTask(f"task id {task_id} is outside the published ranges 0..{RANGES[-1].last}")
 
 

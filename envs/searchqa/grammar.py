@@ -17,38 +17,38 @@ _THINK, _THOUGHT = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a reply does."""
+    """The action of a reply."""
 
     kind: Kind
     text: str
 
 
 def parse(reply: str, *, thoughts_act: bool = False) -> Action | None:
-    """The first `<search>..</search>` or `<answer>..</answer>`, outside of thoughts unless these
-    act; None where there is neither.
+    """Return the first `<search>..</search>` or `<answer>..</answer>`; None if there is neither.
 
+    thoughts_act: tags inside thoughts count, too.
     A tag that is never closed is text. Time is linear in the length of the reply.
     """
-    said = reply if thoughts_act else without_thoughts(reply)
+    body = reply if thoughts_act else without_thoughts(reply)
     first = [
         (start, Action(kind, text))
         for kind in _KINDS
-        for start, text in islice(_pairs(said, kind), 1)
+        for start, text in islice(_pairs(body, kind), 1)
     ]
     return min(first, key=lambda item: item[0])[1] if first else None
 
 
 def last_answer(reply: str, *, thoughts_act: bool = False) -> str:
-    """The content of the last `<answer>` pair; empty where there is none."""
-    said = reply if thoughts_act else without_thoughts(reply)
-    return max(_pairs(said, "answer"), default=(0, ""))[1]
+    """Return the content of the last `<answer>` pair; empty if there is none."""
+    body = reply if thoughts_act else without_thoughts(reply)
+    return max(_pairs(body, "answer"), default=(0, ""))[1]
 
 
 def without_thoughts(reply: str) -> str:
-    """Without `<think>..</think>`, and without what precedes a `</think>` that a chat template
-    opened.
+    """Return the reply without `<think>..</think>`, and without the text before a leading
+    `</think>` whose `<think>` is in the chat template.
 
-    A `<think>` that is never closed hides nothing: what follows it counts.
+    A `<think>` that is never closed hides nothing: the text after it counts.
     """
     opened, closed = reply.find(_THINK), reply.find(_THOUGHT)
     if closed >= 0 and (opened < 0 or closed < opened):
@@ -63,7 +63,7 @@ def without_thoughts(reply: str) -> str:
 
 
 def information(documents: Sequence[Document], max_doc_chars: int = 0) -> str:
-    """What a search answers, the text of each document cut to max_doc_chars."""
+    """Return a search's answer, with the text of each document cut to max_doc_chars."""
     lines = [
         f'Doc {n}(Title: "{d.title}") {cut(d.text, max_doc_chars)}'
         for n, d in enumerate(documents, start=1)
@@ -72,7 +72,7 @@ def information(documents: Sequence[Document], max_doc_chars: int = 0) -> str:
 
 
 def _pairs(text: str, kind: Kind) -> Iterator[tuple[int, str]]:
-    """(where it starts, its content) of each pair of tags, none inside another."""
+    """Yield (start index, content) of each pair of tags; pairs do not overlap."""
     opening, closing = f"<{kind}>", f"</{kind}>"
     end = 0
     while (start := text.find(opening, end)) >= 0 and (end := text.find(closing, start)) >= 0:
@@ -80,7 +80,7 @@ def _pairs(text: str, kind: Kind) -> Iterator[tuple[int, str]]:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """A longer text ends after its last whole word within max_chars; 0 means no limit."""
+    """Return the text, cut after its last whole word within max_chars; 0 means no limit."""
     if not max_chars or len(text) <= max_chars:
         return text
     end = text.rfind(" ", 0, max_chars + 1)

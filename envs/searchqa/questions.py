@@ -1,8 +1,7 @@
-"""Questions by task id: the embedded ones, and the ranges in which AgentGym numbers those of the
-benchmarks.
+"""Questions by task id: the interface of a set of questions, and the embedded set.
 
-Ids below 51713 are eval, the others train, in both sets: a published id list means the right split
-either way.
+In the embedded set and in that of the benchmarks, ids below 51713 are eval and the others train, so
+a published id list means the right split in both.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ FIRST_TRAIN_ID = 51_713
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One search of the way to the answer: what to ask, the title of the document that tells,
-    and what it tells.
+    """One search on the way to the answer: its query, the title of the document with the fact, and
+    the fact.
     """
 
     query: str
@@ -33,22 +32,22 @@ class Hop:
 @dataclass(frozen=True, slots=True)
 class Question:
     text: str
-    answers: tuple[str, ...]  # any of them is right
+    answers: tuple[str, ...]  # all right answers
     data_source: str
-    hops: tuple[Hop, ...] = ()  # empty where nobody knows the way
+    hops: tuple[Hop, ...] = ()  # empty if unknown
 
 
 class Questions(Protocol):
     """A set of questions. Equal ids give equal questions on every machine."""
 
     def __getitem__(self, task_id: int) -> Question:
-        """Errors: ValueError naming what is missing."""
+        """Return a question. Errors: ValueError naming what is missing."""
         ...
 
 
 class Embedded:
-    """The questions over the embedded corpus: every id >= 0 is valid, ids of a split repeat
-    after the length of its list.
+    """The questions about the embedded corpus. Every id >= 0 is valid; after the end of a split's
+    list its questions repeat.
     """
 
     def __init__(self, train: Sequence[Question], evaluation: Sequence[Question]) -> None:
@@ -65,7 +64,7 @@ class Embedded:
 
 @cache
 def embedded() -> Embedded:
-    """Read once per process."""
+    """Read the embedded questions, once per process."""
     splits: dict[str, list[Question]] = {"train": [], "eval": []}
     with gzip.open(QUESTIONS, "rt", encoding="utf-8") as lines:
         for line in lines:

@@ -1,4 +1,4 @@
-"""Finding documents for a query: the protocol, and BM25 over a corpus held in memory."""
+"""Retrieval of documents for a query: the protocol, and BM25 over a corpus in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Protocol
 import bm25s
 import numpy as np
 
-logging.getLogger("bm25s").setLevel(logging.INFO)  # it asks for every debug line of its own
+logging.getLogger("bm25s").setLevel(logging.INFO)  # bm25s itself sets the level DEBUG
 
 PASSAGES = Path(__file__).resolve().parent / "corpus" / "passages.jsonl.gz"
 _K1, _B = 1.2, 0.75
@@ -38,10 +38,10 @@ class RetrieverError(RuntimeError):
 
 
 class Retriever(Protocol):
-    """Used by all sessions of a server, from several threads at once."""
+    """A retriever used by all sessions of a server, from several threads at once."""
 
     def search(self, query: str, topk: int) -> Sequence[Document]:
-        """At most `topk` documents, best first; none where nothing matches.
+        """Return at most `topk` documents, best first; none if nothing matches.
         Errors: RetrieverError.
         """
         ...
@@ -49,10 +49,10 @@ class Retriever(Protocol):
 
 class Bm25:
     """BM25 (Lucene's variant, k1 1.2, b 0.75) over title and text.
-    Read only once built, so threads share it without a lock.
+    The index is read-only after construction, so threads share it without a lock.
 
-    Equal queries give equal documents in equal order on every machine: scores are compared to four
-    decimals, ties go to the earlier one.
+    Equal queries give equal documents in equal order on every machine: scores are rounded to four
+    decimals, and of equal scores the earlier document comes first.
     """
 
     def __init__(self, documents: Sequence[Document]) -> None:
@@ -72,7 +72,9 @@ class Bm25:
         self._vocabulary = vocabulary
 
     def search(self, query: str, topk: int) -> list[Document]:
-        """Documents that share no word with the query are never returned."""
+        """Return at most `topk` documents, best first; only those that share a word with the
+        query.
+        """
         ids = [self._vocabulary[token] for token in tokens(query) if token in self._vocabulary]
         if not ids:
             return []
@@ -88,7 +90,7 @@ class Bm25:
 
 
 def tokens(text: str) -> list[str]:
-    """Lower-case words without the commonest ones."""
+    """Return the lower-case words without stop words."""
     return [word for word in re.findall(r"\w+", text.lower()) if word not in _STOPWORDS]
 
 

@@ -13,18 +13,18 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(text: str) -> str:
-    """Lower case; ASCII punctuation and the articles a, an, the removed; white space collapsed."""
+    """Return the text in lower case without ASCII punctuation, articles and extra white space."""
     return " ".join(
         re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_WITHOUT_PUNCTUATION)).split()
     )
 
 
 def exact_match(prediction: str, golden: Iterable[str]) -> bool:
-    """Whether it equals one of the golden answers after normalisation; an empty prediction never
+    """Return True if the prediction equals a golden answer after normalisation; an empty one never
     does.
 
-    A golden answer of which normalisation leaves nothing ("A") is compared as it stands, in lower
-    case.
+    If normalisation leaves nothing of a golden answer ("A"), the unnormalised texts are compared in
+    lower case.
     """
     plain, normal = prediction.strip().lower(), normalise(prediction)
     return bool(plain) and any(

@@ -1,5 +1,5 @@
-"""A retriever behind HTTP: the client of the Search-R1 retrieval API, as its `retrieval_server.py`
-and many others serve it.
+"""A retriever over HTTP: the client of the Search-R1 retrieval API, which `retrieval_server.py` and
+many other servers offer.
 
 `POST {"queries": [..], "topk": k, "return_scores": true}` -> `{"result": [[{"document":
 {"contents": ".."}, "score": ..}, ..], ..]}`, one list per query.
@@ -26,11 +26,11 @@ from envs.searchqa.retrievers import Document, RetrieverError
 
 logger = logging.getLogger(__name__)
 
-WINDOW_S = 0.002  # the first of a batch waits so long for others
+WINDOW_S = 0.002  # the first query of a batch waits so long for others
 MAX_BATCH = 256  # queries of one request
 ATTEMPTS = 3  # of one batch, within the deadline
 BACKOFF_S = 0.1  # before the second attempt; doubles
-REFUSALS = (400, 413, 422)  # statuses by which a server may refuse a query
+REFUSALS = (400, 413, 422)  # statuses with which a server may refuse a query
 CONTROL = "river"  # a query that every server can answer
 MAX_REPLY_BYTES = 64 * 1024 * 1024
 
@@ -48,7 +48,7 @@ class _Reply(BaseModel):
 
 
 class _Refused(RetrieverError):
-    """Of a query among those sent, or of all of them."""
+    """The server refused at least one of the queries sent."""
 
 
 class _Again(Exception):
@@ -65,15 +65,15 @@ class _Asked:
 
 
 class SearchR1:
-    """One retrieval server, shared by all threads.
+    """The client of one retrieval server, shared by all threads.
 
-    Queries are gathered: one request is under way at a time, and whoever gets the turn next takes
-    along all that wait.
+    Queries are batched: one request runs at a time, and the thread that sends the next one includes
+    all waiting queries.
     """
 
     def __init__(self, url: str, timeout_s: float = 20.0) -> None:
-        """timeout_s: of a request, retries included; a query waits as long again for its turn.
-        Errors: ValueError for no URL.
+        """timeout_s: of a request, including retries; a query may wait as long again for its turn.
+        Errors: ValueError for an invalid URL.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -87,61 +87,63 @@ class SearchR1:
         self._turn = threading.Lock()
 
     def search(self, query: str, topk: int) -> list[Document]:
-        """Errors: RetrieverError naming the URL."""
+        """Return the documents for a query. Errors: RetrieverError naming the URL."""
         deadline = time.monotonic() + self._timeout_s
-        asked = _Asked(query, topk)
-        self._waiting.append(asked)
-        while not asked.done:
+        request = _Asked(query, topk)
+        self._waiting.append(request)
+        while not request.done:
             if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                with contextlib.suppress(ValueError):  # it may be in the request under way
-                    self._waiting.remove(asked)
+                with contextlib.suppress(ValueError):  # it may be in the batch being sent
+                    self._waiting.remove(request)
                 raise RetrieverError(
                     f"retriever {self.url}: no turn within {self._timeout_s:g} s, it is too slow"
                     " for its load"
                 )
             try:
-                if not asked.done:
+                if not request.done:
                     self._serve_waiting()
             finally:
                 self._turn.release()
-        if asked.answer is None:
-            raise RetrieverError(asked.error)
-        return asked.answer
+        if request.answer is None:
+            raise RetrieverError(request.error)
+        return request.answer
 
     def _serve_waiting(self) -> None:
-        """Answer everybody who waits, the caller among them unless there are too many."""
+        """Answer up to MAX_BATCH waiting queries, normally including the caller's."""
         time.sleep(WINDOW_S)
         batch: list[_Asked] = []
-        # until nobody is left: who gave up waiting may go at any moment
+        # popleft until IndexError: a query that timed out may be removed at any moment
         with contextlib.suppress(IndexError):
             while len(batch) < MAX_BATCH:
                 batch.append(self._waiting.popleft())
         try:
-            found = self._ask([asked.query for asked in batch], max(asked.topk for asked in batch))
-            for asked, documents in zip(batch, found, strict=True):
-                asked.answer = documents[: asked.topk]
+            results = self._ask(
+                [request.query for request in batch], max(request.topk for request in batch)
+            )
+            for request, documents in zip(batch, results, strict=True):
+                request.answer = documents[: request.topk]
         except RetrieverError as error:
-            for asked in batch:
-                asked.error = str(error)
+            for request in batch:
+                request.error = str(error)
             if isinstance(error, _Refused):
                 self._serve_alone(batch)
         finally:
-            for asked in batch:
-                asked.done = True
+            for request in batch:
+                request.done = True
 
     def _serve_alone(self, batch: Sequence[_Asked]) -> None:
-        """One refused query must not cost the others theirs; it finds nothing, where the server
-        does answer another one.
+        """Send the queries one by one, so that a refused query does not fail the others.
+        A refused query gets no documents, provided that the server answers a control query.
         """
         try:
             self._ask([CONTROL], 1)
-            for asked in batch:
+            for request in batch:
                 try:
-                    asked.answer = self._ask([asked.query], asked.topk)[0]
+                    request.answer = self._ask([request.query], request.topk)[0]
                 except _Refused as error:
-                    logger.warning("%s; its query finds nothing: %.200r", error, asked.query)
-                    asked.answer = []
-        except RetrieverError as error:  # what is left of the batch has the error that it had
+                    logger.warning("%s; its query finds nothing: %.200r", error, request.query)
+                    request.answer = []
+        except RetrieverError as error:  # the rest of the batch keeps its previous error
             logger.warning("after a refused query: %s", error)
 
     def _ask(self, queries: Sequence[str], topk: int) -> list[list[Document]]:
@@ -162,8 +164,8 @@ class SearchR1:
         raise AssertionError("unreachable")
 
     def _post(self, body: bytes, timeout_s: float) -> bytes:
-        """The body of a reply with status 200.
-        A timer cuts the connection when time is up, however slowly bytes trickle in.
+        """Return the body of a reply with status 200.
+        A timer closes the connection after timeout_s, even if bytes still arrive slowly.
         """
         if timeout_s <= 0:
             raise _Again("no time left")
@@ -174,7 +176,7 @@ class SearchR1:
         timer.daemon = True
         try:
             connection.connect()
-            connected = connection.sock  # the connection forgets it when the reply begins
+            connected = connection.sock  # kept, because the connection drops it at the reply
             timer.start()
             connection.request(
                 "POST",
@@ -208,7 +210,7 @@ class SearchR1:
             raise RetrieverError(
                 f"retriever {self.url}: the reply is longer than {MAX_REPLY_BYTES} bytes"
             )
-        if reply.length:  # read(n) does not complain about a body that ends early
+        if reply.length:  # read(n) raises no error if the body ends early
             raise _Again(f"the connection was cut {reply.length} bytes before the end")
         return content
 
@@ -217,9 +219,10 @@ class SearchR1:
             result = _Reply.model_validate_json(content).result
         except ValidationError as error:
             problem = error.errors(include_url=False, include_context=False)[0]
-            where = ".".join(str(part) for part in problem["loc"]) or "body"
+            location = ".".join(str(part) for part in problem["loc"]) or "body"
             raise RetrieverError(
-                f"retriever {self.url}: not a reply of the Search-R1 API: {where}: {problem['msg']}"
+                f"retriever {self.url}: not a reply of the Search-R1 API: {location}:"
+                f" {problem['msg']}"
             ) from None
         if len(result) != num_queries:
             raise RetrieverError(
@@ -235,7 +238,7 @@ def _cut(connected: socket.socket, late: threading.Event) -> None:
 
 
 def _document(contents: str) -> Document:
-    """First line, without its quotes: the title."""
+    """Return the document: its first line, without quotes, is the title."""
     title, _, text = contents.partition("\n")
     title = title.strip()
     if len(title) >= 2 and title[0] == title[-1] == '"':

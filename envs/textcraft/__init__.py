@@ -42,17 +42,17 @@ Anything else changes nothing. The task is over as soon as you have crafted the 
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:
-    """Options: recipes, digest, min_depth, max_depth, goals, distractors, max_steps, protocol; the
-    README says what they mean.
+    """Make the environment from its options: recipes, digest, min_depth, max_depth, goals,
+    distractors, max_steps, protocol (see the README).
 
     Errors: ValueError in one line, naming the key or value and the nearest known one.
     """
     chosen = choose("textcraft", options, DEFAULTS)
-    for key, least in LEAST.items():
+    for key, minimum in LEAST.items():
         value = chosen[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise ValueError(
-                f"textcraft option {key}: expected a whole number from {least}, got {value!r}"
+                f"textcraft option {key}: expected a whole number from {minimum}, got {value!r}"
             )
     for key in ("recipes", "digest"):
         if not isinstance(chosen[key], str):
@@ -81,22 +81,20 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         offers_hints=True,
         examples=worked_examples,
         probe_actions=("inventory", *solution(book, parsed.goals[0]))[: parsed.max_steps or None],
-        # other distractors make no other task
+        # tasks with the same goal are equal, also with other distractors
         identity=lambda task_id: parsed.goals[task_id % len(parsed.goals)],
     )
-    theirs = replace(parsed, protocol="agentgym")
-    return replace(served, agentgym=replace(served, make=lambda: World(book, theirs)))
+    agentgym_options = replace(parsed, protocol="agentgym")
+    return replace(served, agentgym=replace(served, make=lambda: World(book, agentgym_options)))
 
 
 def solution(book: Book, goal: str) -> list[str]:
-    """The actions of an expert who is left alone."""
+    """Return the expert's actions from the start to the goal."""
     return [act.text for act in shortest(goal, {}, Choices(book)).acts]
 
 
 def _goals(book: Book, chosen: dict[str, Any]) -> tuple[str, ...]:
-    """Task id -> goal is this list's order; it is the book's whatever order the option names
-    them in.
-    """
+    """Return the goals by task id, always in the book's order and not in the option's."""
     wanted = chosen["goals"]
     if not isinstance(wanted, list | tuple) or not all(isinstance(name, str) for name in wanted):
         raise ValueError(
@@ -109,16 +107,16 @@ def _goals(book: Book, chosen: dict[str, Any]) -> tuple[str, ...]:
                 f"textcraft option goals: no recipe crafts {name!r}; did you mean"
                 f" {nearest(name, book.goals)!r}?"
             )
-    least, most = chosen["min_depth"], chosen["max_depth"]
+    min_depth, max_depth = chosen["min_depth"], chosen["max_depth"]
     goals = tuple(
         goal
-        for goal in goals_of(book, min_depth=least, max_depth=most)
+        for goal in goals_of(book, min_depth=min_depth, max_depth=max_depth)
         if not wanted or goal in wanted
     )
     if not goals:
         deepest = book.depth[book.goals[-1]]
         raise ValueError(
-            f"textcraft options min_depth {least}, max_depth {most}: no goal is left; depths here"
-            f" go from 1 to {deepest}"
+            f"textcraft options min_depth {min_depth}, max_depth {max_depth}: no goal is left;"
+            f" depths here go from 1 to {deepest}"
         )
     return goals

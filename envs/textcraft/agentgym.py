@@ -8,7 +8,7 @@ from envs.dialect import Dialect, Reset, whole
 
 
 class TextCraftCreate(BaseModel):
-    """A body is required; what it says about recipes is overruled by the reset that follows."""
+    """Body of a create. It is required, but the reset that follows overrides its recipes."""
 
     commands: str | None = None
     goal: str | None = None
@@ -18,28 +18,28 @@ DIALECT = Dialect(
     greeting="This is environment TextCraft.",
     create=TextCraftCreate,
     reset=Reset,
-    created=lambda place: {
-        "id": place.id,
-        "observation": place.observation,
+    created=lambda env: {
+        "id": env.id,
+        "observation": env.observation,
         "done": False,
         "reward": 0,
     },
-    shown=lambda place: {
-        "id": place.id,
-        "observation": place.observation,
-        "done": place.done,
-        "reward": whole(place.reward),
+    shown=lambda env: {
+        "id": env.id,
+        "observation": env.observation,
+        "done": env.done,
+        "reward": whole(env.reward),
     },
-    stepped=lambda place: {
-        "observation": place.observation,
-        "reward": whole(place.reward),
-        "done": place.done,
+    stepped=lambda env: {
+        "observation": env.observation,
+        "reward": whole(env.reward),
+        "done": env.done,
     },
-    looked=lambda place: place.observation,
-    detailed=lambda place: {
-        "observation": place.observation,
-        "done": place.done,
-        "reward": whole(place.reward),
+    looked=lambda env: env.observation,
+    detailed=lambda env: {
+        "observation": env.observation,
+        "done": env.done,
+        "reward": whole(env.reward),
         "deleted": False,
     },
     counts=True,

@@ -1,4 +1,4 @@
-"""A recipe as it was read or made up, before the book."""
+"""A recipe as it was read or invented, before it is part of a book."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worked examples: two goals of a made-up book, which no other book has."""
+"""Worked examples: two goals of an invented book that no other book contains."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Made-up recipes of the words of known ones: as many goals of one level of crafting as anybody
-wants to learn from.
+"""Invented recipes made of the words of known ones: any number of goals that take one level of
+crafting.
 
-The game has 124 such goals.
-Whoever learns from 84 of them learns them by heart; of thousands only how to read a recipe helps.
+The game has 124 such goals. A policy trained on 84 of them memorizes them; with thousands it has to
+learn to read recipes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Iterable
 from envs.textcraft.draft import Draft
 
 MOST = 20_000
-SHORTEST_WORD = 3  # no `on` and `a` of "carrot on a stick"
+SHORTEST_WORD = 3  # excludes `on` and `a` of "carrot on a stick"
 
 
 def invent(number: int, known: Iterable[Draft]) -> list[Draft]:
-    """That many recipes.
-    No item of theirs is in a known recipe or made by two; their ingredients can all be fetched.
+    """Return `number` invented recipes.
+    Their items occur in no known recipe, no two make the same item, and all ingredients can be
+    fetched.
 
-    Equal on every machine, and the first n of any number are the same n.
+    The recipes are equal on every machine, and a shorter list is a prefix of a longer one.
     """
     names = {
         name.removeprefix("#")
@@ -31,7 +32,7 @@ def invent(number: int, known: Iterable[Draft]) -> list[Draft]:
     ends = sorted({words[-1] for words in parts})
     begins = sorted({word for words in parts for word in words[:-1] if len(word) >= SHORTEST_WORD})
     single = sorted({*begins, *ends} - names)
-    # a recipe of one block alone would be left out
+    # a book leaves out recipes whose only ingredient is a block
     ingredient_ends = [end for end in ends if end != "block"]
     # a str is hashed by sha512, the same everywhere
     chance = random.Random("invented recipes")  # noqa: S311
@@ -39,31 +40,31 @@ def invent(number: int, known: Iterable[Draft]) -> list[Draft]:
 
     def name(first: str, last: list[str], *taken: set[str]) -> str:
         while True:
-            made = "_".join(
+            candidate = "_".join(
                 [first, *chance.sample(begins, chance.choice((0, 0, 0, 1))), chance.choice(last)]
             )
-            if not any(made in each for each in taken):
-                return made
+            if not any(candidate in used for used in taken):
+                return candidate
 
     drafts = []
     for _ in range(number):
         output = name(chance.choice(begins), ends, outputs, ingredients)
         outputs.add(output)
-        own = set()
+        chosen = set()
         for _ in range(chance.choice((1, 1, 1, 1, 2, 3))):
             if chance.random() < 1 / 3:
-                own.add(chance.choice(single))
-            else:  # often of the same material, as planks are of a log
+                chosen.add(chance.choice(single))
+            else:  # often of the output's material, like planks from a log
                 material = (
                     output.partition("_")[0] if chance.random() < 1 / 2 else chance.choice(begins)
                 )
-                own.add(name(material, ingredient_ends, outputs))
-        ingredients |= own
+                chosen.add(name(material, ingredient_ends, outputs))
+        ingredients |= chosen
         drafts.append(
             Draft(
                 output,
                 chance.choice((1, 1, 1, 2, 3, 4, 6, 8, 16)),
-                tuple((part, chance.randint(1, 9)) for part in sorted(own)),
+                tuple((part, chance.randint(1, 9)) for part in sorted(chosen)),
             )
         )
     return drafts

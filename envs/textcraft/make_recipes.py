@@ -1,18 +1,18 @@
-"""Make `recipes.json`, the recipes that ship, from the crafting recipes of Minecraft in the PyPI
-package `minecraft-data`.
+"""Script that makes `recipes.json`, the shipped recipes, from the crafting recipes of Minecraft in
+the PyPI package `minecraft-data`.
 
-The package is a tool of this script alone, no server needs it: `pip install
-minecraft-data==3.20.0`, then `python -m envs.textcraft.make_recipes`.
-It lists a recipe once for every combination of concrete ingredients; recipes that differ in one
-ingredient only are put together again:
+Only this script needs the package, no server does: `pip install minecraft-data==3.20.0`, then
+`python -m envs.textcraft.make_recipes`.
+The package lists a recipe once for every combination of concrete ingredients; this script merges
+recipes that differ in one ingredient only:
 
-- its variants form a family where they occur in recipes of several items, or are four and more, or
-  are part of such a family;
+- the variants of an ingredient form a family if they occur in recipes of several items, or are four
+  or more, or are part of such a family;
 - a family whose members can all be crafted and share the last word of their names becomes a generic
-  ingredient, `#planks`;
-- of any other family with members that nobody crafts, the one most recipes use stands for all:
-  `oak_log`, `coal`;
-- what is left stays a recipe of its own: a dye of several flowers.
+  ingredient, for example `#planks`;
+- any other family that has members without a recipe is replaced by the one of these that most
+  recipes use, for example `oak_log` or `coal`;
+- other variants stay separate recipes, for example a dye made of different flowers.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from pathlib import Path
 from typing import Any
 
 Cells = tuple[str, ...]  # the item in every used cell of the crafting grid, row by row
-# what may stand for each different ingredient, in the order in which they appear
+# the alternatives for each different ingredient, in order of appearance
 Slots = tuple[frozenset[str], ...]
 
 VERSION = "1.16.2"
 MANY = 4
-NAMES = {"slab": "wooden_slab"}  # a stone slab is a slab, too
+NAMES = {"slab": "wooden_slab"}  # `slab` alone would include stone slabs
 TARGET = Path(__file__).with_name("recipes.json")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write the recipe file that ships.")
     parser.add_argument("--version", default=VERSION, help="of Minecraft (default: %(default)s)")
-    parser.add_argument("--target", type=Path, default=TARGET, help="(default: beside this script)")
+    parser.add_argument(
+        "--target", type=Path, default=TARGET, help="(default: next to this script)"
+    )
     arguments = parser.parse_args()
     try:
         minecraft_data: Any = importlib.import_module("minecraft_data")
@@ -68,8 +70,8 @@ def main() -> int:
 def read(
     recipes: dict[str, list[dict[str, Any]]], names: dict[int, str]
 ) -> Iterator[tuple[str, int, str, Cells]]:
-    """(output, count, shape, cells) of every listed recipe; equal shapes have the same cells
-    filled with the same pattern.
+    """Yield (output, count, shape, cells) of every listed recipe. Recipes of equal shape fill the
+    same cells with the same pattern of ingredients.
     """
     for variants in recipes.values():
         for variant in variants:
@@ -90,13 +92,15 @@ def read(
 def condense(
     listed: Iterable[tuple[str, int, str, Cells]],
 ) -> tuple[dict[str, list[str]], list[tuple[str, int, dict[str, int]]]]:
-    """({generic ingredient: its members}, [(output, count, {ingredient: count})]), both in
+    """Merge the variants of recipes.
+
+    Result: ({generic ingredient: its members}, [(output, count, {ingredient: count})]), both in
     alphabetical order.
     """
     variants: dict[tuple[str, int, str], list[Cells]] = defaultdict(list)
     for output, count, shape, cells in listed:
         variants[output, count, shape].append(cells)
-    slots = {key: factor(found) for key, found in variants.items()}
+    slots = {key: factor(grids) for key, grids in variants.items()}
     makes: dict[frozenset[str], set[str]] = defaultdict(set)
     for (output, _, _), factored in slots.items():
         for family in factored:
@@ -111,8 +115,8 @@ def condense(
     )
     crafted = {
         output
-        for (output, _, _), found in variants.items()
-        for cells in found
+        for (output, _, _), grids in variants.items()
+        for cells in grids
         if not unpacks(cells)
     }
 
@@ -131,7 +135,7 @@ def condense(
 
 
 def factor(variants: list[Cells]) -> Slots:
-    """The sets whose product the variants are. Errors: ValueError where they are no product."""
+    """Return the sets whose product is the variants. Errors: ValueError if they are no product."""
     distinct = {tuple(dict.fromkeys(cells)) for cells in variants}
     slots = tuple(frozenset(column) for column in zip(*distinct, strict=True))
     size = 1
@@ -149,16 +153,16 @@ def ingredients_for(
     popularity: Counter[str],
     kinds: dict[str, list[str]],
 ) -> list[str]:
-    """What a recipe asks for where any of the family will do: one name, or several for as many
-    recipes.
-    Adds to kinds.
+    """Return the ingredient names that replace a family: one name, or several names that each give
+    a separate recipe.
+    Generic ingredients are added to `kinds`.
     """
     inside = max(
         (known for known in families if known < family and generic_name(known, crafted)),
         key=len,
         default=None,
     )
-    # a generic ingredient and something else: sticks are made of planks or bamboo
+    # a generic ingredient plus other items: sticks are made of planks or bamboo
     if inside is not None:
         return [
             *ingredients_for(inside, families, crafted, popularity, kinds),
@@ -176,8 +180,8 @@ def ingredients_for(
 
 
 def generic_name(family: frozenset[str], crafted: set[str]) -> str:
-    """The members' last word, or nothing where they have no such word in common or one of them
-    cannot be crafted.
+    """Return the members' common last word; empty if their last words differ or a member cannot be
+    crafted.
     """
     words = {member.rpartition("_")[2] for member in family}
     if len(words) > 1 or not family <= crafted:
@@ -187,14 +191,14 @@ def generic_name(family: frozenset[str], crafted: set[str]) -> str:
 
 
 def unpacks(cells: Cells) -> bool:
-    """Nine ingots from one block: recipes that servers do not offer."""
+    """Return True for recipes like nine ingots from one block, which servers do not offer."""
     return len(set(cells)) == 1 and cells[0].endswith("_block")
 
 
 def dump(
     source: str, kinds: dict[str, list[str]], recipes: list[tuple[str, int, dict[str, int]]]
 ) -> str:
-    """One line per recipe, so that a change can be read."""
+    """Return the JSON text, one line per recipe so that diffs are readable."""
     kind_lines = ",\n".join(
         f"  {json.dumps(name)}: {json.dumps(members)}" for name, members in kinds.items()
     )

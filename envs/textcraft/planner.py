@@ -1,5 +1,5 @@
-"""Knows how to craft anything: which recipes, which members of a kind, how much of everything,
-in which order.
+"""The planner that crafts any goal: it chooses recipes, members of kinds, amounts and the order of
+actions.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from envs.textcraft.recipes import Book, Recipe
 
 @dataclass(slots=True)
 class Choices:
-    """Which recipe makes an item and which member stands for a kind; the first known where
-    nothing was chosen.
+    """The chosen recipe of each item and the chosen member of each kind. The default is the
+    shallowest one.
     """
 
     book: Book
@@ -25,7 +25,7 @@ class Choices:
         return self.recipes.get(item) or min(self.book.by_output[item], key=self._depth_below)
 
     def item(self, name: str) -> str:
-        """The item that is meant by an ingredient."""
+        """Return the item to use for an ingredient: itself, or the chosen member of a kind."""
         if name not in self.book.members:
             return name
         return self.members.get(name) or min(
@@ -33,8 +33,8 @@ class Choices:
         )
 
     def others(self, item: str) -> Iterator[Choices]:
-        """Other ways to make one item: by each of its recipes, with each member of one of the
-        kinds in that.
+        """Yield other choices for one item: each of its recipes, and each member of one kind in
+        that recipe.
         """
         for recipe in self.book.by_output.get(item, ()):
             recipes = {**self.recipes, item: recipe}
@@ -49,7 +49,7 @@ class Choices:
 
 @dataclass(slots=True)
 class Act:
-    """One action and what it does to the inventory."""
+    """One action and its effect on the inventory."""
 
     takes: dict[str, int]
     item: str
@@ -75,44 +75,44 @@ class Need:
     """A node of the goal's tree, in the order parents, then children."""
 
     level: int
-    name: str  # as the recipe above says
+    name: str  # item or kind, as in the parent's recipe
     item: str
     n: int
     held: int
-    recipe: Recipe | None  # by which the rest is made; None where there is nothing to be made
+    recipe: Recipe | None  # makes the missing items; None if nothing has to be crafted
 
 
 class Plan:
-    """The acts that lead from an inventory to the goal under the given choices: every ingredient
-    before what it goes into.
+    """The acts that lead from an inventory to the goal under the given choices, ingredients before
+    the items made of them.
 
-    Things of one sort are fetched all at once, and what a recipe makes too much of goes into the
-    next one that needs it.
+    Equal items are fetched in one act, and a recipe's surplus is used by the next one that needs
+    it.
     """
 
     def __init__(self, goal: str, inventory: Mapping[str, int], choices: Choices) -> None:
         self.choices = choices
         self.acts: list[Act] = []
         self.needs: list[Need] = []
-        self._stock = dict(inventory)  # less what is set aside
+        self._stock = dict(inventory)  # minus the reserved items
         self._gets: dict[str, Act] = {}
         self._provide(goal, 1, 0)
 
     def _provide(self, name: str, n: int, level: int) -> None:
-        """Set n of it aside, making what is missing."""
+        """Reserve n of an item or kind, and add acts that make the missing ones."""
         item = self.choices.item(name)
-        held = min(n, self._stock.get(item, 0))
-        short = n - held
-        self._stock[item] = self._stock.get(item, 0) - held
+        in_stock = min(n, self._stock.get(item, 0))
+        short = n - in_stock
+        self._stock[item] = self._stock.get(item, 0) - in_stock
         craftable = short > 0 and item in self.choices.book.by_output
         recipe = self.choices.recipe(item) if craftable else None
-        self.needs.append(Need(level, name, item, n, held, recipe))
+        self.needs.append(Need(level, name, item, n, in_stock, recipe))
         if recipe is not None:
             times = -(-short // recipe.count)
             takes: Counter[str] = Counter()
-            for part, each in recipe.ingredients:
-                self._provide(part, each * times, level + 1)
-                takes[self.choices.item(part)] += each
+            for part, count in recipe.ingredients:
+                self._provide(part, count * times, level + 1)
+                takes[self.choices.item(part)] += count
             self.acts += [Act(dict(takes), item, recipe.count)] * times
             self._stock[item] += times * recipe.count - short
         elif short:
@@ -123,8 +123,8 @@ class Plan:
 
 
 def shortest(goal: str, inventory: Mapping[str, int], choices: Choices) -> Plan:
-    """The plan that no other way to make one of its items makes shorter; never longer than
-    under the choices given.
+    """Return a plan that no other choice for one of its items shortens (local search); it is never
+    longer than the plan under the given choices.
     """
     best = Plan(goal, inventory, choices)
     improved = True
@@ -140,15 +140,16 @@ def shortest(goal: str, inventory: Mapping[str, int], choices: Choices) -> Plan:
 
 class Planner:
     """The expert of one episode.
-    It repeats itself while nothing happens, and plans anew after acts that were not its own.
+    While the inventory does not change it returns the same action; after other actions than its
+    own it makes a new plan.
     """
 
     def __init__(self, book: Book, goal: str, inventory: dict[str, int]) -> None:
         self._goal = goal
-        self._inventory = inventory  # the world's own
+        self._inventory = inventory  # the world's object, which steps change
         self._choices = Choices(book)
         self._ahead: Sequence[Act] = ()
-        self._before: dict[str, int] = {}  # the inventory in which the first of them is due
+        self._before: dict[str, int] = {}  # the inventory before the first act of _ahead
 
     def next_action(self) -> str:
         if self._ahead and self._inventory == self._ahead[0].after(self._before):
@@ -164,8 +165,8 @@ class Planner:
 
 
 def tree_lines(book: Book, goal: str, inventory: Mapping[str, int]) -> list[str]:
-    """The tree of the shortest plan, one line per ingredient: how many, of which how many are
-    held, and how the rest is had.
+    """Return the tree of the shortest plan, one line per ingredient: the amount, the amount in the
+    inventory, and how to get the rest.
     """
     lines = []
     for need in shortest(goal, inventory, Choices(book)).needs:

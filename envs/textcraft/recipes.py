@@ -1,5 +1,5 @@
-"""The recipes of a TextCraft world: read from a file or folder, freed of cycles, and everything
-known about them before anyone plays.
+"""The recipes of a TextCraft world: read from a file or folder, without cycles, and indexed before
+play.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Recipe:
 
     output: str
     count: int
-    ingredients: tuple[tuple[str, int], ...]  # items and kinds, as told
+    ingredients: tuple[tuple[str, int], ...]  # items and kinds, named as in commands
     text: str  # craft 4 stick using 2 planks
 
     def accepts(self, given: Mapping[str, int], members: Mapping[str, frozenset[str]]) -> bool:
-        """True where `given`, items by name, is neither less nor more than this recipe takes."""
+        """Return True if `given`, items by name, is exactly what this recipe takes."""
         left = dict(given)
         slots = []
         for name, n in self.ingredients:
@@ -53,8 +53,8 @@ class Recipe:
 class Book:
     """All recipes, in the order of their drafts.
 
-    raw: what can be fetched. members: of every kind. depth: of items and kinds, 0 where nothing has
-    to be crafted.
+    raw: items that can be fetched. members: items of each kind.
+    depth: of items and kinds, 0 if nothing has to be crafted.
     goals: every craftable item, by depth and then by name.
     """
 
@@ -65,7 +65,7 @@ class Book:
         if not self.recipes:
             raise ValueError(f"no crafting recipe in {source}")
         self._exact: dict[tuple[str, frozenset[tuple[str, int]]], Recipe] = {}
-        self._loose: dict[str, list[Recipe]] = defaultdict(list)  # those with kinds
+        self._loose: dict[str, list[Recipe]] = defaultdict(list)  # recipes with kinds
         self.by_output: dict[str, list[Recipe]] = defaultdict(list)
         users: dict[str, list[Recipe]] = defaultdict(list)
         for recipe in self.recipes:
@@ -87,19 +87,19 @@ class Book:
         self._told: dict[str, tuple[list[str], list[str]]] = {}
 
     def told(self, goal: str) -> tuple[list[str], list[str]]:
-        """(the recipes of the goal's tree, other uses of what is in it) as commands; a kind is
-        followed to all of its members.
+        """Return (commands of the goal's tree, commands of other recipes that use its ingredients).
+        The tree contains all members of a kind.
         """
         if goal not in self._told:
             seen = {goal}
             tree: list[Recipe] = []
             queue = [goal]
-            for name in queue:  # grows
-                own = self.by_output.get(name, [])
-                tree += own
+            for name in queue:  # the loop appends to it
+                recipes = self.by_output.get(name, [])
+                tree += recipes
                 for part in [
                     *sorted(self.members.get(name, ())),
-                    *(part for recipe in own for part, _ in recipe.ingredients),
+                    *(part for recipe in recipes for part, _ in recipe.ingredients),
                 ]:
                     if part not in seen:
                         seen.add(part)
@@ -116,18 +116,22 @@ class Book:
         return self._told[goal]
 
     def find(self, output: str, given: Mapping[str, int]) -> Recipe | None:
-        """The recipe that makes this from exactly that, items by name and how many of each."""
+        """Return the recipe that makes `output` from exactly the `given` items (count by name)."""
         recipe = self._exact.get((output, frozenset(given.items())))
         if recipe is None:
             recipe = next(
-                (each for each in self._loose.get(output, ()) if each.accepts(given, self.members)),
+                (
+                    candidate
+                    for candidate in self._loose.get(output, ())
+                    if candidate.accepts(given, self.members)
+                ),
                 None,
             )
         return recipe
 
     def _measure(self) -> dict[str, int]:
-        """The least number of crafting levels below each name: recipes by their deepest
-        ingredient, items by their shallowest recipe.
+        """Return the least number of crafting levels below each name: a recipe counts by its
+        deepest ingredient, an item by its shallowest recipe.
         """
         depth = dict.fromkeys(self.raw, 0)
         changed = True
@@ -136,9 +140,9 @@ class Book:
             for recipe in self.recipes:
                 parts = [depth.get(name) for name, _ in recipe.ingredients]
                 if None not in parts:
-                    found = 1 + max(part for part in parts if part is not None)
-                    if found < depth.get(recipe.output, found + 1):
-                        depth[recipe.output] = found
+                    level = 1 + max(part for part in parts if part is not None)
+                    if level < depth.get(recipe.output, level + 1):
+                        depth[recipe.output] = level
                         changed = True
             for kind, members in self.members.items():
                 known = [depth[member] for member in members if member in depth]
@@ -157,29 +161,30 @@ class Book:
 
 @cache
 def load_book(path: str = "") -> Book:
-    """path: empty for the recipes that ship, a file of their form, or a folder of Minecraft's
-    recipe files (AgentGym's `recipes/`); `invented:N` for those that ship and N made-up ones.
+    """Read a book, once per path.
 
-    A folder is read in the order of its files' names, whatever order the disk lists them in.
+    path: empty for the shipped recipes, a file of the same form, or a folder of Minecraft's recipe
+    files (AgentGym's `recipes/`); `invented:N` for the shipped recipes and N invented ones.
+    The files of a folder are read in the order of their names.
     Errors: ValueError in one line.
     """
     if path.startswith(INVENTED):
         return _with_invented(path.removeprefix(INVENTED))
-    place = Path(path) if path else SHIPPED
-    if place.is_dir():
-        return Book(_read_folder(place), str(place))
-    if not place.is_file():
-        raise ValueError(f"textcraft option recipes: there is no file or folder {str(place)!r}")
-    return Book(_read_file(place), str(place))
+    source = Path(path) if path else SHIPPED
+    if source.is_dir():
+        return Book(_read_folder(source), str(source))
+    if not source.is_file():
+        raise ValueError(f"textcraft option recipes: there is no file or folder {str(source)!r}")
+    return Book(_read_file(source), str(source))
 
 
 def plain(name: str) -> str:
-    """`minecraft:oak_log` as a player writes it: `oak log`."""
+    """Return an item's name as a player writes it: `oak log` for `minecraft:oak_log`."""
     return name.removeprefix(NAMESPACE).replace("_", " ")
 
 
 def item_id(name: str) -> str:
-    """The inverse of `plain`."""
+    """Return an item's id, the inverse of `plain`."""
     name = name.replace(" ", "_")
     return name if ":" in name else NAMESPACE + name
 
@@ -197,7 +202,7 @@ def _with_invented(number: str) -> Book:
 
 
 def _read_file(path: Path) -> list[Draft]:
-    """The form that `make_recipes` writes."""
+    """Read a file in the form that `make_recipes` writes."""
     content = _json(path)
     try:
         kind_of = {member: kind for kind, members in content["kinds"].items() for member in members}
@@ -217,8 +222,8 @@ def _read_file(path: Path) -> list[Draft]:
 
 
 def _read_folder(folder: Path) -> list[Draft]:
-    """Recipe files of this folder, or of `recipes` in it.
-    Kinds of recipe other than crafting are passed over.
+    """Read the recipe files of a folder, or of its subfolder `recipes` if there is one.
+    Recipes other than crafting are skipped.
     """
     inner = folder / "recipes"
     files = sorted((inner if inner.is_dir() else folder).glob("*.json"), key=lambda file: file.name)
@@ -263,7 +268,9 @@ def _draft(content: Any) -> Draft | None:
 
 
 def _ingredient(value: Any) -> str:
-    """Of alternatives the first; `#` marks a generic one, as newer files do themselves."""
+    """Return an ingredient's name: the first of several alternatives; `#` marks a generic one, as
+    in newer files.
+    """
     if isinstance(value, list):
         value = value[0]
     if isinstance(value, str):
@@ -283,13 +290,15 @@ def _json(path: Path) -> Any:
 
 
 def _unpacks_block(draft: Draft) -> bool:
-    """Nine ingots from one block: the block is made of ingots, too."""
+    """Return True for recipes like nine ingots from one block: the block is made of ingots, a
+    cycle.
+    """
     return len(draft.ingredients) == 1 and draft.ingredients[0][0].endswith("_block")
 
 
 def _without_cycles(drafts: Sequence[Draft]) -> list[Draft]:
-    """Every recipe except those that would need, at some remove, what they make; of a cycle the
-    last one read goes.
+    """Return the recipes without those that need their own output, directly or indirectly. From a
+    cycle the recipe read last is removed.
     """
     below: dict[str, set[str]] = defaultdict(set)
     for draft in drafts:
@@ -305,21 +314,21 @@ def _without_cycles(drafts: Sequence[Draft]) -> list[Draft]:
 
 
 def _reachable(names: Iterable[str], below: Mapping[str, set[str]]) -> set[str]:
-    found = set(names)
-    queue = list(found)
+    reached = set(names)
+    queue = list(reached)
     while queue:
         for name in below.get(queue.pop(), ()):
-            if name not in found:
-                found.add(name)
+            if name not in reached:
+                reached.add(name)
                 queue.append(name)
-    return found
+    return reached
 
 
 def _resolve(drafts: Sequence[Draft]) -> tuple[list[Recipe], dict[str, frozenset[str]]]:
-    """(recipes, members by kind).
+    """Return (recipes, members by kind).
 
-    A kind of which no recipe makes a member is an item like any other.
-    One named like an item has that as a member, too, and is told as `any sand`.
+    A kind without a craftable member is an item like any other.
+    A kind named like an item has this item as a member, too, and commands name it `any sand`.
     """
     used = {name for draft in drafts for name, _ in draft.ingredients if name.startswith("#")}
     items: set[str] = set()
@@ -349,15 +358,16 @@ def _resolve(drafts: Sequence[Draft]) -> tuple[list[Recipe], dict[str, frozenset
         )
         recipes.setdefault((output, frozenset(ingredients.items())), recipe)
     return list(recipes.values()), {
-        names[kind]: frozenset(map(plain, found)) for kind, found in sorted(by_kind.items())
+        names[kind]: frozenset(map(plain, members)) for kind, members in sorted(by_kind.items())
     }
 
 
 def _fits(items: Mapping[str, int], slots: Sequence[tuple[frozenset[str], int]]) -> bool:
-    """Whether the items fill the slots, (who may enter, how many) each; both add up to the same
-    number.
+    """Return True if the items fill the slots; both add up to the same number.
 
-    They do where no set of slots is too small for the items that fit nowhere else (Hall's theorem).
+    slots: (names that fit, count) of each.
+    The items fit if no set of slots is too small for the items that fit only there (Hall's
+    theorem).
     """
     for chosen in itertools.product((True, False), repeat=len(slots)):
         room = sum(n for (_, n), inside in zip(slots, chosen, strict=True) if inside)

@@ -15,8 +15,8 @@ from envs.textcraft.planner import Planner, tree_lines
 from envs.textcraft.recipes import Book, item_id
 from envs.wire import FAMILY, INVALID
 
-LONGEST = 1000  # characters of an action that are looked at: nine ingredients need less than half
-ECHO_CHARS = 200  # of an action that could not be read
+LONGEST = 1000  # characters of an action; nine ingredients need less than half
+ECHO_CHARS = 200  # of an invalid action, repeated in the answer
 EMPTY = "You are not carrying anything."
 Protocol = Literal["own", "agentgym"]
 GRAMMAR = (
@@ -32,17 +32,17 @@ _PART = re.compile(r"([1-9][0-9]{0,5}) (.+)")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Which goals there are and how they are told."""
+    """The goals, and how observations present them."""
 
     goals: tuple[str, ...]
-    distractors: int  # commands that do not lead to the goal, at most
+    distractors: int  # maximum number of commands that do not lead to the goal
     max_steps: int  # 0: no limit
-    # own: an answer to a malformed action ends with the grammar; agentgym: it is AgentGym's alone
+    # own: the answer to a malformed action ends with the grammar; agentgym: AgentGym's answer only
     protocol: Protocol = "own"
 
 
 class Refused(Exception):
-    """An action that changes nothing; its text is the observation."""
+    """An action was refused and changed nothing; the message is the observation."""
 
 
 class Malformed(Refused):
@@ -50,14 +50,14 @@ class Malformed(Refused):
 
 
 class World:
-    """All chance of an episode comes from its task id; the book is shared and never changes."""
+    """One episode. All its randomness comes from the task id; the book is shared and immutable."""
 
     def __init__(self, book: Book, options: Options) -> None:
         self.book = book
         self.options = options
         self.goal = ""
         self.family = ""
-        self.inventory: dict[str, int] = {}  # in the order in which things were first had
+        self.inventory: dict[str, int] = {}  # in the order of first acquisition
         self.num_steps = 0  # of this episode
         self._ended = False
 
@@ -98,7 +98,7 @@ class World:
         return Planner(self.book, self.goal, self.inventory)
 
     def hints(self) -> list[str]:
-        """What can be crafted from the inventory, and what can be fetched."""
+        """Return the crafting commands possible now, and the items that can be fetched."""
         crafts = []
         for recipe in self.book.recipes:
             parts = [self._held(name, n) for name, n in recipe.ingredients]
@@ -109,24 +109,26 @@ class World:
     def close(self) -> None: ...
 
     def _held(self, name: str, n: int) -> str:
-        """So many of the item, or of one of the kind, as a command has it; empty: not at hand."""
-        among = sorted(self.book.members.get(name, {name}))
-        item = next((item for item in among if self.inventory.get(item, 0) >= n), "")
+        """Return `n item` for an item, or for one member of a kind, that the inventory has n of;
+        else empty.
+        """
+        members = sorted(self.book.members.get(name, {name}))
+        item = next((item for item in members if self.inventory.get(item, 0) >= n), "")
         return item and f"{n} {item}"
 
     def _act(self, action: str) -> tuple[str, bool]:
-        """(observation, whether the goal was crafted). Errors: Refused."""
+        """Return (observation, True if the goal was crafted). Errors: Refused."""
         if len(action) > LONGEST:
             raise Malformed(_unreadable(action))
         text = normalise(action)
         match = _ACTION.fullmatch(text)
         if match is None:
             raise Malformed(_unreadable(text))
-        n, item, output, given, _ = match.groups()
+        n, item, output, listed, _ = match.groups()
         if item is not None:
             return self._get(int(n), item), False
         if output is not None:
-            return self._craft(output, given)
+            return self._craft(output, listed)
         return self._look(), False
 
     def _get(self, n: int, item: str) -> str:
@@ -136,18 +138,18 @@ class World:
         return f"Got {n} {item}"
 
     def _craft(self, output: str, listed: str) -> tuple[str, bool]:
-        given: dict[str, int] = {}
+        items: dict[str, int] = {}
         for part in listed.split(","):
             match = _PART.fullmatch(part.strip())
             if match is None:
                 raise Malformed(f"Wrong item format: {_short(part.strip())}")
-            given[match[2]] = given.get(match[2], 0) + int(match[1])
-        if any(self.inventory.get(name, 0) < n for name, n in given.items()):
+            items[match[2]] = items.get(match[2], 0) + int(match[1])
+        if any(self.inventory.get(name, 0) < n for name, n in items.items()):
             raise Refused(f"Could not find enough items to craft {_short(item_id(output))}")
-        recipe = self.book.find(output, given)
+        recipe = self.book.find(output, items)
         if recipe is None:
             raise Refused(f"Could not find a valid recipe for {_short(f'{output} using {listed}')}")
-        for name, n in given.items():
+        for name, n in items.items():
             self.inventory[name] -= n
             if not self.inventory[name]:
                 del self.inventory[name]
@@ -161,14 +163,14 @@ class World:
 
 
 def normalise(text: str) -> str:
-    """Lower case, single blanks, names without `minecraft:` and underscores, no closing full
-    stop.
+    """Return the text in lower case with single blanks, without `minecraft:`, underscores and a
+    final period.
     """
     return " ".join(text.lower().replace("minecraft:", "").replace("_", " ").split()).rstrip(". ")
 
 
 def goals_of(book: Book, *, min_depth: int, max_depth: int) -> Sequence[str]:
-    """In the book's order. max_depth: 0 means no limit."""
+    """Return the goals in the book's order. max_depth: 0 means no limit."""
     return [
         goal
         for goal in book.goals

@@ -1,6 +1,4 @@
-"""WebArena: a browser, some web sites and an instruction.
-Embedded sites and tasks, or any deployment of WebArena's own.
-"""
+"""WebArena: tasks in a web browser, on the embedded sites or a deployment of WebArena's own."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "goto_s": 30.0,
     "seed": 0,
 }
-NAMES = {  # what WebArena's policies see instead of the addresses of its sites
+NAMES = {  # the addresses that policies see instead of the sites' real ones
     "shopping": "http://onestopmarket.com",
     "shopping_admin": "http://luma.com/admin",
     "reddit": "http://reddit.com",
@@ -69,10 +67,10 @@ time."""
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:
-    """Options: the README says what they mean.
+    """Build the environment from its options, see the README.
 
-    Errors: ValueError naming the option, the nearest known one, the task and field that is wrong,
-    or what to install.
+    Errors: ValueError naming the wrong option and the nearest known one, the task and its wrong
+    field, or the package to install.
     """
     chosen = choose("webarena", options, DEFAULTS)
     try:
@@ -101,12 +99,12 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         else (lambda: Deployed(executable, concurrency, sites))
     )
     if not embedded:
-        Deployed(executable, concurrency, sites)  # refuses addresses that are none; starts nothing
-    use_sandbox()  # refuses a value that is none
-    place = Shared(make)
+        Deployed(executable, concurrency, sites)  # checks the addresses; starts nothing
+    use_sandbox()  # checks its variable
+    shared = Shared(make)
     setting = Setting(
         tasks=tasks,
-        sites=place.get,
+        sites=shared.get,
         names=_names(chosen["names"], sites),
         limits=_limits(chosen),
         max_chars=_whole(chosen, "max_observation_chars", 100, 1_000_000),
@@ -125,7 +123,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         probe_task=min(tasks),
         blocking=True,
         awaited=True,
-        close=place.stop,
+        close=shared.stop,
         examples=partial(recorded, Path(__file__).with_name("examples.json")),
         identity=partial(identity, tasks),
     )
@@ -167,7 +165,7 @@ def _addresses(value: Any) -> dict[str, str]:
 
 
 def _names(value: Any, sites: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """(real address, shown address), longest first."""
+    """(real address, shown address) of each site, longest real address first."""
     if not isinstance(value, dict) or not all(isinstance(url, str) for url in value.values()):
         raise ValueError(
             'webarena option names: expected an object such as {"shopping":'
@@ -271,8 +269,8 @@ def _whole(chosen: Mapping[str, Any], key: str, low: int, high: int) -> int:
     return value
 
 
-def _seconds(chosen: Mapping[str, Any], key: str, most: float) -> float:
+def _seconds(chosen: Mapping[str, Any], key: str, high: float) -> float:
     value = chosen[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
-        raise ValueError(f"webarena option {key}: expected seconds up to {most:g}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
+        raise ValueError(f"webarena option {key}: expected seconds up to {high:g}, got {value!r}")
     return float(value)

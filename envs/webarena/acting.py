@@ -1,6 +1,4 @@
-"""Carrying out one action in the tabs of a session, by fresh coordinates and never by a
-selector.
-"""
+"""Execution of one action in a session's tabs, by fresh coordinates and never by a selector."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from envs.webarena.observation import Element
 from envs.webarena.tabs import Refusal, Tab, Tabs, reason
 
 TYPED_BY_KEY = 200  # characters; a longer text is inserted at once
-AT_A_TIME = 10  # of those keys
+AT_A_TIME = 10  # keys sent in one request
 
 _CHOOSE = """function() {
   const list = this.closest('select');
@@ -26,8 +24,10 @@ by * window.innerHeight; }"""
 
 
 async def act(tabs: Tabs, action: Action, element: Element | None) -> None:
-    """element: what click, hover and type mean.
-    Errors: Refusal where it cannot be done, with the reason; BrowserLost.
+    """Execute the action in the current tab.
+
+    element: the target of click, hover and type.
+    Errors: Refusal, with the reason, if the action cannot be done; BrowserLost.
     """
     tab = tabs.current
     try:
@@ -79,8 +79,8 @@ async def _at(tabs: Tabs, action: Action, element: Element) -> None:
 
 
 async def _choose(tabs: Tabs, tab: Tab, element: Element) -> bool:
-    """An option of a select box has no place to click.
-    False where the option belongs to something else.
+    """Choose an option of a select box, which has no position to click.
+    Return False if the option is disabled or belongs to something else.
     """
     handle = (await tabs.ask(tab.send("DOM.resolveNode", backendNodeId=element.backend_id)))[
         "object"
@@ -97,8 +97,8 @@ async def _choose(tabs: Tabs, tab: Tab, element: Element) -> bool:
 
 
 async def _middle(tabs: Tabs, tab: Tab, element: Element) -> tuple[float, float]:
-    """Of its largest visible part, scrolled into view if need be.
-    Errors: Refusal where it has none.
+    """Middle (x, y) of the element's largest visible part, scrolled into view if necessary.
+    Errors: Refusal if no part is visible.
     """
     try:
         await tabs.ask(tab.send("DOM.scrollIntoViewIfNeeded", backendNodeId=element.backend_id))
@@ -128,7 +128,7 @@ async def _focus(tabs: Tabs, number: int) -> None:
 
 
 async def _close(tabs: Tabs) -> None:
-    """The last of those left becomes current; a blank one where none is left."""
+    """Close the current tab. The last remaining tab becomes current, or a new blank one."""
     await tabs.ask(tabs.current.page.close())
     living = tabs.living()
     if living:

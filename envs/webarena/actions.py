@@ -1,6 +1,5 @@
-"""The action grammar: one reply of a policy to one action, read in full or refused with the
-reason.
-Nothing is evaluated.
+"""The action grammar: it parses a policy's reply into one action, or refuses it with the reason.
+It evaluates no part of the reply.
 """
 
 from __future__ import annotations
@@ -88,13 +87,15 @@ _COMPILED = {kind: re.compile(pattern, re.DOTALL) for kind, pattern in _PATTERNS
 
 
 class NoAction(ValueError):
-    """The reply holds no action that can be read; the text is for the policy."""
+    """The reply contains no valid action; the text is for the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """number: an element's id or a tab's place; text: typed, pressed (playwright's key names),
-    opened, or answered.
+    """One parsed action.
+
+    number: an element's id or a tab's index.
+    text: the text to type, keys to press (playwright's names), URL to open, or answer.
     """
 
     kind: Kind
@@ -114,8 +115,7 @@ class Action:
 
 
 def parse(reply: str) -> Action:
-    """The action between the first triple backticks; without any, the reply's last line is the
-    action.
+    """Parse the action between the first triple backticks, or without these the reply's last line.
     Errors: NoAction.
     """
     text = _action_text(reply)
@@ -126,27 +126,27 @@ def parse(reply: str) -> Action:
             "There is no action in the reply. Write one in triple backticks, for example ```click"
             f" [12]```; the forms are: {', '.join(_FORMS.values())}. Got: {_short(text)}"
         )
-    found = _COMPILED[kind].fullmatch(text)
-    if found is None:
+    match = _COMPILED[kind].fullmatch(text)
+    if match is None:
         raise NoAction(
             f"The action cannot be read; the form is ```{_FORMS[kind]}```. Got: {_short(text)}"
         )
     parts = {
-        name.rstrip("_"): value for name, value in found.groupdict().items() if value is not None
+        name.rstrip("_"): value for name, value in match.groupdict().items() if value is not None
     }
     digits = parts.get("id", "")
     number = int(digits) if 0 < len(digits) < 10 else -1
-    said = parts.get("text", "")
+    argument = parts.get("text", "")
     if kind == "press":
-        said = keys(said)
-    if kind == "type" and len(said) > MAX_TEXT:
-        raise NoAction(f"At most {MAX_TEXT} characters can be typed at once, got {len(said)}.")
+        argument = keys(argument)
+    if kind == "type" and len(argument) > MAX_TEXT:
+        raise NoAction(f"At most {MAX_TEXT} characters can be typed at once, got {len(argument)}.")
     enter = kind == "type" and parts.get("flag", "1") == "1"
-    return Action(kind, number, said, enter=enter)  # type: ignore[arg-type]
+    return Action(kind, number, argument, enter=enter)  # type: ignore[arg-type]
 
 
 def keys(text: str) -> str:
-    """The combination in playwright's names. Errors: NoAction."""
+    """The key combination in playwright's names. Errors: NoAction."""
     names = text.strip().split("+")
     if names[-2:] == ["", ""]:  # the plus key itself
         names[-2:] = ["+"]

@@ -9,7 +9,7 @@ from envs.dialect import Dialect, Nothing
 
 class WebArenaReset(BaseModel):
     id: int = Field(validation_alias="env_idx")
-    seed: int = 0  # asked for and not used, as there
+    seed: int = 0  # accepted and not used, as in AgentGym's server
     data_idx: int = Field(validation_alias="idx")
 
 
@@ -17,17 +17,17 @@ DIALECT = Dialect(
     greeting="ok",
     create=Nothing,
     reset=WebArenaReset,
-    created=lambda place: {"env_idx": place.id},
-    shown=lambda place: {"observation": place.observation, **place.opening},
-    stepped=lambda place: {
-        "observation": place.observation,
-        "reward": place.reward,
-        "terminated": place.done and not place.truncated,
-        "truncated": place.truncated,
-        "info": place.info,
+    created=lambda environment: {"env_idx": environment.id},
+    shown=lambda environment: {"observation": environment.observation, **environment.opening},
+    stepped=lambda environment: {
+        "observation": environment.observation,
+        "reward": environment.reward,
+        "terminated": environment.done and not environment.truncated,
+        "truncated": environment.truncated,
+        "info": environment.info,
     },
     polite=False,
-    looked=lambda place: place.observation,
+    looked=lambda environment: environment.observation,
     opened=lambda simulator: dict(simulator.about),
     closed=lambda closed: {"closed": "closed" if closed else "no such environment"},
     reset_failed={"observation": "TimeoutError", "sites": "Error", "object": "Error"},

@@ -1,6 +1,7 @@
-"""One Chromium for all sessions of a server, behind an event loop in a thread of its own: launched
-when first needed, launched again after it died, replaced when it is old and nobody uses it, gone
-without a trace when the server is.
+"""One Chromium for all sessions of a server, with an event loop in a thread of its own.
+
+It is launched at first use and again after it died, replaced when it is old and idle, and removed
+with all its files when the server ends.
 """
 
 from __future__ import annotations
@@ -27,42 +28,45 @@ from envs.webarena.chromium import SANDBOX_VARIABLE, environment, use_sandbox
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-RECYCLE_AFTER = 1000  # contexts of one browser
+RECYCLE_AFTER = 1000  # contexts; an idle browser that opened so many is replaced
 LAUNCH_S = 30.0
 CLOSE_S = 10.0
-TURN_S = 1.0  # of a step, after which another may begin beside it
-PREFIX = "webarena-"  # of the folder of a launch
-MAX_TMPDIR = 45  # characters: the path of a socket of Chromium's has at most 107
+TURN_S = 1.0  # a step longer than this lets another one begin
+PREFIX = "webarena-"  # a launch's folder name begins with it
+MAX_TMPDIR = 45  # characters; the path of Chromium's sockets has at most 107
 
 _playwrights_environment = _driver.get_driver_env
 _given: ContextVar[dict[str, str] | None] = ContextVar("environment of the driver", default=None)
 
 
 def _drivers_environment() -> dict[str, str]:
-    """Playwright gives its driver everything this process has, and no way to say otherwise."""
-    theirs, given = _playwrights_environment(), _given.get()
+    """Environment of the driver: the launch's variables if set, else Playwright's default.
+
+    Playwright passes its driver all variables of this process and has no option against it.
+    """
+    default, variables = _playwrights_environment(), _given.get()
     return (
-        theirs
-        if given is None
+        default
+        if variables is None
         else {
-            **given,
-            **{name: theirs[name] for name in theirs if name.startswith(("PW_LANG_", "PW_CLI_"))},
+            **variables,
+            **{name: default[name] for name in default if name.startswith(("PW_LANG_", "PW_CLI_"))},
         }
     )
 
 
-# where it is asked for
+# the module that calls it imported it by name
 transport.get_driver_env = _drivers_environment  # type: ignore[attr-defined]
 
 
 class BrowserLost(RuntimeError):
-    """The browser or the page died, or no longer answers: the session cannot go on."""
+    """The browser or the page died or no longer answers; the session is lost."""
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One launch: driver, browser, their folder for temporary files and the process that
-    removes it.
+    """One launch: driver, browser, their folder for temporary files, and the keeper process that
+    removes the folder.
     """
 
     playwright: Playwright
@@ -71,7 +75,7 @@ class Running:
     keeper: subprocess.Popen[bytes]
     opened: int = 0  # contexts so far
     open: int = 0  # contexts now
-    lost: bool = False  # the driver died, which the browser's object does not notice
+    lost: bool = False  # the driver died; the browser object does not notice this
 
     @property
     def alive(self) -> bool:
@@ -79,8 +83,8 @@ class Running:
 
 
 class Chromium:
-    """May be used from any thread through `run`, from any loop through `run_async`; what is
-    handed to them runs on its loop.
+    """Access to the browser: `run` from any thread, `run_async` from any loop.
+    Both run their coroutine on the browser's loop.
     """
 
     def __init__(self, executable: str, switches: Sequence[str], concurrency: int) -> None:
@@ -93,7 +97,7 @@ class Chromium:
         self._running: Running | None = None
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """The coroutine's result. Errors: its own; TimeoutError after timeout_s."""
+        """Return the coroutine's result. Errors: the coroutine's; TimeoutError after timeout_s."""
         future = asyncio.run_coroutine_threadsafe(
             asyncio.wait_for(work, timeout_s), self._started()
         )
@@ -104,7 +108,7 @@ class Chromium:
             raise TimeoutError(f"the browser gave no answer within {timeout_s:g} s") from None
 
     async def run_async(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """As `run`, without holding a thread."""
+        """Return the coroutine's result without blocking a thread, see `run`."""
         future = asyncio.run_coroutine_threadsafe(
             asyncio.wait_for(work, timeout_s), self._started()
         )
@@ -115,7 +119,7 @@ class Chromium:
 
     def stop(self) -> None:
         """End browser, driver and loop, and wait until their files are gone.
-        Harmless where nothing runs; it may be used again.
+        Does nothing if nothing runs. A later `run` starts a new loop and browser.
         """
         with self._starting:
             loop, thread = self._loop, self._thread
@@ -129,8 +133,9 @@ class Chromium:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Held during the expensive part of a step; given back after TURN_S, for a page that
-        does not answer only waits.
+        """Take one of the `concurrency` slots for the expensive part of a step.
+
+        The slot is released after TURN_S at the latest: a page that does not answer uses no CPU.
         """
         await self._slots.acquire()
         holds = True
@@ -149,8 +154,8 @@ class Chromium:
             give_back()
 
     async def context(self, **settings: Any) -> tuple[Running, BrowserContext]:
-        """A new context of a living browser. Give it back with `release`.
-        Errors: BrowserLost where none can be launched.
+        """Open a context in a living browser. Close it with `release`.
+        Errors: BrowserLost if no browser can be launched or it opens no context.
         """
         for attempt in (1, 2):
             running = await self._current()
@@ -171,7 +176,7 @@ class Chromium:
             await asyncio.wait_for(context.close(), CLOSE_S)
 
     async def pid(self) -> int:
-        """Of the browser's main process. For tests and measurements."""
+        """Process id of the browser's main process, for tests and measurements."""
         return await _pid((await self._current()).browser)
 
     def _started(self) -> asyncio.AbstractEventLoop:
@@ -216,27 +221,27 @@ class Chromium:
                 SANDBOX_VARIABLE,
             )
         folder = tempfile.mkdtemp(prefix=PREFIX)
-        own = environment(folder)
+        variables = environment(folder)
         keeper = subprocess.Popen(  # noqa: ASYNC220  (forks within a millisecond)
             [sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")), folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env=own,
+            env=variables,
         )
         playwright: Playwright | None = None
         try:
             async with asyncio.timeout(LAUNCH_S):
-                _given.set(own)
+                _given.set(variables)
                 playwright = await async_playwright().start()
                 browser = await playwright.chromium.launch(
                     executable_path=self._executable,
                     args=self._switches,
-                    # one window for each click, as in anybody's browser
+                    # Playwright's default lets one click open many windows, unlike real browsers
                     ignore_default_args=["--disable-popup-blocking"],
                     timeout=LAUNCH_S * 1000,
-                    env={**own},
+                    env={**variables},
                     chromium_sandbox=sandbox,
                 )
                 assert keeper.stdin is not None
@@ -249,12 +254,12 @@ class Chromium:
                     await playwright.stop()
             await _ended(keeper)
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            # the second where Debian's chromium-sandbox is installed, but not for this user
+            # the second text comes if this user cannot use Debian's chromium-sandbox
             refusals = ("No usable sandbox", "SUID sandbox helper binary")
             if sandbox and any(words in str(error) for words in refusals):
                 reason = [
                     "its sandbox needs user namespaces, which this machine or container does not"
-                    " allow; allow them, or, where something else isolates this server, set"
+                    " allow; allow them, or, if something else isolates this server, set"
                     f" {SANDBOX_VARIABLE}=off"
                 ]
             raise BrowserLost(
@@ -279,8 +284,8 @@ async def _pid(browser: Browser) -> int:
 
 
 def is_closed(error: Error) -> bool:
-    """Whether page, context, browser or driver is gone.
-    Playwright does not export the error's class.
+    """Return True for the error of a closed page, context, browser or driver.
+    Playwright does not export its class, so the name decides.
     """
     return type(error).__name__ == "TargetClosedError"
 

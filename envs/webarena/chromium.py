@@ -1,8 +1,7 @@
-"""Where Chromium is on this machine, and the switches that close it off from everything but the
-sites of the tasks.
+"""The path of Chromium on this machine, and the switches that limit it to the sites of the tasks.
 
-`python -m envs.webarena.chromium` prints the program found, or the command that installs one (exit
-code 1).
+`python -m envs.webarena.chromium` prints the path, or the command that installs Chromium (exit code
+1).
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-# of the machine, never of a parameter file: "off" goes without Chromium's sandbox
+# "off" disables Chromium's sandbox; the machine's owner decides this, never a parameter file
 SANDBOX_VARIABLE = "WEBARENA_SANDBOX"
-# all that browser and driver are told of this process's environment, which holds the trainer's
+# the only variables that browser and driver get: this process's environment has the trainer's
 # secrets
 _KEPT = (
     "PATH",
@@ -33,8 +32,8 @@ INSTALL = (
     "apt-get install chromium-headless-shell fonts-dejavu-core, or: python -m playwright install"
     " --with-deps chromium"
 )
-# the builds without a window first: the others draw one nobody sees, for a quarter more CPU time a
-# step and twice the memory a session
+# builds without a window come first: the others draw an unseen window, which costs a quarter more
+# CPU time per step and twice the memory per session
 _SHELLS = ("chromium-headless-shell", "chrome-headless-shell")
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 _PLAYWRIGHTS_SHELL = "chromium_headless_shell-*/chrome-*/*headless*shell"
@@ -43,36 +42,38 @@ _HOST = re.compile(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]")
 
 
 def find_browser(given: str = "") -> str:
-    """Path of the browser: the one this machine's owner names in the environment, else the given
-    one, else one without a window, the system's before the newest that Playwright downloaded, else
-    any.
+    """Path of the browser: the program in AGENTGYM_BROWSER, else `given`, else the first present.
 
-    given: one of the known names; it comes from a parameter file, which may choose a browser but no
+    Builds without a window come first, and the system's before the newest that Playwright
+    downloaded.
+    given: a known program name. It comes from a parameter file, which may choose a browser but no
     other program.
-    Errors: ValueError, where there is none saying how to get one.
+    Errors: ValueError; without any browser it states how to install one.
     """
-    machines = os.environ.get(BROWSER_VARIABLE, "")
+    override = os.environ.get(BROWSER_VARIABLE, "")
     if given and given not in _SHELLS + _PROGRAMS:
         raise ValueError(
             f"webarena option browser: expected one of {', '.join(_SHELLS + _PROGRAMS)}, got"
             f" {given!r}; a path is taken from the variable {BROWSER_VARIABLE} alone"
         )
-    if machines or given:
-        source = BROWSER_VARIABLE if machines else "webarena option browser"
-        found = shutil.which(machines or given)
-        if found is None:
+    if override or given:
+        source = BROWSER_VARIABLE if override else "webarena option browser"
+        program = shutil.which(override or given)
+        if program is None:
             raise ValueError(
-                f"{source}: {machines or given!r} is no program that can be run; leave it out to"
+                f"{source}: {override or given!r} is no program that can be run; leave it out to"
                 " look for one"
             )
-        return found
+        return program
     cache = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / ".cache/ms-playwright")
     for programs, pattern in ((_SHELLS, _PLAYWRIGHTS_SHELL), (_PROGRAMS, _PLAYWRIGHTS)):
-        for found in filter(None, map(shutil.which, programs)):
-            # Debian's programs are shell scripts around these
-            inner = Path("/usr/lib/chromium") / Path(found).name
+        for program in filter(None, map(shutil.which, programs)):
+            # Debian's programs in /usr/bin are shell scripts that start these
+            inner = Path("/usr/lib/chromium") / Path(program).name
             return (
-                str(inner) if found.startswith("/usr/bin/") and os.access(inner, os.X_OK) else found
+                str(inner)
+                if program.startswith("/usr/bin/") and os.access(inner, os.X_OK)
+                else program
             )
         downloaded = [path for path in cache.glob(pattern) if os.access(path, os.X_OK)]
         if downloaded:
@@ -81,10 +82,10 @@ def find_browser(given: str = "") -> str:
 
 
 def switches(routes: Iterable[tuple[str, str]]) -> list[str]:
-    """Command line switches. routes: (host:port as the pages name it, host:port to connect to); no
-    other address is reachable.
+    """Command line switches under which only the routes are reachable.
 
-    Errors: ValueError where an address is none.
+    routes: (host:port as the pages name it, host:port to connect to).
+    Errors: ValueError if an address is no host:port.
     """
     rules = []
     for named, real in routes:
@@ -108,26 +109,26 @@ def switches(routes: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Of the browser and its driver; they write to the folder and nowhere else."""
-    kept = {
+    """Environment variables of the browser and its driver, which write to the folder only."""
+    variables = {
         name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("LC_")
     }
     return {
-        **kept,
+        **variables,
         **dict.fromkeys(("TMPDIR", "HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"), folder),
     }
 
 
 def use_sandbox() -> bool:
-    """Whether Chromium runs in its own sandbox: always, but as root, whom it refuses, and where
-    the machine says otherwise.
+    """Return True if Chromium runs in its sandbox.
 
-    Errors: ValueError.
+    It does unless WEBARENA_SANDBOX is off or the user is root, for whom Chromium refuses it.
+    Errors: ValueError if the variable is neither on nor off.
     """
-    said = os.environ.get(SANDBOX_VARIABLE, "on")
-    if said not in ("on", "off"):
-        raise ValueError(f"{SANDBOX_VARIABLE}: expected on or off, got {said!r}")
-    return said == "on" and os.geteuid() != 0
+    value = os.environ.get(SANDBOX_VARIABLE, "on")
+    if value not in ("on", "off"):
+        raise ValueError(f"{SANDBOX_VARIABLE}: expected on or off, got {value!r}")
+    return value == "on" and os.geteuid() != 0
 
 
 def main() -> int:

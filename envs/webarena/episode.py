@@ -1,6 +1,4 @@
-"""One task in a browser behind the `Simulator` protocol: from its start page to the score of
-what was left behind.
-"""
+"""One task in a browser behind the `Simulator` protocol, from its start page to the score."""
 
 from __future__ import annotations
 
@@ -33,16 +31,16 @@ from envs.wire import FAMILY, INVALID, PARTS
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# the environment's failures
+# failures of the environment, which give no verdict
 NO_VERDICT = (BrowserLost, TimeoutError, Error, JudgeFailed, HelperFailed)
 START_S = 100.0  # for a session's first observation
 STEP_S = 90.0  # for one action
 JUDGE_S = 120.0  # for the verdict
 CLOSE_S = 20.0
 READ_S = 45.0  # for the two trees of a page
-MAX_ELEMENTS = 50_000  # of a page that is looked at
+MAX_ELEMENTS = 50_000  # a larger page is not shown
 MAX_PAGE_CHARS = 4_000_000
-_JUDGING = ThreadPoolExecutor(16, "judge")  # evaluators and judges wait for pages and endpoints
+_JUDGING = ThreadPoolExecutor(16, "judge")  # evaluators and judges block on pages and endpoints
 OVER = "The episode is over."
 _SIZE = (
     "() => [document.getElementsByTagName('*').length, (document.documentElement || {textContent:"
@@ -52,7 +50,7 @@ _SIZE = (
 
 @dataclass(frozen=True)
 class Setting:
-    """What all episodes of a server share."""
+    """Values that all episodes of a server share."""
 
     tasks: Mapping[int, Task]
     sites: Callable[[], Place]  # started by the first session
@@ -65,7 +63,7 @@ class Setting:
 
 
 class Episode:
-    """A task, the tabs it is done in, and what the policy was shown of them."""
+    """A task, its tabs, and the elements that the policy has seen of them."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -79,12 +77,15 @@ class Episode:
         self._numbers: dict[tuple[Tab, int, int], int] = {}
         self._last_number = 0
         self.previous = "None"
-        self.actions: list[str] = []  # as they came, one for each turn
+        self.actions: list[str] = []  # the policy's raw replies, one for each turn
         self._gold: Gold | None = None
         self.ended = False
 
     def reset(self, task_id: int) -> str:
-        """Errors: UnknownTask; BrowserLost; OSError where a storage file cannot be read."""
+        """Begin the task and return its first observation.
+
+        Errors: UnknownTask; BrowserLost; OSError if a storage file cannot be read.
+        """
         self.close()
         task = find_task(self._setting.tasks, task_id)
         self.task, self.previous, self.actions, self._gold, self.ended = (
@@ -100,8 +101,10 @@ class Episode:
         return self._run(self._start(self._sites), START_S)
 
     def step(self, action: str) -> StepResult:
-        """Errors: BrowserLost and TimeoutError where the session is lost; JudgeFailed,
-        HelperFailed where there is no verdict.
+        """Execute one action.
+
+        Errors: BrowserLost and TimeoutError if the session is lost; JudgeFailed and HelperFailed
+        if there is no verdict.
         """
         read = self._read_action(action)
         if isinstance(read, StepResult):
@@ -109,7 +112,7 @@ class Episode:
         return self._stop(read.text) if read.kind == "stop" else self._run(self._act(read), STEP_S)
 
     async def step_async(self, action: str) -> StepResult:
-        """As `step`; a thread is held while the outcome is judged, and no other time."""
+        """Execute one action, see `step`. It blocks a thread only while the outcome is judged."""
         read = self._read_action(action)
         if isinstance(read, StepResult):
             return read
@@ -120,7 +123,7 @@ class Episode:
         return await self._sites.chromium.run_async(self._act(read), STEP_S)
 
     def _read_action(self, action: str) -> Action | StepResult:
-        """A result where there is nothing to carry out."""
+        """Parse the action; return a result instead if there is nothing to execute."""
         if self.ended:
             return StepResult(OVER, 0.0, terminated=True, info=self._info())
         action = utf8(action)
@@ -135,18 +138,18 @@ class Episode:
         return parsed
 
     def render(self) -> tuple[str, bytes]:
-        """The window as PNG."""
+        """Screenshot of the window as PNG."""
         tabs = self._living()
         return "image/png", self._run(tabs.ask(tabs.current.page.screenshot()), STEP_S)
 
     def expert(self) -> Expert:
-        """One for the whole episode."""
+        """The episode's expert, the same one at each call."""
         if self._gold is None:
             self._gold = Gold(self, self._setting.gold.get(self.task.id, ()))
         return self._gold
 
     def hints(self) -> list[str]:
-        """A click on whatever is shown, a look further down, the way back, and the end."""
+        """A click on each shown element, both scrolls, the way back, and a stop."""
         clicks = [f"click [{element}]" for element in sorted(self.elements)]
         return [*clicks, "scroll [down]", "scroll [up]", "go_back", "stop [N/A]"]
 
@@ -162,22 +165,22 @@ class Episode:
 
     @property
     def about(self) -> dict[str, Any]:
-        """As AgentGym's server tells it after a reset."""
+        """The task's description in AgentGym's format, part of the answer to a reset."""
         return {"sites": list(self.task.sites), "object": self.task.intent}
 
     def public(self, text: str) -> str:
-        """Text with the sites' names as the policy knows them."""
+        """Replace the sites' real addresses with the ones that the policy sees."""
         for real, name in self._setting.names:
             text = text.replace(real, name)
         return text
 
     def real(self, url: str) -> str:
-        """The address that is opened for one the policy names."""
-        asked = _bare(url)
+        """The real address of one that the policy names."""
+        address = _bare(url)
         for real, name in self._setting.names:
             bare = _bare(name)
-            if asked == bare or asked.startswith((f"{bare}/", f"{bare}?", f"{bare}#")):
-                return real + asked[len(bare) :]
+            if address == bare or address.startswith((f"{bare}/", f"{bare}?", f"{bare}#")):
+                return real + address[len(bare) :]
         return url
 
     def _living(self) -> Tabs:
@@ -244,14 +247,15 @@ class Episode:
             return StepResult(await self._observe(), 0.0, terminated=False, info=info)
 
     def _info(self, error: str = "") -> dict[str, Any]:
-        """error: why nothing was done."""
+        """`info` of a step. error: why the action was not executed, "" if it was."""
         family = {FAMILY: "+".join(self.task.sites)}
         return family | ({INVALID: True, "error": error} if error else {})
 
     async def _observe(self) -> str:
-        """WebArena's blocks.
-        A page that is changing while it is read is read again, so is one that turns out to have
-        left the sites.
+        """Return the observation in WebArena's format.
+
+        A page that changes while it is read, or that left the sites, is read again.
+        Errors: BrowserLost after three attempts.
         """
         tabs = self._living()
         lines: list[str] = []
@@ -268,9 +272,9 @@ class Episode:
                 raise BrowserLost(trouble)
             await tabs.settle()
         titles = []
-        for place, tab in enumerate(tabs.living()):
+        for index, tab in enumerate(tabs.living()):
             title = " ".join((await self._title(tabs, tab)).split())[:200]
-            titles.append(f"Tab {place}{' (current)' if tab is tabs.current else ''}: {title}")
+            titles.append(f"Tab {index}{' (current)' if tab is tabs.current else ''}: {title}")
         text, _ = cut_lines([" | ".join(titles), "", *lines], self._setting.max_chars)
         notes = "".join(f"{note}\n" for note in dict.fromkeys(tabs.notes))
         url = self.public(tabs.current.page.url)
@@ -287,7 +291,9 @@ class Episode:
             return "(no answer)"
 
     async def _read(self, tabs: Tabs) -> list[str]:
-        """Sets `elements` and `shown`. Errors: playwright's Error; BrowserLost."""
+        """Return the page's lines; set `elements` and `shown`.
+        Errors: playwright's Error; BrowserLost.
+        """
         tab = tabs.current
         elements, characters = await tabs.ask(tab.page.evaluate(_SIZE))
         if elements > MAX_ELEMENTS or characters > MAX_PAGE_CHARS:
@@ -307,23 +313,21 @@ class Episode:
         layout = read_layout(snapshot, tabs.limits.width, tabs.limits.height)
         trees = {"": tree["nodes"]}
         for frame in layout.frames.values():
-            with contextlib.suppress(Error):  # it went away, or is another process's
+            with contextlib.suppress(Error):  # the frame is gone, or belongs to another process
                 trees[frame] = (
                     await tabs.ask(tab.send("Accessibility.getFullAXTree", frameId=frame))
                 )["nodes"]
-        if tab.document != document:  # another one came meanwhile: the trees may be of two pages
+        if tab.document != document:  # a navigation came in between: the trees may be of two pages
             return await self._read(tabs)
-        lines, found = read_page(
+        lines, printed = read_page(
             trees, layout, lambda backend: self._number(tab, document, backend)
         )
-        self.shown = [Element(e.id, e.role, e.name, e.backend_id, document) for e in found]
+        self.shown = [Element(e.id, e.role, e.name, e.backend_id, document) for e in printed]
         self.elements = {element.id: element for element in self.shown}
         return lines
 
     def _number(self, tab: Tab, document: int, backend_id: int) -> int:
-        """Small, the same as long as the document lives, never used for anything else in this
-        episode.
-        """
+        """Printed id of an element: small, fixed while its document lives, unique in an episode."""
         key = (tab, document, backend_id)
         if key not in self._numbers:
             self._last_number += 1
@@ -347,7 +351,7 @@ class Episode:
         return StepResult(OVER, float(success), terminated=True, success=success, info=info)
 
     def _judged(self, answer: str, helpers: Helpers) -> Verdict:
-        """A policy's text that breaks a judge is a wrong answer. Errors: NO_VERDICT."""
+        """Judge the outcome; an answer that breaks a judge scores 0. Errors: NO_VERDICT."""
         try:
             return evaluate(self.task, answer, _Final(self), helpers, self._setting.judge)
         except NO_VERDICT:
@@ -360,7 +364,7 @@ class Episode:
 
 
 class _Final:
-    """The page at the end, for the evaluators; each question has a deadline."""
+    """The page at the end, for the evaluators; each request has a deadline."""
 
     def __init__(self, episode: Episode) -> None:
         self._episode = episode
@@ -374,7 +378,7 @@ class _Final:
         return self._ask(self._tabs.current.page.content())
 
     def open(self, url: str) -> None:
-        """Errors: BrowserLost where the task file's page cannot be opened."""
+        """Open a page of the task file. Errors: BrowserLost if it cannot be opened."""
 
         async def go() -> None:
             self._tabs.begin_step()
@@ -400,10 +404,10 @@ class _Final:
 
 
 def utf8(text: str) -> str:
-    """Half a surrogate pair, which a page's script can make, fits into no message."""
+    """Replace unpaired surrogates, which a page's script can create and UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _bare(url: str) -> str:
-    """An address as people type it, without scheme and `www.`."""
+    """An address without scheme and `www.`."""
     return re.sub(r"^(https?://)?(www\.)?", "", url.strip())

@@ -1,10 +1,10 @@
-"""How an outcome is judged: WebArena's three evaluators as rules over texts, a page behind a
-protocol, and a judge for free answers.
+"""WebArena's three evaluators: rules over texts, a page behind a protocol, and a judge for free
+answers.
 
 Each part is 0 or 1 and the score is their product.
-Source: evaluation_harness of web-arena-x/webarena; what it does with odd cases is kept (substrings
-count, a one-character reference must be a whole token, ` |OR| ` is split in pages and addresses but
-not in answers).
+Source: evaluation_harness of web-arena-x/webarena, including its special cases: substrings count, a
+one-character reference must be a whole token, ` |OR| ` is split in pages and addresses but not in
+answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 from envs.webarena.tasks import LAST_URL, Target, Task, parse_call
 
 OR = " |OR| "
-# no character; above 4,300 digits `html.unescape` raises
+# such a reference is no character, and `html.unescape` raises above 4,300 digits
 _LONG_REFERENCE = re.compile(r"&#\d{100,};?")
 NOT_ACHIEVABLE = "n/a"
 
@@ -35,14 +35,12 @@ class Page(Protocol):
     def open(self, url: str) -> None: ...
 
     def evaluate(self, script: str) -> Any:
-        """Errors: ScriptFailed where the script throws."""
+        """Return the script's value. Errors: ScriptFailed if the script throws."""
         ...
 
 
 class ScriptFailed(Exception):
-    """A task file's script threw in the page; where WebArena looks for a text, that counts as
-    an empty one.
-    """
+    """A task file's script threw in the page; its text then counts as empty, as in WebArena."""
 
 
 class Judge(Protocol):
@@ -52,7 +50,7 @@ class Judge(Protocol):
     def same_answer(self, question: str, reference: str, answer: str) -> bool: ...
 
     def same_reason(self, question: str, reason: str, answer: str) -> bool:
-        """Whether the answer says that the task cannot be done, for this reason."""
+        """Return True if the answer states that the task cannot be done, for this reason."""
         ...
 
 
@@ -65,13 +63,13 @@ class Helpers(Protocol):
 @dataclass(slots=True)
 class Verdict:
     score: float
-    parts: dict[str, Any] = field(default_factory=dict)  # of each evaluator, for `info`
-    judge: str = ""  # who judged free text; empty: nobody was asked
+    parts: dict[str, Any] = field(default_factory=dict)  # evaluator -> its result, for `info`
+    judge: str = ""  # name of the judge of free text; empty if none was used
 
 
 def evaluate(task: Task, answer: str, page: Page, helpers: Helpers, judge: Judge) -> Verdict:
-    """answer: of the stop action.
-    The parts are judged in the file's order: program_html leaves the page.
+    """Judge the outcome of a task. answer: text of the stop action.
+    The parts are judged in the file's order, because program_html leaves the page.
     """
     rules, verdict = task.evaluation, Verdict(1.0)
     for kind in rules.types:
@@ -89,7 +87,7 @@ def evaluate(task: Task, answer: str, page: Page, helpers: Helpers, judge: Judge
 
 
 def clean(text: str) -> str:
-    """Without white space at the ends, without one pair of quotes around it, in lower case."""
+    """Strip white space and one pair of enclosing quotes; lower the case."""
     text = text.strip()
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         text = text[1:-1]
@@ -101,14 +99,19 @@ def exact_match(reference: str, prediction: str) -> float:
 
 
 def must_include(reference: str, prediction: str, *, whole_token: bool = False) -> float:
-    """whole_token: a reference of one character must be a token, not part of one."""
-    wanted, given = clean(reference), clean(prediction)
-    return float(wanted in (tokens(given) if whole_token and len(wanted) == 1 else given))
+    """Return 1 if the prediction contains the reference, else 0.
+
+    whole_token: a reference of one character must be a whole token.
+    """
+    expected, actual = clean(reference), clean(prediction)
+    return float(expected in (tokens(actual) if whole_token and len(expected) == 1 else actual))
 
 
 def url_match(url: str, references: str) -> float:
-    """Some reference's host and path is part of the page's; and for every key in a query of any
-    reference, one of its values is there.
+    """Return 1 if the page's address matches the references, else 0.
+
+    The page's host and path must contain those of some reference.
+    For every query key of any reference, the page's query must have one of its values.
     """
     base, query = _split(url)
     pooled: dict[str, set[str]] = {}
@@ -145,7 +148,7 @@ def _string(task: Task, answer: str, judge: Judge) -> tuple[float, dict[str, flo
         if clean(prediction) == NOT_ACHIEVABLE:
             parts["not_achievable"] = 1.0
             return score, parts
-        # replaces what was so far
+        # WebArena replaces the score of the other rules here
         score = parts["fuzzy_match"] = float(
             judge.same_reason(task.intent, rules.string_note, prediction)
         )
@@ -161,15 +164,15 @@ def _string(task: Task, answer: str, judge: Judge) -> tuple[float, dict[str, flo
 def _target(target: Target, page: Page, helpers: Helpers) -> float:
     url = _called(target.url, page, helpers)
     if not url and target.url:
-        return 0.0  # the helper looked for what the policy should have made
+        return 0.0  # the policy did not create the thing that the helper looked for
     if url != "last":
         page.open(url)
-    found = html.unescape(_LONG_REFERENCE.sub("\ufffd", _located(target, page, helpers)))
+    content = html.unescape(_LONG_REFERENCE.sub("\ufffd", _located(target, page, helpers)))
     if target.exact is not None:
-        return exact_match(target.exact, found)
+        return exact_match(target.exact, content)
     return float(
         all(
-            any(must_include(text, found) for text in entry.split(OR))
+            any(must_include(text, content) for text in entry.split(OR))
             for entry in target.must_include
         )
     )
@@ -186,7 +189,7 @@ def _located(target: Target, page: Page, helpers: Helpers) -> str:
 
 
 def _run(page: Page, script: str) -> str:
-    """As Python writes the value: null is "None"."""
+    """Run the script; its value as Python prints it (null is "None"), "" if it throws."""
     try:
         return str(page.evaluate(f"() => {script}"))
     except ScriptFailed:
@@ -207,15 +210,16 @@ _SPLITS = (
     (re.compile(r"([,:])$"), r" \1 "),
     (re.compile(r"\.\.\."), " ... "),
     (re.compile(r"([;@#$%&?!\[\](){}<>\"`])"), r" \1 "),
-    (re.compile(r"([^.])(\.)([\])}>\"'”’ ]*+)\s*+$"), r"\1 \2\3 "),  # possessive: linear in blanks
+    # possessive quantifiers keep the time linear in the number of blanks
+    (re.compile(r"([^.])(\.)([\])}>\"'”’ ]*+)\s*+$"), r"\1 \2\3 "),
     (re.compile(r"--"), " -- "),
     (re.compile(r"([^' ])('s|'m|'d|'ll|'re|'ve|n't|') "), r"\1 \2 "),
 )
 
 
 def tokens(text: str) -> list[str]:
-    """Words and punctuation of English text as the Penn Treebank splits them: a number keeps
-    its point and comma, `$` and `%` do not.
+    """Split English text into words and punctuation like the Penn Treebank.
+    A number keeps its point and comma; `$` and `%` are separate tokens.
     """
     text = f" {text} "
     for pattern, replacement in _SPLITS:

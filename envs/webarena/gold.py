@@ -1,5 +1,5 @@
-"""An expert that plays back how a task is done, written down once: elements by role and name
-instead of ids.
+"""An expert that plays back a recorded solution of a task, in which elements have a role and a name
+instead of an id.
 """
 
 from __future__ import annotations
@@ -17,37 +17,39 @@ _NAMED = re.compile(r"(click|hover|type) \[(\S+) '(.*?)'(?: #(\d+))?\](.*)", re.
 
 
 class Gold:
-    """The next of the written actions, with the id that its element has; scrolls down to an
-    element that is not in the window.
+    """Playback of the recorded actions, with the current ids of their elements.
 
-    It knows one way, from the start of the task: it has nothing to say once somebody went another.
+    It scrolls to an element outside the window.
+    It works from the start of the task only, and fails after any action that is not its own.
     """
 
     def __init__(self, episode: Episode, actions: tuple[str, ...]) -> None:
         self._episode = episode
         self._actions = actions
         self._next = 0
-        self._given: list[str] = []  # one for each turn
-        self._page = 0  # id of its root
+        self._given: list[str] = []  # one action for each turn
+        self._page = 0  # id of the page's root element
         # (role, name) -> ids in this page, in page order
         self._seen: dict[tuple[str, str], dict[int, None]] = {}
         self._scrolls = 0
 
     def next_action(self) -> str:
-        """Errors: ExpertFailed where the way is not known, was left, or the page does not look
-        as it should.
+        """Next recorded action; repeated until it is played.
+
+        Errors: ExpertFailed if another action was played, no recorded action is left, or the page
+        lacks the action's element.
         """
-        done = self._episode.actions
-        if len(self._given) == len(done) + 1:
-            return self._given[-1]  # asked twice
-        if self._given != done:
+        played = self._episode.actions
+        if len(self._given) == len(played) + 1:
+            return self._given[-1]  # it was not played yet
+        if self._given != played:
             raise ExpertFailed(
-                f"task {self._episode.task.id}: the way is known from the start only, and another"
-                " one was taken"
+                f"task {self._episode.task.id}: the recorded solution works from the start"
+                " only, and another action was played"
             )
         if self._next >= len(self._actions):
             raise ExpertFailed(
-                f"task {self._episode.task.id}: nobody wrote down what to do after {self._next}"
+                f"task {self._episode.task.id}: the recorded solution ends after {self._next}"
                 " actions"
             )
         self._look()
@@ -63,19 +65,19 @@ class Gold:
             self._seen.setdefault((element.role, element.name.strip()), {})[element.id] = None
 
     def _resolved(self, action: str) -> str:
-        found = _NAMED.fullmatch(action)
-        if found is None:
+        match = _NAMED.fullmatch(action)
+        if match is None:
             self._next += 1
             return self._episode.public(action)
-        kind, role, name, place, rest = found.groups()
-        same, wanted = list(self._seen.get((role, name), ())), int(place or 1)
-        if len(same) >= wanted and same[wanted - 1] in self._episode.elements:
+        kind, role, name, ordinal, rest = match.groups()
+        ids, count = list(self._seen.get((role, name), ())), int(ordinal or 1)
+        if len(ids) >= count and ids[count - 1] in self._episode.elements:
             self._next, self._scrolls = self._next + 1, 0
-            return f"{kind} [{same[wanted - 1]}]{rest}"
+            return f"{kind} [{ids[count - 1]}]{rest}"
         self._scrolls += 1
         if self._scrolls > MAX_SCROLLS:
             raise ExpertFailed(
-                f"task {self._episode.task.id}: {action}: there are {len(same)} of {role} {name!r}"
+                f"task {self._episode.task.id}: {action}: there are {len(ids)} of {role} {name!r}"
                 " in the page"
             )
-        return "scroll [up]" if len(same) >= wanted else "scroll [down]"
+        return "scroll [up]" if len(ids) >= count else "scroll [down]"

@@ -1,8 +1,8 @@
-"""The functions WebArena's task files may name: newest order, newest review, a member's role, the
-address of a post.
+"""The functions that WebArena's task files may name: newest order, newest review, a member's role,
+the address of a post.
 
-For the embedded sites they ask the state of the session's sites; for real ones the shop's REST API
-or the page itself.
+For the embedded sites they read the state of the session's sites; for real ones they query the
+shop's REST API or the page itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from envs.outbound import open_url
 from envs.webarena.evaluators import Page
 from envs.webarena.tasks import PAGE, Task, parse_call
 
-PASSWORD_VARIABLE = f"{SECRET_PREFIX}SHOP_PASSWORD"  # of the shop's user `admin`, for its REST API
+PASSWORD_VARIABLE = f"{SECRET_PREFIX}SHOP_PASSWORD"  # for the shop's REST API, user `admin`
 TIMEOUT_S = 20.0
 MAX_REPLY_BYTES = 16 << 20
 
@@ -45,12 +45,12 @@ _ROLE = """name => {
 
 
 class HelperFailed(GraderFailed):
-    """A site did not answer what the evaluation needs: a failure of the environment."""
+    """A site did not return a value that the evaluation needs: a failure of the environment."""
 
 
 def check_calls(tasks: Iterable[Task], *, embedded: bool) -> None:
-    """Errors: ValueError where a task names an unknown helper, or one that cannot work as
-    things are set.
+    """Check the helper calls of the tasks.
+    Errors: ValueError if a task names an unknown helper, or one that lacks the shop's password.
     """
     for task in tasks:
         for target in task.evaluation.targets:
@@ -74,15 +74,15 @@ def check_calls(tasks: Iterable[Task], *, embedded: bool) -> None:
 
 
 def post_url(url: str) -> str:
-    """A forum post's address without its title; every other address as it is."""
+    """A forum post's address without its title; any other address unchanged."""
     parts = urllib.parse.urlsplit(url)
-    found = _POST.match(parts.path)
-    return f"{parts.scheme}://{parts.netloc}{found[0]}/" if found else url
+    match = _POST.match(parts.path)
+    return f"{parts.scheme}://{parts.netloc}{match[0]}/" if match else url
 
 
 class StateHelpers:
-    """Of the embedded sites. queries: functions by name, asked with the session's state and the
-    arguments.
+    """Helpers of the embedded sites.
+    queries: object with a function for each name; it takes the session's state and the arguments.
     """
 
     def __init__(self, state: Any, queries: Any) -> None:
@@ -92,19 +92,19 @@ class StateHelpers:
     def call(self, name: str, arguments: Sequence[str], page: Page) -> str:
         if name == "reddit_get_post_url":
             return post_url(arguments[0])
-        given = [page.url if argument == PAGE else argument for argument in arguments]
+        values = [page.url if argument == PAGE else argument for argument in arguments]
         query: Callable[..., Any] = getattr(self._queries, name)
-        return str(query(self._state, *given))
+        return str(query(self._state, *values))
 
 
 class SiteHelpers:
-    """Of real sites. sites: name -> URL."""
+    """Helpers of real sites. sites: name -> URL."""
 
     def __init__(self, sites: Mapping[str, str]) -> None:
         self._shop = sites.get("shopping", "").rstrip("/")
 
     def call(self, name: str, arguments: Sequence[str], page: Page) -> str:
-        """Errors: HelperFailed."""
+        """Result of the named helper. Errors: HelperFailed."""
         try:
             match name:
                 case "reddit_get_post_url":

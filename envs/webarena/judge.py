@@ -1,5 +1,5 @@
-"""Judging free answers: by a language model behind any OpenAI-compatible endpoint, or by fixed
-rules where there is none.
+"""Judges of free answers: a language model behind any OpenAI-compatible endpoint, or fixed rules
+without one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 ATTEMPTS = 3
 BACKOFF_S = 0.5
 MAX_REPLY_BYTES = 1 << 20
-MAX_ANSWER = 4_000  # characters the judge is shown
-# statuses by which an endpoint may refuse a text: a content filter, a limit, a strict parser
+MAX_ANSWER = 4_000  # characters that the judge sees
+# statuses of an endpoint that refuses a text: a content filter, a limit, a strict parser
 _REFUSALS = (400, 413, 422)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -33,7 +33,7 @@ on or she so that the their there they this
     to was we were will with you your
 """
 _STOPWORDS = frozenset(_SMALL_WORDS.split())
-# and all in n't
+# words that end in n't count, too
 _NEGATIONS = frozenset(
     {"cannot", "impossible", "never", "no", "nobody", "none", "not", "nothing", "unable", "without"}
 )
@@ -61,43 +61,46 @@ End with one of these words on a line of its own: same, different."""
 
 
 class JudgeFailed(GraderFailed):
-    """There is no verdict: a failure of the environment, not of the policy."""
+    """The judge gave no verdict: a failure of the environment, not of the policy."""
 
 
 class Rules:
-    """Compares numbers and words.
-    Says yes where the answer holds all that the reference does, no number besides those of
-    reference and question, the same negation, and not much else.
+    """A judge that compares numbers and words.
+
+    It accepts an answer that contains all words of the reference, no number that neither reference
+    nor question contains, the same negation, and not many other words.
     """
 
     name = "rules"
 
     def same_answer(self, question: str, reference: str, answer: str) -> bool:
-        wanted, given = _words(reference), _words(answer)
-        if not wanted:
+        expected, actual = _words(reference), _words(answer)
+        if not expected:
             return " ".join(reference.split()).lower() == " ".join(answer.split()).lower()
-        stray = {word for word in given - wanted - _words(question) if _is_number(word)}
-        room = 3 * len(wanted) + 10
+        stray = {word for word in actual - expected - _words(question) if _is_number(word)}
+        room = 3 * len(expected) + 10
         return (
-            wanted <= given
+            expected <= actual
             and not stray
-            and len(given - _words(question)) <= room
+            and len(actual - _words(question)) <= room
             and _negated(reference) == _negated(answer)
         )
 
     def same_reason(self, question: str, reason: str, answer: str) -> bool:
-        """Half of the reason's words or more, and a negation."""
-        wanted, given = _words(reason), _words(answer)
-        if not wanted or not _negated(answer):
+        """Return True if the answer contains a negation and at least half of the reason's words."""
+        expected, actual = _words(reason), _words(answer)
+        if not expected or not _negated(answer):
             return False
         return (
-            2 * len(wanted & given) >= len(wanted)
-            and len(given - _words(question)) <= 3 * len(wanted) + 10
+            2 * len(expected & actual) >= len(expected)
+            and len(actual - _words(question)) <= 3 * len(expected) + 10
         )
 
 
 def _words(text: str) -> set[str]:
-    """Without the commonest ones; numbers without separators, leading and trailing zeros."""
+    """Words of the text without stop words and negations.
+    Numbers lose their separators, leading zeros and trailing zeros of the fraction.
+    """
     return (
         {_normal(word) for word in _WORD.findall(text.lower().replace("’", "'"))}
         - _STOPWORDS
@@ -106,7 +109,9 @@ def _words(text: str) -> set[str]:
 
 
 def _normal(word: str) -> str:
-    """Never by way of `int`: it refuses `²`, and more than 4,300 digits."""
+    """Normal form of a word or number.
+    It does not use `int`, which refuses `²` and more than 4,300 digits.
+    """
     if not word[0].isdecimal():
         return word.removesuffix("'s")
     number = "".join(str(unicodedata.decimal(sign, sign)) for sign in word if sign != ",")
@@ -118,7 +123,7 @@ def _normal(word: str) -> str:
 
 
 def _is_number(word: str) -> bool:
-    """Of any script, `²` and `½` too."""
+    """Return True for a number of any script, `²` and `½` included."""
     return unicodedata.category(word[0]).startswith("N")
 
 
@@ -131,8 +136,8 @@ def _negated(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """`POST {base_url}/chat/completions`, temperature 0.
-    `timeout_s` is for all attempts at one verdict together.
+    """A judge that asks a model: `POST {base_url}/chat/completions`, temperature 0.
+    `timeout_s` limits all attempts at one verdict together.
     """
 
     base_url: str
@@ -145,7 +150,7 @@ class Endpoint:
         return f"{self.model} at {self.base_url}"
 
     def same_answer(self, question: str, reference: str, answer: str) -> bool:
-        """Errors: JudgeFailed."""
+        """Return True if the model calls the answer correct. Errors: JudgeFailed."""
         return (
             self._verdict(
                 _ANSWER, ("partially correct", "incorrect", "correct"), question, reference, answer
@@ -154,17 +159,16 @@ class Endpoint:
         )
 
     def same_reason(self, question: str, reason: str, answer: str) -> bool:
-        """Errors: JudgeFailed."""
+        """Return True if the model calls the reasons the same. Errors: JudgeFailed."""
         return self._verdict(_REASON, ("different", "same"), question, reason, answer) == "same"
 
     def _verdict(
         self, prompt: str, words: tuple[str, ...], question: str, reference: str, answer: str
     ) -> str:
-        """One of the words, the last that the model says; "" for an answer that leaves it
-        speechless.
+        """Return the last of `words` in the model's response.
 
-        That is one the endpoint refuses, or gives no verdict on, while it does judge the reference
-        in its place: a policy must not choose to have no verdict.
+        Return "" if the endpoint refuses the answer or gives no verdict on it, but does judge the
+        reference in its place: a policy must not be able to avoid its verdict.
         Errors: JudgeFailed.
         """
         shown = _CONTROL.sub("\ufffd", answer[:MAX_ANSWER]).replace("==========", "")
@@ -175,7 +179,7 @@ class Endpoint:
             if left_s <= 0:
                 break
             try:
-                said = self._ask(
+                response = self._ask(
                     prompt.format(question=question, reference=reference, answer=shown), left_s
                 )
             except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -188,11 +192,11 @@ class Endpoint:
                 ):
                     break
             else:
-                found = _last(words, said)
-                if found:
-                    return found
+                verdict = _last(words, response)
+                if verdict:
+                    return verdict
                 is_up = True
-                problem = f"no verdict in {said[-100:]!r}"
+                problem = f"no verdict in {response[-100:]!r}"
             logger.warning("judge %s: %s", self.name, problem)
             time.sleep(max(0.0, min(BACKOFF_S * 2**attempt, deadline - time.monotonic())))
         if is_up and self._judges(
@@ -231,9 +235,9 @@ class Endpoint:
         return str(answer["choices"][0]["message"]["content"])
 
 
-def _last(words: tuple[str, ...], said: str) -> str:
-    """The last of the words in what was said, "" without any. words: a longer one before one it
-    contains.
+def _last(words: tuple[str, ...], response: str) -> str:
+    """The last of `words` in the response, "" if it contains none.
+    words: one that contains another comes before it.
     """
-    found = re.findall(rf"\b({'|'.join(words)})\b", said.lower())
-    return str(found[-1]) if found else ""
+    matches = re.findall(rf"\b({'|'.join(words)})\b", response.lower())
+    return str(matches[-1]) if matches else ""

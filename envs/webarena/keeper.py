@@ -1,8 +1,8 @@
-"""Outlives a browser's owner, however that ends, by the seconds it takes to end what is left and
-to remove its folder.
+"""Cleanup process of a browser: after the browser's owner has ended in any way, it ends the
+remaining processes and removes their folder.
 
-Run as `python -I -S keeper.py FOLDER` with the owner's pipe as standard input, which may say the
-browser's process number; needs only the standard library.
+Run it as `python -I -S keeper.py FOLDER` with a pipe from the owner as standard input, over which
+the owner may send the browser's process id. It needs only the standard library.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import sys
 import time
 from pathlib import Path
 
-GRACE_S = 3.0  # for an orderly end of what still runs
-END_S = 10.0  # after which a folder that will not go is left
+GRACE_S = 3.0  # then running processes are killed
+END_S = 10.0  # then a folder that cannot be removed is left
 
 
 def left(folder: str, browser: tuple[int, int] | None) -> list[int]:
-    """Processes of this user that name the folder on their command line or in their TMPDIR, and
-    all of the browser's session.
+    """Ids of the processes that name the folder on their command line or in their environment, and
+    of all processes of the browser's session, whose environment may be unreadable.
 
-    browser: its process number and when it started. What it starts may hide its environment.
+    browser: process id and start time. If another process has this id by now, its session does not
+    count.
     """
-    found, members, is_reused = [], [], False
+    named, members, is_reused = [], [], False
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
@@ -37,21 +38,21 @@ def left(folder: str, browser: tuple[int, int] | None) -> list[int]:
                 if state == "Z":
                     continue
                 if names(pid, folder):
-                    found.append(pid)
+                    named.append(pid)
                 elif browser is not None and session == browser[0]:
                     members.append(pid)
-    return found if is_reused else found + members
+    return named if is_reused else named + members
 
 
 def stat(pid: int) -> tuple[str, int, int]:
-    """State, session and start time in clock ticks. Errors: OSError where it is gone."""
-    # before it stands a name of any bytes
+    """State, session id and start time (clock ticks) of a process. Errors: OSError if gone."""
+    # the name before the last bracket may contain any bytes
     words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     return words[0].decode(), int(words[3]), int(words[19])
 
 
 def names(pid: int, folder: str) -> bool:
-    """Not where it is gone or does not let us look."""
+    """Return True if the process names the folder; False if it is gone or unreadable."""
     with contextlib.suppress(OSError):
         return any(
             folder.encode() in Path(f"/proc/{pid}/{file}").read_bytes()
@@ -61,8 +62,8 @@ def names(pid: int, folder: str) -> bool:
 
 
 def checked(pid: int, folder: str) -> tuple[int, int] | None:
-    """(number, start time) of a process that leads its session and names the folder; a browser
-    behind a wrapper may give another number.
+    """(id, start time) of a process that leads its session and names the folder, else None.
+    The id may be wrong, for example that of a browser behind a wrapper.
     """
     with contextlib.suppress(OSError):
         _, session, started = stat(pid)
@@ -75,8 +76,8 @@ def main(folder: str) -> None:
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, signal.SIG_IGN)
     browser = None
-    while said := os.read(0, 4096):
-        browser = checked(int(said), folder)
+    while message := os.read(0, 4096):
+        browser = checked(int(message), folder)
     began = time.monotonic()
     while time.monotonic() - began < END_S:
         running = left(folder, browser)

@@ -1,7 +1,7 @@
-"""Writes `examples.json`: two tasks that are in no list, done in the embedded sites by the expert.
-`python -m envs.webarena.make_examples`.
+"""The script that writes `examples.json`: two tasks of no task list, solved by the expert in the
+embedded sites. Run `python -m envs.webarena.make_examples`.
 
-They are recorded, so that what a model is shown does not wait for a browser. Pages are cut early.
+The examples are recorded, so that prompts need no browser. Pages are cut early.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from envs.webarena.gold import Gold
 from envs.wire import Example
 
 FILE = Path(__file__).with_name("examples.json")
-MAX_CHARS = 900  # of one observation
+MAX_CHARS = 900  # length limit of an observation
 
 
 def _task(task_id: int, intent: str, **how: Any) -> dict[str, Any]:
     """A task in WebArena's format that begins in the shop."""
-    judged = {"reference_answers": None, "reference_url": "", "program_html": [], **how}
+    evaluation = {"reference_answers": None, "reference_url": "", "program_html": [], **how}
     return {
         "task_id": task_id,
         "sites": ["shopping"],
@@ -35,7 +35,7 @@ def _task(task_id: int, intent: str, **how: Any) -> dict[str, Any]:
         "geolocation": None,
         "intent": intent,
         "require_reset": False,
-        "eval": judged,
+        "eval": evaluation,
     }
 
 
@@ -68,12 +68,12 @@ def served() -> EnvSpec:
 
 
 def make(env: EnvSpec) -> tuple[Example, ...]:
-    """Each is played twice: to find the ids of the elements, and with replies in backticks."""
+    """Play each example twice: first to learn the elements' ids, then with replies in backticks."""
     examples = []
     for task, actions in enumerate(ACTIONS):
         episode = cast(Episode, env.make())
-        found = played(episode, task, partial(Gold, episode, actions))
-        replies = [f"```{turn.action}```" for turn in found.turns]
+        example = played(episode, task, partial(Gold, episode, actions))
+        replies = [f"```{turn.action}```" for turn in example.turns]
         examples.append(played(env.make(), task, partial(Script, replies)))
     return tuple(examples)
 

@@ -1,9 +1,7 @@
-"""A page as text, in WebArena's form: the accessibility tree of what the window shows, joined with
-where things are.
+"""A page as text in WebArena's format: the accessibility tree of the nodes inside the window.
 
-Two trees come from the browser: the accessibility tree says what a node is, the layout snapshot
-where.
-They share `backendNodeId`.
+The browser returns two trees with the same `backendNodeId`: the accessibility tree has role and
+name of a node, the layout snapshot its position.
 Source: the printed form of WebArena, arXiv:2307.13854, section 2.3 and figure 3.
 """
 
@@ -15,7 +13,7 @@ from typing import Any
 
 Json = dict[str, Any]
 MAX_NAME = 2_000  # characters of one name; pages in use stay far below
-MAX_OPTIONS = 100  # printed of one select box
+MAX_OPTIONS = 100  # printed options of one select box
 _HIDDEN_PROPERTIES = {
     "focusable",
     "editable",
@@ -48,7 +46,7 @@ _SPELLING = {"image": "img"}
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """In the window, in CSS pixels."""
+    """A rectangle in the window, in CSS pixels."""
 
     x: float
     y: float
@@ -70,13 +68,13 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """What a printed line stands for."""
+    """The element behind a printed line."""
 
     id: int
     role: str
     name: str
     backend_id: int
-    document: int = 0  # of its tab, when it was printed
+    document: int = 0  # document number of its tab when it was printed
 
     def __str__(self) -> str:
         return f"{self.role} {self.name!r}"
@@ -84,24 +82,24 @@ class Element:
 
 @dataclass(slots=True)
 class Layout:
-    """Where the nodes of all frames are.
+    """Positions of the nodes of all frames.
     `frames` maps the owner of an inner frame to the frame's id.
     """
 
-    # by backend id, already cut to the window; only what is inside
+    # backend id -> box, cut to the window; nodes outside are missing
     boxes: dict[int, Box] = field(default_factory=dict)
-    # backend ids of all nodes that have a place, inside the window or not
+    # backend ids of all nodes that have a box, inside the window or not
     placed: set[int] = field(default_factory=set)
     frames: dict[int, str] = field(default_factory=dict)
 
 
 def read_layout(snapshot: Json, width: int, height: int) -> Layout:
-    """snapshot: of DOMSnapshot.captureSnapshot.
-    Boxes of inner frames are moved to where their frame is and cut to it.
+    """Read the positions from a result of DOMSnapshot.captureSnapshot.
+    Boxes of inner frames are moved to the position of their frame and cut to it.
     """
     layout, documents, strings = Layout(), snapshot["documents"], snapshot["strings"]
 
-    def read(index: int, frame: Box, seen: frozenset[int]) -> None:
+    def read(index: int, frame: Box, ancestors: frozenset[int]) -> None:
         document = documents[index]
         ids = document["nodes"]["backendNodeId"]
         left, top = document.get("scrollOffsetX", 0), document.get("scrollOffsetY", 0)
@@ -116,9 +114,9 @@ def read_layout(snapshot: Json, width: int, height: int) -> Layout:
             if not shown.empty:
                 layout.boxes[ids[node]] = shown
             inner = contents.get((index, node))
-            if inner is not None and inner not in seen and not shown.empty:
+            if inner is not None and inner not in ancestors and not shown.empty:
                 layout.frames[ids[node]] = strings[documents[inner]["frameId"]]
-                read(inner, box, seen | {inner})
+                read(inner, box, ancestors | {inner})
 
     contents: dict[tuple[int, int], int] = {}
     for index, document in enumerate(documents):
@@ -133,7 +131,7 @@ def read_layout(snapshot: Json, width: int, height: int) -> Layout:
 def read_page(
     trees: Mapping[str, list[Json]], layout: Layout, number: Callable[[int], int]
 ) -> tuple[list[str], list[Element]]:
-    """The printed lines and what they stand for, in page order.
+    """The printed lines and their elements, in page order.
 
     trees: accessibility nodes by frame id, the main frame's under "". number: backend id -> id to
     print.
@@ -142,7 +140,7 @@ def read_page(
     elements: list[Element] = []
     for depth, node in _shown("", trees, layout):
         role, name = _role(node), _name(node)
-        # but what is typed is shown
+        # skip text that repeats an earlier line; text typed into a field has no box and stays
         if (
             role == "StaticText"
             and node["backendDOMNodeId"] in layout.placed
@@ -164,10 +162,10 @@ def read_page(
 def _shown(
     frame: str, trees: Mapping[str, list[Json]], layout: Layout, depth: int = 0
 ) -> Iterator[tuple[int, Json]]:
-    """Nodes to print with their depth; a node that is left out hands its depth to its children.
+    """Yield (depth, node) to print; the children of a skipped node take its depth.
 
-    What has no place of its own (options of a select box, the text in a field) is where its parent
-    is.
+    A node without a box (an option of a select box, the text in a field) counts as inside the
+    window if its parent is.
     """
     nodes = {node["nodeId"]: node for node in trees.get(frame, ())}
     stack = [(depth, node, True) for node in reversed(nodes.values()) if "parentId" not in node]
@@ -210,13 +208,13 @@ def _name(node: Json) -> str:
 
 
 def _repeats(text: str, before: list[str]) -> bool:
-    """Whether one of the three lines before already shows this text."""
+    """Return True if one of the last three lines already shows this text."""
     printed = repr(text)[1:-1]
     return any(printed in earlier for earlier in before[-3:])
 
 
 def cut_lines(lines: list[str], max_chars: int) -> tuple[str, int]:
-    """As many whole lines as fit, and how many do not."""
+    """The lines that fit, joined, and the number of lines that do not."""
     used = 0
     for count, line in enumerate(lines):
         used += len(line) + 1

@@ -1,5 +1,5 @@
-"""Where the tasks play: the embedded sites, started with the browser by the first session, or
-sites that run somewhere already.
+"""The sites of the tasks: embedded ones, which the first session starts with the browser, or ones
+that run elsewhere.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from envs.webarena.tabs import Allowed
 
 
 class Place(Protocol):
-    """Sites and the browser that reaches them and nothing else."""
+    """Sites, and a browser that reaches only these."""
 
     chromium: Chromium
     allowed: Allowed
 
     def open(self) -> Mapping[str, str]:
-        """Begin a session: the headers that each of its requests bears."""
+        """Begin a session; return the headers that each of its requests must have."""
         ...
 
     def close(self, headers: Mapping[str, str]) -> None: ...
@@ -34,8 +34,8 @@ class Place(Protocol):
 
 
 class Shared:
-    """One place for all sessions: made by the first, ended by `stop`, made again where a
-    session follows.
+    """One place for all sessions: the first session makes it, `stop` ends it, and a later session
+    makes a new one.
     """
 
     def __init__(self, make: Callable[[], Place]) -> None:
@@ -51,13 +51,13 @@ class Shared:
 
     def stop(self) -> None:
         with self._lock:
-            place, self._place = self._place, None
-        if place is not None:
-            place.stop()
+            current, self._place = self._place, None
+        if current is not None:
+            current.stop()
 
 
 class Embedded:
-    """Our own sites; each session has a tenant of its own there."""
+    """The embedded sites; each session has its own tenant."""
 
     def __init__(self, executable: str, concurrency: int, seed: int) -> None:
         import sites
@@ -95,10 +95,10 @@ class Embedded:
 
 
 class Deployed:
-    """Sites somebody else runs: WebArena's own, for example. All sessions share their state."""
+    """Sites that run elsewhere, for example WebArena's own. All sessions share their state."""
 
     def __init__(self, executable: str, concurrency: int, sites: Mapping[str, str]) -> None:
-        """Errors: ValueError where an address is none."""
+        """Take the sites' URLs by name. Errors: ValueError if one is no http(s) URL."""
         self._sites = sites
         self.allowed = Allowed(list(sites.values()))
         reached = sorted({_host_port(url) for url in sites.values()})

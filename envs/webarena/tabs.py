@@ -1,6 +1,4 @@
-"""The tabs of one session: what may be opened, when a page has come to rest, and what its pages
-are not allowed to do.
-"""
+"""The tabs of one session: allowed addresses, waiting for a page to settle, limits of its pages."""
 
 from __future__ import annotations
 
@@ -29,11 +27,11 @@ from envs.webarena.browser import BrowserLost, Chromium, Running, is_closed
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_DIALOGS = 20  # of one step; the tab that opens more is closed
+MAX_DIALOGS = 20  # per step; a tab that opens more is closed
 PAGE_S = 15.0  # for a page to answer one question
-# for it to take a few keys or a click, and to show that it lives if it does not
+# seconds for a page to take keys or a click; if it does not, seconds to keep answering questions
 TAKEN_S, INPUT_S = 0.3, 15.0
-QUESTIONS = 100  # asked of it meanwhile; ten keys are some twenty messages
+QUESTIONS = 100  # limit of these questions; ten keys are about twenty messages
 BLANK = "about:blank"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(?!\d)")
 _ODD = re.compile(r"[\x00-\x20\x7f\\]")
@@ -41,29 +39,29 @@ _ODD = re.compile(r"[\x00-\x20\x7f\\]")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one session may take."""
+    """Limits of one session."""
 
     width: int = 1280
     height: int = 720
     tabs: int = 8
-    quiet_s: float = 0.1  # no request in flight for so long: the page has settled
-    settle_s: float = 2.0  # and if it never does
+    quiet_s: float = 0.1  # a page has settled when it had no request in flight for so long
+    settle_s: float = 2.0  # longest wait for a page to settle
     goto_s: float = 30.0
 
 
 class NoAnswer(BrowserLost):
-    """In time."""
+    """The page did not answer in time."""
 
 
 class Refusal(ValueError):
-    """An action that is not carried out; the text is for the policy."""
+    """The action is not executed; the text is for the policy."""
 
 
 class Allowed:
-    """The addresses pages may have: http and https of these host:port."""
+    """The addresses that pages may have: http and https URLs of the sites' host:port."""
 
     def __init__(self, origins: Sequence[str]) -> None:
-        """origins: URLs of the sites. Errors: ValueError where one is no http(s) URL."""
+        """Take the URLs of the sites. Errors: ValueError if one is no http(s) URL."""
         self._origins = {self._origin(url) for url in origins}
         if None in self._origins:
             raise ValueError(
@@ -72,7 +70,7 @@ class Allowed:
             )
 
     def check(self, url: str) -> str:
-        """The URL as it may be opened; http:// where it has no scheme. Errors: Refusal."""
+        """The allowed URL, with http:// if it has no scheme. Errors: Refusal."""
         text = url.strip()
         if not _SCHEME.match(text):
             text = f"http://{text}"
@@ -125,18 +123,18 @@ class Tab:
         return self._cdp
 
     async def send(self, method: str, **params: Any) -> dict[str, Any]:
-        """Errors: playwright's Error.
+        """Send a CDP command and return its result. Errors: playwright's Error.
 
-        The session's inner object: the outer one looks for handles in every value of the answer,
-        which costs more than all else in a step.
+        It uses the session's inner object: the outer one looks for handles in every value of the
+        result, which costs more than the rest of a step.
         """
         session: Any = await self.cdp()
         result: dict[str, Any] = await session._impl_obj.send(method, params, None)
         return result
 
     async def settle(self, limits: Limits) -> None:
-        """Wait until no request has been in flight for quiet_s, and until a new document is
-        loaded; at most settle_s.
+        """Wait until no request has been in flight for quiet_s and the document is loaded; at most
+        settle_s.
         """
         clock = asyncio.get_running_loop().time
         began = self._last = clock()
@@ -155,7 +153,7 @@ class Tab:
                     left if self._in_flight else min(left, limits.quiet_s - quiet_for),
                 )
         left = max(0.05, began + limits.settle_s - clock())
-        with contextlib.suppress(Error):  # a page that never finishes is looked at as it is
+        with contextlib.suppress(Error):  # a page that never finishes loading is read as it is
             await self.page.wait_for_load_state("load", timeout=1000 * left)
 
     def _touch(self) -> None:
@@ -172,7 +170,7 @@ class Tab:
             self._touch()
 
     def _navigated(self, frame: Frame) -> None:
-        """Requests of the old document may never be reported as ended."""
+        """Forget the old document's requests: their end may never be reported."""
         if frame.parent_frame is not None:
             return
         waiting = list(self._in_flight)
@@ -214,12 +212,12 @@ class Tabs:
         self.allowed = allowed
         self.open: list[Tab] = []
         self.current: Tab
-        self.notes: list[str] = []  # what happened in this step that the policy should know
+        self.notes: list[str] = []  # events of this step for the policy's next observation
         self._running: Running | None = None
         self._context: BrowserContext | None = None
 
     async def start(self, **settings: Any) -> None:
-        """Errors: BrowserLost."""
+        """Open the browser context. Errors: BrowserLost."""
         self._running, self._context = await self.chromium.context(
             viewport={"width": self.limits.width, "height": self.limits.height},
             accept_downloads=False,
@@ -238,7 +236,7 @@ class Tabs:
             await self.chromium.release(self._running, context)
 
     async def new_tab(self) -> Tab:
-        """A blank tab, current from now on. Errors: Refusal where there are as many as may be."""
+        """Open a blank tab, which becomes current. Errors: Refusal if the limit is reached."""
         assert self._context is not None
         if len(self.living()) >= self.limits.tabs:
             raise Refusal(f"at most {self.limits.tabs} tabs can be open; close one first")
@@ -251,9 +249,9 @@ class Tabs:
         return self.open
 
     async def ask(self, question: Awaitable[T], timeout_s: float = PAGE_S) -> T:
-        """Its answer.
-        Errors: BrowserLost where the page or the browser died or does not answer; playwright's
-        Error otherwise.
+        """Return the result of a request to the page.
+        Errors: BrowserLost if the page or the browser died or does not answer; playwright's Error
+        otherwise.
         """
         try:
             return await asyncio.wait_for(question, timeout_s)
@@ -266,20 +264,19 @@ class Tabs:
             raise
 
     async def input(self, sent: Awaitable[None]) -> None:
-        """A few keys or a click.
-        A page that goes away under them never says that they arrived: that is no failure of the
-        browser's.
+        """Send a few keys or a click.
 
-        Errors: as `ask`; Refusal where the page lives and did not take them.
+        A page that navigates away meanwhile never confirms them: that is no failure of the browser.
+        Errors: those of `ask`; Refusal if the page answers and did not take them.
         """
         taken, clock = asyncio.ensure_future(sent), asyncio.get_running_loop().time
         try:
             await asyncio.wait((taken,), timeout=TAKEN_S)
-            # what a busy machine needs for them, told by questions that the page answers meanwhile
-            asked, until = 0, clock() + INPUT_S
-            while not taken.done() and asked < QUESTIONS and clock() < until:
-                asked += 1
-                with contextlib.suppress(Error):  # it has just become another page
+            # a busy machine is slow: wait as long as the page answers questions in the meantime
+            num_questions, until = 0, clock() + INPUT_S
+            while not taken.done() and num_questions < QUESTIONS and clock() < until:
+                num_questions += 1
+                with contextlib.suppress(Error):  # a navigation has just replaced the page
                     await self.ask(self.current.page.evaluate("0"), INPUT_S)
             await asyncio.wait((taken,), timeout=TAKEN_S)
             if not taken.done():
@@ -290,15 +287,15 @@ class Tabs:
             taken.cancel()
 
     def check_alive(self) -> None:
-        """Errors: BrowserLost."""
+        """Raise BrowserLost if the browser or a page has died."""
         if self._running is None or not self._running.alive:
             raise BrowserLost("the browser died")
         if any(tab.crashed for tab in self.open):
             raise BrowserLost("the page crashed")
 
     def astray(self) -> list[Tab]:
-        """The tabs that show something off the list; a navigation may end only after the page
-        seemed to rest.
+        """The tabs that show an address outside the sites; a navigation may end only after the page
+        seemed settled.
         """
         return [tab for tab in self.living() if not self.allowed.admits(tab.page.url)]
 
@@ -309,7 +306,7 @@ class Tabs:
             tab.dialogs = tab.downloads = 0
 
     async def goto(self, url: str) -> None:
-        """Open a checked URL in the current tab; a failure is a note.
+        """Open an allowed URL in the current tab; a failure becomes a note.
         Errors: Refusal, BrowserLost.
         """
         checked = self.allowed.check(url)
@@ -324,7 +321,7 @@ class Tabs:
             self.notes.append(f"{url.strip()[:200]} could not be opened: {reason(error)}")
 
     async def settle(self) -> None:
-        """Let the current page come to rest, then bring every tab back that left the sites.
+        """Wait for the current page to settle, then bring back every tab that left the sites.
         Errors: BrowserLost.
         """
         await self.current.settle(self.limits)
@@ -344,8 +341,9 @@ class Tabs:
             self.current = living[-1] if living else await self.new_tab()
 
     async def _bring_back(self, tab: Tab) -> None:
-        """The address is checked again each time: a page may send whoever comes back away once
-        more.
+        """Return a tab to an allowed page, a blank one if necessary; else close the tab.
+
+        The address is checked after each step: the previous page may navigate away again.
         """
         self.notes.append(
             f"{_short(tab.page.url)} cannot be visited; the tab is back where it was."
@@ -362,7 +360,7 @@ class Tabs:
             await self.ask(tab.page.close())
 
     def _tab(self, page: Page) -> Tab:
-        """`new_page` and the event of the context tell of the same page."""
+        """Return the page's tab; add it if neither `new_page` nor the context's event has."""
         for tab in self.open:
             if tab.page is page or tab.page == page:
                 return tab
@@ -379,7 +377,7 @@ class Tabs:
 
 
 def reason(error: Error) -> str:
-    """The first line, without the caller's name."""
+    """First line of the error's message, without the method's name."""
     line = (error.message.splitlines() or ["no reason given"])[0]
     return re.sub(r"^[A-Za-z]+\.[a-z_]+: ", "", line)[:200]
 

@@ -1,8 +1,7 @@
-"""WebArena's task files, read as they are published: sites, start, intent and how the outcome is
-judged.
+"""WebArena's task files in their published format: sites, start, intent and evaluation.
 
-Source: config_files/test.raw.json of web-arena-x/webarena (812 tasks); the format is described in
-arXiv:2307.13854, section 3.
+Source: config_files/test.raw.json of web-arena-x/webarena (812 tasks); arXiv:2307.13854, section 3,
+describes the format.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _STRING_KEYS = ("exact_match", "must_include", "fuzzy_match")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One look at a page at the end: where, at what, and what must be there."""
+    """One check of a page at the end: its URL, the element, and the required content."""
 
     url: str
     locator: str
@@ -39,7 +38,7 @@ class Evaluation:
     types: tuple[str, ...]
     exact: str | None = None
     must_include: tuple[str, ...] | None = None
-    # "N/A": the task cannot be done, string_note says why
+    # "N/A": the task cannot be done; string_note has the reason
     fuzzy: tuple[str, ...] | str | None = None
     reference_url: str = ""
     targets: tuple[Target, ...] = ()
@@ -53,13 +52,13 @@ class Task:
     start_urls: tuple[str, ...]
     intent: str
     evaluation: Evaluation
-    storage_state: str = ""  # file name; empty: nobody is logged in
+    storage_state: str = ""  # file name; empty: no login
     geolocation: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """A JSON value and its name, for errors that say where."""
+    """A JSON value with its name and task, for error messages."""
 
     value: Json
     task: str
@@ -98,9 +97,9 @@ class _Field:
 
 
 def load(path: Path, sites: Mapping[str, str], *, skip_missing: bool) -> dict[int, Task]:
-    """Tasks by id, placeholders replaced. path: a JSON list, or a folder with one file for each
-    task. sites: name -> URL.
+    """Load the tasks by id, with their placeholders replaced.
 
+    path: a JSON list, or a folder with one file for each task. sites: name -> URL.
     skip_missing: leave out tasks of sites that are not configured.
     Errors: ValueError naming file, task and field.
     """
@@ -113,7 +112,7 @@ def load(path: Path, sites: Mapping[str, str], *, skip_missing: bool) -> dict[in
                 f" {json.dumps(task_id)[:40]}"
             )
         if task_id in tasks:
-            raise ValueError(f"{path}: task {task_id} stands there twice")
+            raise ValueError(f"{path}: task {task_id} occurs twice")
         missing = _missing(row, sites)
         if missing and not skip_missing:
             known = ", ".join(sorted(sites))
@@ -130,7 +129,7 @@ def load(path: Path, sites: Mapping[str, str], *, skip_missing: bool) -> dict[in
 
 
 def find_task(tasks: Mapping[int, Task], task_id: int) -> Task:
-    """Errors: UnknownTask."""
+    """Return the task of an id. Errors: UnknownTask."""
     task = tasks.get(task_id)
     if task is None:
         known = sorted(tasks)
@@ -142,7 +141,7 @@ def find_task(tasks: Mapping[int, Task], task_id: int) -> Task:
 
 
 def identity(tasks: Mapping[int, Task], task_id: int) -> str:
-    """What is asked, where it starts and as whom. Errors: UnknownTask."""
+    """JSON of the task's intent, start, login and location. Errors: UnknownTask."""
     task = find_task(tasks, task_id)
     return json.dumps(
         [task.intent, task.start_urls, task.storage_state, dict(task.geolocation or {})]
@@ -150,7 +149,7 @@ def identity(tasks: Mapping[int, Task], task_id: int) -> str:
 
 
 def embedded_gold(sites: Mapping[str, str]) -> dict[int, tuple[str, ...]]:
-    """How the embedded tasks are done, by task id."""
+    """Recorded solutions of the embedded tasks, by task id."""
     rows = _filled(_parsed(Path(__file__).with_name("gold.json")), sites)
     return {int(task_id): tuple(actions) for task_id, actions in rows.items()}
 
@@ -181,7 +180,7 @@ def _parsed(file: Path) -> Json:
 
 
 def _missing(row: Json, sites: Mapping[str, str]) -> list[str]:
-    """Sites that the task names, in its list or as placeholders, and that have no URL."""
+    """Sites without a URL that the task names in its list or as placeholders."""
     listed = row.get("sites")
     named = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     named += [
@@ -192,7 +191,7 @@ def _missing(row: Json, sites: Mapping[str, str]) -> list[str]:
 
 def _filled(value: Json, sites: Mapping[str, str]) -> Json:
     if isinstance(value, str):
-        return _PLACEHOLDER.sub(lambda found: sites.get(found[1].lower(), found[0]), value)
+        return _PLACEHOLDER.sub(lambda match: sites.get(match[1].lower(), match[0]), value)
     if isinstance(value, list):
         return [_filled(entry, sites) for entry in value]
     if isinstance(value, dict):
@@ -285,7 +284,7 @@ def _target(row: _Field) -> Target:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A helper and what it is given: texts, or LAST_URL and PAGE."""
+    """A call of a helper; its arguments are texts, LAST_URL or PAGE."""
 
     name: str
     arguments: tuple[str, ...]
@@ -298,11 +297,11 @@ _ARGUMENT = re.compile(r"\s*(?:'([^'\\]*)'|\"([^\"\\]*)\"|(__page__))\s*(,|$)")
 
 
 def parse_call(text: str) -> Call:
-    """`func:NAME('literal', __page__)`; literals are plain quoted texts. Errors: ValueError."""
-    found = _CALL.fullmatch(text)
-    if found is None:
+    """Parse `func:NAME('literal', __page__)`; literals are quoted texts. Errors: ValueError."""
+    match = _CALL.fullmatch(text)
+    if match is None:
         raise ValueError(f"expected func:NAME('text', ...), got {text[:80]!r}")
-    arguments, rest = [], found[2].strip()
+    arguments, rest = [], match[2].strip()
     while rest:
         argument = _ARGUMENT.match(rest)
         if argument is None:
@@ -311,4 +310,4 @@ def parse_call(text: str) -> Call:
             )
         arguments.append(next(part for part in argument.groups()[:3] if part is not None))
         rest = rest[argument.end() :]
-    return Call(found[1], tuple(arguments))
+    return Call(match[1], tuple(arguments))

@@ -1,4 +1,4 @@
-"""An environment of one's own: guess a number below 100, told higher or lower."""
+"""A custom environment: guess a number below 100; each reply is higher or lower."""
 
 import random
 from typing import Any
@@ -9,7 +9,7 @@ MANUAL = "Find the number from 0 to 99: say one, and you are told if it is highe
 
 
 class Game:
-    """One session. All chance comes from the task id."""
+    """One session. All randomness comes from the task id."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -49,7 +49,7 @@ class Game:
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:
-    """Option limit: numbers are below it. Errors: ValueError."""
+    """Return the environment's spec. Option limit: numbers are below it. Errors: ValueError."""
     limit = options.get("limit", 100)
     if set(options) - {"limit"} or not isinstance(limit, int) or not 1 < limit < 10**6:
         raise ValueError(f"the one option is limit, a whole number from 2 to 999999, got {options}")

@@ -1,4 +1,4 @@
-"""What the forum's content is made of; the words themselves are in words.json."""
+"""Word lists of the forum's content, read from words.json."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sites.words import load
 
 @dataclass(frozen=True)
 class Topic:
-    """A forum: title templates with {a} and {b} drawn from its word lists, what posts and
-    comments say.
+    """A forum: title templates with {a} and {b} drawn from its word lists, and the texts of its
+    posts and comments.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The forum's pages and what its members do."""
+"""The forum's pages and its members' actions."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def _member(request: Request) -> Member | None:
 
 
 def _me(request: Request) -> Member:
-    """The member on a page that asks for a login."""
+    """The member on a page that requires a login."""
     member = _member(request)
     assert member is not None
     return member
 
 
 def _sorted(request: Request, posts: Sequence[Post], sort: str) -> list[Post]:
-    """Ties go to the newer post."""
+    """Sort posts by a key of `_SORTS`; ties go to the newer post."""
     forum = request.world.forum
     keys = {
         "hot": (
@@ -85,13 +85,13 @@ def _listing(
 
 @site.get("/")
 def front(request: Request) -> Response:
-    """The subscribed boards of a member who has any, all boards otherwise."""
+    """Show posts of the member's subscribed boards; of all boards without any, or logged out."""
     forum = request.world.forum
-    mine = {forum.boards[subscription.id].name for subscription in forum.subscriptions}
-    only_mine = _member(request) is not None and bool(mine)
-    posts = [post for post in forum.posts if post.board in mine or not only_mine]
+    subscribed = {forum.boards[subscription.id].name for subscription in forum.subscriptions}
+    only_subscribed = _member(request) is not None and bool(subscribed)
+    posts = [post for post in forum.posts if post.board in subscribed or not only_subscribed]
     return _listing(
-        request, "front.html", posts, title="Subscribed forums" if only_mine else "All forums"
+        request, "front.html", posts, title="Subscribed forums" if only_subscribed else "All forums"
     )
 
 
@@ -131,22 +131,22 @@ def _board(request: Request, name: str) -> Board:
 
 @site.get("/f/{name}")
 def board(request: Request, name: str) -> Response:
-    found = _board(request, name)
+    record = _board(request, name)
     posts = request.world.forum.posts.where("board", name)
     return _listing(
-        request, "board.html", posts, board=found, subscribers=_subscribers(request, found)
+        request, "board.html", posts, board=record, subscribers=_subscribers(request, record)
     )
 
 
 @site.post("/f/{name}/subscribe")
 def subscribe(request: Request, name: str) -> Response:
-    """Subscribes, or ends the subscription."""
-    found, subscriptions = _board(request, name), request.world.forum.subscriptions
-    if subscriptions.get(found.id) is None:
-        subscriptions.put(Subscription(found.id))
-        return request.done(f"You are now subscribed to {found.title}.")
-    subscriptions.remove(found.id)
-    return request.done(f"You are no longer subscribed to {found.title}.")
+    """Subscribe, or end the subscription."""
+    record, subscriptions = _board(request, name), request.world.forum.subscriptions
+    if subscriptions.get(record.id) is None:
+        subscriptions.put(Subscription(record.id))
+        return request.done(f"You are now subscribed to {record.title}.")
+    subscriptions.remove(record.id)
+    return request.done(f"You are no longer subscribed to {record.title}.")
 
 
 def _post(request: Request, name: str, id: int) -> Post:
@@ -164,7 +164,7 @@ def _comment(request: Request, post: Post, id: int) -> Comment:
 
 
 def _thread(request: Request, post: Post) -> list[tuple[Comment, int]]:
-    """The comments in reading order with their depth; best rated first on each level."""
+    """(comment, depth) in reading order; best rated first on each level."""
     forum = request.world.forum
     children: dict[int, list[Comment]] = {}
     for comment in forum.comments.where("post_id", post.id):
@@ -189,9 +189,9 @@ def _thread(request: Request, post: Post) -> list[tuple[Comment, int]]:
 @site.get("/f/{name}/{id}")
 @site.get("/f/{name}/{id}/{slug}")
 def post(request: Request, name: str, id: int, slug: str = "") -> Response:
-    found = _post(request, name, id)
+    record = _post(request, name, id)
     return request.page(
-        "post.html", post=found, board=_board(request, name), thread=_thread(request, found)
+        "post.html", post=record, board=_board(request, name), thread=_thread(request, record)
     )
 
 
@@ -212,12 +212,12 @@ def write_comment(request: Request, name: str, id: int) -> Response:
 
 @site.get("/f/{name}/{id}/{slug}/comment/{id_comment}")
 def comment(request: Request, name: str, id: int, slug: str, id_comment: int) -> Response:
-    found = _post(request, name, id)
+    record = _post(request, name, id)
     return request.page(
         "comment.html",
-        post=found,
+        post=record,
         board=_board(request, name),
-        comment=_comment(request, found, id_comment),
+        comment=_comment(request, record, id_comment),
     )
 
 
@@ -243,10 +243,10 @@ def delete_post(request: Request, name: str, id: int, slug: str) -> Response:
 
 
 def _own_post(request: Request, name: str, id: int) -> Post:
-    found = _post(request, name, id)
-    if found.author != _me(request).name:
+    record = _post(request, name, id)
+    if record.author != _me(request).name:
         raise NotFound("Only the author can change a post.")
-    return found
+    return record
 
 
 @site.post("/vote/post/{id}")
@@ -264,7 +264,7 @@ def vote_comment(request: Request, id: int) -> Response:
 
 
 def _vote(request: Request, votes: Table[Vote], id: int) -> Response:
-    """A second vote in the same direction takes the first one back."""
+    """Record a vote; a second vote in the same direction removes it."""
     value = int(request.one_of("value", "Vote", ("1", "-1")))
     old = votes.get(id)
     if old is not None and old.value == value:

@@ -1,4 +1,4 @@
-"""What the forum knows. All records are frozen; ids count from 1."""
+"""Records of the forum. All records are frozen; ids count from 1."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Subscription:
 
 @dataclass
 class Forum:
-    """One session's forum; votes and subscriptions are those of the session's member."""
+    """One session's forum; votes and subscriptions belong to the session's member."""
 
     boards: Table[Board]
     members: Table[Member]

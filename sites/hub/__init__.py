@@ -1,1 +1,1 @@
-"""The code host. Its routes are registered by the modules that hold them."""
+"""The code host. Each module registers its own routes."""

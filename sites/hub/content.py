@@ -1,4 +1,6 @@
-"""Generates the code host: accounts, projects, files, issues and merge requests of one seed."""
+"""Generated content of the code host: accounts, projects, files, issues and merge requests of one
+seed.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ class Content:
 
 @dataclass
 class _Draft:
-    """What the projects generated so far hold."""
+    """Records of the projects generated so far."""
 
     projects: list[Project] = field(default_factory=list)
     files: list[File] = field(default_factory=list)
@@ -163,13 +165,13 @@ def _members(draft: _Draft, id: int, plan: Plan, created: date, dice: Dice) -> l
 
 
 def _milestones(draft: _Draft, id: int, dice: Dice) -> list[Milestone]:
-    found: list[Milestone] = []
+    milestones: list[Milestone] = []
     for index, title in enumerate(("1.0", "1.1", "2.0")[: dice.between(2, 3)]):
         start = date(2023, 5, 1) + timedelta(days=150 * index + dice.between(0, 20))
         due = start + timedelta(days=dice.between(90, 140))
-        found.append(
+        milestones.append(
             Milestone(
-                len(draft.milestones) + len(found) + 1,
+                len(draft.milestones) + len(milestones) + 1,
                 id,
                 title,
                 f"What has to be done for {title}.",
@@ -178,14 +180,14 @@ def _milestones(draft: _Draft, id: int, dice: Dice) -> list[Milestone]:
                 due >= TODAY,
             )
         )
-    draft.milestones += found
-    return found
+    draft.milestones += milestones
+    return milestones
 
 
 def _merge_requests(
     draft: _Draft, id: int, plan: Plan, members: Sequence[str], dice: Dice
 ) -> list[MergeRequest]:
-    found: list[MergeRequest] = []
+    requests: list[MergeRequest] = []
     days = sorted(TODAY - timedelta(days=dice.between(1, 300)) for _ in range(dice.between(4, 7)))
     for iid, (title, day) in enumerate(
         zip(dice.some(lore.MERGE_TITLES, len(days)), days, strict=True), 1
@@ -202,9 +204,9 @@ def _merge_requests(
         body = f"{text}. Part of the work for the next milestone; see the discussion in the issue."
         remarks = _remarks(day, members, dice, 3)
         branch = f"{iid}-{slug(text)}"[:40].rstrip("-")
-        number = len(draft.merge_requests) + len(found) + 1
+        number = len(draft.merge_requests) + len(requests) + 1
         reviewer = dice.pick(others) if dice.chance(0.6) else ""
-        found.append(
+        requests.append(
             MergeRequest(
                 number,
                 id,
@@ -221,8 +223,8 @@ def _merge_requests(
                 remarks,
             )
         )
-    draft.merge_requests += found
-    return found
+    draft.merge_requests += requests
+    return requests
 
 
 def _files(draft: _Draft, id: int, plan: Plan, dice: Dice) -> None:
@@ -320,9 +322,10 @@ def _issues(
         )
 
 
-def _remarks(day: date, members: Sequence[str], dice: Dice, most: int) -> tuple[Remark, ...]:
+def _remarks(day: date, members: Sequence[str], dice: Dice, max_count: int) -> tuple[Remark, ...]:
     days = sorted(
-        min(TODAY, day + timedelta(days=dice.between(0, 20))) for _ in range(dice.skewed(most, 1.3))
+        min(TODAY, day + timedelta(days=dice.between(0, 20)))
+        for _ in range(dice.skewed(max_count, 1.3))
     )
     return tuple(
         Remark(dice.pick(members), day, text)
@@ -336,5 +339,5 @@ def _sentence(template: str, **words: str) -> str:
 
 
 def sha(*parts: object) -> str:
-    """A commit's id, of 8 hex digits."""
+    """A commit's id (8 hex digits), derived from `parts`."""
     return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""What the code host's content is made of; the words themselves are in words.json."""
+"""Word lists and file templates of the code host's content, read from words.json."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sites.words import load
 
 @dataclass(frozen=True)
 class Plan:
-    """A project: path, description, language, license, topics, and the parts its issues are
-    about.
+    """A project: path, description, language, license, topics, and the parts that its issues
+    mention.
     """
 
     path: str

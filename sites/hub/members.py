@@ -11,36 +11,38 @@ from sites.web import NotFound, Refused, Request, Response
 
 @site.get("/{ns}/{name}/-/project_members")
 def members(request: Request, ns: str, name: str) -> Response:
-    found = project(request, ns, name)
-    rows = request.world.hub.memberships.where("project_id", found.id)
+    repo = project(request, ns, name)
+    rows = request.world.hub.memberships.where("project_id", repo.id)
     return request.page(
         "members.html",
-        project=found,
+        project=repo,
         rows=rows,
         roles=ROLES,
-        manages=may(request, found, "Maintainer"),
+        manages=may(request, repo, "Maintainer"),
     )
 
 
 @site.post("/{ns}/{name}/-/project_members")
 def invite(request: Request, ns: str, name: str) -> Response:
-    found, hub = project(request, ns, name), request.world.hub
-    check(request, found, "Maintainer")
+    repo, hub = project(request, ns, name), request.world.hub
+    check(request, repo, "Maintainer")
     account = request.text("username", "Username", 60).removeprefix("@")
     role = request.one_of("role", "Role", ROLES)
     if hub.accounts.first("name", account) is None:
         raise Refused(f"There is no user called {account}.")
-    if hub.role(found, account):
+    if hub.role(repo, account):
         raise Refused(f"@{account} is a member already.")
-    hub.memberships.put(Membership(hub.memberships.next_id(), found.id, account, role, TODAY))
+    hub.memberships.put(Membership(hub.memberships.next_id(), repo.id, account, role, TODAY))
     return request.done(f"@{account} was added as {role}.")
 
 
-def _member(request: Request, found: Project, id: int) -> Membership:
-    """A member whose role the visitor may change: no owner is demoted or removed."""
-    check(request, found, "Maintainer")
+def _member(request: Request, repo: Project, id: int) -> Membership:
+    """A member whose role the visitor may change.
+    Errors: Refused for an owner, or if the visitor is no maintainer; NotFound.
+    """
+    check(request, repo, "Maintainer")
     member = request.world.hub.memberships.get(id)
-    if member is None or member.project_id != found.id:
+    if member is None or member.project_id != repo.id:
         raise NotFound("This member does not exist.")
     if member.role == "Owner":
         raise Refused("The owner's role cannot be changed.")

@@ -13,70 +13,70 @@ _STATES = {"Open": "Open", "Merged": "Merged", "Closed": "Closed", "all": "All"}
 
 @site.get("/{ns}/{name}/-/merge_requests")
 def merge_requests(request: Request, ns: str, name: str) -> Response:
-    found = project(request, ns, name)
-    every = request.world.hub.merge_requests.where("project_id", found.id)
+    repo = project(request, ns, name)
+    requests = request.world.hub.merge_requests.where("project_id", repo.id)
     state, words = (
         request.choice("state", _STATES, "Open"),
         request.query.get("search", "").lower().split(),
     )
     chosen = [
-        one
-        for one in every
-        if state in ("all", one.state) and all(word in one.title.lower() for word in words)
+        merge
+        for merge in requests
+        if state in ("all", merge.state) and all(word in merge.title.lower() for word in words)
     ]
     counts = {
-        key: len(every) if key == "all" else sum(one.state == key for one in every)
+        key: len(requests) if key == "all" else sum(merge.state == key for merge in requests)
         for key in _STATES
     }
     page = paged(chosen[::-1], request.number("page", 1), 20)
     return request.page(
-        "merge_requests.html", project=found, page=page, state=state, states=_STATES, counts=counts
+        "merge_requests.html", project=repo, page=page, state=state, states=_STATES, counts=counts
     )
 
 
-def _merge_request(request: Request, found: Project, iid: int) -> MergeRequest:
-    one = next(
+def _merge_request(request: Request, repo: Project, iid: int) -> MergeRequest:
+    merge = next(
         (
-            one
-            for one in request.world.hub.merge_requests.where("project_id", found.id)
-            if one.iid == iid
+            merge
+            for merge in request.world.hub.merge_requests.where("project_id", repo.id)
+            if merge.iid == iid
         ),
         None,
     )
-    if one is None:
-        raise NotFound(f"There is no merge request !{iid} in {found.path}.")
-    return one
+    if merge is None:
+        raise NotFound(f"There is no merge request !{iid} in {repo.path}.")
+    return merge
 
 
 @site.get("/{ns}/{name}/-/merge_requests/new", private=True)
 def new_merge_request(request: Request, ns: str, name: str) -> Response:
-    found = project(request, ns, name)
+    repo = project(request, ns, name)
     people = [
-        member.account for member in request.world.hub.memberships.where("project_id", found.id)
+        member.account for member in request.world.hub.memberships.where("project_id", repo.id)
     ]
-    return request.page("merge_form.html", project=found, people=people)
+    return request.page("merge_form.html", project=repo, people=people)
 
 
 @site.post("/{ns}/{name}/-/merge_requests/new")
 def create_merge_request(request: Request, ns: str, name: str) -> Response:
-    found, table = project(request, ns, name), request.world.hub.merge_requests
-    check(request, found, "Developer")
+    repo, table = project(request, ns, name), request.world.hub.merge_requests
+    check(request, repo, "Developer")
     title, body = (
         request.text("title", "Title", 255),
         request.text("body", "Description", 10_000, required=False),
     )
-    source = request.one_of("source", "Source branch", found.branches)
-    target = request.one_of("target", "Target branch", found.branches)
+    source = request.one_of("source", "Source branch", repo.branches)
+    target = request.one_of("target", "Target branch", repo.branches)
     if source == target:
         raise Refused("Source and target branch must differ.")
     reviewer = request.text("reviewer", "Reviewer", required=False)
-    if reviewer and not request.world.hub.role(found, reviewer):
+    if reviewer and not request.world.hub.role(repo, reviewer):
         raise Refused("Reviewer must be a member of the project.")
-    iid = max((one.iid for one in table.where("project_id", found.id)), default=0) + 1
+    iid = max((merge.iid for merge in table.where("project_id", repo.id)), default=0) + 1
     table.put(
         MergeRequest(
             table.next_id(),
-            found.id,
+            repo.id,
             iid,
             title,
             body,
@@ -90,62 +90,62 @@ def create_merge_request(request: Request, ns: str, name: str) -> Response:
             (),
         )
     )
-    return request.done("The merge request was created.", f"/{found.path}/-/merge_requests/{iid}")
+    return request.done("The merge request was created.", f"/{repo.path}/-/merge_requests/{iid}")
 
 
 @site.get("/{ns}/{name}/-/merge_requests/{id}")
 def merge_request(request: Request, ns: str, name: str, id: int) -> Response:
-    found = project(request, ns, name)
+    repo = project(request, ns, name)
     people = [
-        member.account for member in request.world.hub.memberships.where("project_id", found.id)
+        member.account for member in request.world.hub.memberships.where("project_id", repo.id)
     ]
     return request.page(
-        "merge_request.html", project=found, merge=_merge_request(request, found, id), people=people
+        "merge_request.html", project=repo, merge=_merge_request(request, repo, id), people=people
     )
 
 
 @site.post("/{ns}/{name}/-/merge_requests/{id}/{step}")
 def act(request: Request, ns: str, name: str, id: int, step: str) -> Response:
     """Comment, approve, assign a reviewer, merge, close or reopen."""
-    found = project(request, ns, name)
-    one = _merge_request(request, found, id)
+    repo = project(request, ns, name)
+    merge = _merge_request(request, repo, id)
     if step == "comment":
         new = replace(
-            one,
+            merge,
             remarks=(
-                *one.remarks,
+                *merge.remarks,
                 Remark(me(request).name, TODAY, request.text("text", "Comment", 10_000)),
             ),
         )
         message = "Your comment was added."
     else:
-        check(request, found, "Developer")
-        new, message = _changed(request, found, one, step)
+        check(request, repo, "Developer")
+        new, message = _changed(request, repo, merge, step)
     request.world.hub.merge_requests.put(new)
     return request.done(message)
 
 
 def _changed(
-    request: Request, found: Project, one: MergeRequest, step: str
+    request: Request, repo: Project, merge: MergeRequest, step: str
 ) -> tuple[MergeRequest, str]:
     name = me(request).name
     if step == "reviewer":
         reviewer = request.text("reviewer", "Reviewer", required=False)
-        if reviewer and not request.world.hub.role(found, reviewer):
+        if reviewer and not request.world.hub.role(repo, reviewer):
             raise Refused("Reviewer must be a member of the project.")
-        return replace(one, reviewer=reviewer), "The reviewer was saved."
-    if step == "reopen" and one.state == "Closed":
-        return replace(one, state="Open"), "The merge request was reopened."
+        return replace(merge, reviewer=reviewer), "The reviewer was saved."
+    if step == "reopen" and merge.state == "Closed":
+        return replace(merge, state="Open"), "The merge request was reopened."
     if step not in ("approve", "merge", "close"):
         raise NotFound("A merge request offers nothing of this name.")
-    if one.state != "Open":
+    if merge.state != "Open":
         raise Refused("This merge request is no longer open.")
     if step == "approve":
         return (
-            replace(one, approved_by=tuple(dict.fromkeys((*one.approved_by, name)))),
+            replace(merge, approved_by=tuple(dict.fromkeys((*merge.approved_by, name)))),
             "You approved the merge request.",
         )
     if step == "merge":
-        check(request, found, "Maintainer")
-        return replace(one, state="Merged"), "The merge request was merged."
-    return replace(one, state="Closed"), "The merge request was closed."
+        check(request, repo, "Maintainer")
+        return replace(merge, state="Merged"), "The merge request was merged."
+    return replace(merge, state="Closed"), "The merge request was closed."

@@ -1,5 +1,5 @@
-"""The code host's pages about accounts and lists of projects; what belongs to one project is in
-the modules beside it.
+"""The code host's pages about accounts and lists of projects. The pages of one project are in the
+other modules of this package.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def _listing(
 @site.get("/", private=True)
 def home(request: Request) -> Response:
     hub, name = request.world.hub, me(request).name
-    mine = {member.project_id for member in hub.memberships.where("account", name)}
+    project_ids = {member.project_id for member in hub.memberships.where("account", name)}
     return _listing(
         request,
         "Your projects",
-        [project for project in hub.projects if project.id in mine],
+        [project for project in hub.projects if project.id in project_ids],
         "yours",
     )
 
@@ -89,7 +89,7 @@ def explore(request: Request) -> Response:
 
 @site.get("/dashboard/issues", private=True)
 def my_issues(request: Request) -> Response:
-    """Open issues assigned to the visitor, or written by them."""
+    """Show open issues assigned to the visitor, or written by them."""
     hub, name = request.world.hub, me(request).name
     by = request.choice("by", ("assignee", "author"), "assignee")
     issues = [issue for issue in hub.issues.where(by, name) if issue.open]
@@ -102,13 +102,13 @@ def my_issues(request: Request) -> Response:
 
 @site.get("/dashboard/merge_requests", private=True)
 def my_requests(request: Request) -> Response:
-    """Open merge requests the visitor reviews or has written."""
+    """Show open merge requests that the visitor reviews or has written."""
     hub, name = request.world.hub, me(request).name
     by = request.choice("by", ("reviewer", "author"), "author")
-    requests = [found for found in hub.merge_requests.where(by, name) if found.state == "Open"]
+    requests = [merge for merge in hub.merge_requests.where(by, name) if merge.state == "Open"]
     rows = [
-        (found, hub.projects[found.project_id])
-        for found in sorted(requests, key=lambda found: (found.day, found.id), reverse=True)
+        (merge, hub.projects[merge.project_id])
+        for merge in sorted(requests, key=lambda merge: (merge.day, merge.id), reverse=True)
     ]
     return request.page("my_requests.html", rows=rows, by=by)
 
@@ -118,21 +118,21 @@ def search(request: Request) -> Response:
     query = request.query.get("q", "").strip()[:100]
     words, hub = query.lower().split(), request.world.hub
 
-    def found(*texts: str) -> bool:
+    def matches(*texts: str) -> bool:
         return bool(words) and all(word in " ".join(texts).lower() for word in words)
 
     projects = [
         project
         for project in _visible(request)
-        if found(project.path, project.description, *project.topics)
+        if matches(project.path, project.description, *project.topics)
     ]
     shown = {project.id: project for project in _visible(request)}
     issues = [
         (issue, shown[issue.project_id])
         for issue in hub.issues
-        if issue.project_id in shown and found(issue.title, issue.body)
+        if issue.project_id in shown and matches(issue.title, issue.body)
     ]
-    accounts = [account for account in hub.accounts if found(account.name, account.full_name)]
+    accounts = [account for account in hub.accounts if matches(account.name, account.full_name)]
     return request.page(
         "search.html",
         query=query,
@@ -202,13 +202,13 @@ def create_project(request: Request) -> Response:
 
 @site.get("/{name}")
 def profile(request: Request, name: str) -> Response:
-    """An account, or the projects of a namespace that is none."""
+    """Show an account with its projects, or the projects of another namespace."""
     hub = request.world.hub
-    found = hub.accounts.first("name", name)
+    account = hub.accounts.first("name", name)
     projects = [project for project in _visible(request) if project.namespace == name]
-    if found is None and not projects:
+    if account is None and not projects:
         raise NotFound(f"There is no user or group called {name}.")
-    return _listing(request, found.full_name if found else name, projects, "", profile=found)
+    return _listing(request, account.full_name if account else name, projects, "", profile=account)
 
 
 @site.get("/profile", private=True)

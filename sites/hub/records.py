@@ -1,4 +1,4 @@
-"""What the code host knows. All records are frozen; ids count from 1, iids within a project."""
+"""Records of the code host. All records are frozen; ids count from 1, iids within a project."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Issue:
     title: str
     body: str
     author: str
-    assignee: str  # "" for nobody
+    assignee: str  # "" for none
     labels: tuple[str, ...]
     milestone_id: int  # 0 for none
     due: date | None
@@ -115,7 +115,7 @@ class MergeRequest:
     title: str
     body: str
     author: str
-    reviewer: str  # "" for nobody
+    reviewer: str  # "" for none
     source: str
     target: str
     state: str  # Open, Merged or Closed
@@ -140,7 +140,7 @@ class Star:
 
 @dataclass
 class Hub:
-    """One session's code host; stars are those of the session's account."""
+    """One session's code host; stars belong to the session's account."""
 
     accounts: Table[Account]
     projects: Table[Project]
@@ -155,12 +155,12 @@ class Hub:
 
     def role(self, project: Project, account: str) -> str:
         """The account's role in the project, "" for none."""
-        found = [
+        roles = [
             member.role
             for member in self.memberships.where("project_id", project.id)
             if member.account == account
         ]
-        return found[0] if found else ""
+        return roles[0] if roles else ""
 
     def num_stars(self, project: Project) -> int:
         return project.stars + (self.stars.get(project.id) is not None)

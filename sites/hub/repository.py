@@ -14,36 +14,36 @@ from sites.web import NotFound, Refused, Request, Response, paged
 _MAX_FILE = 100_000
 
 
-def _entries(request: Request, found: Project, folder: str) -> list[tuple[str, str, bool]]:
-    """(name, path, is a folder) of what lies in `folder` ("" or ending in "/"), folders first."""
+def _entries(request: Request, repo: Project, folder: str) -> list[tuple[str, str, bool]]:
+    """(name, path, is a folder) of each entry of `folder` ("" or ending in "/"), folders first."""
     entries = set()
-    for file in request.world.hub.files.where("project_id", found.id):
+    for file in request.world.hub.files.where("project_id", repo.id):
         if file.path.startswith(folder):
             name, slash, _ = file.path[len(folder) :].partition("/")
             entries.add((name, folder + name, bool(slash)))
     return sorted(entries, key=lambda entry: (not entry[2], entry[0]))
 
 
-def _file(request: Request, found: Project, path: str) -> File:
+def _file(request: Request, repo: Project, path: str) -> File:
     files = [
-        file for file in request.world.hub.files.where("project_id", found.id) if file.path == path
+        file for file in request.world.hub.files.where("project_id", repo.id) if file.path == path
     ]
     if not files:
-        raise NotFound(f"There is no file {path} in {found.path}.")
+        raise NotFound(f"There is no file {path} in {repo.path}.")
     return files[0]
 
 
 @site.get("/{ns}/{name}")
 def home(request: Request, ns: str, name: str) -> Response:
-    found, hub = project(request, ns, name), request.world.hub
+    repo, hub = project(request, ns, name), request.world.hub
     readme = next(
-        (file for file in hub.files.where("project_id", found.id) if file.path == "README.md"), None
+        (file for file in hub.files.where("project_id", repo.id) if file.path == "README.md"), None
     )
-    commits = hub.commits.where("project_id", found.id)
+    commits = hub.commits.where("project_id", repo.id)
     return request.page(
         "project.html",
-        project=found,
-        entries=_entries(request, found, ""),
+        project=repo,
+        entries=_entries(request, repo, ""),
         readme=readme,
         commits=commits,
     )
@@ -51,34 +51,34 @@ def home(request: Request, ns: str, name: str) -> Response:
 
 @site.get("/{ns}/{name}/-/tree/main/{path:path}")
 def tree(request: Request, ns: str, name: str, path: str) -> Response:
-    found = project(request, ns, name)
-    entries = _entries(request, found, path.rstrip("/") + "/")
+    repo = project(request, ns, name)
+    entries = _entries(request, repo, path.rstrip("/") + "/")
     if not entries:
-        raise NotFound(f"There is no folder {path} in {found.path}.")
-    return request.page("tree.html", project=found, folder=path.rstrip("/"), entries=entries)
+        raise NotFound(f"There is no folder {path} in {repo.path}.")
+    return request.page("tree.html", project=repo, folder=path.rstrip("/"), entries=entries)
 
 
 @site.get("/{ns}/{name}/-/blob/main/{path:path}")
 def blob(request: Request, ns: str, name: str, path: str) -> Response:
-    found = project(request, ns, name)
-    return request.page("blob.html", project=found, file=_file(request, found, path))
+    repo = project(request, ns, name)
+    return request.page("blob.html", project=repo, file=_file(request, repo, path))
 
 
 @site.get("/{ns}/{name}/-/edit/main/{path:path}", private=True)
 def edit(request: Request, ns: str, name: str, path: str) -> Response:
-    found = project(request, ns, name)
-    return request.page("edit_file.html", project=found, file=_file(request, found, path))
+    repo = project(request, ns, name)
+    return request.page("edit_file.html", project=repo, file=_file(request, repo, path))
 
 
 @site.post("/{ns}/{name}/-/edit/main/{path:path}")
 def save(request: Request, ns: str, name: str, path: str) -> Response:
-    found = project(request, ns, name)
-    check(request, found, "Developer")
-    file = _file(request, found, path)
+    repo = project(request, ns, name)
+    check(request, repo, "Developer")
+    file = _file(request, repo, path)
     message = request.text("message", "Commit message", 200)
     request.world.hub.files.put(replace(file, text=_content(request)))
-    _commit(request, found, message)
-    return request.done("Your changes have been committed.", f"/{found.path}/-/blob/main/{path}")
+    _commit(request, repo, message)
+    return request.done("Your changes have been committed.", f"/{repo.path}/-/blob/main/{path}")
 
 
 @site.get("/{ns}/{name}/-/new/main", private=True)
@@ -88,8 +88,8 @@ def new_file(request: Request, ns: str, name: str) -> Response:
 
 @site.post("/{ns}/{name}/-/new/main")
 def create_file(request: Request, ns: str, name: str) -> Response:
-    found, files = project(request, ns, name), request.world.hub.files
-    check(request, found, "Developer")
+    repo, files = project(request, ns, name), request.world.hub.files
+    check(request, repo, "Developer")
     path = request.text("path", "File name", 120)
     if not re.fullmatch(r"[A-Za-z0-9._/-]+", path) or any(
         part in ("", ".", "..") for part in path.split("/")
@@ -97,13 +97,13 @@ def create_file(request: Request, ns: str, name: str) -> Response:
         raise Refused("File name must be a path such as docs/notes.md.")
     if any(
         f"{path}/".startswith(f"{file.path}/") or f"{file.path}/".startswith(f"{path}/")
-        for file in files.where("project_id", found.id)
+        for file in files.where("project_id", repo.id)
     ):
         raise Refused("A file or folder of this name exists already.")
     message = request.text("message", "Commit message", 200)
-    files.put(File(files.next_id(), found.id, path, _content(request)))
-    _commit(request, found, message)
-    return request.done("The file has been created.", f"/{found.path}/-/blob/main/{path}")
+    files.put(File(files.next_id(), repo.id, path, _content(request)))
+    _commit(request, repo, message)
+    return request.done("The file has been created.", f"/{repo.path}/-/blob/main/{path}")
 
 
 def _content(request: Request) -> str:
@@ -111,32 +111,32 @@ def _content(request: Request) -> str:
     return text + "\n" if text else ""
 
 
-def _commit(request: Request, found: Project, message: str) -> None:
+def _commit(request: Request, repo: Project, message: str) -> None:
     commits = request.world.hub.commits
     number = commits.next_id()
     commits.put(
-        Commit(number, found.id, sha(found.id, number, message), message, me(request).name, TODAY)
+        Commit(number, repo.id, sha(repo.id, number, message), message, me(request).name, TODAY)
     )
 
 
 @site.get("/{ns}/{name}/-/commits/main")
 def commits(request: Request, ns: str, name: str) -> Response:
-    found = project(request, ns, name)
+    repo = project(request, ns, name)
     page = paged(
-        request.world.hub.commits.where("project_id", found.id)[::-1], request.number("page", 1), 20
+        request.world.hub.commits.where("project_id", repo.id)[::-1], request.number("page", 1), 20
     )
-    return request.page("commits.html", project=found, page=page)
+    return request.page("commits.html", project=repo, page=page)
 
 
 @site.get("/{ns}/{name}/-/graphs/main")
 def contributors(request: Request, ns: str, name: str) -> Response:
-    found = project(request, ns, name)
+    repo = project(request, ns, name)
     counted = Counter(
-        commit.author for commit in request.world.hub.commits.where("project_id", found.id)
+        commit.author for commit in request.world.hub.commits.where("project_id", repo.id)
     )
     return request.page(
         "contributors.html",
-        project=found,
+        project=repo,
         rows=sorted(counted.items(), key=lambda row: (-row[1], row[0])),
     )
 
@@ -148,52 +148,52 @@ def branches(request: Request, ns: str, name: str) -> Response:
 
 @site.post("/{ns}/{name}/-/branches")
 def create_branch(request: Request, ns: str, name: str) -> Response:
-    found = project(request, ns, name)
-    check(request, found, "Developer")
+    repo = project(request, ns, name)
+    check(request, repo, "Developer")
     branch = request.text("branch", "Branch name", 60)
-    if branch in found.branches or not re.fullmatch(r"[A-Za-z0-9._/-]+", branch):
+    if branch in repo.branches or not re.fullmatch(r"[A-Za-z0-9._/-]+", branch):
         raise Refused(
             "Branch name must be new, of letters, digits, dots, dashes, slashes and underscores."
         )
-    request.world.hub.projects.put(replace(found, branches=(*found.branches, branch)))
+    request.world.hub.projects.put(replace(repo, branches=(*repo.branches, branch)))
     return request.done(f"Branch {branch} was created from main.")
 
 
 @site.post("/{ns}/{name}/star")
 def star(request: Request, ns: str, name: str) -> Response:
-    """Stars the project, or takes the star back."""
-    found, stars = project(request, ns, name), request.world.hub.stars
-    if stars.get(found.id) is None:
-        stars.put(Star(found.id))
-        return request.done(f"You starred {found.path}.")
-    stars.remove(found.id)
-    return request.done(f"You removed your star from {found.path}.")
+    """Star the project, or remove the star."""
+    repo, stars = project(request, ns, name), request.world.hub.stars
+    if stars.get(repo.id) is None:
+        stars.put(Star(repo.id))
+        return request.done(f"You starred {repo.path}.")
+    stars.remove(repo.id)
+    return request.done(f"You removed your star from {repo.path}.")
 
 
 @site.post("/{ns}/{name}/fork")
 def fork(request: Request, ns: str, name: str) -> Response:
-    """A copy in the visitor's namespace: files, labels and the last commit."""
-    found, hub, owner = project(request, ns, name), request.world.hub, me(request)
-    path = f"{owner.name}/{found.name}"
+    """Copy the project with files, labels and its last commit to the visitor's namespace."""
+    repo, hub, owner = project(request, ns, name), request.world.hub, me(request)
+    path = f"{owner.name}/{repo.name}"
     if hub.projects.first("path", path) is not None:
         raise Refused(f"The project {path} exists already.")
     copy = replace(
-        found,
+        repo,
         id=hub.projects.next_id(),
         path=path,
         branches=("main",),
         created=TODAY,
         stars=0,
         forks=0,
-        forked_from=found.path,
+        forked_from=repo.path,
     )
     hub.projects.put(copy)
-    hub.projects.put(replace(found, forks=found.forks + 1))
+    hub.projects.put(replace(repo, forks=repo.forks + 1))
     hub.memberships.put(Membership(hub.memberships.next_id(), copy.id, owner.name, "Owner", TODAY))
-    for file in hub.files.where("project_id", found.id):
+    for file in hub.files.where("project_id", repo.id):
         hub.files.put(replace(file, id=hub.files.next_id(), project_id=copy.id))
-    for label in hub.labels.where("project_id", found.id):
+    for label in hub.labels.where("project_id", repo.id):
         hub.labels.put(replace(label, id=hub.labels.next_id(), project_id=copy.id))
-    for commit in hub.commits.where("project_id", found.id)[-1:]:
+    for commit in hub.commits.where("project_id", repo.id)[-1:]:
         hub.commits.put(replace(commit, id=hub.commits.next_id(), project_id=copy.id))
-    return request.done(f"You forked {found.path}.", f"/{path}")
+    return request.done(f"You forked {repo.path}.", f"/{path}")

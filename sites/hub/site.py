@@ -1,6 +1,4 @@
-"""The code host's site, and what all its pages ask: who is here, which project, what may be
-done.
-"""
+"""The code host's site, and the checks that all its pages share: account, project and role."""
 
 from __future__ import annotations
 
@@ -23,27 +21,27 @@ def account(request: Request) -> Account | None:
 
 
 def me(request: Request) -> Account:
-    """The account on a page that asks for a login."""
-    found = account(request)
-    assert found is not None
-    return found
+    """The account on a page that requires a login."""
+    user = account(request)
+    assert user is not None
+    return user
 
 
 def project(request: Request, namespace: str, name: str) -> Project:
-    found = request.world.hub.projects.first("path", f"{namespace}/{name}")
-    if found is None or (found.visibility == "Private" and not may(request, found, "Guest")):
+    record = request.world.hub.projects.first("path", f"{namespace}/{name}")
+    if record is None or (record.visibility == "Private" and not may(request, record, "Guest")):
         raise NotFound(f"There is no project {namespace}/{name}.")
-    return found
+    return record
 
 
 def may(request: Request, project: Project, role: str) -> bool:
-    """Whether the visitor has at least this role in the project."""
-    here = account(request)
-    own = request.world.hub.role(project, here.name) if here else ""
-    return own != "" and ROLES.index(own) >= ROLES.index(role)
+    """Return True if the visitor has at least this role in the project."""
+    user = account(request)
+    user_role = request.world.hub.role(project, user.name) if user else ""
+    return user_role != "" and ROLES.index(user_role) >= ROLES.index(role)
 
 
 def check(request: Request, project: Project, role: str) -> None:
-    """Errors: Refused without the role."""
+    """Raise Refused unless the visitor has at least this role in the project."""
     if not may(request, project, role):
         raise Refused(f"You need the role {role} in {project.path} for this.")

@@ -85,16 +85,16 @@ def order(request: Request, id: int) -> Response:
 
 @site.post("/account/orders/{id}/reorder")
 def reorder(request: Request, id: int) -> Response:
-    """Puts what is still in stock into the cart once more."""
+    """Put the order's products that are still in stock into the cart."""
     store = request.world.store
-    kept = 0
+    count = 0
     for line in _order(request, id).lines:
         product = store.products.get(line.product_id)
         if product is not None and product.enabled and product.stock >= line.quantity:
             store.cart.put(CartLine(store.cart.next_id(), product.id, line.choice, line.quantity))
-            kept += 1
+            count += 1
     return request.done(
-        f"{kept} item{'s' * (kept != 1)} of the order {'were' if kept != 1 else 'was'} added to"
+        f"{count} item{'s' * (count != 1)} of the order {'were' if count != 1 else 'was'} added to"
         " your cart.",
         "/cart",
     )

@@ -1,4 +1,4 @@
-"""The shop's administration: what its staff see and change."""
+"""The shop's administration: the pages of its staff."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def dashboard(request: Request) -> Response:
 
 
 def _bestsellers(orders: Iterable[Order]) -> list[tuple[int, str, int, int]]:
-    """Product id, name when sold, quantity, revenue; most sold first."""
+    """(product id, name when sold, quantity, revenue) of each product; most sold first."""
     sold: Counter[tuple[int, str]] = Counter()
     revenue: Counter[tuple[int, str]] = Counter()
     for order in orders:
@@ -139,8 +139,8 @@ def save_product(request: Request, id: int) -> Response:
 
 
 def _cents(text: str) -> int:
-    """Errors: Refused unless `text` is an amount such as 12, 12.5 or 1,299.00, with or without
-    a dollar sign.
+    """Parse an amount such as 12, 12.5 or 1,299.00, with or without a dollar sign, into cents.
+    Errors: Refused for any other text.
     """
     match = re.fullmatch(r"\$?([0-9]{1,6})(?:\.([0-9]{1,2}))?", text.replace(",", ""))
     if match is None:
@@ -173,16 +173,16 @@ def _order(request: Request, id: int) -> Order:
 
 @site.get("/orders/{id}")
 def order(request: Request, id: int) -> Response:
-    found = _order(request, id)
-    customer = request.world.store.customers[found.customer_id]
+    record = _order(request, id)
+    customer = request.world.store.customers[record.customer_id]
     return request.page(
-        "order.html", order=found, customer=customer, statuses=ORDER_STATUSES, shipping=SHIPPING
+        "order.html", order=record, customer=customer, statuses=ORDER_STATUSES, shipping=SHIPPING
     )
 
 
 @site.post("/orders/{id}/comment")
 def comment_order(request: Request, id: int) -> Response:
-    """Sets the status, with a comment where one is given."""
+    """Set the order's status and add the form's comment, if any."""
     old = _order(request, id)
     status = request.one_of("status", "Status", ORDER_STATUSES)
     text = request.text("comment", "Comment", 1000, required=False)
@@ -223,12 +223,12 @@ def _customer(request: Request, id: int) -> Customer:
 
 @site.get("/customers/{id}")
 def customer(request: Request, id: int) -> Response:
-    found, orders = (
+    record, orders = (
         _customer(request, id),
         request.world.store.orders.where("customer_id", id)[::-1],
     )
     spent = sum(order.total for order in _counted(orders))
-    return request.page("customer.html", customer=found, orders=orders, spent=spent, groups=GROUPS)
+    return request.page("customer.html", customer=record, orders=orders, spent=spent, groups=GROUPS)
 
 
 @site.post("/customers/{id}")
@@ -269,11 +269,11 @@ def _review(request: Request, id: int) -> Review:
 
 @site.get("/reviews/{id}")
 def review(request: Request, id: int) -> Response:
-    found = _review(request, id)
+    record = _review(request, id)
     return request.page(
         "review.html",
-        review=found,
-        product=_product(request, found.product_id),
+        review=record,
+        product=_product(request, record.product_id),
         statuses=REVIEW_STATUSES,
     )
 
@@ -293,7 +293,7 @@ def delete_review(request: Request, id: int) -> Response:
 
 @site.get("/reports/sales")
 def sales(request: Request) -> Response:
-    """Orders that were not canceled, per day, month or year."""
+    """Show the sales per day, month or year, without canceled orders."""
     chosen, span = _in_span(request)
     period = request.choice("period", _PERIODS, "month")
     cut = {"day": 10, "month": 7, "year": 4}[period]
@@ -321,7 +321,7 @@ def _items(order: Order) -> int:
 
 
 def _in_span(request: Request) -> tuple[list[Order], dict[str, Any]]:
-    """The counted orders between the query's days, by default of this year."""
+    """The uncanceled orders between the query's days, by default of this year, and these days."""
     start = request.day("from", "From") or date(TODAY.year, 1, 1)
     end = request.day("to", "To") or TODAY
     if start > end:

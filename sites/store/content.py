@@ -1,4 +1,4 @@
-"""Generates the shop: products, reviews, customers and orders of one seed."""
+"""Generated content of the shop: products, reviews, customers and orders of one seed."""
 
 from __future__ import annotations
 
@@ -80,16 +80,16 @@ def generate(seed: int) -> Content:
 
 
 def _products(dice: Dice) -> list[Product]:
-    found: list[Product] = []
+    products: list[Product] = []
     for shelf in lore.SHELVES:
         for kind in shelf.kinds:
             for series in dice.some(lore.SERIES, _PER_KIND):
-                found.append(
+                products.append(
                     _product(
-                        len(found) + 1, shelf.slug, dice.pick(shelf.brands), series, kind, dice
+                        len(products) + 1, shelf.slug, dice.pick(shelf.brands), series, kind, dice
                     )
                 )
-    return found
+    return products
 
 
 def _product(id: int, category: str, brand: str, series: str, kind: Kind, dice: Dice) -> Product:
@@ -118,7 +118,7 @@ def _product(id: int, category: str, brand: str, series: str, kind: Kind, dice: 
 
 
 def _reviews(products: list[Product], dice: Dice) -> list[Review]:
-    """Up to 9 per product, in order of their days; a few wait for approval."""
+    """Up to 9 reviews per product, ordered by day; a few wait for approval."""
     drafts: list[tuple[date, int, Product]] = []
     for product in products:
         days = (TODAY - product.added).days
@@ -194,7 +194,7 @@ def _customer(id: int, first: str, last: str, dice: Dice) -> Customer:
 
 
 def _orders(products: list[Product], customers: list[Customer], dice: Dice) -> list[Order]:
-    """In order of their days; the demo customer has a fair share of them."""
+    """Orders sorted by day; the demo customer gets a fixed number of them."""
     drafts = []
     for index in range(_NUM_ORDERS):
         customer = customers[0] if index < _DEMO_ORDERS else dice.pick(customers[1:])

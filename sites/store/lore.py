@@ -1,4 +1,4 @@
-"""What the shop's content is made of; the words themselves are in words.json."""
+"""Word lists and price ranges of the shop's content, read from words.json."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sites.words import load
 
 @dataclass(frozen=True)
 class Kind:
-    """A sort of product: name, icon, price span in dollars, what to choose, details, and what
-    it is said to be good for.
+    """A sort of product: name, icon, price range in dollars, option to choose, details, and a
+    line on its use.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What the shop and its administration know.
+"""Records of the shop and its administration.
 All records are frozen; amounts are cents; ids count from 1.
 """
 
@@ -36,7 +36,7 @@ class Product:
     enabled: bool
     description: str
     details: tuple[tuple[str, str], ...]
-    option: str  # what has to be chosen, "" if nothing
+    option: str  # name of the choice to make, "" if there is none
     values: tuple[str, ...]
     added: date
 
@@ -155,7 +155,7 @@ class Category:
 
 @dataclass
 class Store:
-    """One session's shop: the cart and the wish list are those of the session's visitor."""
+    """One session's shop; cart and wish list belong to the session's visitor."""
 
     categories: tuple[Category, ...]
     search_terms: tuple[tuple[str, int, int], ...]  # term, results, uses
@@ -167,7 +167,7 @@ class Store:
     wishes: Table[Wish]
 
     def visible(self) -> list[Product]:
-        """What the shop shows."""
+        """The products that the shop shows."""
         return [product for product in self.products if product.enabled]
 
     def approved(self, product_id: int) -> list[Review]:
@@ -179,7 +179,7 @@ class Store:
         ]
 
     def rating(self, product_id: int) -> float:
-        """Mean rating of the shown reviews, 0 without any."""
+        """Mean rating of the shown reviews; 0 without reviews."""
         ratings = [review.rating for review in self.approved(product_id)]
         return sum(ratings) / len(ratings) if ratings else 0.0
 

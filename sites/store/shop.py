@@ -1,5 +1,5 @@
-"""The shop as its customers see it: catalogue, cart and checkout.
-Their accounts are in `account.py`.
+"""The shop's pages for customers: catalog, cart and checkout.
+The customers' accounts are in `account.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _customer(request: Request) -> Customer | None:
 
 
 def me(request: Request) -> Customer:
-    """The customer on a page that asks for a login."""
+    """The customer on a page that requires a login."""
     customer = _customer(request)
     assert customer is not None
     return customer
@@ -67,7 +67,7 @@ def find(request: Request, id: int) -> Product:
 
 
 def _listing(request: Request, title: str, products: Sequence[Product], **extra: Any) -> Response:
-    """Products filtered by the query's brand and price, sorted and paged."""
+    """Show products filtered by the query's brand and price, sorted and paged."""
     brands = sorted({product.brand for product in products})
     brand = request.choice("brand", brands, "")
     low, high = request.number("min", 0) * 100, request.number("max", 10**7) * 100
@@ -103,11 +103,11 @@ def home(request: Request) -> Response:
 
 @site.get("/category/{slug}")
 def category(request: Request, slug: str) -> Response:
-    found = request.world.store.category(slug)
-    if found is None:
+    record = request.world.store.category(slug)
+    if record is None:
         raise NotFound("This category does not exist.")
     products = [product for product in request.world.store.visible() if product.category == slug]
-    return _listing(request, found.name, products, category=found, query="")
+    return _listing(request, record.name, products, category=record, query="")
 
 
 @site.get("/search")
@@ -129,15 +129,15 @@ def _matches(product: Product, words: Sequence[str]) -> bool:
 
 @site.get("/product/{id}/{slug}")
 def product(request: Request, id: int, slug: str) -> Response:
-    found = find(request, id)
+    record = find(request, id)
     store = request.world.store
-    related = [other for other in store.visible() if other.kind == found.kind and other.id != id][
+    related = [other for other in store.visible() if other.kind == record.kind and other.id != id][
         :4
     ]
     return request.page(
         "product.html",
-        product=found,
-        category=store.category(found.category),
+        product=record,
+        category=store.category(record.category),
         reviews=store.approved(id)[::-1],
         related=related,
     )
@@ -161,7 +161,9 @@ def write_review(request: Request, id: int) -> Response:
 def add_to_cart(request: Request, id: int) -> Response:
     wanted, store = find(request, id), request.world.store
     if wanted.values and "choice" not in request.form:
-        return redirect(address(wanted))  # from a list: the choice is made on the product's page
+        return redirect(
+            address(wanted)
+        )  # a list of products offers no choice; the product's page does
     choice = (
         f"{wanted.option}: {request.one_of('choice', wanted.option, wanted.values)}"
         if wanted.values
@@ -207,7 +209,7 @@ def _bill(request: Request) -> dict[str, Any]:
 
 @site.post("/cart/update", private=False)
 def update_cart(request: Request) -> Response:
-    """Quantities are `quantity_<line id>`; zero takes the line out."""
+    """Set the cart's quantities (fields `quantity_<line id>`); zero removes the line."""
     store = request.world.store
     lines = [
         replace(line, quantity=request.whole(f"quantity_{line.id}", "Quantity", 0, _MAX_QUANTITY))

@@ -17,7 +17,8 @@ def test_a_dataset_that_cannot_be_pulled_fails_the_flow_in_words(fresh):
         "failed: DvcError: dataset not pulled: `dvc pull data/AgentGym-RL-Data-ID.dvc` failed (1): "
     )
     assert last.endswith(
-        "holds the files (`dvc push` where they are), or set data.path to a folder of your own"
+        "holds the files (`dvc push` on a machine that has them), or set data.path to a folder of"
+        " your own"
     )
 
 

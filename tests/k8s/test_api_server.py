@@ -233,7 +233,7 @@ def test_the_commands_that_move_an_installation_leave_no_old_right(
     kubectl("apply", "--filename=-", objects=objects)
     anybody = rights_of(kubectl, "nobody", "default", "default")
     assert ("deployments.apps", "create") in rights_of(kubectl, account, name, name) - anybody
-    said = (K8S / "README.md").read_text().partition("### An installation of before")[2]
+    said = (K8S / "README.md").read_text().partition("### Upgrade an older installation")[2]
     block = re.search(r"```\n(.*?)```", said, re.DOTALL)[1]
     paths = f"{Path(find_kubectl()).parent}:{os.environ['PATH']}"
     done = subprocess.run(

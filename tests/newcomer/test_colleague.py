@@ -74,8 +74,9 @@ def test_a_clone_has_the_results_where_it_shares_the_store_and_else_is_told_how_
     said = " ".join(lacking.stderr.split())
     assert "outputs has pointers to results that the store .agentgym/store lacks: prepare" in said
     assert (
-        "To have them, set store.uri to a store that you share with whoever made them, or copy that"
-        " machine's .agentgym/store to the same place here, or make them here: `dvc repro --force`"
+        "To have them, set store.uri to a store that you share with the person who made them, or"
+        " copy that machine's .agentgym/store to the same place here, or make them here: `dvc repro"
+        " --force`"
     ) in said
 
     params = cloned.folder / "params.yaml"

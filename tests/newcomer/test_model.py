@@ -78,7 +78,7 @@ def test_an_evaluation_of_a_pointer_to_a_tokenizer_ends_in_one_line_and_code_2(
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
         f"error: {broken}/tokenizer.json is a Git LFS pointer, not the file itself; run `git lfs"
-        " pull` where it was cloned, or download it\n"
+        " pull` in its clone, or download it\n"
     )
 
 

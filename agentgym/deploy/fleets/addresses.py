@@ -1,8 +1,8 @@
-"""Where the servers of a fleet are now: read from the cluster while a run goes on, and left in a
-file for every process of this machine that plays on them.
+"""Addresses of a fleet's servers: read from the cluster during a run, and written to a file for
+every process of this machine that plays on them.
 
-A client outside of the cluster may not reach a pod at its own address: the pod's annotation
-`agentgym.io/address` (host:port) then says where else.
+A client outside the cluster may not reach a pod at its own address; the pod's annotation
+`agentgym.io/address` (host:port) then gives another.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ class Server(NamedTuple):
     """A ready pod behind a Service."""
 
     pod: str
-    address: str  # host:port, as the cluster has it
+    address: str  # host:port inside the cluster
 
 
 def kind_of_addresses(kube: Kube) -> Kind:
-    """EndpointSlices, or where the cluster is too old for them, Endpoints."""
-    return next((each for each in SLICES if kube.serves(each)), ENDPOINTS)
+    """Return EndpointSlice, or Endpoints if the cluster is too old for slices."""
+    return next((kind for kind in SLICES if kube.serves(kind)), ENDPOINTS)
 
 
-def service_of(each: Object) -> str:
-    """Whose addresses an EndpointSlice or Endpoints holds."""
-    metadata = each["metadata"]
+def service_of(obj: Object) -> str:
+    """Return the Service whose addresses an EndpointSlice or Endpoints has."""
+    metadata = obj["metadata"]
     return str(metadata.get("labels", {}).get(SERVICE_LABEL) or metadata["name"])
 
 
 def servers_of(objects: Iterable[Object]) -> list[Server]:
-    """The ready servers in EndpointSlices, or in Endpoints; one that is in two of them once."""
-    found: dict[str, Server] = {}
-    for each in objects:
-        rows = _of_slice(each) if each["kind"] == "EndpointSlice" else _of_endpoints(each)
-        found |= {row.address: row for row in rows}
-    return [found[address] for address in sorted(found)]
+    """Return the ready servers in EndpointSlices, or in Endpoints, without duplicates."""
+    servers: dict[str, Server] = {}
+    for obj in objects:
+        rows = _of_slice(obj) if obj["kind"] == "EndpointSlice" else _of_endpoints(obj)
+        servers |= {row.address: row for row in rows}
+    return [servers[address] for address in sorted(servers)]
 
 
-def _of_slice(each: Object) -> Iterable[Server]:
-    ports = [port["port"] for port in each.get("ports") or [] if port.get("port")]
-    for endpoint in each.get("endpoints") or []:
+def _of_slice(obj: Object) -> Iterable[Server]:
+    ports = [port["port"] for port in obj.get("ports") or [] if port.get("port")]
+    for endpoint in obj.get("endpoints") or []:
         conditions = endpoint.get("conditions") or {}
-        # None means true, and a server that ends takes no sessions
+        # None means true; a terminating server takes no sessions
         if conditions.get("ready") is False or conditions.get("terminating"):
             continue
         pod = (endpoint.get("targetRef") or {}).get("name", "")
@@ -66,10 +66,10 @@ def _of_slice(each: Object) -> Iterable[Server]:
             yield Server(pod, _joined(endpoint["addresses"][0], port))
 
 
-def _of_endpoints(each: Object) -> Iterable[Server]:
-    for subset in each.get("subsets") or []:
+def _of_endpoints(obj: Object) -> Iterable[Server]:
+    for subset in obj.get("subsets") or []:
         for port in (subset.get("ports") or [])[:1]:
-            for address in subset.get("addresses") or []:  # those that are ready
+            for address in subset.get("addresses") or []:  # ready ones only
                 pod = (address.get("targetRef") or {}).get("name", "")
                 yield Server(pod, _joined(address["ip"], port["port"]))
 
@@ -79,50 +79,52 @@ def _joined(host: str, port: int) -> str:
 
 
 class Outside:
-    """Addresses that clients use, of pods that say so; each pod is asked for once."""
+    """Addresses for clients outside the cluster, from pods' annotations; each pod is read once."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
         self._said: dict[str, str] = {}  # pod -> its annotation; empty: none
 
     def addresses(self, servers: Sequence[Server]) -> list[str]:
-        """URLs. Errors: KubeError."""
-        self._said = {each.pod: self._of(each.pod) for each in servers}
-        return sorted(f"http://{self._said[each.pod] or each.address}" for each in servers)
+        """Return the servers' URLs. Errors: KubeError."""
+        self._said = {server.pod: self._of(server.pod) for server in servers}
+        return sorted(f"http://{self._said[server.pod] or server.address}" for server in servers)
 
     def _of(self, pod: str) -> str:
         if not pod or pod in self._said:
             return self._said.get(pod, "")
         try:
-            found = self._kube.get(POD, pod)
+            obj = self._kube.get(POD, pod)
         except NotFound:
             return ""
-        return str(found["metadata"].get("annotations", {}).get(ADDRESS, ""))
+        return str(obj["metadata"].get("annotations", {}).get(ADDRESS, ""))
 
 
 class Listing:
-    """The file that says where the servers behind one URL are. One process writes it."""
+    """A file with the addresses of the servers behind one URL. One process writes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._said: bytes | None = None
 
     def say(self, addresses: Sequence[str], trouble: str = "") -> None:
-        """trouble: why nobody shall play there any more."""
-        said = json.dumps({"addresses": list(addresses), "trouble": trouble}).encode()
-        if said != self._said:
+        """Write the addresses if they changed. trouble: why clients must not play there
+        any more.
+        """
+        content = json.dumps({"addresses": list(addresses), "trouble": trouble}).encode()
+        if content != self._said:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, said)
-            self._said = said
+            write_whole(self.path, content)
+            self._said = content
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
 
 
 def listed(path: str) -> tuple[list[str], str] | None:
-    """(addresses, trouble) as a listing says; None where there is none on this machine."""
+    """Return (addresses, trouble) from a listing; None if it is not on this machine."""
     try:
-        said = json.loads(Path(path).read_bytes())
-        return [str(each) for each in said["addresses"]], str(said["trouble"])
+        listing = json.loads(Path(path).read_bytes())
+        return [str(address) for address in listing["addresses"]], str(listing["trouble"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,7 +1,8 @@
-"""Which run a fleet belongs to, and whether that run lives.
+"""Leases, which record the run that a fleet belongs to, and whether that run lives.
 
-Each group of servers has a Lease in the cluster: it says who holds it and is renewed while that
-process lives. All objects of the group are owned by it, so deleting it deletes them.
+Each group of servers has a Lease in the cluster: it names its holder and is renewed while that
+process lives.
+All objects of the group are owned by the Lease, so deleting it deletes them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ HOLDER = "agentgym.io/holder"  # annotation: the process, as JSON
 KEPT = "agentgym.io/kept"  # label of a group that outlives runs
 RENEWALS = 6  # in the time after which a holder counts as dead
 OWNED = {"app.kubernetes.io/part-of": "agentgym"}
-RACES = 5  # how often somebody else may be faster
+RACES = 5  # how often another process may be faster
 
 
 def lease_name(run: str) -> str:
@@ -34,13 +35,13 @@ def lease_name(run: str) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """A lease as it was last seen."""
+    """A lease as it was last read."""
 
     run: str  # the value of RUN_LABEL on all of its objects
     uid: str
-    holder: Holder | None  # None of a kept group, or where it cannot be read
+    holder: Holder | None  # None for a kept group, or if it cannot be read
     is_kept: bool
-    renewed: str  # when, by the clock of whoever did
+    renewed: str  # time of the last renewal, by the holder's clock
     ttl_s: float
 
     @classmethod
@@ -48,8 +49,8 @@ class Group:
         metadata, spec = lease["metadata"], lease.get("spec", {})
         labels = metadata.get("labels", {})
         try:
-            said = json.loads(metadata.get("annotations", {}).get(HOLDER, ""))
-            holder = Holder.from_tree(said)
+            record = json.loads(metadata.get("annotations", {}).get(HOLDER, ""))
+            holder = Holder.from_tree(record)
         except (ValueError, TypeError, AttributeError):
             holder = None
         return cls(
@@ -62,15 +63,16 @@ class Group:
         )
 
     def silent_s(self, now: float) -> float:
-        """Seconds since it was renewed, as this machine's clock has it."""
+        """Seconds since the last renewal, by this machine's clock."""
         try:
             return now - datetime.fromisoformat(self.renewed).timestamp()
         except ValueError:
             return float("inf")
 
     def is_alive(self, now: float) -> bool:
-        """By its holder's process where that can be seen from here, else by its last renewal.
-        One of the future is of a clock that is wrong: it says nothing.
+        """Return True if the holder's process lives, or, if that cannot be seen from here, if the
+        last renewal is recent.
+        A renewal in the future comes from a wrong clock and does not count.
         """
         silent_s = self.silent_s(now)
         if silent_s < -self.ttl_s:
@@ -83,7 +85,7 @@ class Group:
         return self.is_alive(time.time())
 
     def owner(self) -> Object:
-        """What makes an object go with the lease."""
+        """Reference that makes an object end with the lease."""
         return {
             "apiVersion": LEASE.api_version,
             "kind": LEASE.kind,
@@ -92,55 +94,56 @@ class Group:
         }
 
     def __str__(self) -> str:
-        return f"{self.run} ({'kept' if self.is_kept else self.holder or 'of nobody known'})"
+        return f"{self.run} ({'kept' if self.is_kept else self.holder or 'holder unknown'})"
 
 
 def acquire(kube: Kube, run: str, *, ttl_s: float, kept: bool = False) -> Group:
-    """The group of that name: a new one, or that of a holder that is gone, whose servers are then
-    ours. A kept one is shared.
+    """Return the group of that name: a new one, or one whose holder is gone; its servers then
+    become ours.
+    A kept group is shared.
 
     Errors: LeaseHeld while its holder lives; KubeError.
     """
     for _ in range(RACES):
-        found = kube.find(LEASE, lease_name(run))
+        lease = kube.find(LEASE, lease_name(run))
         try:
-            if found is None:
+            if lease is None:
                 return Group.of(kube.create(_lease(run, ttl_s, kept)))
-            group = Group.of(found)
-            if found["metadata"].get("deletionTimestamp"):
+            group = Group.of(lease)
+            if lease["metadata"].get("deletionTimestamp"):
                 raise LeaseHeld(f"the servers of {run} are being taken down")
             if group.is_alive(time.time()) and not group.is_kept:
                 raise LeaseHeld(f"the servers of {run} are held by {group.holder}")
-            version = {"resourceVersion": found["metadata"]["resourceVersion"]}
+            version = {"resourceVersion": lease["metadata"]["resourceVersion"]}
             changes = _lease(run, ttl_s, kept)
             changes["metadata"] |= version
             return Group.of(kube.patch(LEASE, lease_name(run), changes))
         except (AlreadyExists, Stale):
-            continue  # somebody was faster: look again
+            continue  # another process was faster: read again
     raise LeaseHeld(f"others take the servers of {run} again and again")
 
 
-def acquire_free(kube: Kube, run: str, *, ttl_s: float, most: int = 9) -> Group:
-    """The group `run`, or where that is held `run-2`, `run-3`, ...
-    Errors: LeaseHeld where all are; KubeError.
+def acquire_free(kube: Kube, run: str, *, ttl_s: float, max_groups: int = 9) -> Group:
+    """Acquire the group `run`, or if that is in use `run-2`, `run-3`, ...
+    Errors: LeaseHeld if all are in use; KubeError.
     """
-    for number in range(1, most + 1):
+    for number in range(1, max_groups + 1):
         try:
             return acquire(kube, run if number == 1 else f"{run}-{number}", ttl_s=ttl_s)
         except LeaseHeld as error:
             logger.info("%s; taking the next name", error)
-    raise LeaseHeld(f"{most} processes have servers of {run}; end some, or agentgym envs gc")
+    raise LeaseHeld(f"{max_groups} processes have servers of {run}; end some, or agentgym envs gc")
 
 
 def renew(kube: Kube, group: Group) -> bool:
-    """A sign of life. False where the group is no longer ours: deleted, or taken over."""
-    found = kube.find(LEASE, lease_name(group.run))
-    if found is None or found["metadata"]["uid"] != group.uid:
+    """Renew the lease. Return False if the group is no longer ours: deleted, or taken over."""
+    lease = kube.find(LEASE, lease_name(group.run))
+    if lease is None or lease["metadata"]["uid"] != group.uid:
         return False
-    now = Group.of(found)
+    now = Group.of(lease)
     if not group.is_kept and now.holder != group.holder:
         return False
-    version = {"resourceVersion": found["metadata"]["resourceVersion"]}
+    version = {"resourceVersion": lease["metadata"]["resourceVersion"]}
     try:
         kube.patch(
             LEASE, lease_name(group.run), {"metadata": version, "spec": {"renewTime": _now()}}
@@ -151,25 +154,27 @@ def renew(kube: Kube, group: Group) -> bool:
 
 
 def groups(kube: Kube) -> list[Group]:
-    """All that hold servers in the namespace."""
-    found = kube.list(LEASE, labels={**OWNED, RUN_LABEL: None}).items
-    return [Group.of(each) for each in found if not each["metadata"].get("deletionTimestamp")]
+    """Return all groups that have servers in the namespace."""
+    leases = kube.list(LEASE, labels={**OWNED, RUN_LABEL: None}).items
+    return [Group.of(lease) for lease in leases if not lease["metadata"].get("deletionTimestamp")]
 
 
 def dead_groups(
     kube: Kube, *, observe_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> list[Group]:
-    """Groups of runs that are dead: silent by this machine's clock, and for observe_s more while
-    they are watched, so that a clock that is wrong kills nobody.
+    """Return groups of dead runs: silent by this machine's clock, and for observe_s more while they
+    are watched, so that a wrong clock ends no live run.
     """
-    suspects = [each for each in groups(kube) if not each.is_alive(time.time())]
-    far = [each for each in suspects if each.holder is None or not each.holder.is_near()]
+    suspects = [group for group in groups(kube) if not group.is_alive(time.time())]
+    far = [group for group in suspects if group.holder is None or not group.holder.is_near()]
     if not far:
         return suspects
     logger.info("watching %d groups of servers for %.0f s", len(far), observe_s)
     sleep(observe_s)
-    now = {each.uid: each for each in groups(kube)}
-    return [each for each in suspects if each.uid in now and now[each.uid].renewed == each.renewed]
+    now = {group.uid: group for group in groups(kube)}
+    return [
+        group for group in suspects if group.uid in now and now[group.uid].renewed == group.renewed
+    ]
 
 
 def _lease(run: str, ttl_s: float, kept: bool) -> Object:

@@ -1,5 +1,5 @@
-"""What a cluster lacks for what is about to be sent there: looked at before anything is, a line for
-each thing, with what to do.
+"""Checks of what a cluster lacks for objects, before they are sent: a line for each obstacle, with
+its remedy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ GPU = "nvidia.com/gpu"
 OWN = ("get", "list", "watch", "create", "patch", "delete")
 SEE = ("get", "list", "watch")
 
-# (verbs, group, plural) of all that bringing a fleet up, watching it and taking it down does
+# (verbs, group, plural) needed to bring a fleet up, watch it and take it down
 RIGHTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (OWN, "apps", "deployments"),
     (OWN, "", "services"),
@@ -32,10 +32,10 @@ ENDPOINT_RIGHTS = (("list", "watch"), "", "endpoints")
 
 
 def lacks(kube: Kube, objects: Sequence[Object], addresses: Kind) -> list[str]:
-    """What is in the way of sending these objects; empty: nothing.
-    addresses: the kind that tells where servers are.
+    """Return the obstacles to sending these objects; empty: none.
+    addresses: the kind that has the servers' addresses.
 
-    Errors: ApiUnreachable, Forbidden where the cluster cannot be asked at all.
+    Errors: ApiUnreachable, Forbidden if the cluster cannot be asked at all.
     """
     if missing := unknown_kinds(kube, objects):
         return missing
@@ -50,9 +50,9 @@ def lacks(kube: Kube, objects: Sequence[Object], addresses: Kind) -> list[str]:
 
 
 def unknown_kinds(kube: Kube, objects: Iterable[Object]) -> list[str]:
-    """Kinds of which the cluster does not know the version."""
-    kinds = sorted({Kind.of(each) for each in objects})
-    unknown = [str(each) for each in kinds if not kube.serves(each)]
+    """Return a line if the cluster does not know the versions of some kinds."""
+    kinds = sorted({Kind.of(obj) for obj in objects})
+    unknown = [str(kind) for kind in kinds if not kube.serves(kind)]
     if not unknown:
         return []
     major, minor = kube.version()
@@ -64,7 +64,7 @@ def unknown_kinds(kube: Kube, objects: Iterable[Object]) -> list[str]:
 
 
 def missing_rights(kube: Kube, rights: Iterable[tuple[tuple[str, ...], str, str]]) -> list[str]:
-    """A line for each resource of which this account may not do all that is needed."""
+    """Return a line for each resource on which this account lacks a needed right."""
     lines = []
     for verbs, group, name in rights:
         plural, _, subresource = name.partition("/")
@@ -72,23 +72,23 @@ def missing_rights(kube: Kube, rights: Iterable[tuple[tuple[str, ...], str, str]
             verb for verb in verbs if not kube.may(verb, group, plural, subresource=subresource)
         ]
         if refused:
-            what = f"{name}.{group}" if group else name
+            resource = f"{name}.{group}" if group else name
             lines.append(
-                f"this account may not {', '.join(refused)} {what} in namespace {kube.namespace};"
-                " apply k8s/base, which gives those rights to agentgym-flow in agentgym-fleets, or"
-                " correct kubernetes.namespace and kubernetes.context"
+                f"this account may not {', '.join(refused)} {resource} in namespace"
+                f" {kube.namespace}; apply k8s/base, which gives those rights to agentgym-flow in"
+                " agentgym-fleets, or correct kubernetes.namespace and kubernetes.context"
             )
     return lines
 
 
 def refusals(kube: Kube, objects: Iterable[Object]) -> list[str]:
-    """What the API server says of each object without keeping it: admission, fields that another
-    manager holds, a namespace that is missing.
+    """Return the API server's objections to each object, from a dry run: admission, fields that
+    another manager owns, a missing namespace.
     """
     lines = []
-    for each in objects:
+    for obj in objects:
         try:
-            kube.apply(each, dry_run=True)
+            kube.apply(obj, dry_run=True)
         except NotFound:
             return [
                 f"namespace {kube.namespace} is missing; make it: kubectl apply --kustomize"
@@ -102,49 +102,49 @@ def refusals(kube: Kube, objects: Iterable[Object]) -> list[str]:
 
 
 def no_room(kube: Kube, objects: Sequence[Object]) -> list[str]:
-    """Quotas without enough left for servers that are not there yet."""
+    """Return a line for each quota without enough left for servers that do not exist yet."""
     quotas = kube.list(RESOURCE_QUOTA).items
     if not quotas:
         return []
-    new = [each for each in objects if _is_new(kube, each)]
+    new = [obj for obj in objects if _is_new(kube, obj)]
     return lacking(quotas, asked(new))
 
 
-def _is_new(kube: Kube, each: Object) -> bool:
-    return kube.find(Kind.of(each), each["metadata"]["name"]) is None
+def _is_new(kube: Kube, obj: Object) -> bool:
+    return kube.find(Kind.of(obj), obj["metadata"]["name"]) is None
 
 
 def no_nodes(kube: Kube, objects: Sequence[Object]) -> list[str]:
-    """Servers that no node may take, by its labels, or for want of GPUs. Where this account sees no
-    nodes, the scheduler will tell.
+    """Return a line for each Deployment that no node may take, by its labels or for want of GPUs.
+    If this account may not list nodes, return none: the scheduler will report it.
     """
     try:
         nodes = kube.list(NODE).items
     except Forbidden:
         return []
     lines = []
-    for each in objects:
-        if each["kind"] != "Deployment":
+    for obj in objects:
+        if obj["kind"] != "Deployment":
             continue
-        pod = each["spec"]["template"]["spec"]
+        pod = obj["spec"]["template"]["spec"]
         fitting = [node for node in nodes if takes(node, pod)]
         if not fitting:
             lines.append(
-                f"{each['metadata']['name']}: none of {len(nodes)} nodes has the labels it asks for"
+                f"{obj['metadata']['name']}: none of {len(nodes)} nodes has the labels it asks for"
                 f" ({'; '.join(terms(pod)) or 'none'}); label nodes, or change the overlay"
             )
         elif _gpus(pod) and not any(
             float(node.get("status", {}).get("allocatable", {}).get(GPU, 0)) for node in fitting
         ):
             lines.append(
-                f"{each['metadata']['name']}: it asks for {GPU}, and no node has any; install the"
+                f"{obj['metadata']['name']}: it asks for {GPU}, and no node has any; install the"
                 " device plugin, or use an overlay without GPUs"
             )
     return lines
 
 
 def takes(node: Object, pod: Object) -> bool:
-    """Whether a node's labels are what a pod asks for, and it is open to new pods."""
+    """Return True if a node has the labels that a pod requires and is open to new pods."""
     labels = node["metadata"].get("labels", {})
     if node.get("spec", {}).get("unschedulable"):
         return False
@@ -152,29 +152,34 @@ def takes(node: Object, pod: Object) -> bool:
         return False
     wanted = _terms(pod)
     return not wanted or any(
-        all(_matches(labels, each) for each in term.get("matchExpressions", ())) for term in wanted
+        all(_matches(labels, expression) for expression in term.get("matchExpressions", ()))
+        for term in wanted
     )
 
 
 def terms(pod: Object) -> list[str]:
-    """What a pod asks of a node's labels, for people."""
-    said = [f"{name}={value}" for name, value in pod.get("nodeSelector", {}).items()]
+    """Return a pod's requirements of a node's labels, for messages."""
+    texts = [f"{name}={value}" for name, value in pod.get("nodeSelector", {}).items()]
     for term in _terms(pod):
-        for each in term.get("matchExpressions", ()):
-            values = f" {', '.join(each['values'])}" if each.get("values") else ""
-            said.append(f"{each['key']} {each['operator']}{values}")
-    return said
+        for expression in term.get("matchExpressions", ()):
+            values = f" {', '.join(expression['values'])}" if expression.get("values") else ""
+            texts.append(f"{expression['key']} {expression['operator']}{values}")
+    return texts
 
 
 def _terms(pod: Object) -> list[Object]:
     affinity = pod.get("affinity", {}).get("nodeAffinity", {})
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
-    found: list[Object] = required.get("nodeSelectorTerms", [])
-    return found
+    selector_terms: list[Object] = required.get("nodeSelectorTerms", [])
+    return selector_terms
 
 
-def _matches(labels: Object, each: Object) -> bool:
-    value, values, operator = labels.get(each["key"]), each.get("values", ()), each["operator"]
+def _matches(labels: Object, expression: Object) -> bool:
+    value, values, operator = (
+        labels.get(expression["key"]),
+        expression.get("values", ()),
+        expression["operator"],
+    )
     if operator == "Exists":
         return value is not None
     if operator == "DoesNotExist":
@@ -183,7 +188,7 @@ def _matches(labels: Object, each: Object) -> bool:
         return value in values
     if operator == "NotIn":
         return value not in values
-    return True  # Gt and Lt: the scheduler's business
+    return True  # Gt and Lt are left to the scheduler
 
 
 def _gpus(pod: Object) -> bool:

@@ -1,4 +1,4 @@
-"""What pods ask a cluster for, and whether a quota has room for it."""
+"""Resources that pods request from a cluster, and whether a quota has room for them."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ _UNITS = {
 
 
 def amount(quantity: str | int | float) -> float:
-    """Kubernetes' `500m`, `2Gi`, `1e3` as a number. Errors: ValueError."""
-    found = re.fullmatch(r"([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)([a-zA-Z]{0,2})", str(quantity))
-    if not found or found[2] not in _UNITS:
+    """Convert Kubernetes' `500m`, `2Gi` or `1e3` to a number. Errors: ValueError."""
+    match = re.fullmatch(r"([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)([a-zA-Z]{0,2})", str(quantity))
+    if not match or match[2] not in _UNITS:
         raise ValueError(f"{quantity!r} is no quantity of Kubernetes, for example 500m or 2Gi")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def asked(objects: Iterable[Object]) -> dict[str, float]:
-    """What a ResourceQuota counts of Deployments and Services, by its name of it; a Deployment
-    makes one pod more than its servers while it changes, which is not counted.
+    """Return the amounts that a ResourceQuota counts for Deployments and Services, by its names.
+    The extra pod of a Deployment that changes is not counted.
     """
     total: defaultdict[str, float] = defaultdict(float)
-    for each in objects:
-        if each["kind"] == "Service":
+    for obj in objects:
+        if obj["kind"] == "Service":
             total["services"] += 1
-        if each["kind"] != "Deployment":
+        if obj["kind"] != "Deployment":
             continue
-        replicas = each["spec"].get("replicas", 1)
+        replicas = obj["spec"].get("replicas", 1)
         total["pods"] += replicas
         for kind in ("requests", "limits"):
-            for container in each["spec"]["template"]["spec"]["containers"]:
+            for container in obj["spec"]["template"]["spec"]["containers"]:
                 for name, quantity in container.get("resources", {}).get(kind, {}).items():
                     total[f"{kind}.{name}"] += replicas * amount(quantity)
-    for name in ("cpu", "memory"):  # a quota may say either
+    for name in ("cpu", "memory"):  # a quota may use either name
         total[name] = total[f"requests.{name}"]
     return total
 
 
 def lacking(quotas: Sequence[Object], needed: Mapping[str, float]) -> list[str]:
-    """A sentence for each quota that has not enough left."""
+    """Return a sentence for each quota that has not enough left."""
     lines = []
     for quota in quotas:
         status = quota.get("status", {})
         hard, used = status.get("hard", {}), status.get("used", {})
         for name in sorted(hard.keys() & needed.keys()):
-            left = amount(hard[name]) - amount(used.get(name, 0))
-            if needed[name] > left:
+            rest = amount(hard[name]) - amount(used.get(name, 0))
+            if needed[name] > rest:
                 lines.append(
                     f"quota {quota['metadata']['name']}: {name} {_shown(name, needed[name])} is"
-                    f" needed, {_shown(name, max(0.0, left))} of {hard[name]} is left; end what is"
+                    f" needed, {_shown(name, max(0.0, rest))} of {hard[name]} is left; end what is"
                     " no longer needed (agentgym envs gc), lower env.replicas or"
                     " rollout.concurrency, or raise the quota"
                 )

@@ -1,5 +1,5 @@
-"""Which server of a fleet is not ready, and why, read off what the cluster says of it. No cluster
-is asked here.
+"""Servers of a fleet that are not ready, and why, from the cluster's objects.
+Nothing here sends a request.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from typing import Any, NamedTuple
 from agentgym.deploy.kube.kinds import Object
 
 BAD_INPUT = 2  # exit code of a server that refuses its options
-CRASHES = 3  # restarts after which waiting on helps no more
+CRASHES = 3  # restarts after which waiting does not help
 NEVER = ("InvalidImageName", "ErrImageNeverPull")  # reasons that do not pass by themselves
 PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 
-Log = Callable[[str], str]  # pod -> the last lines that its container before this one wrote
+Log = Callable[[str], str]  # pod -> the last lines of its previous container
 
 
 class Trouble(NamedTuple):
-    """Why something is not ready."""
+    """Reason why something is not ready."""
 
     text: str  # one sentence, then perhaps lines of a log
-    is_final: bool = False  # waiting on does not help
-    is_input: bool = False  # the server refuses what it was given
+    is_final: bool = False  # waiting does not help
+    is_input: bool = False  # the server refuses its options
 
 
 def is_ready(pod: Object) -> bool:
-    """A pod that serves; one that is being deleted does not."""
+    """Return True if the pod serves and is not being deleted."""
     return not pod["metadata"].get("deletionTimestamp") and (
         (_condition(pod, "Ready") or {}).get("status") == "True"
     )
 
 
 def is_live(pod: Object) -> bool:
-    """It holds room: neither ended nor ending."""
+    """Return True if the pod uses room: it has neither ended nor is it ending."""
     ended = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
     return not ended and not pod["metadata"].get("deletionTimestamp")
 
@@ -43,20 +43,20 @@ def troubles(
     events: Iterable[Object] = (),
     log: Log | None = None,
 ) -> list[Trouble]:
-    """Of every pod that is not ready, the reason; the worst first.
-    events: of these pods; log: asked for pods that crash.
+    """Return the reason for every pod that is not ready, the worst first.
+    events: of these pods; log: called for pods that crash.
     """
-    told = list(events)
-    found = [
-        trouble(pod, [each for each in told if _is_of(each, pod)], log)
+    warnings = list(events)
+    reasons = [
+        trouble(pod, [event for event in warnings if _is_of(event, pod)], log)
         for pod in pods
         if not is_ready(pod) and not pod["metadata"].get("deletionTimestamp")
     ]
-    return sorted(found, key=lambda each: not each.is_final)
+    return sorted(reasons, key=lambda reason: not reason.is_final)
 
 
 def trouble(pod: Object, events: Sequence[Object] = (), log: Log | None = None) -> Trouble:
-    """Why a pod is not ready."""
+    """Return the reason why a pod is not ready."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     scheduled = _condition(pod, "PodScheduled")
     if scheduled and scheduled.get("status") == "False":
@@ -69,8 +69,8 @@ def trouble(pod: Object, events: Sequence[Object] = (), log: Log | None = None) 
         *status.get("initContainerStatuses", ()),
         *status.get("containerStatuses", ()),
     ]:
-        if found := _of_container(name, container, events, log):
-            return found
+        if container_trouble := _of_container(name, container, events, log):
+            return container_trouble
     if not scheduled:
         return Trouble(f"{name} waits for the scheduler")
     if node := pod.get("spec", {}).get("nodeName"):
@@ -79,7 +79,7 @@ def trouble(pod: Object, events: Sequence[Object] = (), log: Log | None = None) 
 
 
 def of_deployment(deployment: Object) -> Trouble | None:
-    """Why a Deployment makes no pods, where that is so."""
+    """Return the reason why a Deployment makes no pods, or None."""
     failure = _condition(deployment, "ReplicaFailure")
     if failure and failure.get("status") == "True":
         name = deployment["metadata"]["name"]
@@ -88,7 +88,7 @@ def of_deployment(deployment: Object) -> Trouble | None:
 
 
 def num_ready(deployment: Object) -> int:
-    """Servers of the present manifest that are ready; 0 before the cluster has looked at it."""
+    """Number of ready servers of the current manifest; 0 before the cluster has seen it."""
     status, wanted = deployment.get("status", {}), deployment["spec"].get("replicas", 1)
     if status.get("observedGeneration", 0) < deployment["metadata"].get("generation", 0):
         return 0
@@ -118,10 +118,10 @@ def _of_container(
     if reason and reason not in ("ContainerCreating", "PodInitializing"):
         return Trouble(f"{name} waits: {reason} {message}".rstrip())
     if "running" in state and not container.get("ready"):
-        probe = [each for each in events if each.get("reason") == "Unhealthy"]
-        told = _words(probe[-1].get("message")) if probe else "its readiness probe has not passed"
+        probe = [event for event in events if event.get("reason") == "Unhealthy"]
+        detail = _words(probe[-1].get("message")) if probe else "its readiness probe has not passed"
         again = f", {restarts} times restarted" if restarts else ""
-        return Trouble(f"{name} runs and is not ready{again}: {told}")
+        return Trouble(f"{name} runs and is not ready{again}: {detail}")
     return None
 
 
@@ -138,9 +138,13 @@ def _crashed(name: str, ended: Object, restarts: int, log: Log | None) -> Troubl
     return Trouble(text, is_final=is_input or restarts >= CRASHES, is_input=is_input)
 
 
-def _condition(each: Object, kind: str) -> Any:
+def _condition(obj: Object, kind: str) -> Any:
     return next(
-        (found for found in each.get("status", {}).get("conditions", ()) if found["type"] == kind),
+        (
+            condition
+            for condition in obj.get("status", {}).get("conditions", ())
+            if condition["type"] == kind
+        ),
         None,
     )
 
@@ -150,7 +154,7 @@ def _is_of(event: Object, pod: Object) -> bool:
 
 
 def _last(events: Sequence[Object]) -> str:
-    warnings = [each for each in events if each.get("type") == "Warning"]
+    warnings = [event for event in events if event.get("type") == "Warning"]
     return f": {_words(warnings[-1].get('message'))}" if warnings else ""
 
 

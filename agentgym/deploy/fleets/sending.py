@@ -24,84 +24,85 @@ from agentgym.deploy.manifests import ENVIRONMENT_LABEL, RUN_LABEL
 
 logger = logging.getLogger(__name__)
 
-BUDGETS = tuple(Kind(f"policy/{each}", "PodDisruptionBudget") for each in ("v1", "v1beta1"))
+BUDGETS = tuple(Kind(f"policy/{version}", "PodDisruptionBudget") for version in ("v1", "v1beta1"))
 AUTOSCALERS = tuple(
-    Kind(f"autoscaling/{each}", "HorizontalPodAutoscaler") for each in ("v2", "v2beta2")
+    Kind(f"autoscaling/{version}", "HorizontalPodAutoscaler") for version in ("v2", "v2beta2")
 )
-LOOK_S = 5.0  # how often pods are looked at while they are waited for
-POLL_S, LONGEST_POLL_S = 0.5, 3.0  # while what is deleted is waited for
-SURGE = 1  # pods that a Deployment makes beyond its servers while it changes
+LOOK_S = 5.0  # between looks at pods while waiting for them
+POLL_S, LONGEST_POLL_S = 0.5, 3.0  # while waiting for deletions
+SURGE = 1  # extra pods of a Deployment while it changes
 
 
 class FleetNotReady(RuntimeError):
-    """Servers did not get ready; the text says which pod, and why."""
+    """Servers did not get ready; the message names the pod and the reason."""
 
 
 class FleetTripped(RuntimeError):
-    """There are more live objects than this run can have made."""
+    """The run has more live pods than it can have made."""
 
 
 def kinds_of(kube: Kube) -> list[Kind]:
-    """The kinds a group is made of, in the versions that the cluster knows; the lease first, which
-    the others go with.
+    """Return the kinds of a group's objects, in the versions that the cluster knows; the lease
+    first, because it owns the others.
     """
     newest = [
-        next((each for each in versions if kube.serves(each)), None)
+        next((kind for kind in versions if kube.serves(kind)), None)
         for versions in (BUDGETS, AUTOSCALERS)
     ]
-    return [LEASE, DEPLOYMENT, SERVICE, *(each for each in newest if each)]
+    return [LEASE, DEPLOYMENT, SERVICE, *(kind for kind in newest if kind)]
 
 
 def send(kube: Kube, group: Group, objects: Sequence[Object]) -> None:
-    """Apply all, owned by the group's lease; what is there already and the same stays untouched.
-    Fleets get their tokens first. Errors: ConfigError, KubeError.
+    """Apply all objects, owned by the group's lease; equal ones stay untouched. Fleets get their
+    tokens first.
+    Errors: ConfigError, KubeError.
     """
-    for each in objects:
-        if each["kind"] == DEPLOYMENT.kind:
-            give_token(kube, group, each["metadata"]["name"])
-    for each in objects:
-        owned = each["metadata"] | {"ownerReferences": [group.owner()]}
-        kube.apply(each | {"metadata": owned})
+    for obj in objects:
+        if obj["kind"] == DEPLOYMENT.kind:
+            give_token(kube, group, obj["metadata"]["name"])
+    for obj in objects:
+        owned = obj["metadata"] | {"ownerReferences": [group.owner()]}
+        kube.apply(obj | {"metadata": owned})
 
 
 def most_pods(objects: Sequence[Object]) -> int:
-    """Live pods that these objects can mean; an autoscaler's, at its most."""
+    """Return how many live pods these objects can have; an autoscaler counts at its maximum."""
     bounds = {
-        each["spec"]["scaleTargetRef"]["name"]: int(each["spec"]["maxReplicas"])
-        for each in objects
-        if each["kind"] == "HorizontalPodAutoscaler"
+        obj["spec"]["scaleTargetRef"]["name"]: int(obj["spec"]["maxReplicas"])
+        for obj in objects
+        if obj["kind"] == "HorizontalPodAutoscaler"
     }
-    deployments = [each for each in objects if each["kind"] == "Deployment"]
+    deployments = [obj for obj in objects if obj["kind"] == "Deployment"]
     return sum(
-        bounds.get(each["metadata"]["name"], each["spec"].get("replicas", 1)) + SURGE
-        for each in deployments
+        bounds.get(obj["metadata"]["name"], obj["spec"].get("replicas", 1)) + SURGE
+        for obj in deployments
     )
 
 
-def check_breaker(kube: Kube, run: str, most: int) -> None:
-    """Errors: FleetTripped where the run has more live pods than `most`; KubeError."""
-    live = [each for each in kube.list(POD, labels={RUN_LABEL: run}).items if is_live(each)]
-    if len(live) > most:
-        names = ", ".join(sorted(each["metadata"]["name"] for each in live)[:5])
+def check_breaker(kube: Kube, run: str, limit: int) -> None:
+    """Raise FleetTripped if the run has more than `limit` live pods. Errors: also KubeError."""
+    live = [pod for pod in kube.list(POD, labels={RUN_LABEL: run}).items if is_live(pod)]
+    if len(live) > limit:
+        names = ", ".join(sorted(pod["metadata"]["name"] for pod in live)[:5])
         raise FleetTripped(
-            f"run {run} has {len(live)} live pods, and at most {most} are its own: {names}, ...;"
+            f"run {run} has {len(live)} live pods, and at most {limit} are its own: {names}, ...;"
             f" see who makes them: kubectl get pods -n {kube.namespace} -l {RUN_LABEL}={run}"
         )
 
 
 def num_live(kube: Kube, run: str) -> int:
-    """Pods of the run that hold room. Errors: KubeError."""
-    return sum(is_live(each) for each in kube.list(POD, labels={RUN_LABEL: run}).items)
+    """Number of the run's pods that use room. Errors: KubeError."""
+    return sum(is_live(pod) for pod in kube.list(POD, labels={RUN_LABEL: run}).items)
 
 
 def wait_ready(kube: Kube, run: str, *, timeout_s: float, most: int) -> None:
-    """Until every server is ready, with a line in the log whenever that changes.
+    """Wait until every server is ready, and log a line whenever that changes.
 
-    Errors: FleetNotReady past the deadline, or where waiting on does not help; ConfigError where
-    a server refuses its options; FleetTripped above `most` live pods; KubeError.
+    Errors: FleetNotReady past the deadline, or if waiting does not help; ConfigError if a server
+    refuses its options; FleetTripped above `most` live pods; KubeError.
     """
     labels: dict[str, str | None] = {RUN_LABEL: run}
-    end, looked_at, told = time.monotonic() + timeout_s, 0.0, ""
+    end, looked_at, last_state = time.monotonic() + timeout_s, 0.0, ""
     deployments: dict[str, Object] = {}
     reasons: list[Trouble] = []
     for change in kube.watch(DEPLOYMENT, labels=labels, for_s=timeout_s, idle_s=1.0):
@@ -109,8 +110,8 @@ def wait_ready(kube: Kube, run: str, *, timeout_s: float, most: int) -> None:
             deployments.pop(change.object["metadata"]["name"], None)
         elif change.what != "idle":
             deployments[change.object["metadata"]["name"]] = change.object
-        if deployments and all(_is_whole(each) for each in deployments.values()):
-            if change.what == "idle" or told:  # not before the first list is complete
+        if deployments and all(_is_whole(deployment) for deployment in deployments.values()):
+            if change.what == "idle" or last_state:  # not before the first list is complete
                 logger.info("servers of %s are ready: %s", run, _progress(deployments))
                 return
             continue
@@ -119,10 +120,10 @@ def wait_ready(kube: Kube, run: str, *, timeout_s: float, most: int) -> None:
             check_breaker(kube, run, most)
             reasons = reasons_of(kube, run, deployments)
             _raise_final(run, reasons)
-        now = "; ".join([_progress(deployments), *(each.text for each in reasons[:2])])
-        if now != told:
-            told = now
-            logger.info("waiting for servers of %s: %s", run, now)
+        state = "; ".join([_progress(deployments), *(reason.text for reason in reasons[:2])])
+        if state != last_state:
+            last_state = state
+            logger.info("waiting for servers of %s: %s", run, state)
         if time.monotonic() >= end:
             break
     reasons = reasons_of(kube, run, deployments) or [Trouble("no pod is there yet")]
@@ -133,19 +134,19 @@ def wait_ready(kube: Kube, run: str, *, timeout_s: float, most: int) -> None:
 
 
 def reasons_of(kube: Kube, run: str, deployments: Mapping[str, Object]) -> list[Trouble]:
-    """Why servers are not ready, the worst first. Errors: KubeError."""
+    """Return the reasons why servers are not ready, the worst first. Errors: KubeError."""
     pods = kube.list(POD, labels={RUN_LABEL: run}).items
-    reasons = [found for each in deployments.values() if (found := of_deployment(each))]
+    reasons = [found for deployment in deployments.values() if (found := of_deployment(deployment))]
     try:
         events = kube.list(EVENT, fields="involvedObject.kind=Pod,type=Warning").items
     except Forbidden:
         events = []
-    events.sort(key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""))
+    events.sort(key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
     return reasons + troubles(pods, events, lambda pod: _log(kube, pod))
 
 
 def take_down(kube: Kube, run: str, *, timeout_s: float) -> None:
-    """Delete the lease, which everything of the run goes with, and then whatever bears the run's
+    """Delete the lease, which deletes everything it owns, and then whatever else has the run's
     label; return when nothing of it is left.
 
     Errors: FleetNotReady past the deadline, naming what is left; KubeError.
@@ -153,19 +154,19 @@ def take_down(kube: Kube, run: str, *, timeout_s: float) -> None:
     end = time.monotonic() + timeout_s
     kube.delete(LEASE, lease_name(run))
     for kind in kinds_of(kube):
-        for each in kube.list(kind, labels={RUN_LABEL: run}).items:
+        for obj in kube.list(kind, labels={RUN_LABEL: run}).items:
             if kind == SERVICE:
-                kube.delete(SECRET, each["metadata"]["name"])
+                kube.delete(SECRET, obj["metadata"]["name"])
             try:
-                kube.delete(kind, each["metadata"]["name"], uid=each["metadata"]["uid"])
+                kube.delete(kind, obj["metadata"]["name"], uid=obj["metadata"]["uid"])
             except Stale:
                 continue  # a newer one, which is not ours
     pause_s = POLL_S
-    # pods take longest: while there are some, nothing else is looked for
-    while left := _left(kube, run, [POD]) or remaining(kube, run):
+    # pods take longest: look for other objects only when no pod is left
+    while names := _left(kube, run, [POD]) or remaining(kube, run):
         if time.monotonic() > end:
             raise FleetNotReady(
-                f"{run} was not taken down within {timeout_s:g} s: {', '.join(left[:5])} are left;"
+                f"{run} was not taken down within {timeout_s:g} s: {', '.join(names[:5])} are left;"
                 " the cluster goes on with it, agentgym envs gc looks again"
             )
         time.sleep(pause_s)
@@ -174,15 +175,15 @@ def take_down(kube: Kube, run: str, *, timeout_s: float) -> None:
 
 
 def remaining(kube: Kube, run: str) -> list[str]:
-    """What bears the run's label, as `Pod env-babyai-r1-x`. Errors: KubeError."""
+    """Return what has the run's label, for example `Pod env-babyai-r1-x`. Errors: KubeError."""
     return _left(kube, run, [*kinds_of(kube), POD, kind_of_addresses(kube)])
 
 
 def _left(kube: Kube, run: str, kinds: Sequence[Kind]) -> list[str]:
     return [
-        f"{kind.kind} {each['metadata']['name']}"
+        f"{kind.kind} {obj['metadata']['name']}"
         for kind in kinds
-        for each in kube.list(kind, labels={RUN_LABEL: run}).items
+        for obj in kube.list(kind, labels={RUN_LABEL: run}).items
     ]
 
 
@@ -191,25 +192,25 @@ def _is_whole(deployment: Object) -> bool:
 
 
 def _progress(deployments: Mapping[str, Object]) -> str:
-    """`babyai 1 of 2, textcraft 2 of 2`."""
+    """Return the state, for example `babyai 1 of 2, textcraft 2 of 2`."""
     rows = [
-        f"{each['metadata'].get('labels', {}).get(ENVIRONMENT_LABEL, name)} {num_ready(each)} of"
-        f" {each['spec'].get('replicas', 1)}"
-        for name, each in sorted(deployments.items())
+        f"{deployment['metadata'].get('labels', {}).get(ENVIRONMENT_LABEL, name)}"
+        f" {num_ready(deployment)} of {deployment['spec'].get('replicas', 1)}"
+        for name, deployment in sorted(deployments.items())
     ]
     return ", ".join(rows) or "nothing yet"
 
 
 def _raise_final(run: str, reasons: Sequence[Trouble]) -> None:
-    final = [each for each in reasons if each.is_final]
-    if any(each.is_input for each in final):
+    final = [reason for reason in reasons if reason.is_final]
+    if any(reason.is_input for reason in final):
         raise ConfigError(f"the servers of {run} refuse their options: {_all(final)}")
     if final:
         raise FleetNotReady(f"the servers of {run} will not get ready: {_all(final)}")
 
 
 def _all(reasons: Sequence[Trouble]) -> str:
-    texts = list(dict.fromkeys(each.text for each in reasons))
+    texts = list(dict.fromkeys(reason.text for reason in reasons))
     more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""
     return "; ".join(texts[:3]) + more
 

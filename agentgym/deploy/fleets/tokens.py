@@ -1,6 +1,6 @@
-"""The bearer token of each fleet: made of a key in the flow's environment, so that every attempt at
-a run finds it again and reads no Secret. Servers know their fleet's token alone, and the key is
-sent nowhere.
+"""Bearer token of each fleet: derived from a key in the flow's environment, so that every attempt
+at a run derives it again and reads no Secret.
+Servers know only their own fleet's token, and the key is sent nowhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEY_VARIABLE = "AGENTGYM_FLEET_KEY"
 
 
 def no_key() -> list[str]:
-    """A line where this environment lacks what tokens are made of."""
+    """Return a line if this environment lacks the key that tokens are derived from."""
     if os.environ.get(KEY_VARIABLE, "").strip():
         return []
     return [
@@ -29,7 +29,7 @@ def no_key() -> list[str]:
 
 
 def token_of_fleet(name: str) -> str:
-    """name: of the fleet's Service. Errors: ConfigError where there is nothing to make it of."""
+    """Return a fleet's token. name: of the fleet's Service. Errors: ConfigError without a key."""
     if missing := no_key():
         raise ConfigError(missing[0])
     key = os.environ[KEY_VARIABLE].strip().encode()
@@ -37,10 +37,11 @@ def token_of_fleet(name: str) -> str:
 
 
 def give_token(kube: Kube, group: Group, name: str) -> None:
-    """Make the Secret that the fleet's pods name; it goes with the group.
+    """Create the Secret that the fleet's pods name; the group owns it.
 
-    One that an earlier owner left is replaced unread: the flow's account may make and delete
-    Secrets, and do nothing else with them. That of a kept fleet is shared, and the same.
+    A Secret that an earlier owner left is replaced unread: the flow's account may create and delete
+    Secrets, and do nothing else with them.
+    The Secret of a kept fleet is shared, and stays the same.
     Errors: ConfigError, KubeError.
     """
     secret = {

@@ -1,5 +1,5 @@
-"""What goes on while a run plays on a fleet: its lease is renewed, the balancer is told where the
-servers are, and too many of them trip a breaker.
+"""Duties while a run plays on a fleet: renew its lease, give the balancer the servers' addresses,
+and trip a breaker if there are too many servers.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from agentgym.deploy.manifests import RUN_LABEL
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 2.0  # how long the watch is silent before the other duties have their turn
-PAUSE_S = 2.0  # after an API server that is away
+IDLE_S = 2.0  # silence of the watch before the other duties have their turn
+PAUSE_S = 2.0  # after an API server that did not answer
 REACH_S = 30.0  # for the first server to answer
 ASK_S = 5.0
 
 
 class Upkeep:
-    """A thread. Its own failures end nothing but with a reason in the listings, which whoever
-    plays there then gets.
+    """Background thread. On failure it writes the reason into the listings, where clients
+    read it.
     """
 
     def __init__(
         self, kube: Kube, group: Group, listings: Mapping[str, Listing], *, most: int
     ) -> None:
-        """listings: by Service; most: live pods of the group."""
+        """listings: by Service; most: limit of the group's live pods."""
         self._kube, self._group, self._listings, self._most = kube, group, dict(listings), most
         self._kind = kind_of_addresses(kube)
         self._outside = Outside(kube)
         self._slices: dict[str, Object] = {}
         self._renewed_at = time.monotonic()
         self._stop = threading.Event()
-        self._lock = threading.Lock()  # who holds it may write listings
+        self._lock = threading.Lock()  # guards the listings' files
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The thread goes on in the background and writes nothing after the block."""
+        """Run the thread during the block; afterwards it writes nothing."""
         thread = threading.Thread(target=self._run, name=f"fleet {self._group.run}", daemon=True)
         thread.start()
         try:
@@ -74,7 +74,7 @@ class Upkeep:
                     self._write(listing, [], str(error))
                 return
             except (KubeError, ConfigError, OSError) as error:
-                logger.warning("%s; the run goes on with the servers known so far", error)
+                logger.warning("%s; the run continues with the servers known so far", error)
                 self._stop.wait(PAUSE_S)
 
     def _watch(self) -> None:
@@ -94,7 +94,7 @@ class Upkeep:
                 if not renew(self._kube, self._group):
                     raise LostLease(
                         f"the servers of {self._group.run} were taken down or taken over by"
-                        " somebody else; run again, which brings up new ones"
+                        " another process; run again, which brings up new ones"
                     )
                 check_breaker(self._kube, self._group.run, self._most)
 
@@ -104,7 +104,7 @@ class Upkeep:
 
     def _say(self) -> None:
         for service, listing in self._listings.items():
-            slices = [each for each in self._slices.values() if service_of(each) == service]
+            slices = [obj for obj in self._slices.values() if service_of(obj) == service]
             self._write(listing, self._outside.addresses(servers_of(slices)))
 
     def _write(self, listing: Listing, addresses: Sequence[str], trouble: str = "") -> None:
@@ -114,14 +114,16 @@ class Upkeep:
 
 
 class LostLease(RuntimeError):
-    """The group is no longer this process's."""
+    """The group no longer belongs to this process."""
 
 
 def first_addresses(kube: Kube, service: str, *, num: int, timeout_s: float) -> list[str]:
-    """Where a Service's servers are, once so many are told. Errors: KubeError; RuntimeError."""
+    """Return the addresses of a Service's servers once `num` are ready. Errors: KubeError;
+    RuntimeError.
+    """
     end, kind, outside = time.monotonic() + timeout_s, kind_of_addresses(kube), Outside(kube)
     while True:
-        slices = [each for each in kube.list(kind).items if service_of(each) == service]
+        slices = [obj for obj in kube.list(kind).items if service_of(obj) == service]
         servers = servers_of(slices)
         if len(servers) >= num:
             return outside.addresses(servers)
@@ -134,9 +136,9 @@ def first_addresses(kube: Kube, service: str, *, num: int, timeout_s: float) -> 
 
 
 def reach(addresses: Sequence[str], *, timeout_s: float = REACH_S) -> None:
-    """Errors: RuntimeError where none of the servers answers this machine."""
+    """Wait until a server answers this machine. Errors: RuntimeError if none does."""
     end, reason = time.monotonic() + timeout_s, ""
-    # a proxy has no business between a run and its servers
+    # never use a proxy between a run and its servers
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while time.monotonic() < end:
         for address in addresses:

@@ -1,11 +1,11 @@
-"""Talking to the API server of a cluster. `connect` gives a `Kube`; nothing else here needs the
-package `kubernetes`, which the extra `cluster` brings.
+"""Client of a cluster's API server. `connect` returns a `Kube`; nothing else here needs the package
+`kubernetes`, which the extra `cluster` installs.
 
-credentials  who asks: a kubeconfig, or the account of this pod; read again when they are refused
+credentials  identity: a kubeconfig, or the account of this pod; read again after a refusal
 client       apply, create, get, list, patch, delete, watch: each with a deadline
-watching     what changes, through dropped connections and forgotten versions
+watching     changes, across dropped connections and forgotten versions
 pace         how often a call is repeated, how many are made in a second
-errors       what the API server says, in one sentence
+errors       errors of the API server, each as one sentence
 """
 
 from agentgym.deploy.kube.client import Kube, connect

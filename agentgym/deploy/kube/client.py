@@ -1,6 +1,6 @@
-"""A cluster's API server, asked with patience: every call has a deadline, is repeated where that
-may help, and ends in one sentence where it does not. Objects are the plain mappings that manifests
-are.
+"""Client of a cluster's API server. Every call has a deadline, is repeated if that may help, and
+otherwise fails with one sentence.
+Objects are plain mappings, as in manifests.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from agentgym.deploy.kube.watching import IDLE, Change, Known
 logger = logging.getLogger(__name__)
 
 MANAGER = "agentgym"
-REQUEST_ANNOTATION = "agentgym.io/request"  # tells a create that was answered from a repeated one
+REQUEST_ANNOTATION = "agentgym.io/request"  # marks a create, whose answer may get lost
 PAGE = 500  # objects of one answer to a list
 STREAM_S = 240.0  # one connection of a watch
-LOG_S = 4.0  # a log is a courtesy
+LOG_S = 4.0  # short: a log is a courtesy
 APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 REVIEW = Kind("authorization.k8s.io/v1", "SelfSubjectAccessReview")
 
@@ -45,7 +45,7 @@ Propagation = Literal["Background", "Foreground", "Orphan"]
 
 
 class Listing(NamedTuple):
-    """All objects that were asked for, as of one version."""
+    """All objects of a request, as of one version."""
 
     items: list[Object]
     version: str
@@ -61,7 +61,8 @@ def connect(
     creates_per_s: float = 20.0,
     deletes_per_s: float = 20.0,
 ) -> Kube:
-    """A cluster as kubectl would find it, or the one whose pod this is. Nothing is asked yet.
+    """Return a client of the cluster that kubectl would use, or of the one that this pod runs in.
+    No request is sent yet.
     manager: of the fields that server-side apply sets.
 
     Errors: ConfigError without the package `kubernetes`, or without credentials.
@@ -76,10 +77,10 @@ def connect(
 
 
 class Kube:
-    """One cluster and a namespace in it; `namespace` of a method is another one. Threads may
-    share it.
+    """Client of one cluster and a namespace in it; a method's `namespace` overrides that one.
+    Threads may share it.
 
-    Every method raises KubeError (see errors.py) with a sentence that says what to do: Forbidden,
+    Every method raises KubeError (see errors.py) with a sentence that names the remedy: Forbidden,
     NotFound, NotServed, FieldConflict, ..., and ApiUnreachable once the deadline has passed.
     """
 
@@ -101,16 +102,17 @@ class Kube:
 
     @property
     def calls(self) -> Counter[str]:
-        """verb -> requests sent, repeated ones too."""
+        """Number of requests by verb, repeated ones included."""
         return self._transport.calls
 
     def close(self) -> None:
         self._transport.session.close()
 
     def apply(self, wanted: Object, *, force: bool = False, dry_run: bool = False) -> Object:
-        """Server-side apply: the object as it is now. Sent again it changes nothing.
+        """Apply the object on the server side and return it as it is now. A repeated call changes
+        nothing.
 
-        Errors: FieldConflict where another manager holds a field, unless forced.
+        Errors: FieldConflict if another manager owns a field, unless forced.
         """
         metadata = wanted["metadata"]
         query = [("fieldManager", self.manager), ("force", str(force).lower())]
@@ -125,10 +127,10 @@ class Kube:
         return self._transport.ask(request, limiter=self._creates)
 
     def create(self, wanted: Object) -> Object:
-        """The object that was made. One whose answer was lost is found again by a key of the
-        call's own.
+        """Create the object and return it. If the answer is lost, the object is recognized by a key
+        of this call.
 
-        Errors: AlreadyExists where somebody else made one of that name.
+        Errors: AlreadyExists if another client created one of that name.
         """
         metadata, kind = wanted["metadata"], Kind.of(wanted)
         key, namespace = secrets.token_hex(8), metadata.get("namespace")
@@ -143,11 +145,14 @@ class Kube:
         try:
             return self._transport.ask(request, limiter=self._creates)
         except AlreadyExists:
-            found = None
-            with contextlib.suppress(Forbidden):  # as of Secrets that an account may only make
-                found = self.find(kind, metadata["name"], namespace=namespace)
-            if found and found["metadata"].get("annotations", {}).get(REQUEST_ANNOTATION) == key:
-                return found
+            existing = None
+            with contextlib.suppress(Forbidden):  # an account may only create Secrets, for example
+                existing = self.find(kind, metadata["name"], namespace=namespace)
+            if (
+                existing
+                and existing["metadata"].get("annotations", {}).get(REQUEST_ANNOTATION) == key
+            ):
+                return existing
             raise
 
     def patch(
@@ -159,8 +164,9 @@ class Kube:
         namespace: str | None = None,
         subresource: str = "",
     ) -> Object:
-        """JSON merge patch: the object as it is now. With metadata.resourceVersion among the
-        changes: Stale where it was changed since.
+        """Apply a JSON merge patch and return the object as it is now.
+        With metadata.resourceVersion among the changes, raise Stale if the object was changed
+        since.
         """
         request = Request(
             "PATCH",
@@ -173,12 +179,12 @@ class Kube:
         return self._transport.ask(request)
 
     def get(self, kind: Kind, name: str, *, namespace: str | None = None) -> Object:
-        """Errors: NotFound."""
+        """Return the object. Errors: NotFound."""
         path = self._path(kind, name, namespace)
         return self._transport.ask(Request("GET", path, f"look at {kind.kind} {name}"))
 
     def find(self, kind: Kind, name: str, *, namespace: str | None = None) -> Object | None:
-        """None where there is none."""
+        """Return the object, or None if there is none."""
         try:
             return self.get(kind, name, namespace=namespace)
         except NotFound:
@@ -192,7 +198,8 @@ class Kube:
         fields: str = "",
         namespace: str | None = None,
     ) -> Listing:
-        """All of a kind that bear the labels; None as a label's value: whatever it is.
+        """Return all objects of a kind that have the labels; None as a label's value matches any
+        value.
         fields: a field selector, for example `involvedObject.name=env-babyai-7`.
         """
         query = [("limit", str(PAGE)), *_selected(labels, fields)]
@@ -205,11 +212,11 @@ class Kube:
             except Gone:
                 if not more:
                     raise
-                items, more = [], []  # the pages that were begun are too old
+                items, more = [], []  # the pages read so far are too old
                 continue
             # an answer names kind and version once, for all of its items
             shared = {"apiVersion": kind.api_version, "kind": kind.kind}
-            items += [shared | each for each in page.get("items") or []]
+            items += [shared | item for item in page.get("items") or []]
             if not page["metadata"].get("continue"):
                 return Listing(items, page["metadata"].get("resourceVersion", ""))
             more = [("continue", page["metadata"]["continue"])]
@@ -224,8 +231,9 @@ class Kube:
         propagation: Propagation = "Background",
         grace_s: int | None = None,
     ) -> bool:
-        """False where there was none. uid: of the object that is meant; another one of that name
-        stays (Stale). grace_s: seconds that a pod has instead of its own.
+        """Delete the object. Return False if there was none.
+        uid: of the intended object; another one of that name stays (Stale).
+        grace_s: seconds that a pod has instead of its own grace period.
         """
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
         options["propagationPolicy"] = propagation
@@ -251,12 +259,12 @@ class Kube:
         for_s: float,
         idle_s: float = 5.0,
     ) -> Iterator[Change]:
-        """What there is (as `added`), then what changes, for so many seconds or until it is closed.
+        """Yield what exists (as `added`), then what changes, for so many seconds or until closed.
 
-        `idle` comes after all that was there at first, and whenever nothing has changed for idle_s.
-        Connections that drop, and versions that the API server has forgotten (410), are made
-        good: a change may be told late, or two of one object as one, and none is lost.
-        Errors: ApiUnreachable where nothing is heard for the deadline of a call.
+        `idle` follows the first objects, and comes whenever nothing has changed for idle_s.
+        The watch recovers from dropped connections, and from versions that the API server has
+        forgotten (410): a change may come late, or two of one object as one, and none is lost.
+        Errors: ApiUnreachable if no answer comes for the deadline of a call.
         """
         clock = self._transport.clock
         end, known, version, attempt, heard_at = clock() + for_s, Known(), "", 0, clock()
@@ -300,7 +308,7 @@ class Kube:
                 attempt += 1
 
     def log(self, pod: str, *, container: str = "", lines: int = 15, previous: bool = False) -> str:
-        """The last lines of a container's output; empty where there are none."""
+        """Return the last lines of a container's output; empty if there are none."""
         query = [("tailLines", str(lines))]
         query += [("container", container)] if container else []
         query += [("previous", "true")] if previous else []
@@ -308,7 +316,7 @@ class Kube:
         try:
             reply = self._transport.call(request, within_s=LOG_S)
         except KubeError as error:
-            if error.status in (MISSING, 400):  # of a container that never began
+            if error.status in (MISSING, 400):  # the container never started
                 return ""
             raise
         return reply.body.decode(errors="replace")
@@ -316,8 +324,8 @@ class Kube:
     def may(
         self, verb: str, group: str, plural: str, *, subresource: str = "", anywhere: bool = False
     ) -> bool:
-        """Whether this account may do that in the namespace, by a SelfSubjectAccessReview;
-        anywhere: to what has no namespace.
+        """Return True if this account may do that in the namespace, by a SelfSubjectAccessReview.
+        anywhere: for a resource that has no namespace.
         """
         attributes = {"verb": verb, "group": group, "resource": plural, "subresource": subresource}
         if not anywhere:
@@ -336,14 +344,14 @@ class Kube:
         return bool(answer.get("status", {}).get("allowed"))
 
     def version(self) -> tuple[int, int]:
-        """Of Kubernetes there, for example (1, 36); (0, 0) where it does not say."""
-        told = self._transport.ask(Request("GET", "/version", "question for the version"))
-        digits = ("".join(filter(str.isdigit, str(told.get(name)))) for name in ("major", "minor"))
-        major, minor = (int(each or 0) for each in digits)
+        """Return the version of Kubernetes, for example (1, 36); (0, 0) if it is unknown."""
+        info = self._transport.ask(Request("GET", "/version", "question for the version"))
+        digits = ("".join(filter(str.isdigit, str(info.get(name)))) for name in ("major", "minor"))
+        major, minor = (int(number or 0) for number in digits)
         return major, minor
 
     def serves(self, kind: Kind) -> bool:
-        """Whether the cluster knows the kind in that version."""
+        """Return True if the cluster knows the kind in that version."""
         try:
             self._place(kind)
         except NotServed:
@@ -351,35 +359,35 @@ class Kube:
         return True
 
     def _place(self, kind: Kind) -> Place:
-        """Asked once for all kinds of a version. Errors: NotServed."""
+        """Return the kind's place; one request reads all kinds of a version. Errors: NotServed."""
         with self._lock:
-            known = self._places.get(kind.api_version, {})
-        if kind.kind not in known:
+            places = self._places.get(kind.api_version, {})
+        if kind.kind not in places:
             doing = f"question for {kind.api_version}"
             try:
-                found = self._transport.ask(Request("GET", kind.root, doing))
+                answer = self._transport.ask(Request("GET", kind.root, doing))
             except NotFound:
-                found = {"resources": []}
-            known = {
-                each["kind"]: Place(each["name"], each["namespaced"])
-                for each in found["resources"]
-                if "/" not in each["name"]  # a subresource
+                answer = {"resources": []}
+            places = {
+                resource["kind"]: Place(resource["name"], resource["namespaced"])
+                for resource in answer["resources"]
+                if "/" not in resource["name"]  # a subresource
             }
             with self._lock:
-                self._places[kind.api_version] = known
-        if kind.kind not in known:
+                self._places[kind.api_version] = places
+        if kind.kind not in places:
             raise NotServed(
                 f"the cluster does not know {kind}; it is too old, or lacks the definition (CRD)"
             )
-        return known[kind.kind]
+        return places[kind.kind]
 
     def _path(
         self, kind: Kind, name: str | None, namespace: str | None, subresource: str = ""
     ) -> str:
-        place = self._place(kind)
-        within = f"/namespaces/{namespace or self.namespace}" if place.is_namespaced else ""
-        parts = (kind.root + within, place.plural, name, subresource)
-        return "/".join(each for each in parts if each)
+        kind_place = self._place(kind)
+        within = f"/namespaces/{namespace or self.namespace}" if kind_place.is_namespaced else ""
+        parts = (kind.root + within, kind_place.plural, name, subresource)
+        return "/".join(part for part in parts if part)
 
 
 def _selected(labels: Mapping[str, str | None] | None, fields: str) -> list[tuple[str, str]]:
@@ -388,7 +396,7 @@ def _selected(labels: Mapping[str, str | None] | None, fields: str) -> list[tupl
 
 
 def _raise_error(event: Object, doing: str) -> None:
-    """Errors: KubeError where the event is one."""
+    """Raise KubeError if the event is an error."""
     if event["type"] == "ERROR":
-        said = event["object"]
-        raise error_of(int(said.get("code") or 500), json.dumps(said).encode(), doing)
+        status = event["object"]
+        raise error_of(int(status.get("code") or 500), json.dumps(status).encode(), doing)

@@ -1,7 +1,7 @@
-"""Who asks the API server: a context of a kubeconfig, or the account of the pod this runs in.
+"""Identity for the API server: a context of a kubeconfig, or the account of the pod this runs in.
 
-What lies in files is read again, at the latest when the API server no longer accepts it: tokens
-rotate within the hour.
+Credentials in files are read again, at the latest when the API server no longer accepts them:
+tokens rotate within the hour.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 INSTALL = "pip install -e '.[cluster]'"
 RENEW_S = 60.0  # how old credentials read from files may be
-NO_MAPPING = (ValueError, TypeError, AttributeError)  # a kubeconfig with another content ends so
+NO_MAPPING = (ValueError, TypeError, AttributeError)  # errors of a kubeconfig with other content
 CONNECTIONS = 32  # kept open to one API server
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where credentials come from."""
+    """Origin of the credentials."""
 
     kubeconfig: str = ""  # paths as KUBECONFIG has them; empty: the account of this pod
     context: str = ""  # of the kubeconfig; empty: its current one
@@ -45,13 +45,14 @@ class Source:
         context: str = "",
         environment: Mapping[str, str] = os.environ,
     ) -> Source:
-        """As kubectl looks: the file given, KUBECONFIG, ~/.kube/config, the pod's account.
-        Errors: ConfigError where there is none of them.
+        """Find credentials as kubectl does: the file given, KUBECONFIG, ~/.kube/config, the pod's
+        account.
+        Errors: ConfigError if there are none.
         """
         home = Path(environment.get("HOME", "~")).expanduser() / ".kube" / "config"
         named = str(kubeconfig or environment.get("KUBECONFIG", ""))
         if named:
-            if not any(Path(each).is_file() for each in named.split(os.pathsep) if each):
+            if not any(Path(path).is_file() for path in named.split(os.pathsep) if path):
                 raise ConfigError(
                     f"kubeconfig {named}: no such file; correct the variable KUBECONFIG"
                 )
@@ -72,10 +73,12 @@ class Source:
 
 
 class Session:
-    """A client of the package `kubernetes` with present credentials; threads may share it."""
+    """A client of the package `kubernetes` with current credentials; threads may share it."""
 
     def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
-        """Errors: ConfigError without the package, or where the credentials cannot be read."""
+        """Load the credentials. Errors: ConfigError without the package, or if they
+        cannot be read.
+        """
         self.source = source
         self._clock = clock
         self._lock = threading.Lock()
@@ -83,14 +86,16 @@ class Session:
         self._loaded_at = clock()
 
     def api(self) -> ApiClient:
-        """Errors: ConfigError where a file that was there can no longer be read."""
+        """Return the client with current credentials. Errors: ConfigError if a file can no longer
+        be read.
+        """
         with self._lock:
             if self._clock() - self._loaded_at >= RENEW_S:
                 self._reload()
             return self._api
 
     def renew(self, refused: ApiClient) -> bool:
-        """After credentials were refused. False where this changes nothing that is known of."""
+        """Reload the credentials after a refusal. Return False if they did not visibly change."""
         with self._lock:
             before = dict(refused.configuration.api_key)
             if self._api is refused:
@@ -101,7 +106,7 @@ class Session:
         self._api.close()
 
     def _reload(self) -> None:
-        """Connections stay open where nothing but the token is new."""
+        """Reload the credentials. Connections stay open if only the token is new."""
         fresh = self._load()
         old, new = self._api.configuration, fresh.configuration
         same = ("host", "ssl_ca_cert", "cert_file", "key_file", "verify_ssl")
@@ -132,7 +137,7 @@ class Session:
             raise ConfigError(f"{self.source}: {_one_line(error)}") from None
         if not settings.verify_ssl:
             _tell_once(str(self.source))
-        settings.retries = False  # repeated by rules of our own
+        settings.retries = False  # we repeat calls by our own rules
         settings.connection_pool_maxsize = CONNECTIONS
         settings.keep_alive = True
         return client.ApiClient(settings)
@@ -140,7 +145,7 @@ class Session:
 
 @functools.cache
 def _tell_once(source: str) -> None:
-    """urllib3 would at each request."""
+    """Log the warning once; urllib3 would log it at each request."""
     import urllib3
 
     urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
@@ -152,7 +157,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def authorized(api: Any, method: str, path: str, query: list[tuple[str, str]]) -> tuple[Any, ...]:
-    """(method, URL, headers) of a request, with what the credentials add to it."""
+    """Return (method, URL, headers) of a request, with the credentials added."""
     method, url, headers, _, _ = api.param_serialize(
         method, path, query_params=list(query), auth_settings=["BearerToken"]
     )

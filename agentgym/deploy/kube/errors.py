@@ -1,4 +1,4 @@
-"""What goes wrong between here and an API server, in one sentence that says what to do."""
+"""Errors between this process and an API server, each as one sentence that names the remedy."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class KubeError(RuntimeError):
 
 
 class ApiUnreachable(KubeError):
-    """No answer in time, however often it was asked."""
+    """No answer in time, in spite of repeated calls."""
 
 
 class Forbidden(KubeError):
-    """This account may not, or the credentials are not accepted, or the quota is used up."""
+    """The account lacks the right, the credentials are not accepted, or the quota is used up."""
 
 
 class NotFound(KubeError):
@@ -38,11 +38,11 @@ class NotServed(KubeError):
 
 
 class AlreadyExists(KubeError):
-    """An object of that name is there, which somebody else made."""
+    """An object of that name exists, which another client made."""
 
 
 class FieldConflict(KubeError):
-    """Another manager holds fields that server-side apply would change."""
+    """Another manager owns fields that server-side apply would change."""
 
 
 class Stale(KubeError):
@@ -50,19 +50,23 @@ class Stale(KubeError):
 
 
 class Gone(KubeError):
-    """The version that was asked for is forgotten: list again."""
+    """The API server has forgotten the requested version: list again."""
 
 
 def error_of(status: int, body: bytes, doing: str) -> KubeError:
-    """What an answer of that status means.
+    """Return the error that an answer of that status means.
 
-    body: a Status object where the API server itself spoke. doing: for example
-    `apply of Deployment env-babyai`.
+    body: a Status object if the API server itself answered. doing: for example `apply of Deployment
+    env-babyai`.
     """
-    said = status_of(body)
-    message = str(said.get("message") or body[:200].decode(errors="replace").strip() or "no reason")
-    reason, causes = said.get("reason", ""), (said.get("details") or {}).get("causes") or []
-    if status == CONFLICT and any(each.get("reason") == "FieldManagerConflict" for each in causes):
+    answer = status_of(body)
+    message = str(
+        answer.get("message") or body[:200].decode(errors="replace").strip() or "no reason"
+    )
+    reason, causes = answer.get("reason", ""), (answer.get("details") or {}).get("causes") or []
+    if status == CONFLICT and any(
+        cause.get("reason") == "FieldManagerConflict" for cause in causes
+    ):
         return FieldConflict(_conflict(doing, causes), status)
     if status == CONFLICT and reason == "AlreadyExists":
         return AlreadyExists(f"{doing}: one of that name is there already", status)
@@ -78,7 +82,7 @@ def error_of(status: int, body: bytes, doing: str) -> KubeError:
         return Forbidden(f"{doing}: {message}; {_allow(message)}", status)
     if status == MISSING:
         return NotFound(f"{doing}: {message}", status)
-    if status == GONE or said.get("code") == GONE:
+    if status == GONE or answer.get("code") == GONE:
         return Gone(f"{doing}: {message}", GONE)
     if status == INVALID or status == 400:
         return KubeError(f"{doing}: the cluster refuses it as invalid: {message}", status)
@@ -86,12 +90,12 @@ def error_of(status: int, body: bytes, doing: str) -> KubeError:
 
 
 def status_of(body: bytes) -> Mapping[str, Any]:
-    """The Status object in an answer; empty where there is none."""
+    """Return the Status object in an answer; empty if there is none."""
     try:
-        said = json.loads(body)
+        answer = json.loads(body)
     except ValueError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return answer if isinstance(answer, dict) else {}
 
 
 def _allow(message: str) -> str:
@@ -103,11 +107,15 @@ def _allow(message: str) -> str:
 
 
 def _conflict(doing: str, causes: list[dict[str, Any]]) -> str:
-    held: dict[str, list[str]] = {}  # manager -> fields
-    for each in causes:
-        manager = str(each.get("message", "")).removeprefix("conflict with ").partition(" using")[0]
-        held.setdefault(manager.strip('"'), []).append(str(each.get("field", "?")).lstrip("."))
-    fields = "; ".join(f"{', '.join(each)} by {manager}" for manager, each in held.items())
+    fields_of: dict[str, list[str]] = {}  # manager -> fields
+    for cause in causes:
+        manager = (
+            str(cause.get("message", "")).removeprefix("conflict with ").partition(" using")[0]
+        )
+        fields_of.setdefault(manager.strip('"'), []).append(
+            str(cause.get("field", "?")).lstrip(".")
+        )
+    fields = "; ".join(f"{', '.join(names)} by {manager}" for manager, names in fields_of.items())
     return (
         f"{doing}: fields are held by another manager: {fields}. Let it give them up (apply"
         " there without these fields), leave them out of the manifest, or take them over with force"

@@ -1,4 +1,4 @@
-"""Which objects are meant: a kind, and the labels that choose among them."""
+"""Kinds of objects, and the labels that select among them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Kind(NamedTuple):
     kind: str
 
     @classmethod
-    def of(cls, each: Object) -> Kind:
-        return cls(each["apiVersion"], each["kind"])
+    def of(cls, obj: Object) -> Kind:
+        return cls(obj["apiVersion"], obj["kind"])
 
     @property
     def root(self) -> str:
-        """Where its version is served."""
+        """Path at which the API server has this version."""
         return f"/{'apis' if '/' in self.api_version else 'api'}/{self.api_version}"
 
     @property
     def group(self) -> str:
-        """Empty for the core's."""
+        """API group; empty for the core group."""
         return self.api_version.rpartition("/")[0]
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Kind(NamedTuple):
 
 
 class Place(NamedTuple):
-    """How the API server calls a kind."""
+    """The API server's name of a kind."""
 
     plural: str
     is_namespaced: bool
@@ -52,12 +52,12 @@ LEASE = Kind("coordination.k8s.io/v1", "Lease")
 
 
 def selector(labels: Mapping[str, str | None]) -> str:
-    """As the query of a list; None asks for a label whatever its value."""
+    """Return the label selector of a query; None matches a label with any value."""
     return ",".join(
         name if value is None else f"{name}={value}" for name, value in sorted(labels.items())
     )
 
 
-def name_of(each: Object) -> str:
-    """For messages: `Deployment env-babyai`."""
-    return f"{each.get('kind', 'object')} {each['metadata'].get('name', '?')}"
+def name_of(obj: Object) -> str:
+    """Return kind and name for a message: `Deployment env-babyai`."""
+    return f"{obj.get('kind', 'object')} {obj['metadata'].get('name', '?')}"

@@ -1,4 +1,4 @@
-"""How often a call is repeated and after how long, and how many are made in a second."""
+"""Limits on how often a call is repeated and after how long, and on the calls in a second."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ RETRIED = frozenset({408, 429, 500, 502, 503, 504})  # statuses after which aski
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """Of one call: bounded in number and in time."""
+    """Limits on the attempts of one call, in number and in time."""
 
-    deadline_s: float = 120.0  # of all attempts together; an API server is restarted within
+    deadline_s: float = 120.0  # of all attempts together; an API server restarts faster
     request_s: float = 20.0  # of one attempt
     most: int = 24  # attempts
     first_s: float = 0.2  # before the second attempt; doubles
-    longest_s: float = 10.0  # also the most a server's Retry-After is believed, times three
+    longest_s: float = 10.0  # a server's Retry-After is honored up to three times this
 
     def wait_s(self, attempt: int, retry_after_s: float, draw: float) -> float:
-        """How long to wait after attempt number `attempt` (from 0). draw: uniform in [0, 1), so
-        that clients turned away together do not come back together.
+        """Return the seconds to wait after attempt number `attempt` (from 0).
+        draw: uniform in [0, 1), so that clients refused together do not return together.
         """
-        own = min(self.first_s * 2.0 ** min(attempt, 20), self.longest_s) * (0.5 + 0.5 * draw)
-        told = min(retry_after_s, 3 * self.longest_s)
-        return max(own, told * (1 + 0.25 * draw))
+        backoff_s = min(self.first_s * 2.0 ** min(attempt, 20), self.longest_s) * (0.5 + 0.5 * draw)
+        requested_s = min(retry_after_s, 3 * self.longest_s)
+        return max(backoff_s, requested_s * (1 + 0.25 * draw))
 
     def may_retry(self, status: int) -> bool:
-        """status: 0 without an answer."""
+        """Return True if another attempt may help. status: 0 without an answer."""
         return status == 0 or status in RETRIED
 
 
 def retry_after_s(header: str | None) -> float:
-    """Seconds of a Retry-After header; a date or nonsense counts as none."""
+    """Return the seconds of a Retry-After header; 0 for a date or nonsense."""
     try:
         return max(0.0, float(header or 0.0))
     except ValueError:
@@ -42,7 +42,7 @@ def retry_after_s(header: str | None) -> float:
 
 
 class RateLimiter:
-    """At most `burst` at once and `per_s` in a second, however many threads ask."""
+    """Limit of `burst` calls at once and `per_s` in a second, over all threads."""
 
     def __init__(
         self, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic
@@ -52,7 +52,7 @@ class RateLimiter:
         self._free_at = clock()  # when all of the burst is free again
 
     def reserve_s(self) -> float:
-        """Take a turn; the seconds until it comes."""
+        """Reserve a turn and return the seconds until it comes."""
         with self._lock:
             now = self._clock()
             self._free_at = max(self._free_at, now) + 1 / self._per_s

@@ -1,7 +1,7 @@
-"""Requests to an API server: credentials that are renewed, attempts that are bounded, and answers
-whose end has a deadline, too.
+"""Requests to an API server: with renewed credentials, bounded attempts, and a deadline also for
+the end of an answer.
 
-The package `kubernetes` brings credentials, TLS and connections.
+The package `kubernetes` provides credentials, TLS and connections.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 CONNECT_S = 10.0
 PIECE = 1 << 16  # bytes
 JSON = "application/json"
-# what a connection that cannot be made, or breaks, ends in
+# errors of a connection that cannot be made, or breaks
 LOST = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 SILENT = (urllib3.exceptions.ReadTimeoutError, TimeoutError)
 
@@ -59,7 +59,7 @@ class Reply(NamedTuple):
 
 
 class Transport:
-    """Threads may share it."""
+    """Sender of requests; threads may share it."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Transport:
     def ask(
         self, request: Request, *, limiter: RateLimiter | None = None, within_s: float | None = None
     ) -> Object:
-        """The object that answers. Errors: as `call`."""
+        """Return the object in the answer. Errors: as `call`."""
         reply = self.call(request, limiter=limiter, within_s=within_s)
         try:
             answer = json.loads(reply.body)
@@ -93,7 +93,7 @@ class Transport:
     def call(
         self, request: Request, *, limiter: RateLimiter | None = None, within_s: float | None = None
     ) -> Reply:
-        """One call with all its attempts. within_s: seconds for them; None: the retries' own.
+        """Make one call with all its attempts. within_s: seconds for them; None: the retries' own.
         Errors: KubeError; ApiUnreachable once time or attempts are used up.
         """
         if limiter is not None and (turn_s := limiter.reserve_s()) > 0:
@@ -118,8 +118,8 @@ class Transport:
             )
             if not self.retries.may_retry(status):
                 raise error
-            told_s = retry_after_s(reply.headers.get("Retry-After")) if reply else 0.0
-            wait_s = self.pause_s(attempt, told_s)
+            requested_s = retry_after_s(reply.headers.get("Retry-After")) if reply else 0.0
+            wait_s = self.pause_s(attempt, requested_s)
             attempt += 1
             if self.clock() + wait_s >= end or attempt >= self.retries.most:
                 text = f"{error} (tried {attempt} times in {self.clock() - began:.0f} s)"
@@ -128,8 +128,9 @@ class Transport:
             self._sleep(wait_s)
 
     def stream(self, request: Request, *, idle_s: float, end: float) -> Iterator[Object | None]:
-        """Events of one connection until `end`; None where nothing came for idle_s, which ends it.
-        Errors: KubeError, with status 0 where the connection is lost.
+        """Yield events of one connection until `end`; yield None and stop if nothing came for
+        idle_s.
+        Errors: KubeError, with status 0 if the connection is lost.
         """
         api = self.session.api()
         try:
@@ -139,7 +140,7 @@ class Transport:
         try:
             if response.status >= 300:
                 if response.status == UNAUTHORIZED and self.session.renew(api):
-                    return  # the next connection has what is valid now
+                    return  # the next connection has the renewed credentials
                 raise error_of(response.status, response.read(), request.doing)
             yield from events(self._pieces(response, end))
         except SILENT:
@@ -149,15 +150,15 @@ class Transport:
         finally:
             response.close()
 
-    def pause_s(self, attempt: int, told_s: float = 0.0) -> float:
-        """How long to wait after attempt number `attempt`, from 0."""
-        return self.retries.wait_s(attempt, told_s, random.random())  # noqa: S311
+    def pause_s(self, attempt: int, requested_s: float = 0.0) -> float:
+        """Return the seconds to wait after attempt number `attempt`, from 0."""
+        return self.retries.wait_s(attempt, requested_s, random.random())  # noqa: S311
 
     def pause(self, attempt: int) -> None:
         self._sleep(self.pause_s(attempt))
 
     def _attempt(self, api: Any, request: Request, timeout_s: float) -> tuple[Reply | None, str]:
-        """(the answer, "") of one request, or (None, why there is none)."""
+        """Send one request. Result: (the answer, "") or (None, the reason why there is none)."""
         end = self.clock() + timeout_s
         try:
             response = self._open(api, request, timeout_s, timeout_s)
@@ -177,8 +178,8 @@ class Transport:
             return None, f"{type(error).__name__} {_line(error)}"
 
     def _open(self, api: Any, request: Request, timeout_s: float, read_s: float) -> Any:
-        """urllib3's response, its body not read yet. Errors: OSError with a reason; Forbidden where
-        TLS fails, which asking again does not mend.
+        """Return urllib3's response, its body not read yet.
+        Errors: OSError with a reason; Forbidden if TLS fails, which another attempt does not mend.
         """
         from kubernetes.client.exceptions import ApiException
 
@@ -194,7 +195,7 @@ class Transport:
                 body=request.body,
                 _request_timeout=(connect_s, max(0.1, read_s)),
             ).response
-        except ApiException as error:  # of TLS
+        except ApiException as error:  # an error of TLS
             raise Forbidden(
                 f"{self._host()}: no trusted connection ({_line(error.reason)}); correct"
                 f" certificate and address in {self.session.source}"

@@ -1,4 +1,4 @@
-"""What changes among objects, told without a gap however often the connection drops."""
+"""Changes among objects, reported without a gap even if the connection drops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WHAT: Mapping[str, What] = {"ADDED": "added", "MODIFIED": "modified", "DELETED"
 
 
 class Change(NamedTuple):
-    """One object came, changed or went; `idle`: all is told that is known for now."""
+    """One object came, changed or went; `idle`: all known changes have been reported."""
 
     what: What
     object: Object
@@ -29,33 +29,36 @@ class Known:
         self._objects: dict[str, Object] = {}  # by uid
 
     def listed(self, items: Iterable[Object]) -> list[Change]:
-        """A whole list is what there is now; what it differs by from what was known."""
-        now = {each["metadata"]["uid"]: each for each in items}
+        """Record a whole list as the current objects. Result: its differences from the
+        known ones.
+        """
+        now = {obj["metadata"]["uid"]: obj for obj in items}
         before, self._objects = self._objects, now
-        changes = [Change("deleted", each) for uid, each in before.items() if uid not in now]
-        for uid, each in now.items():
+        changes = [Change("deleted", obj) for uid, obj in before.items() if uid not in now]
+        for uid, obj in now.items():
             if uid not in before:
-                changes.append(Change("added", each))
-            elif _version(before[uid]) != _version(each):
-                changes.append(Change("modified", each))
+                changes.append(Change("added", obj))
+            elif _version(before[uid]) != _version(obj):
+                changes.append(Change("modified", obj))
         return changes
 
     def told(self, event: Object) -> Change | None:
-        """One event of a stream; None where it says nothing new."""
-        each, what = event["object"], _WHAT[event["type"]]
-        uid = each["metadata"]["uid"]
+        """Record one event of a stream. Result: its change, or None if it brings nothing new."""
+        obj, what = event["object"], _WHAT[event["type"]]
+        uid = obj["metadata"]["uid"]
         before = self._objects.pop(uid, None)
         if what == "deleted":
-            return Change("deleted", each) if before is not None else None
-        self._objects[uid] = each
+            return Change("deleted", obj) if before is not None else None
+        self._objects[uid] = obj
         if before is None:
-            return Change("added", each)
-        return Change("modified", each) if _version(before) != _version(each) else None
+            return Change("added", obj)
+        return Change("modified", obj) if _version(before) != _version(obj) else None
 
 
 def events(pieces: Iterable[bytes]) -> Iterator[Object | None]:
-    """The events in a stream of bytes, one JSON object a line; None for an empty piece.
-    A line that a dropped connection cut is left out. Errors: ValueError for one that is no event.
+    """Yield the events in a stream of bytes, one JSON object a line; None for an empty piece.
+    A line that a dropped connection cut is left out. Errors: ValueError for a line that is no
+    event.
     """
     rest = b""
     for piece in pieces:
@@ -71,5 +74,5 @@ def events(pieces: Iterable[bytes]) -> Iterator[Object | None]:
                 yield event
 
 
-def _version(each: Object) -> str:
-    return str(each["metadata"].get("resourceVersion"))
+def _version(obj: Object) -> str:
+    return str(obj["metadata"].get("resourceVersion"))

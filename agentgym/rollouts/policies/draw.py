@@ -1,4 +1,4 @@
-"""From a `SampleKey` and logits to a token: how an engine draws whose draws can be repeated."""
+"""Reproducible sampling: from a `SampleKey` and logits to a token."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor
     the largest logit.
 
     logits: [R, V] float32; temperature, uniform: [R].
-    Result: tokens [R] int64 and their natural-log probabilities [R], of the distribution at that
-    temperature (at temperature 1 where greedy).
+    Result: tokens [R] int64 and their natural-log probabilities [R] at that temperature (at
+    temperature 1 for greedy rows).
     """
     distribution = Distribution(logits, temperature)
     tokens = distribution.draw(uniform)
@@ -26,12 +26,10 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor
 
 
 class Distribution:
-    """What R sequences of logits say of their next token. Shapes as in `sample`; tokens: [R]
-    int64.
-    """
+    """Next-token distributions of R sequences. Shapes as in `sample`; tokens: [R] int64."""
 
     def __init__(self, logits: Tensor, temperature: Tensor) -> None:
-        """temperature: [R], 0 where greedy."""
+        """Normalize the logits. temperature: [R], 0 for greedy rows."""
         self._greedy = temperature == 0
         self._logp = torch.log_softmax(
             logits / torch.where(self._greedy, 1.0, temperature)[:, None].to(logits.dtype), -1
@@ -40,11 +38,11 @@ class Distribution:
         self._largest = logits.argmax(-1)
 
     def logprobs(self, tokens: Tensor) -> Tensor:
-        """[R] natural-log probabilities at the temperature, at 1 where greedy."""
+        """Natural-log probabilities [R] of tokens at the temperature, at 1 for greedy rows."""
         return self._logp.gather(1, tokens[:, None])[:, 0]
 
     def draw(self, uniform: Tensor) -> Tensor:
-        """[R] int64 tokens whose intervals hold `uniform`; the largest logit where greedy."""
+        """Draw tokens [R] int64, whose intervals contain `uniform`; in greedy rows the largest."""
         drawn = (
             (self._cumulative < uniform[:, None] * self._cumulative[:, -1:])
             .sum(-1)
@@ -53,10 +51,10 @@ class Distribution:
         return torch.where(self._greedy, self._largest, drawn)
 
     def distance(self, uniform: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """How far each token is from being the drawn one; 0 where it is.
+        """Distance of each token from the drawn one; 0 for the drawn token itself.
 
-        Result: ([R] float64 probability between `uniform` and the token's interval, 0 where greedy;
-        [R] nats below the largest, 0 where sampled).
+        Result: ([R] float64 probability between `uniform` and the token's interval, 0 for greedy
+        rows; [R] nats below the largest, 0 for sampled rows).
         """
         before = (tokens - 1).clamp(min=0)[:, None]
         total = self._cumulative[:, -1]
@@ -68,8 +66,8 @@ class Distribution:
 
 
 def uniforms(key: SampleKey, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """`count` numbers in [0, 1) that depend on the key alone, not on what was drawn before: 53
-    bits each of a digest of the key and the block's number.
+    """Return `count` numbers in [0, 1) that depend only on the key, not on earlier draws.
+    Each has 53 bits of a digest of the key and the block's number.
     """
     blocks = (_digest(key, block) for block in range(-(-count // 8)))
     words = np.frombuffer(b"".join(blocks), dtype="<u8")[:count] >> np.uint64(11)
@@ -77,7 +75,7 @@ def uniforms(key: SampleKey, count: int) -> np.ndarray[Any, np.dtype[np.float64]
 
 
 def seed_of(key: SampleKey) -> int:
-    """64 bits of the same digest, signed: for an engine that draws by itself."""
+    """Return 64 bits of the same digest, signed: a seed for an engine that samples by itself."""
     return int.from_bytes(_digest(key, 0)[:8], "little", signed=True)
 
 

@@ -1,4 +1,4 @@
-"""Models behind an OpenAI-compatible endpoint: they play and are judged, and never learn here."""
+"""Models behind an OpenAI-compatible endpoint: they play and are evaluated, never trained."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from envs.plain import plain, whole
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "AGENTGYM_SECRET_"  # of the variables that may hold a key
+PREFIX = "AGENTGYM_SECRET_"  # of the environment variables that may contain a key
 MAX_REPLY_BYTES = 4 * 1024 * 1024
 MAX_TOLD = 300  # characters of an endpoint's message
-MAX_COUNT = 2**40  # tokens of one request; more are no count
+MAX_COUNT = 2**40  # tokens of one request; a larger number is invalid
 BACKOFF_S, LONGEST_BACKOFF_S, LONGEST_WAIT_S = 0.5, 30.0, 120.0
-AGAIN = (408, 409, 425, 429)  # and whatever is 500 or more
+AGAIN = (408, 409, 425, 429)  # retried, like 500 and above
 FULL = ("context_length_exceeded", "maximum context length")
-FILTERED = "content_filter"  # a reason why a reply ends; of some endpoints, the code of a refusal
-LIMITS = ("max_tokens", "max_completion_tokens")  # names of the limit of a reply, old and new
-TEXT_PARTS = ("text", "output_text")  # of a content that comes in parts; others are no reply
-MOST_LOST = 8  # calls given up one after the other: the endpoint is gone
-REFUSED = Usage(num_calls=1, num_failed=1)  # took no tokens
-LOST = Usage(num_calls=1, num_failed=1, num_untold=1)  # may have taken some
+FILTERED = "content_filter"  # a finish_reason; some endpoints use it as an error code, too
+LIMITS = ("max_tokens", "max_completion_tokens")  # old and new name of a reply's token limit
+TEXT_PARTS = ("text", "output_text")  # types of content parts that belong to the reply
+MOST_LOST = 8  # after so many failed calls in a row the endpoint counts as gone
+REFUSED = Usage(num_calls=1, num_failed=1)  # used no tokens
+LOST = Usage(num_calls=1, num_failed=1, num_untold=1)  # may have used tokens
 
 
 class HostedError(PlayerFailed):
-    """The endpoint does not answer, or not as agreed."""
+    """The endpoint does not answer, or its answer is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,16 @@ class Endpoint:
 
     base_url: str
     model: str
-    key_variable: str = ""  # of the environment; empty: none is sent
+    key_variable: str = ""  # environment variable of the key; empty: no key is sent
     timeout_s: float = 60.0  # of one request
     max_retries: int = 5
     max_concurrency: int = 64  # requests in flight
-    max_per_minute: float = 0.0  # requests; 0: as many as go
+    max_per_minute: float = 0.0  # requests; 0: no limit
     tariff: Tariff | None = None
     max_cost: float | None = None  # in the tariff's currency; no request begins above it
 
     def __post_init__(self) -> None:
-        """Errors: ValueError."""
+        """Validate the settings. Errors: ValueError."""
         parts = urlsplit(self.base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
             raise ValueError(
@@ -80,13 +80,13 @@ class Endpoint:
 
     @property
     def headers(self) -> dict[str, str]:
-        """With the key, which is nowhere else."""
+        """Headers with the key, which is stored nowhere else."""
         if not self.key_variable:
             return {}
         return {"Authorization": f"Bearer {os.environ[self.key_variable]}"}
 
     def without_key(self, text: str) -> str:
-        """For messages: endpoints repeat a key that they refuse."""
+        """Return a text with the key masked: endpoints repeat a key that they refuse."""
         key = os.environ.get(self.key_variable, "") if self.key_variable else ""
         return text.replace(key, "***") if key else text
 
@@ -94,17 +94,17 @@ class Endpoint:
 @dataclass(frozen=True, slots=True)
 class _Answer:
     text: str
-    num_tokens: int  # of prompt and reply, as the endpoint counts; 0: it does not say
+    num_tokens: int  # of prompt and reply, as the endpoint counts; 0: not reported
     usage: Usage
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Of one request."""
+    """Failure of one request."""
 
     problem: str
-    again: bool  # may the same request be sent again
-    wait_s: float | None = None  # that the endpoint asks for
+    again: bool  # True if the same request may be sent again
+    wait_s: float | None = None  # the wait that the endpoint asks for
     usage: Usage = REFUSED
 
 
@@ -112,19 +112,19 @@ class HostedModel:
     """A client of one endpoint. Use as `async with`; `player` is a `PlayerOf`."""
 
     def __init__(self, endpoint: Endpoint, spent: Usage | None = None) -> None:
-        """spent: what was spent before and counts against the limit of cost, too."""
-        self.stopped = ""  # why no further request is sent; empty: they are
+        """Prepare a client. spent: earlier usage, which counts against the cost limit, too."""
+        self.stopped = ""  # why no further request is sent; empty: requests are sent
         self.spent = spent or Usage()
-        self._unsaid = Usage()  # the most that calls without counts can have taken
+        self._unsaid = Usage()  # upper bound of the tokens of calls without counts
         self._endpoint = endpoint
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(endpoint.max_concurrency)
-        self._next_at = 0.0  # on the monotonic clock: the next request may begin
-        self._num_lost = 0  # calls given up since one was answered
-        self._limit = LIMITS[0]  # how this endpoint calls the limit of a reply
+        self._next_at = 0.0  # monotonic time at which the next request may begin
+        self._num_lost = 0  # failed calls since the last answer
+        self._limit = LIMITS[0]  # this endpoint's name of a reply's token limit
 
     async def __aenter__(self) -> Self:
-        # no redirects and no proxy of the environment: the key goes where it was sent to
+        # no redirects and no proxy of the environment: the key must reach only the endpoint
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=self._endpoint.timeout_s), trust_env=False
         )
@@ -148,10 +148,11 @@ class HostedModel:
         sampling: Sampling,
         spend: Callable[[Usage], None] = lambda _: None,
     ) -> _Answer:
-        """spend: told what each request took, also those that failed.
+        """Return the endpoint's reply to a conversation.
 
-        Errors: ContextFull; HostedError after `max_retries`, or at once where asking again cannot
-        help, `final` where that holds for every further request.
+        spend: called with the usage of each request, including failed ones.
+        Errors: ContextFull; HostedError after `max_retries`, or at once if a retry cannot help;
+        `final` if every further request would fail.
         """
         body = {
             "model": self._endpoint.model,
@@ -160,16 +161,18 @@ class HostedModel:
             "top_p": 1.0,
             "seed": _seed(sampling),
         }
-        most = Usage(
-            input_tokens=sum(len(each["content"].encode("utf-8", "replace")) for each in messages),
+        upper_bound = Usage(
+            input_tokens=sum(
+                len(message["content"].encode("utf-8", "replace")) for message in messages
+            ),
             output_tokens=sampling.max_new_tokens,
         )
         headers = {"Idempotency-Key": "-".join(map(str, sampling.key)), **self._endpoint.headers}
 
         def took(usage: Usage) -> None:
             self.spent += usage
-            if usage.num_untold:  # a token has a byte or more
-                self._unsaid += most
+            if usage.num_untold:  # a token has at least one byte
+                self._unsaid += upper_bound
             spend(usage)
 
         attempt = 0
@@ -179,36 +182,36 @@ class HostedModel:
                 await self._turn()
                 self._check()
                 try:
-                    came = await self._ask({**body, limit: sampling.max_new_tokens}, headers)
-                except asyncio.CancelledError:  # the episode is over its time
+                    result = await self._ask({**body, limit: sampling.max_new_tokens}, headers)
+                except asyncio.CancelledError:  # the episode exceeded its time limit
                     took(LOST)
                     raise
-            took(came.usage)
-            if isinstance(came, _Answer):
+            took(result.usage)
+            if isinstance(result, _Answer):
                 self._num_lost = 0
-                return came
-            if limit == LIMITS[0] and LIMITS[1] in came.problem and not came.again:
-                self._limit = LIMITS[1]  # the only change: it is never the old name again
+                return result
+            if limit == LIMITS[0] and LIMITS[1] in result.problem and not result.again:
+                self._limit = LIMITS[1]  # never back to the old name
                 continue
-            self._hold(came.wait_s)
-            if not came.again or attempt == self._endpoint.max_retries:
-                raise self._given_up(came)
-            logger.info("%s: %s; asked again", self._endpoint.model, came.problem)
-            if came.wait_s is None:
+            self._hold(result.wait_s)
+            if not result.again or attempt == self._endpoint.max_retries:
+                raise self._given_up(result)
+            logger.info("%s: %s; asked again", self._endpoint.model, result.problem)
+            if result.wait_s is None:
                 await asyncio.sleep(_backoff(attempt))
             attempt += 1
 
-    def _given_up(self, came: _Failure) -> HostedError:
+    def _given_up(self, failure: _Failure) -> HostedError:
         self._num_lost += 1
-        error = f"model {self._endpoint.model} at {self._endpoint.base_url}: {came.problem}"
-        if not came.again:
+        error = f"model {self._endpoint.model} at {self._endpoint.base_url}: {failure.problem}"
+        if not failure.again:
             self.stopped = self.stopped or error
         elif self._num_lost >= MOST_LOST:
             self.stopped = self.stopped or f"{self._num_lost} calls in a row were lost; {error}"
         return HostedError(error, final=bool(self.stopped))
 
     def _check(self) -> None:
-        """Errors: HostedError where no further request is to be sent."""
+        """Raise HostedError if no further request may be sent."""
         limit, tariff = self._endpoint.max_cost, self._endpoint.tariff
         if limit is not None and tariff is not None and not self.stopped:
             cost, unsaid = tariff.cost(self.spent), tariff.cost(self._unsaid).amount
@@ -226,19 +229,19 @@ class HostedModel:
             raise HostedError(self.stopped, final=True)
 
     async def _turn(self) -> None:
-        """Wait until a request may begin, by the rate and by what the endpoint asked for."""
+        """Wait until the rate limit and the endpoint's Retry-After allow a request."""
         while (wait_s := self._next_at - time.monotonic()) > 0:  # noqa: ASYNC110  (grows meanwhile)
             await asyncio.sleep(wait_s)
         if self._endpoint.max_per_minute:
             self._next_at = time.monotonic() + 60 / self._endpoint.max_per_minute
 
     def _hold(self, wait_s: float | None) -> None:
-        """All requests wait for what one of them was told."""
+        """Delay all requests by the wait that the endpoint asked of one."""
         if wait_s is not None:
             self._next_at = max(self._next_at, time.monotonic() + wait_s)
 
     async def _ask(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> _Answer | _Failure:
-        """One request. Errors: ContextFull."""
+        """Send one request. Errors: ContextFull."""
         try:
             status, wait_s, content = await self._post(body, headers)
         except aiohttp.ClientConnectorError as error:  # nothing was sent
@@ -257,28 +260,30 @@ class HostedModel:
         return self._refused(status, content.decode("utf-8", "replace"), _error_in(answer), wait_s)
 
     def _without_key(self, answer: _Answer) -> _Answer:
-        """Return an answer that repeats no key: it is stored as an action and shown."""
+        """Return the answer with the key masked: its text is stored as an action and shown."""
         return replace(answer, text=self._endpoint.without_key(answer.text))
 
     def _refused(
         self, status: int, text: str, error: Mapping[str, Any], wait_s: float | None
     ) -> _Answer | _Failure:
-        """A request that got no completion. text: the whole answer; error: what it says of it.
-        A status of 200 is not what was meant, the error's code may be.
-        A prompt that a filter refused has an empty reply: asking again would not change it.
+        """Classify a request that got no completion.
+
+        text: the whole answer; error: its error object, may be empty.
+        With status 200 the error's code counts as the status, if it is one.
+        A prompt that a filter refused gets an empty reply: a retry would not change it.
         Errors: ContextFull.
         """
-        code, said = error.get("code"), error.get("message")
+        code, message = error.get("code"), error.get("message")
         if str(code) == FILTERED and status < 500:
             return _Answer("", 0, Usage(num_calls=1, num_untold=1, num_filtered=1))
         is_status = isinstance(code, int | str) and re.fullmatch("[0-9]{3}", str(code))
         meant = int(str(code)) if status == 200 and is_status else status
-        if meant in (200, 400) and any(each in text for each in FULL):
+        if meant in (200, 400) and any(phrase in text for phrase in FULL):
             raise ContextFull
-        line = _line(said if isinstance(said, str) and said else text)
-        told = self._endpoint.without_key(line)[:MAX_TOLD]
+        line = _line(message if isinstance(message, str) and message else text)
+        excerpt = self._endpoint.without_key(line)[:MAX_TOLD]
         named = f"status {status}" if meant == status else f"error {meant} with status {status}"
-        problem, again = f"{named}: {told}", meant == 200 or meant >= 500 or meant in AGAIN
+        problem, again = f"{named}: {excerpt}", meant == 200 or meant >= 500 or meant in AGAIN
         if wait_s is not None and wait_s > LONGEST_WAIT_S:
             problem, wait_s = f"{problem}; it asks to wait {wait_s:g} s", LONGEST_WAIT_S
         usage = LOST if status == 200 else REFUSED
@@ -287,8 +292,8 @@ class HostedModel:
     async def _post(
         self, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> tuple[int, float | None, bytes]:
-        """(status, seconds to wait if the endpoint says so, body). Errors: ValueError where it is
-        too long; what aiohttp raises.
+        """Return (status, seconds to wait if the endpoint asks for it, body).
+        Errors: ValueError if the body is too long; aiohttp's exceptions.
         """
         assert self._session is not None, "use it as `async with`"
         url = f"{self._endpoint.base_url.rstrip('/')}/chat/completions"
@@ -296,16 +301,16 @@ class HostedModel:
             url, json=body, headers=headers, allow_redirects=False
         ) as reply:
             content = await reply.content.read(MAX_REPLY_BYTES + 1)
-            while len(content) <= MAX_REPLY_BYTES and (more := await reply.content.read(65536)):
-                content += more
+            while len(content) <= MAX_REPLY_BYTES and (chunk := await reply.content.read(65536)):
+                content += chunk
             if len(content) > MAX_REPLY_BYTES:
                 raise ValueError(f"its reply is longer than {MAX_REPLY_BYTES} bytes")
             return reply.status, _retry_after(reply.headers.get("Retry-After", "")), content
 
 
 class HostedPlayer:
-    """Holds the conversation as messages. Its context ends where the endpoint says so, or where
-    the run's would, by the endpoint's own count.
+    """A player that keeps the conversation as messages. Its context is full if the endpoint
+    reports so, or if the endpoint's token count reaches the run's limit.
     """
 
     def __init__(self, model: HostedModel) -> None:
@@ -338,8 +343,8 @@ class HostedPlayer:
 
 
 async def only_model(base_url: str, key_variable: str = "", timeout_s: float = 30.0) -> str:
-    """The model of an endpoint that has one.
-    Errors: ValueError where it has none or several, or does not say.
+    """Return the name of an endpoint's only model.
+    Errors: ValueError if it has none or several, or does not list them.
     """
     endpoint = Endpoint(base_url, "", key_variable)
     url = f"{base_url.rstrip('/')}/models"
@@ -349,8 +354,8 @@ async def only_model(base_url: str, key_variable: str = "", timeout_s: float = 3
             aiohttp.ClientSession(timeout=timeout, trust_env=False) as session,
             session.get(url, headers=endpoint.headers, allow_redirects=False) as reply,
         ):
-            told = json.loads(await reply.content.read(MAX_REPLY_BYTES))
-            names = [endpoint.without_key(whole(str(each["id"]))) for each in told["data"]]
+            answer = json.loads(await reply.content.read(MAX_REPLY_BYTES))
+            names = [endpoint.without_key(whole(str(model["id"]))) for model in answer["data"]]
     except (
         aiohttp.ClientError,
         OSError,
@@ -375,13 +380,13 @@ def _line(text: str) -> str:
 
 
 def _backoff(attempt: int) -> float:
-    """Seconds, longer each time, and never the same for all that failed together."""
+    """Seconds to wait: longer after each attempt, randomized so that retries do not coincide."""
     longest = min(LONGEST_BACKOFF_S, BACKOFF_S * 2**attempt)
     return float(longest * random.uniform(0.75, 1.0))  # noqa: S311  (changes no result)
 
 
 def _retry_after(text: str) -> float | None:
-    """Seconds: the header is a number of them, or a date."""
+    """Seconds of a Retry-After header, which is a number of seconds or a date; None if invalid."""
     try:
         if text.replace(".", "", 1).isdecimal():
             return float(text)
@@ -392,37 +397,37 @@ def _retry_after(text: str) -> float | None:
 
 
 def _seed(sampling: Sampling) -> int:
-    """Of the sample's key, for endpoints that draw with a seed."""
+    """Seed from the sample's key, for endpoints that accept one."""
     return int(chance(sampling.key) * 2**31)
 
 
 def _error_in(answer: Any) -> Mapping[str, Any]:
-    """What an endpoint says in place of a completion, whatever the status; empty: nothing."""
+    """Error object of an answer, whatever its status; empty if it has none."""
     error = answer.get("error") if isinstance(answer, dict) else None
     return error if isinstance(error, dict) else {"message": error} if error else {}
 
 
 def _read(answer: Any) -> _Answer:
-    """Errors: ValueError where it is not what was agreed."""
+    """Parse a chat completion. Errors: ValueError if it is invalid."""
     try:
         choice = answer["choices"][0]
         text = _text_of(choice["message"]["content"])
         usage = answer.get("usage")
-        told = usage if isinstance(usage, dict) else {}
+        counts = usage if isinstance(usage, dict) else {}
         reason = choice.get("finish_reason")
-        took = replace(
-            _usage(told),
+        spent = replace(
+            _usage(counts),
             num_cut=int(reason == "length"),
             num_filtered=int(reason == FILTERED),
         )
-        return _Answer(text, _count(told, "total_tokens") or 0, took)
+        return _Answer(text, _count(counts, "total_tokens") or 0, spent)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"no chat completion: {type(error).__name__} {error}") from error
 
 
 def _text_of(content: Any) -> str:
-    """The reply in a message's content: a text, or a list of parts.
-    Errors: TypeError where it is neither.
+    """Return the reply in a message's content: a text, or a list of parts.
+    Errors: TypeError if it is neither.
     """
     if isinstance(content, list):
         content = "".join(part["text"] for part in content if part["type"] in TEXT_PARTS)
@@ -431,23 +436,26 @@ def _text_of(content: Any) -> str:
     return whole(content or "")
 
 
-def _count(told: Mapping[str, Any], name: str) -> int | None:
-    """Return a number of tokens; None where the endpoint gives none, or something else."""
-    value = told.get(name)
+def _count(counts: Mapping[str, Any], name: str) -> int | None:
+    """Return a number of tokens; None if the endpoint reports none or an invalid one."""
+    value = counts.get(name)
     return value if type(value) is int and 0 <= value < MAX_COUNT else None
 
 
-def _usage(told: Mapping[str, Any]) -> Usage:
-    """Return what one answered request took. An unknown count is no 0."""
-    asked, replied = _count(told, "prompt_tokens"), _count(told, "completion_tokens")
-    if asked is None or replied is None:
+def _usage(counts: Mapping[str, Any]) -> Usage:
+    """Return the usage of one answered request. An unknown count is not counted as 0."""
+    prompt_tokens, completion_tokens = (
+        _count(counts, "prompt_tokens"),
+        _count(counts, "completion_tokens"),
+    )
+    if prompt_tokens is None or completion_tokens is None:
         return Usage(num_calls=1, num_untold=1)
-    details = told.get("prompt_tokens_details")
+    details = counts.get("prompt_tokens_details")
     cached = _count(details if isinstance(details, dict) else {}, "cached_tokens")
     return Usage(
         num_calls=1,
-        input_tokens=asked,
-        cached_tokens=min(cached or 0, asked),
-        output_tokens=replied,
+        input_tokens=prompt_tokens,
+        cached_tokens=min(cached or 0, prompt_tokens),
+        output_tokens=completion_tokens,
         num_cache_untold=int(cached is None),
     )

@@ -1,4 +1,4 @@
-"""What tokens of models behind endpoints cost, from a file that a person keeps."""
+"""Token prices of models behind endpoints, from a file that you maintain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MILLION = 1_000_000
 
 
 class Price(Section):
-    """Of one million tokens of one model, in the file's currency."""
+    """Price of one million tokens of one model, in the file's currency."""
 
     input: NonNegativeFloat = setting(0.0, "tokens of prompts")
     cached: NonNegativeFloat | None = setting(None, "of these, cached ones; null: as the others")
@@ -29,11 +29,11 @@ class PriceFile(Section):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What calls cost, as far as they told their tokens."""
+    """Cost of calls, as far as their token counts were reported."""
 
     amount: float
     currency: str
-    # false: calls that may have cost something told no tokens, or not which of them were cached
+    # False if calls that may have cost something reported no tokens or no cached tokens
     exact: bool
 
 
@@ -45,7 +45,7 @@ class Tariff:
     currency: str
 
     def cost(self, usage: Usage) -> Cost:
-        """Where nobody said which tokens were cached, all count as not cached."""
+        """Cost of a usage. If the number of cached tokens is unknown, none count as cached."""
         price = self.price
         of_cached = price.input if price.cached is None else price.cached
         fresh = usage.input_tokens - usage.cached_tokens
@@ -56,7 +56,7 @@ class Tariff:
 
 
 def load_tariff(path: Path, model: str) -> Tariff:
-    """The price of a model. Errors: ConfigError, also where the file has none of it."""
+    """Read the price of a model. Errors: ConfigError, also if the file has no price of it."""
     try:
         file = PriceFile.model_validate(read_tree(path))
     except ValidationError as error:

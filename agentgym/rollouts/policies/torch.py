@@ -1,8 +1,8 @@
 """The built-in engine: a continuously batched key-value loop over Hugging Face weights.
 
-Every forward takes whatever waits: a fresh prompt, the tail of a grown one, the last token of a
-running one.
-A sequence's keys and values stay in its slot between turns, so a turn costs its new tokens alone.
+Every forward takes all admitted requests: a fresh prompt, the tail of a grown one, the last token
+of a running one.
+A sequence's keys and values stay in its slot between turns, so a turn costs only its new tokens.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from agentgym.types import Completion, Delivery, EngineUsage, SampleKey, Samplin
 
 logger = logging.getLogger(__name__)
 
-LONG_S = 0.02  # of a forward: replies of environments do not wait that long
-SHARED_TOKENS = 16  # a prefix of fewer is computed again, not copied from another slot
+LONG_S = 0.02  # a longer forward must not block the event loop, which reads environments' replies
+SHARED_TOKENS = 16  # a shorter prefix is computed again, not copied from another slot
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _Slot:
     used_at: int = 0
 
 
-@dataclass(slots=True, eq=False)  # two requests may ask the same thing
+@dataclass(slots=True, eq=False)  # two requests may have equal fields
 class _Request:
     prompt: list[int]
     sampling: Sampling
@@ -60,9 +60,13 @@ class _Request:
     logprobs: list[float] = field(default_factory=list)
 
     def tokens(self, start: int) -> list[int]:
-        """Those of prompt and action from `start` on."""
-        asked = len(self.prompt)
-        return self.ids[start - asked :] if start >= asked else self.prompt[start:] + self.ids
+        """Tokens of prompt and action from `start` on."""
+        num_prompt = len(self.prompt)
+        return (
+            self.ids[start - num_prompt :]
+            if start >= num_prompt
+            else self.prompt[start:] + self.ids
+        )
 
 
 class TorchPolicy:
@@ -81,9 +85,11 @@ class TorchPolicy:
         share_prefixes: bool = True,
         threads: int = 1,
     ) -> None:
-        """model: built with RAGGED attention. stop_ids: each ends an action. num_slots: sequences
-        decoded together; more requests wait their turn. share_prefixes: compute
-        prefixes that prompts have in common once. threads: of a forward on a CPU.
+        """Allocate slots for an engine that owns the model.
+
+        model: built with RAGGED attention. stop_ids: each ends an action. num_slots: sequences
+        decoded together; further requests wait. share_prefixes: compute a prefix common to several
+        prompts only once. threads: CPU threads of a forward.
         """
         require_ragged(model)
         self._model = model.eval()
@@ -110,7 +116,7 @@ class TorchPolicy:
     def open(
         cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int
     ) -> TorchPolicy:
-        """On `cfg.compute_device`."""
+        """Open an engine on `cfg.compute_device` with a checkpoint's weights."""
         policy = cls(
             checkpoint.model.to(cfg.compute_device),
             stop_ids=checkpoint.renderer.stop_ids,
@@ -123,10 +129,10 @@ class TorchPolicy:
         return policy
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        """One action: until a stop token or `max_new_tokens`.
+        """Sample one action: until a stop token or `max_new_tokens`.
 
-        Errors: ValueError where prompt and action cannot fit the context; RuntimeError where the
-        engine itself fails.
+        Errors: ValueError if prompt and action cannot fit the context; RuntimeError if the engine
+        itself fails.
         """
         sampling.require_room(prompt_ids, self._context)
         request = _Request(
@@ -144,12 +150,13 @@ class TorchPolicy:
             self._drop(request)
 
     async def publish(self, delivery: Delivery) -> None:
-        """As `Policy.publish`; every cached key and value is forgotten."""
+        """Publish weights, see `Policy.publish`; every cached key and value is dropped."""
         weights = await delivery.weights()
         self._num_publishing += 1
         try:
             await self._idle()
-            require_newer(delivery.version, self.version)  # only now: others may have come first
+            # only now: another publish may have finished while this one waited
+            require_newer(delivery.version, self.version)
             load_weights(self._model, weights)
             keep_wide_weights(self._model)
             self._forget()
@@ -180,7 +187,7 @@ class TorchPolicy:
         self._cache.free()
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
-        """As `Policy.score`: what the canary compares."""
+        """Score sequences for the canary, see `Policy.score`."""
         return self._scores(sequences)
 
     @torch.inference_mode()
@@ -211,7 +218,7 @@ class TorchPolicy:
                 self._admit()
                 self._measure()
                 await self._step()
-                await asyncio.sleep(0)  # let replies of environments in
+                await asyncio.sleep(0)  # let the event loop read environments' replies
         except Exception as error:
             logger.exception(
                 "engine failed with %d requests running and %d waiting",
@@ -226,7 +233,7 @@ class TorchPolicy:
         self._meter.requests(running=len(self._active), waiting=len(self._waiting))
 
     async def _idle(self) -> None:
-        """Return when no action runs, nor a forward of actions that nobody waits for anymore."""
+        """Return when no action is running and no forward of cancelled actions either."""
         while True:  # each pass lets the engine do one forward
             if self._forwarding is not None:
                 await asyncio.wait([self._forwarding])
@@ -235,7 +242,7 @@ class TorchPolicy:
             await asyncio.sleep(0)
 
     def _fail(self, failure: RuntimeError, cause: BaseException | None = None) -> None:
-        """Whoever waits must hear of it: a silent engine is a hang."""
+        """Fail every request, running or waiting: callers would otherwise wait forever."""
         failure.__cause__ = cause
         for request in [*self._active, *self._waiting]:
             if not request.done.done():
@@ -244,22 +251,22 @@ class TorchPolicy:
         self._forget()
 
     def _forget(self) -> None:
-        """Every slot is free and holds nothing."""
+        """Mark every slot as free and empty."""
         self._slot_of.clear()
         for slot in self._slots:
             slot.ids, slot.owner, slot.busy, slot.used_at = [], None, False, 0
 
     def _admit(self) -> None:
-        """Give waiting requests a slot: the episode's own where it still has one, else the
-        longest unused.
+        """Give waiting requests a slot: the episode's own if it still has one, else the one unused
+        for longest.
 
-        Those that wait join as many as they are, or an engine that is free: a forward of few
-        sequences costs little less than one of many.
-        A prompt that shares a prefix with one that begins now waits until that is computed.
+        Requests wait until they are at least as many as the running ones, or the engine is free:
+        a forward of few sequences costs little less than one of many.
+        A prompt that shares a prefix with one that begins now waits until the prefix is computed.
         """
         if len(self._waiting) < len(self._active):
             return
-        coming: list[list[int]] = []
+        admitted: list[list[int]] = []
         for request in list(self._waiting):
             if not self._may_begin or len(self._active) == len(self._slots):
                 break
@@ -267,9 +274,11 @@ class TorchPolicy:
             source, shared = -1, 0
             if self._share and owner not in self._slot_of:
                 source, shared = self._alike(prompt)
-                if any(common_tokens(each, prompt) >= shared + SHARED_TOKENS for each in coming):
+                if any(
+                    common_tokens(other, prompt) >= shared + SHARED_TOKENS for other in admitted
+                ):
                     continue
-                coming.append(prompt)
+                admitted.append(prompt)
             request.slot = self._slot(owner)
             slot = self._slots[request.slot]
             if len(slot.ids) >= len(prompt) or prompt[: len(slot.ids)] != slot.ids:
@@ -285,13 +294,13 @@ class TorchPolicy:
 
     def _alike(self, prompt: list[int]) -> tuple[int, int]:
         """Return the slot that holds the longest prefix of a prompt, and its length."""
-        first, most = prompt[:SHARED_TOKENS], len(prompt) - 1  # the last token is computed
-        found = [
-            (min(common_tokens(slot.ids, prompt), most), index)
+        first, limit = prompt[:SHARED_TOKENS], len(prompt) - 1  # the last token must be computed
+        candidates = [
+            (min(common_tokens(slot.ids, prompt), limit), index)
             for index, slot in enumerate(self._slots)
             if slot.ids[:SHARED_TOKENS] == first
         ]
-        shared, index = max(found, default=(0, -1))
+        shared, index = max(candidates, default=(0, -1))
         return index, shared
 
     @property
@@ -299,10 +308,10 @@ class TorchPolicy:
         return not self._num_publishing and self._awake.is_set()
 
     def _slot(self, owner: SampleKey) -> int:
-        """A free one, from now on the owner's."""
-        mine = self._slot_of.get(owner)
-        if mine is not None and not self._slots[mine].busy:
-            return mine
+        """Assign a free slot to the owner and return its index."""
+        previous = self._slot_of.get(owner)
+        if previous is not None and not self._slots[previous].busy:
+            return previous
         free = (index for index, slot in enumerate(self._slots) if not slot.busy)
         index = min(free, key=lambda index: self._slots[index].used_at)
         slot = self._slots[index]
@@ -313,9 +322,9 @@ class TorchPolicy:
         return index
 
     async def _step(self) -> None:
-        """One forward over every active sequence, one token sampled for each.
+        """Run one forward over every active sequence and sample one token for each.
 
-        A long forward runs in a thread of its own: replies of environments are read meanwhile.
+        A long forward runs in its own thread, so that environments' replies are read meanwhile.
         """
         if not self._active:
             return
@@ -355,11 +364,11 @@ class TorchPolicy:
     ) -> tuple[list[int], list[float]]:
         """Return the sampled token and its log-probability by request.
 
-        fed: the tokens of each request that are not cached; cached: how many are.
+        fed: the uncached tokens of each request; cached: the number of cached ones.
         """
         began = time.perf_counter()
         layout = CachedRows(
-            self._cache, [r.slot for r in active], cached, [len(ids) for ids in fed]
+            self._cache, [request.slot for request in active], cached, [len(ids) for ids in fed]
         )
         device = self._device
         packed = torch.tensor([token for ids in fed for token in ids], device=device)

@@ -1,5 +1,5 @@
-"""Writes the embedded corpus: `python -m envs.searchqa.corpus.generate`.
-Equal output on every machine and Python version.
+"""Script that writes the embedded corpus: `python -m envs.searchqa.corpus.generate`.
+Its output is equal on every machine and Python version.
 """
 
 from __future__ import annotations
@@ -24,45 +24,47 @@ Row = dict[str, Any]
 
 
 def passages(world: World) -> dict[str, str]:
-    """Title -> text, in a mixed order."""
+    """Return title -> text, in shuffled order."""
     dice = Dice(SEED + 1)
-    told = {entity.name: tell.passage(entity, dice) for entity in world.entities()}
-    return {title: told[title] for title in dice.shuffled(list(told))}
+    texts = {entity.name: tell.passage(entity, dice) for entity in world.entities()}
+    return {title: texts[title] for title in dice.shuffled(list(texts))}
 
 
-def questions(world: World, told: dict[str, str]) -> list[Row]:
-    """The questions of both splits, kinds of question in equal shares as far as the world has
-    them.
+def questions(world: World, texts: dict[str, str]) -> list[Row]:
+    """Return the questions of both splits, with equal shares of each kind of question as far as the
+    world has enough.
     """
     dice = Dice(SEED + 2)
     rows: list[Row] = []
     for split, count in NUM_QUESTIONS.items():
         entities = [entity for entity in world.entities() if entity.split == split]
         chosen = _even(_one_hop(entities, dice), count // 2, dice) + _even(
-            _two_hop(entities, told, dice), count - count // 2, dice
+            _two_hop(entities, texts, dice), count - count // 2, dice
         )
         rows += dice.shuffled(chosen)
     return rows
 
 
 def contains(text: str, phrase: str) -> bool:
-    """Whether the words of `phrase` stand in `text` one after the other."""
+    """Return True if the text contains the words of `phrase` in sequence."""
     return f" {_words(phrase)} " in f" {_words(text)} "
 
 
 def build() -> dict[str, bytes]:
-    """File name -> uncompressed content."""
+    """Return file name -> uncompressed content."""
     world = World()
-    told = passages(world)
+    texts = passages(world)
     return {
-        "passages.jsonl.gz": _lines({"title": title, "text": text} for title, text in told.items()),
-        "questions.jsonl.gz": _lines(questions(world, told)),
+        "passages.jsonl.gz": _lines(
+            {"title": title, "text": text} for title, text in texts.items()
+        ),
+        "questions.jsonl.gz": _lines(questions(world, texts)),
     }
 
 
 def write(folder: Path = HERE) -> None:
-    """Replace the data files.
-    Their compressed bytes depend on the zlib at hand, their content does not.
+    """Write the data files.
+    Their compressed bytes depend on the zlib version, their content does not.
     """
     for name, content in build().items():
         (folder / name).write_bytes(gzip.compress(content, 9, mtime=0))
@@ -80,10 +82,11 @@ def _one_hop(entities: Sequence[Entity], dice: Dice) -> Iterator[tuple[str, Row]
 
 
 def _two_hop(
-    entities: Sequence[Entity], told: dict[str, str], dice: Dice
+    entities: Sequence[Entity], texts: dict[str, str], dice: Dice
 ) -> Iterator[tuple[str, Row]]:
-    """Only where the first passage does not answer, the second does not name what the question
-    names, and the question neither.
+    """Yield (kind, row) of two-hop questions that need both searches: neither the question nor the
+    first passage contains the answer, the second passage does not name the question's entity, and
+    the question does not name the second entity.
     """
     for entity in entities:
         for first in RELATIONS:
@@ -99,12 +102,12 @@ def _two_hop(
                 text = tell.ask(second, between, tell.bridge(first, entity), dice)
                 hops = [(entity, first), (between, second)]
                 shown_early = any(
-                    contains(told[entity.name], form) or contains(text, form)
+                    contains(texts[entity.name], form) or contains(text, form)
                     for form in tell.answers(value)
                 )
                 if (
                     not shown_early
-                    and not contains(told[between.name], entity.name)
+                    and not contains(texts[between.name], entity.name)
                     and not contains(text, between.name)
                 ):
                     yield (
@@ -132,7 +135,7 @@ def _row(
 
 
 def _even(candidates: Iterable[tuple[str, Row]], count: int, dice: Dice) -> list[Row]:
-    """`count` rows, one of each kind in turn until a kind has none left."""
+    """Return `count` rows, taken from each kind in turn; a kind without rows left is skipped."""
     by_kind: dict[str, list[Row]] = {}
     for kind, row in candidates:
         by_kind.setdefault(kind, []).append(row)

@@ -1,8 +1,8 @@
-"""The invented world behind the embedded corpus: who and what exists, and how it hangs together.
+"""The invented world behind the embedded corpus: its entities and the facts that link them.
 
 Every entity belongs to a province and every province to one split.
-Facts link entities of one split only, so nothing a train question mentions, passes through or
-answers can turn up in an eval question.
+Facts link only entities of the same split, so no entity in a train question, its hops or its answer
+can occur in an eval question.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 SEED = 20_250_910
 NUM_PROVINCES = 24
-EVAL_EVERY = 4  # provinces 3, 7, 11, ... are those of the eval questions
+EVAL_EVERY = 4  # provinces 3, 7, 11, ... belong to split eval
 
 _ONSETS = (
     "b",
@@ -46,7 +46,7 @@ _ONSETS = (
 )
 _VOWELS = ("a", "e", "i", "o", "u", "ae", "ei")
 _CODAS = ("l", "n", "r", "s", "m", "nd", "rk", "lt", "sk", "v", "th", "rn")
-# giggles, and common words
+# stems that are rude or common English words
 _AVOIDED = (
     "bum",
     "dum",
@@ -220,7 +220,9 @@ class Entity:
 
 
 class Dice:
-    """Draws by `random()` alone: the one method Python promises never to change."""
+    """A source of randomness that uses only `random()`: the one method that Python promises never
+    to change.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)  # noqa: S311  (no secret hangs on it)
@@ -229,7 +231,7 @@ class Dice:
         return int(self._random.random() * n)
 
     def between(self, low: int, high: int) -> int:
-        """Both ends included."""
+        """Return a number from low to high, both included."""
         return low + self.below(high - low + 1)
 
     def pick(self, items: Sequence[T]) -> T:
@@ -247,7 +249,7 @@ class Dice:
 
 
 class Names:
-    """Names nobody has yet, and on purpose many that are nearly alike."""
+    """A source of unused names; on purpose many are nearly alike."""
 
     def __init__(self, dice: Dice) -> None:
         self._dice = dice
@@ -273,7 +275,7 @@ class Names:
         return stem
 
     def unused(self, *candidates: str) -> str | None:
-        """The first candidate that is free, taken by this call."""
+        """Return the first unused candidate and mark it as used; None if all are used."""
         for name in candidates:
             if name.lower() not in self._taken:
                 self._taken.add(name.lower())
@@ -287,7 +289,7 @@ class Names:
                 return name
 
     def place(self, twin_of: str) -> str:
-        """A town; one in eight is called after another one, wherever that is."""
+        """Return a town's name; one in eight is named after another town, in any split."""
         if twin_of and self._dice.chance(0.125):
             name = self.unused(
                 *(
@@ -367,7 +369,7 @@ class World:
         return [entity for entities in self.by_kind.values() for entity in entities]
 
     def of(self, kind: str, split: str, **facts: str) -> list[Entity]:
-        """Entities of a kind and split whose facts have these values."""
+        """Return the entities of a kind and split whose facts have these values."""
         return [
             entity
             for entity in self.by_kind[kind]
@@ -447,7 +449,9 @@ class World:
                 self._add("person", self.names.person(pronoun), split, **facts)
 
     def _acquaintances(self, person: Entity) -> None:
-        """Teachers are older and still alive; whoever is named as a spouse does not name one."""
+        """Choose a mentor and a spouse for a person.
+        A mentor is older and still alive. A person who is named as a spouse names none.
+        """
         dice, born = self.dice, person.number("born")
         colleagues = self.of("person", person.split, profession=str(person.facts["profession"]))
         teachers = [
@@ -473,7 +477,7 @@ class World:
             ) + dice.between(20, 29)
 
     def _grown(self, person: Entity) -> int:
-        """A year in which this person was at work."""
+        """Return a year of the person's working life."""
         born = person.number("born")
         return self.dice.between(born + 24, min(person.number("died") - 1, born + 66))
 
@@ -540,9 +544,9 @@ class World:
                 founded=founded,
                 field=dice.pick(_FIELDS),
             )
-        for where in ("Ford", "Hill"):
+        for terrain in ("Ford", "Hill"):
             victor = someone("general")
-            name = names.coined("Battle of ", after=f" {where}")
+            name = names.coined("Battle of ", after=f" {terrain}")
             self._add(
                 "battle", name, split, victor=victor, town=somewhere(), year=self._grown(victor)
             )

@@ -1,8 +1,7 @@
-"""How the world is told: the sentences of a passage, the questions about it and the words to
-search for.
+"""The texts about the world: sentences of a passage, questions about its facts, and search queries.
 
 In a sentence `{x}` is the entity's name and `{fact}` the name or value of that fact.
-A sentence is told where all its facts are known.
+A sentence is used only if all its facts are known.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from dataclasses import dataclass
 
 from envs.searchqa.corpus.lore import Dice, Entity
 
-# kind -> one group per fact, the first group first and the rest in any order; of a group one
-# sentence is told
+# kind -> groups of sentences; a passage has one sentence of each group, beginning with the first
+# group, the others in random order
 PASSAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "province": (
         (
@@ -239,7 +238,7 @@ PASSAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
 }
 
-# how an entity is spoken of in a question
+# name of an entity in a question
 PHRASES = {
     "province": "the province of {x}",
     "work": "the {form} {x}",
@@ -255,13 +254,13 @@ PHRASES = {
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A fact that can be asked for.
-    `asks`: questions about `{x}`; `bridge`: a phrase for the value, where it is an entity.
+    """A fact that a question can be about.
+    `asks`: questions about `{x}`; `bridge`: a phrase for the value, if that is an entity.
     """
 
     kind: str
     fact: str
-    words: str  # to search for, beside the name
+    words: str  # of a search query, after the name
     asks: tuple[str, ...]
     bridge: str = ""
 
@@ -589,35 +588,35 @@ _OBJECTS = {"she": "her", "he": "him"}
 
 
 def passage(entity: Entity, dice: Dice) -> str:
-    """What is told about an entity, in three to seven sentences."""
+    """Return an entity's passage, of three to seven sentences."""
     groups = PASSAGES[entity.kind]
-    told = [_one_of(groups[0], entity, dice)]
-    told += [_one_of(group, entity, dice) for group in dice.shuffled(groups[1:])]
-    return " ".join(sentence for sentence in told if sentence)
+    sentences = [_one_of(groups[0], entity, dice)]
+    sentences += [_one_of(group, entity, dice) for group in dice.shuffled(groups[1:])]
+    return " ".join(text for text in sentences if text)
 
 
 def phrase(entity: Entity) -> str:
-    """`the opera The Copper Lantern`."""
+    """Return an entity's name in a question: `the opera The Copper Lantern`."""
     return _fill(PHRASES.get(entity.kind, "{x}"), entity)
 
 
 def ask(relation: Relation, entity: Entity, subject: str, dice: Dice) -> str:
-    """A question for the fact, `subject` standing for the entity."""
+    """Return a question for the fact, with `subject` as the entity's name."""
     return _fill(dice.pick(relation.asks), entity, subject)
 
 
 def bridge(relation: Relation, entity: Entity) -> str:
-    """`the composer of the opera The Copper Lantern`."""
+    """Return a phrase for the fact's value: `the composer of the opera The Copper Lantern`."""
     return _fill(relation.bridge, entity, phrase(entity))
 
 
 def query(relation: Relation, entity: Entity) -> str:
-    """What to search for: the name and a word or two."""
+    """Return a search query: the name and a few words."""
     return f"{entity.name} {_fill(relation.words, entity)}"
 
 
 def answers(value: Entity | int | str) -> list[str]:
-    """The forms that count as right, the fullest first."""
+    """Return the forms of a value that count as right, the longest first."""
     if not isinstance(value, Entity):
         return [str(value)]
     short = {"river": "River ", "lake": "Lake ", "mountain": "Mount "}.get(value.kind)
@@ -625,7 +624,7 @@ def answers(value: Entity | int | str) -> list[str]:
 
 
 def _one_of(sentences: tuple[str, ...], entity: Entity, dice: Dice) -> str:
-    """Empty where a fact is not known."""
+    """Return one of the sentences, filled in; empty if one of its facts is not known."""
     try:
         return _fill(dice.pick(sentences), entity)
     except KeyError:

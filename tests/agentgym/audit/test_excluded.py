@@ -100,7 +100,7 @@ def test_a_crash_after_the_environment_had_ended_the_task_is_none(forger):
     ("changes", "told"),
     [
         ({"num_attempts": 1}, "attempts, all of rollout.max_attempts: expected 3, got 1"),
-        ({"error": None}, "an error that says what failed"),
+        ({"error": None}, "an error that names what failed"),
         ({"success": True}, "success of an episode that is left out"),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_check_that_left_something_out_says_what_and_why_and_is_never_plainly_
         "        not checked: draws, the engine does not repeat them",
         "FAILED           old          1",
         "        no",
-        "        not checked: comparisons, the check does not say why",
+        "        not checked: comparisons, the check gives no reason",
     ]
     assert report.to_json()["checks"][1]["not_checked"] == report.checks[1].not_checked
 

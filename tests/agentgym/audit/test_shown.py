@@ -132,7 +132,7 @@ LEFT_OUT = {
     ),
     "the experiment's description": (
         "update experiment_tags set value = 'best' where key = 'mlflow.note.content'",
-        "tag mlflow.note.content of the experiment, somebody changed it, as anybody may",
+        "tag mlflow.note.content of the experiment, a user changed it, as any user may",
     ),
 }
 

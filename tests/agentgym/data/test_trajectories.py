@@ -126,7 +126,7 @@ REFUSED = [
         {"item_id": "babyai_1", "conversations": [human("a"), gpt("left", "yes")]},
         'message 1 has the loss "yes"',
     ),
-    (row("babyai_0", "left"), "says the same as row 0"),
+    (row("babyai_0", "left"), "repeats row 0"),
 ]
 
 
@@ -311,7 +311,7 @@ def test_imported_trajectories_are_pinned_by_dvc_and_what_is_refused_is_told(
         str(write([row("babyai_3", "left")], "b.json")),
     )
     assert code == 2
-    assert "b.json row 0: says the same as a.json row 0" in said.err
+    assert "b.json row 0: repeats a.json row 0" in said.err
     Path("mine").mkdir()
     code, said = cli("import-trajectories", file, "--drop-refused", "--out", "mine")
     assert code == 2

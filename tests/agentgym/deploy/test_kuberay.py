@@ -329,7 +329,7 @@ def test_every_wait_ends_and_takes_the_job_with_it(scene, overrides, status, tol
         (
             {"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"},
             RayJobFailed,
-            "somebody stopped it",
+            "stopped from outside",
         ),
         (
             {"jobDeploymentStatus": "ValidationFailed", "message": "needs a feature gate"},
@@ -355,7 +355,7 @@ def test_a_job_that_somebody_deleted_is_not_brought_back(scene):
     scene.kube.delete(RAY_JOB, scene.first)
     error = scene.ended(outcome)
     assert isinstance(error, RayJobFailed)
-    assert "somebody deleted it" in str(error)
+    assert "it was deleted from outside" in str(error)
 
 
 @kubernetes

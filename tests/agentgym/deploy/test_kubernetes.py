@@ -169,7 +169,7 @@ def test_who_plays_hears_that_the_servers_were_taken_over(cfg, admin, run, hollo
         listing = endpoints["babyai"][0].listing
         admin.patch(LEASE, f"agentgym-{run}", {"metadata": {"annotations": {HOLDER: "null"}}})
         _, trouble = wait_for(lambda: (told := listed(listing)) and told[1] and told)
-        assert trouble.startswith(f"the servers of {run} were taken down or taken over by somebody")
+        assert trouble.startswith(f"the servers of {run} were taken down or taken over by another")
 
 
 @on_a_cluster

@@ -133,7 +133,7 @@ def test_what_kustomize_refuses_is_one_line_that_names_the_cause(tmp_path):
         rendered("gpu", manifests=folder)
     assert "\n" not in str(caught.value)
     assert "images.env" in str(caught.value)
-    assert "README.md says" in str(caught.value)
+    assert "README.md requires" in str(caught.value)
 
 
 def test_a_digest_that_is_none_is_refused(tmp_path):

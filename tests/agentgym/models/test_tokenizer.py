@@ -63,7 +63,9 @@ def test_a_declared_class_that_splits_otherwise_gives_way_to_tokenizer_json(
         assert (tokenizer.eos_token, tokenizer.chat_template) == (END, theirs.chat_template)
         assert len(tokenizer) == own.get_vocab_size()
     (told,) = caplog.messages  # a tokenizer that was taken as it is says so itself from then on
-    assert told.startswith("the tokenizer of tiny splits text as its tokenizer.json says, not as")
+    assert told.startswith(
+        "the tokenizer of tiny splits text according to its tokenizer.json, not as"
+    )
 
 
 def test_a_declared_class_that_does_as_tokenizer_json_says_stays(tokenizer, tmp_path, caplog):

@@ -42,7 +42,7 @@ def test_a_clone_without_the_weights_is_told_what_is_missing_and_how_to_get_it(
     said = capsys.readouterr().err
     assert f"{outputs} has pointers to results that the store {mine} lacks: prepare (" in said
     assert "and 9 more. Git and `dvc pull` bring pointers and data, no weights." in said
-    assert "set store.uri to a store that you share with whoever made them" in said
+    assert "set store.uri to a store that you share with the person who made them" in said
     assert f"copy that machine's {tmp_path}/run/store to {mine}" in said
     assert "`dvc repro --force` trains, like the first time" in said
     assert len(said.splitlines()) == 1

@@ -109,7 +109,7 @@ def test_other_servers_are_refused_by_what_they_say(serving):
             with pytest.raises(
                 ValueError,
                 match=(
-                    r"says 'This is environment BabyAI.', which no AgentGym server of textcraft"
+                    r"answers 'This is environment BabyAI.', which no AgentGym server of textcraft"
                     r" does"
                 ),
             ):

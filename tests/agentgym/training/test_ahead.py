@@ -107,7 +107,7 @@ def test_a_thread_that_does_not_end_is_told_of_and_kept_waiting_for_no_longer(mo
     filler = Filler(holds_at=0)
     with Ahead(2) as ahead:
         ahead.begin(batches(), filler)
-    assert "what was made ahead did not end within 0.01 s" in caplog.text
+    assert "generation ahead did not end within 0.01 s" in caplog.text
     filler.hold.set()
     ahead._thread.join(PATIENCE_S)
     assert filler.filled == [0]

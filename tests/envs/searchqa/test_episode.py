@@ -254,8 +254,8 @@ def test_texts_can_be_limited_and_the_expert_says_what_it_could_not_see():
     with pytest.raises(
         ExpertFailed,
         match=(
-            r"no document tells what 'Who founded the company Tevex Mills\?' needs; searched for:"
-            r" Tevex Mills;"
+            r"no document contains what 'Who founded the company Tevex Mills\?' needs;"
+            r" searched for: Tevex Mills;"
         ),
     ):
         expert.next_action()

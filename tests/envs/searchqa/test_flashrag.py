@@ -192,7 +192,7 @@ def test_episodes_on_the_benchmarks_search_a_real_index(tmp_path, retrieving):
         expert = episode.expert()
         episode.step(expert.next_action())
         # it gives no answer that it was not shown
-        with pytest.raises(ExpertFailed, match="no document tells"):
+        with pytest.raises(ExpertFailed, match="no document contains"):
             expert.next_action()
         with pytest.raises(ValueError, match="has no such row"):
             make().reset(2)

@@ -121,7 +121,7 @@ def test_tasks_of_missing_sites_can_be_left_out(tmp_path):
     assert list(load(path, SITES, skip_missing=True)) == [7]
     with pytest.raises(ValueError, match="no task is left"):
         load(path, {"gitlab": "http://code"}, skip_missing=True)
-    with pytest.raises(ValueError, match="task 7 stands there twice"):
+    with pytest.raises(ValueError, match="task 7 occurs twice"):
         load(file_of(tmp_path, ROW, ROW), SITES, skip_missing=True)
 
 

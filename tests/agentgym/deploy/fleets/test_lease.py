@@ -46,7 +46,7 @@ def test_a_lease_that_says_nonsense_is_of_nobody():
     found = Group.of(said)
     assert found.holder is None
     assert not found.is_alive(NOW)
-    assert str(found) == " (of nobody known)"
+    assert str(found) == " (holder unknown)"
 
 
 pytest_kubernetes = pytest.mark.kubernetes
