@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("agentgym", "envs", "sites", "services", "tasks", "flows")
-CORPUS = "envs/searchqa/corpus"  # the simulator's own sentences
+SIMULATORS = ("babyai", "sciworld", "searchqa", "textcraft", "webarena")  # prose of their own
 ANCHORS = ("starlette", "httpx", "prefect")  # other projects, as installed
 # pronouns and genitives: what follows hangs on the signature or on a noun that is not named
 OPENERS = re.compile(
@@ -47,11 +47,12 @@ class Text:
     most_common: dict[str, int]  # of openers, names and dialect together
 
 
-def text_of(sources: Iterable[str]) -> Text:
-    """Count Python sources."""
+def text_of(sources: Iterable[str], simulators: Iterable[str] = ()) -> Text:
+    """Count Python sources. Strings of simulators, the environments' own text, do not count."""
     docstrings, openers, num_names, characters = 0, Counter[str](), 0, 0
     vague, dialect = Counter[str](), Counter[str]()
-    for source in sources:
+    kinds = [(source, strings_of) for source in sources]
+    for source, prose_of in [*kinds, *((source, documented) for source in simulators)]:
         tree = ast.parse(source)
         for _, docstring in docstrings_of(tree):
             docstrings += 1
@@ -61,7 +62,7 @@ def text_of(sources: Iterable[str]) -> Text:
             num_names += 1
             if name in NAMES:
                 vague[name] += 1
-        for text in (*strings_of(tree), *comments_of(source)):
+        for text in (*prose_of(tree), *comments_of(source)):
             characters += len(text)
             dialect.update(word.lower() for word in DIALECT.findall(text))
     return Text(
@@ -91,9 +92,14 @@ def bound_names(tree: ast.Module) -> Iterator[str]:
 
 
 def strings_of(tree: ast.Module) -> Iterator[str]:
+    """Yield the strings that are prose; a string without a blank is a key or a path."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.value
+
+
+def documented(tree: ast.Module) -> list[str]:
+    return [docstring for _, docstring in docstrings_of(tree)]
 
 
 def comments_of(source: str) -> Iterator[str]:
@@ -107,13 +113,17 @@ def sources_in(root: Path, *folders: str) -> list[str]:
         path.read_text(encoding="utf-8")
         for folder in folders
         for path in sorted((root / folder).rglob("*.py"))
-        if path.stat().st_size and not path.is_relative_to(root / CORPUS)
+        if path.stat().st_size
     ]
 
 
 def count(root: Path, *folders: str) -> Text:
     """Count the Python files below these folders."""
-    return text_of(sources_in(root, *(folders or PACKAGES)))
+    names = folders or PACKAGES
+    simulators = sources_in(root, *(f"envs/{name}" for name in SIMULATORS)) if not folders else []
+    return text_of(
+        [source for source in sources_in(root, *names) if source not in simulators], simulators
+    )
 
 
 def count_commit(commit: str) -> Text:

@@ -22,13 +22,13 @@ OVERDUE_S = 30.0  # the automations answer within a second or two
 TIMEOUT_S = 5.0  # of one request
 PAGE = 200  # rows in one answer of the server
 
-GOES_ON = "its process was lost; it goes on from the last commit"
+GOES_ON = "its process was lost; it continues from the last commit"
 
 
 def given_up(attempts: int) -> str:
     """Return the reason why a run is left alone after so many attempts."""
     return (
-        f"crashed {attempts} times; see its logs, then `prefect flow-run retry` goes on from the"
+        f"crashed {attempts} times; see its logs, then `prefect flow-run retry` continues from the"
         " last commit"
     )
 

@@ -77,7 +77,7 @@ def automations(
         ),
         _automation(
             "agentgym: a run that keeps crashing has failed",
-            f"After {max_attempts} attempts somebody must look.",
+            f"After {max_attempts} attempts you must look at it.",
             _trigger(expect=["Crashed"], run_counts=[str(max_attempts)]),
             _change(StateType.FAILED, given_up(max_attempts)),
         ),
@@ -89,7 +89,7 @@ def automations(
             _change(
                 StateType.FAILED,
                 f"crashed {max_retries_per_hour} times within an hour; see its logs, "
-                "then `prefect flow-run retry` goes on from the last commit",
+                "then `prefect flow-run retry` continues from the last commit",
             ),
         ),
     ]
@@ -184,8 +184,8 @@ def settle_interrupted_attempt() -> int:
         ]
         for task_run in unfinished:
             message = (
-                f"interrupted with attempt {attempt - 1} of its flow run; attempt {attempt} goes on"
-                " from the last commit"
+                f"interrupted with attempt {attempt - 1} of its flow run; attempt {attempt}"
+                " continues from the last commit"
             )
             client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
     logger.info(

@@ -1,4 +1,4 @@
-"""State of this project's servers, whether and where they run: `.agentgym/services.json`,
+"""State of this project's servers and their addresses: `.agentgym/services.json`,
 `prefect.toml`.
 """
 

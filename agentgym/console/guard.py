@@ -29,7 +29,7 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
         say(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last commit", file=sys.stderr)
+        print("interrupted; the same command continues from the last commit", file=sys.stderr)
         return 130
     except Exception as error:  # the last resort: the exit code informs the caller
         if isinstance(error, BrokenPipeError) and _reader_is_gone():

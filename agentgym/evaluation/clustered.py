@@ -32,7 +32,7 @@ from agentgym.evaluation.passk import Interval
 FloatArray = NDArray[np.float64]
 # a share in 0 .. 1, a difference of two shares in -1 .. 1, or any number
 Kind = Literal["share", "difference", "number"]
-# fewest families that can be clusters; with fewer, the interval says nothing about other families,
+# fewest families that can be clusters; with fewer, the interval does not cover other families,
 # only about other items of these
 FEWEST = 5
 RARE = 6  # items; with fewer, the normal approximation fails

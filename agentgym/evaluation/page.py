@@ -192,7 +192,7 @@ def _table(result: Result) -> str:
         body.append(f'<tr><th scope="row">{escape(env)}</th>{cells_html}</tr>')
     return _section("Evaluation", ("environment", *head), body) + (
         '<p class="caption">Success in percent with its interval. Episodes that failed (not the'
-        " policy’s doing) are left out of “success” and are failures in the column beside it;"
+        " policy’s doing) are left out of “success” and are failures in the next column;"
         " coverage is the share of the episodes asked for that count. Turns: the median of"
         " episodes that succeed.</p>"
     )

@@ -300,14 +300,13 @@ def _evaluation_table(rows: Sequence[EvaluationRow], confidence: float) -> str:
         "<th>coverage</th>"
         f"{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
         f'<p class="caption">Success in percent with {100 * confidence:g} % intervals over items,'
-        " or over their families where five or more are told."
+        " or over their families if five or more are known."
         f" The second line is the mean per-item difference to “{escape(rows[0].title)}” in"
         " points; it is coloured where its "
         "interval excludes 0. pass@k is the unbiased estimate. Coverage is the share of the"
         " episodes that count: those whose environment "
         "failed, or that ran out of time, are left out; where there are any, “failed as failures”"
-        " says what they would "
-        "make of it.</p></section>"
+        " counts them as failures.</p></section>"
     )
 
 

@@ -26,7 +26,7 @@ HEADER = """\
 # another. The steps are those of `make pipeline` and share one store: what one has done the other
 # finds done. Outputs are pointers (place, digest, numbers), never weights, and small enough for
 # git: they are not cached, so that no run-cache can bring one back without its result. The last
-# stage looks whether the store has what they name: a clone that has pointers alone is told so.
+# stage checks that the store has what they name: a clone that has only pointers stops there.
 """
 TRAINED = ("sft_loss", "rollout_success", "validation_success")
 LAST = "stored"  # its output is in no clone, because git ignores the folder of local state

@@ -247,7 +247,7 @@ def require_valid(
             f"{len(failed)} of {len(trajectories)} episodes failed after {max_attempts} attempts"
             f" each (limit {max_env_error_frac:.0%}); last, {failed[-1].item.item_id}:"
             f" {failed[-1].error}; see to the environment servers. Nothing committed is lost: the"
-            " same command goes on"
+            " same command continues"
         )
     return len(failed)
 

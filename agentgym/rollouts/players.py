@@ -50,7 +50,7 @@ class TokenPlayer:
         except TimeoutError:
             raise EngineStalled(
                 f"the engine gave no reply to {len(episode.input_ids)} tokens within"
-                f" {REPLY_S:g} s; nothing committed is lost: the same command goes on"
+                f" {REPLY_S:g} s; nothing committed is lost: the same command continues"
             ) from None
         start = len(episode.input_ids)
         episode.act(completion)

@@ -323,7 +323,7 @@ async def check_endpoints(
                 error.kind,
                 f"{error.message}; expected a {expect_env} server there: start it (python -m envs"
                 f" serve {expect_env} --port PORT), or correct env.endpoints (empty: one is started"
-                " on this machine). Nothing committed is lost: the same command goes on",
+                " on this machine). Nothing committed is lost: the same command continues",
             ) from error
         raise
     for endpoint, info in zip(pool.endpoints, replies, strict=True):

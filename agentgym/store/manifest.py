@@ -153,14 +153,14 @@ class Manifest(BaseModel):
             raise ManifestDamaged(f"{where}: {path}{reason}; restore it from a copy") from None
         if manifest.digest != digest:
             raise ManifestDamaged(
-                f"{where} says digest {digest}, its content has {manifest.digest}: it was changed;"
-                " restore it from a copy"
+                f"{where} states digest {digest}, its content has {manifest.digest}: it was"
+                " changed; restore it from a copy"
             )
         if (
             manifest.follows is not None or records_digest is not None
         ) and manifest.records_digest != records_digest:
             raise ManifestDamaged(
-                f"{where} says records digest {records_digest}, its content has"
+                f"{where} states records digest {records_digest}, its content has"
                 f" {manifest.records_digest}: its records or times were changed; restore it from a"
                 " copy"
             )

@@ -148,7 +148,7 @@ class Watch:
             if getattr(self._alarms, alarm.name) == "stop":
                 return AlarmStop(
                     f"{alarm}. Nothing committed is lost: with alarms.{alarm.name} warn, or another"
-                    f" alarms.{RULES[alarm.name].limit}, the same command goes on from there"
+                    f" alarms.{RULES[alarm.name].limit}, the same command continues from there"
                 )
         return None
 

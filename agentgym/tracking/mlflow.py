@@ -503,8 +503,8 @@ def _status(error: Exception) -> int | None:
 def _refused(uri: str, error: Exception) -> str:
     """Return the error text for an answer that is neither a gateway's nor MLflow's JSON."""
     return (
-        f"the MLflow server at tracking.uri {uri} refuses: {_quoted(error)}; its log says why."
-        " Nothing is lost: once it is mended, the same command delivers what is missing"
+        f"the MLflow server at tracking.uri {uri} refuses: {_quoted(error)}; its log gives the"
+        " reason. Nothing is lost: once it is mended, the same command delivers what is missing"
     )
 
 

@@ -94,7 +94,7 @@ def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         return answer
 
     rebuilt = "The index is derived from the store and is being built anew; load this page again."
-    restore = "The store says that this was committed; `agentgym audit` looks at all of it."
+    restore = "The store lists this as committed; `agentgym audit` looks at all of it."
     for kind, status, title, hint in (
         (BadQuery, 400, "That cannot be asked", ""),
         (Gone, 410, "This episode is not here", ""),

@@ -89,7 +89,7 @@ def _by(name: str, shares: Sequence[sqlite3.Row]) -> dict[str, list[Share]]:
 def _charts(reader: sqlite3.Connection, train: str, where: str, values: list[int]) -> list[Chart]:
     steps = reader.execute(
         "SELECT at, avg(CASE WHEN reward IS NOT NULL THEN success END) AS success,"
-        " avg(turns) AS turns, avg(said) AS said, max(max_turns) AS horizon,"
+        " avg(turns) AS turns, avg(said) AS sampled, max(max_turns) AS horizon,"
         " max(at - 1 - oldest) AS staleness, avg(1.0 * invalid / max(turns, 1)) AS invalid,"
         f" avg(excluded != '') AS excluded FROM episodes WHERE {train} GROUP BY at ORDER BY at",
         values,
@@ -129,7 +129,7 @@ def _charts(reader: sqlite3.Connection, train: str, where: str, values: list[int
             share=True,
         ),
         line_chart("turns, and the horizon", {"turns": of("turns"), "horizon": of("horizon")}),
-        line_chart("tokens the policy sampled", {"tokens": of("said")}),
+        line_chart("tokens the policy sampled", {"tokens": of("sampled")}),
         line_chart("staleness: updates behind", {"oldest weights": of("staleness")}),
         line_chart(
             "left out, and refused by the environment",

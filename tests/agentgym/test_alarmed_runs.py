@@ -153,7 +153,7 @@ def test_a_run_that_stopped_itself_goes_on_once_the_limit_is_another_to_the_same
     assert main(["step", STAGE, "--params", str(params), *sets]) == 1
     said = capsys.readouterr().err
     assert "failed: AlarmStop: alarm update_kl at optimizer step 3: actor/update_kl" in said
-    assert "the same command goes on from there" in said
+    assert "the same command continues from there" in said
     # committed, whatever store.commit_every says, and told in MLflow
     marked = points_of(cfg)
     assert [point.step for point in marked] == [1, 2, 3]

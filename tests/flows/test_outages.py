@@ -150,7 +150,7 @@ def test_an_environment_server_that_dies_in_a_stage_costs_the_unfinished_step_al
     )
     assert f"{endpoint}/create: unreachable" in last
     assert (
-        "see to the environment servers. Nothing committed is lost: the same command goes on"
+        "see to the environment servers. Nothing committed is lost: the same command continues"
         in last
     )
     # one warning and the end, for 16 episodes

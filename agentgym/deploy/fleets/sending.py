@@ -167,7 +167,7 @@ def take_down(kube: Kube, run: str, *, timeout_s: float) -> None:
         if time.monotonic() > end:
             raise FleetNotReady(
                 f"{run} was not taken down within {timeout_s:g} s: {', '.join(names[:5])} are left;"
-                " the cluster goes on with it, agentgym envs gc looks again"
+                " the cluster continues with it, agentgym envs gc looks again"
             )
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, LONGEST_POLL_S)

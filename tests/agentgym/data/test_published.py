@@ -200,7 +200,7 @@ def test_large_files_that_cannot_be_fetched_are_not_pinned_as_their_pointers(hub
     with pytest.raises(DvcError, match="could not be fetched"):
         import_dataset(hub.url, sha, Path("data/lists"))
     hub.large = kept
-    assert import_dataset(hub.url, sha, Path("data/lists")).is_new  # the same command goes on
+    assert import_dataset(hub.url, sha, Path("data/lists")).is_new  # the same command continues
     assert (
         Path("data/lists/train/searchqa_train.json").read_bytes()
         == LISTS["train/searchqa_train.json"]

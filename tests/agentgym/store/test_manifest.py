@@ -155,7 +155,7 @@ def test_records_changed_by_hand_are_refused() -> None:
     with pytest.raises(ManifestError, match="its records or times were changed"):
         decode_commit(json.dumps(tree).encode())
     del tree["records_digest"]
-    with pytest.raises(ManifestError, match="says records digest None"):
+    with pytest.raises(ManifestError, match="states records digest None"):
         decode_commit(json.dumps(tree).encode())
 
 
