@@ -1,7 +1,8 @@
 """Counts of unplain text: docstrings that open as half a sentence, vague names, words of a dialect.
 
 `python benchmarks/plain.py` prints them; `python benchmarks/plain.py BEFORE` also counts the commit
-BEFORE and three other projects, and writes docs/results/plain.json.
+BEFORE and three other projects, and writes docs/results/plain.json. `--draw SEED` lists a hundred
+docstrings for a reader to judge: docs/results/docstrings.md.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 import importlib.util
 import io
 import json
+import random
 import re
 import subprocess
 import sys
@@ -147,7 +149,22 @@ def count_package(name: str) -> Text:
     return count(Path(installed).parent, name)
 
 
+def draw(seed: str, count: int = 100) -> list[str]:
+    """Draw functions and classes with docstrings, as "path:line name"."""
+    places = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node, _ in docstrings_of(ast.parse(path.read_text(encoding="utf-8")))
+        if not isinstance(node, ast.Module)
+    ]
+    return sorted(random.Random(seed).sample(places, count))  # noqa: S311  # not a secret
+
+
 def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["--draw"]:
+        sys.stdout.write("\n".join(draw(arguments[1])) + "\n")
+        return
     counts = {"now": asdict(count(ROOT))}
     for commit in arguments:
         counts["before"] = {"commit": commit, **asdict(count_commit(commit))}
