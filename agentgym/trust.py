@@ -83,8 +83,11 @@ def _values(environment: Mapping[str, str], names: tuple[str, ...]) -> list[str]
 
 
 def is_here(address: str) -> bool:
-    """Return True for an address of this machine, and for text that is no address: other code
-    refuses it, or finds it on this machine, such as `auto`.
+    """Return True if the host of an address is this machine: `localhost`, or one of its IP
+    addresses. Names are not looked up: another name with a scheme or a port is False.
+
+    True also for text without a host, or with neither scheme nor port, such as `auto`: other code
+    uses it on this machine or refuses it. False for text that cannot be parsed.
     """
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")

@@ -129,7 +129,9 @@ class StepReply(Message):
 
 
 class SessionRequest(Message):
-    """`POST /close`, `POST /expert`."""
+    """A request that names only an open session: `POST /close`, `POST /expert`, and the queries of
+    `GET /observation` and `GET /render`.
+    """
 
     session_id: str = Field(min_length=1, max_length=64)
 

@@ -118,8 +118,10 @@ def _quieten_console() -> None:
 
 
 def _worth_a_line(record: logging.LogRecord) -> bool:
-    """Return True for Prefect's errors, with their tracebacks, unless the command's last line
-    reports them: a failure that a retry cannot help is no bug and needs no traceback.
+    """Return True if Prefect's terminal handler should print a record: an error of other packages.
+
+    Not printed are a run's final state and an error that a retry cannot help, because the command's
+    last line reports them, and records of our packages, which have their own handler.
     """
     is_final = record.exc_info and isinstance(record.exc_info[1], FINAL)
     ends = record.getMessage().startswith("Finished in state")

@@ -85,9 +85,10 @@ def mlflow(host: str, port: int) -> NoReturn:
 
 
 def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for MLflow's logins; they name a file, since MLflow takes a password
-    from no variable.
-    Errors: ConfigError without a login.
+    """Write the login of MLflow's administrator to a file in `folder`, because MLflow takes no
+    password from a variable. Result: the variables for its server, which name the file.
+
+    environment: has the login. Errors: ConfigError if it has none, or a short password.
     """
     user = environment.get(MLFLOW_USER, "")
     password = environment.get(MLFLOW_PASSWORD, "")

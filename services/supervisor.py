@@ -213,7 +213,9 @@ def _parts(
 
 
 def _engine(state: Path) -> dict[str, Service]:
-    """Return the host that keeps an engine between runs, if the project's params.yaml uses one."""
+    """Return the service that keeps an engine between runs, by name, and renew the link to its
+    folder. Empty if the project's parameters are invalid or their engine needs no service.
+    """
     link = state / KEPT
     link.unlink(missing_ok=True)
     try:

@@ -60,7 +60,9 @@ def child_task(step: Step) -> Task[Any, str]:
     retry_condition_fn=may_help,
 )
 def _run_beside(name: str, cfg: RunConfig, stop: threading.Event) -> str:
-    """Run the step in a process with its own servers, isolated from concurrent steps."""
+    """Run the step in a process with its own servers, isolated from concurrent steps. Result: a
+    line about its outcome. stop: once set, the process is stopped and its commits remain.
+    """
     run = run_key(cfg)[:12]
     run_child(
         name, cfg, title=name, place=f"steps/r{run}-{name}", stop=stop, timeout_s=STEP_TIMEOUT_S

@@ -80,8 +80,7 @@ def audit(
     pointers: Path | None = None,
     progress: Progress | None = None,
 ) -> AuditReport:
-    """Check the committed steps of this configuration's run. Nothing is written, and all checks run
-    even if one fails.
+    """Check the committed steps of this run. Nothing is written, and a failed check stops no other.
 
     run: prefix of a run key, to make sure that it is the run you mean.
     num_episodes: episodes of each step to play again (at least one of every commit); None: all.

@@ -143,7 +143,9 @@ def _deciding(promotions: Promotions) -> History | None:
 def _check_history(
     promotions: Promotions, history: History, entries: Sequence[Entry], checks: Checks
 ) -> None:
-    """Check each decision, and that each one starts from the holder that the previous one left."""
+    """Check each decision on an alias. Check also that the version that had the alias before a
+    decision is the one that had it after the previous decision. `checks` gets the outcomes.
+    """
     for entry in entries:
         with checks.guard(f"decision {entry.number}"):
             evidence_store = promotions.evidence_store(entry.decision)

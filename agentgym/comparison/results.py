@@ -52,9 +52,10 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class CellResult:
-    """One finished cell.
+    """Results of one finished run of a comparison.
 
-    Tables are by key of `estimates.per_item`, one value per item, NaN if its episodes failed.
+    `after` and `start` map a key of `estimates.per_item` to one value per item, NaN if the item's
+    episodes failed.
     """
 
     cell: Cell

@@ -155,7 +155,8 @@ class RanksSnapshot:
         return sum(self._sizes)
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
-        """Let every rank write its part while training continues.
+        """Let every rank write its part of the snapshot while training continues.
+        Result: the blobs that all ranks wrote, by name.
         Errors: StoreFull, StoreNotHere; RankLost after a deadline, or if a rank died.
         """
         self.is_over.clear()
@@ -280,7 +281,9 @@ class RayLearner:
         return self._snapshot
 
     def close(self) -> None:
-        """Wait until the ranks have written the last snapshot."""
+        """Wait until the ranks have written the last snapshot, at most for the time limit of one
+        call. After that, the write fails with RankLost.
+        """
         if self._snapshot is not None:
             self._snapshot.close()
 

@@ -150,7 +150,9 @@ class SequenceRatioConfig(PolicyGradientConfig):
 
 
 class ClippedWeightConfig(PolicyGradientConfig):
-    """Settings of recipes that clip the weight of a token's gradient and drop none."""
+    """Settings of recipes that clip the weight of each token's gradient: no token loses its
+    gradient.
+    """
 
     clip_low: PositiveFloat = setting(
         1.0, "the weight of a token's gradient is at least 1 minus this; 1: no bound", le=1

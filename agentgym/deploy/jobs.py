@@ -118,7 +118,8 @@ def _follow_or_stop(
 
 
 async def _follow(transport: Transport, name: str, cfg: RunConfig) -> tuple[Look | None, list[str]]:
-    """Follow the job to its end; result as `_follow_or_stop`.
+    """Log the job's output until the job ends. Result: (its last state, or None if the cluster has
+    forgotten it; the end of its log).
     Errors: RayUnreachable after SILENCE_S; TimeoutError past the deadline of a phase.
     """
     lines: list[str] = []

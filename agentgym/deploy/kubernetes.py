@@ -308,7 +308,8 @@ def end_kept(cfg: RunConfig) -> list[str]:
 
 
 def end_run(cfg: RunConfig, run: str) -> list[str]:
-    """Take down the groups that dead processes of this run left. Result: the groups.
+    """Take down the servers on Kubernetes that dead processes of a run left. Result: the names of
+    their groups.
     Errors: ConfigError, KubeError, FleetNotReady.
     """
     with contextlib.closing(connected(cfg.kubernetes)) as kube:

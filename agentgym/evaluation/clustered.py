@@ -57,7 +57,10 @@ class Moments:
         return Interval(mean, low, high, int(self.num_items.item()))
 
     def p_value(self) -> FloatArray:
-        """p of the two-sided t test that the mean is 0, [...]; 1 if nothing varies around 0."""
+        """Return the p-value of the two-sided t test that the mean is 0, [...].
+
+        Without any variance it is 1 for a mean of 0, and 0 for another mean.
+        """
         error = np.sqrt(self.variance)
         score = np.divide(
             np.abs(self.mean), error, out=np.where(self.mean == 0, 0.0, np.inf), where=error > 0

@@ -354,7 +354,8 @@ def _guard_rails(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
         yield Ruling(
             "length",
             "REJECT" if ratio > rules.max_length_ratio else "PROMOTE",
-            f"it samples {ratio:.2f} times the champion's tokens, {rules.max_length_ratio:g} at most",
+            f"it samples {ratio:.2f} times the champion's tokens, at most"
+            f" {rules.max_length_ratio:g} are allowed",
             numbers={"ratio": ratio, "most": rules.max_length_ratio},
         )
     if rules.max_reference_kl is not None:

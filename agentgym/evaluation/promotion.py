@@ -233,9 +233,9 @@ class Promotions:
         return next(filter(None, reasons), "")
 
     def misplaced(self) -> str:
-        """Return why the alias's holder was judged on other things than the one before it; empty:
-        it was not. Only earlier releases could judge so; forced moves and rollbacks since then are
-        ignored.
+        """Return a line about the first decision that moved the alias between versions evaluated
+        on different questions, as only earlier releases could. Empty if there is none since the
+        last forced move or rollback.
         Errors: HistoryElsewhere.
         """
         broken = ""

@@ -53,8 +53,10 @@ def fetch_registered(promotions: Promotions, number: str, folder: Path) -> tuple
 
 
 def told_of_files(promotions: Promotions, number: str) -> tuple[bool, str]:
-    """Compare a version's files with the commit that registered them.
-    Result: (True if they were changed or are gone, a line for people).
+    """Compare a version's files with the commit that registered them, or with the last decision.
+
+    Result: (True if they were changed or are gone, a line to print). If they cannot be compared:
+    (False, "not checked: " and the reason).
     """
     with tempfile.TemporaryDirectory(prefix="agentgym-model-") as folder:
         try:

@@ -31,7 +31,9 @@ class ResultError(ValueError):
 
 
 class Outcome(StrEnum):
-    """Outcome of a slot. The first two enter the score; the others never count as 0."""
+    """Outcome of one (environment, item, sample) of an evaluation. The first two enter the score;
+    the others are left out of it, they do not count as 0.
+    """
 
     SCORED = "scored"  # the environment ended the episode
     TRUNCATED = "truncated"  # it was cut: turns, context, or the simulator's own limit

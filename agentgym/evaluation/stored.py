@@ -126,7 +126,7 @@ def _unlike_numbers(recorded: Any, ours: Any, path: str) -> str:
 
 
 def _earlier_plan(store: RunStore, final: Manifest) -> Plan:
-    """Return the plan of a run's evaluation that was made before evaluations had one."""
+    """Rebuild the plan of a run's evaluation from its last commit: earlier releases stored none."""
     settings = EvaluationConfig.model_validate(final.config["evaluation"])
     ids = [str(item_id) for item_id in json.loads(store.read(final, OUTCOMES))["items"]]
     envs = dict.fromkeys(parse_item_id(item_id)[0] for item_id in ids)

@@ -303,7 +303,9 @@ class PackedSequences:
         return _PaddedRows(queries, self.path[self._on_device(first + keys)], position[:, None])
 
     def _attend_padded(self, query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> Tensor:
-        """Attend with right padding, which no real query sees."""
+        """Pad groups of sequences on the right, attend, and remove the padding, which no real query
+        sees. query [M, H, D]; key, value [M, KV, D]. Result: [M, H, D].
+        """
         attended = []
         groups, packed = self._padding
         for index, rows in enumerate(groups):

@@ -166,10 +166,10 @@ def differences(model: PreTrainedModel) -> dict[str, float]:
 @torch.no_grad()
 def half_precision_kl(model: PreTrainedModel) -> dict[str, float]:
     """Return the mean KL divergence from the model's own eager forward, in nats per token, over
-    the longest sequence.
+    one sequence of random tokens, the same at every call.
 
-    Result: for the learner, the engine and, if supported, the model's own sdpa attention; empty
-    for weights in float32.
+    Result: for the forwards "learner", "engine" and, if the model supports it, "sdpa", its own with
+    that attention. Empty if the weights are not in half precision.
     """
     if next(model.parameters()).dtype not in HALF:
         return {}

@@ -40,9 +40,11 @@ class Evaluated:
 
 
 def show(cfg: RunConfig, digest: str) -> Evaluated:
-    """Return an evaluation as far as it has come, also while another process runs it.
+    """Return an evaluation as far as it has come, and write its files again. Another process may
+    run it meanwhile.
 
-    Nothing is played and MLflow is not changed. Errors: ConfigError.
+    digest: the first digits of its key. No episode is played and MLflow is not changed.
+    Errors: ConfigError if not exactly one evaluation has such a key.
     """
     store = open_store(cfg)
     return from_store(cfg, store, find(store, digest), "done", tell=False)

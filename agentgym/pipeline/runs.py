@@ -81,9 +81,11 @@ def find_run(store: RunStore, name: str) -> Manifest | None:
 def config_of_run(
     name: str, cfg: RunConfig, params: str, overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """Return the configuration of a run of this store, with the owner's operational settings.
+    """Return the configuration of the run `name` in the store of `cfg`.
 
-    cfg: the configuration from `params` and `overrides`, which replace the run's own values.
+    The run's values replace those of the file `params`, and `overrides` replace both. Operational
+    settings, such as addresses, are those of `cfg`, the configuration from `params` and
+    `overrides`.
     Result: `cfg` if the store has no record of the run, because an earlier version made it.
     Errors: ConfigError.
     """

@@ -310,7 +310,9 @@ class OpenEnvPool(ForeignPool):
 
 
 def _text_fields(schema: Mapping[str, Any]) -> list[str]:
-    """Return the required text fields, else all; if several, one with a common name."""
+    """Return the names of a schema's required text fields; of all its text fields if none is
+    required. If a name of COMMON is among them, return the first such name alone.
+    """
     texts = [name for name, field in schema["properties"].items() if _is_text(field)]
     candidates = [name for name in texts if name in schema.get("required", ())] or texts
     return next(([name] for name in COMMON if name in candidates), candidates)

@@ -147,7 +147,10 @@ def episodes_page(run_key: str, step: str = "") -> str:
 
 
 def child_run(cfg: RunConfig, parent_id: str, manifest: Manifest, title: str) -> str:
-    """Return the MLflow run of one step below `parent_id`."""
+    """Return the id of a step's MLflow run below the run `parent_id`; create it if it is missing.
+
+    manifest: a commit of the step. title: name of a new run.
+    """
     return tracker_of(cfg).child_run(
         parent_id, title, manifest.key, params=manifest.config, tags={"step": manifest.step}
     )

@@ -79,9 +79,11 @@ def _lines(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
 
 
 def bundle(viewer: Viewer, query: Query) -> Iterator[tuple[str, str | bytes]]:
-    """Yield (name, content) of every file of a bundle.
+    """Yield (name, content) of every file of a bundle: a query's episodes as pages that need no
+    server.
 
-    The files are a list, and a page with stored pictures for each episode, up to MOST_PAGES.
+    The bundle has at most MOST_PAGES episodes: `index.html` lists them, each has a page and its
+    stored pictures, and the pages share static files.
     """
     steps = viewer.bodies.steps()
     rows = viewer.lists.all(query, MOST_PAGES)

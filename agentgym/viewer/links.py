@@ -61,7 +61,9 @@ class Served:
 
 
 class Bundled:
-    """Relative addresses within a bundle; empty for a page that is not part of it."""
+    """Relative addresses within a bundle: its list of episodes for all general pages and lists,
+    and an empty address for any other page or picture that the bundle does not have.
+    """
 
     def __init__(
         self, episodes: Mapping[str, str], pictures: Mapping[tuple[str, int], str], root: str = ""

@@ -115,7 +115,10 @@ def is_cut(text: object, limit: int = MAX_SHOWN) -> bool:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Format a number in its shortest form; None as a dash."""
+    """Format a number, rounded to `digits` decimals, without trailing zeros; None as a dash.
+
+    A whole number has commas between thousands, another one at most six significant digits.
+    """
     if value is None:
         return "–"
     rounded = round(value, digits)

@@ -150,7 +150,9 @@ class Viewer:
         self.close()
 
     def close(self) -> None:
-        """Close a viewer whose follow thread was never started."""
+        """Close the replays, the environment servers and the index. Use it for a viewer that was
+        not entered by `with`, which also starts and ends the follow thread.
+        """
         self.replays.close()
         self.servers.close()
         self.index.close()

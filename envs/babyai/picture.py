@@ -27,8 +27,8 @@ class Pictured(MiniGridEnv):  # type: ignore[misc]  # minigrid has no type annot
 
 
 def _picture(env: MiniGridEnv) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return [S, S, 3]: (object, color, state) by column and row. The agent is in the middle of the
-    last row, looking up.
+    """Return the agent's view [S, S, 3]: (object, color, state) by column and row; zeros for a cell
+    that the agent cannot see. The agent is in the middle of the last row, looking up.
     """
     size = env.agent_view_size
     cells = _cells(env, size)
@@ -45,7 +45,9 @@ def _at(column: int, row: int, size: int) -> int:
 
 
 def _cells(env: MiniGridEnv, size: int) -> list[Any]:
-    """Return the object in each cell, column by column; None for an empty cell."""
+    """Return the object in each cell of the agent's size x size view, column by column; None for
+    an empty cell, a wall for a cell outside the grid.
+    """
     things, width, height = env.grid.grid, env.grid.width, env.grid.height
     (ahead_x, ahead_y), (x, y) = map(int, env.dir_vec), map(int, env.agent_pos)
     cells = []

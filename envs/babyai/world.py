@@ -261,9 +261,9 @@ class Bot:
     def _in_words(self, move: Move) -> str:
         """Return a move as an action's text.
 
-        The grammars have no word for `done`, which only checks the mission.
-        Low grammar: an impossible pickup or drop has the same effect.
-        High grammar: turn left; a later action turns back.
+        The grammars have no text for `done`, which only checks the mission. The low grammar gets a
+        pickup or drop that is impossible now, which has the same effect. The high grammar gets
+        "turn left"; a later action turns back.
         """
         high = self._world.options.actions == "high"
         if move is Move.DONE:

@@ -17,7 +17,7 @@ _THINK, _THOUGHT = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """The action of a reply."""
+    """A search or an answer in a reply, with the text between its tags."""
 
     kind: Kind
     text: str
@@ -80,7 +80,9 @@ def _pairs(text: str, kind: Kind) -> Iterator[tuple[int, str]]:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """Return the text, cut after its last whole word within max_chars; 0 means no limit."""
+    """Return the text; if it is longer than max_chars, cut it after its last whole word within
+    them and append " ...". 0 means no limit.
+    """
     if not max_chars or len(text) <= max_chars:
         return text
     end = text.rfind(" ", 0, max_chars + 1)

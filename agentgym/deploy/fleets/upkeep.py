@@ -42,7 +42,11 @@ class Upkeep:
     def __init__(
         self, kube: Kube, group: Group, listings: Mapping[str, Listing], *, most: int
     ) -> None:
-        """listings: by Service; most: limit of the group's live pods."""
+        """Prepare the upkeep of a run's servers; `running` starts its thread.
+
+        listings: files for the servers' addresses, by Service. most: limit of the group's live
+        pods.
+        """
         self._kube, self._group, self._listings, self._most = kube, group, dict(listings), most
         self._kind = kind_of_addresses(kube)
         self._outside = Outside(kube)

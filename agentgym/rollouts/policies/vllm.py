@@ -79,9 +79,10 @@ def _parameters(**options: Any) -> Any:
 
 
 def _of_tokens(logprobs: Any, ids: Sequence[int]) -> list[float]:
-    """Return the log-probability of each token from vLLM's flat lists.
+    """Return the log-probability of each token in `ids`, which are the last positions of vLLM's
+    flat lists. Leave out a prompt's first token, which has no log-probability.
 
-    A prompt's first position has none. The first entry of a position is the token itself.
+    Errors: RuntimeError if the first entry of a position is of another token.
     """
     first = len(logprobs) - len(ids)
     starts = logprobs.start_indices[first:]

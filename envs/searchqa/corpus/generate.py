@@ -51,7 +51,9 @@ def contains(text: str, phrase: str) -> bool:
 
 
 def build() -> dict[str, bytes]:
-    """Return file name -> uncompressed content."""
+    """Generate the embedded corpus, passages and questions. Result: file name -> uncompressed
+    content.
+    """
     world = World()
     texts = passages(world)
     return {
