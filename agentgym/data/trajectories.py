@@ -365,18 +365,17 @@ def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     import pandera.pandas as pa
 
     messages = [
-        (index, position, message)
+        (index, turn, message)
         for index, row in enumerate(rows)
-        for position, message in enumerate(_conversation(row))
+        for turn, message in enumerate(_conversation(row))
     ]
     table = pd.DataFrame(
         {
             "sender": [str(message.get("from")) for _, _, message in messages],
-            "expected": ["gpt" if position % 2 else "human" for _, position, _ in messages],
+            "expected": ["gpt" if turn % 2 else "human" for _, turn, _ in messages],
             "length": [_length(message.get("value")) for _, _, message in messages],
             "is_action": [
-                bool(position % 2) and position > _first(rows[index])
-                for index, position, _ in messages
+                bool(turn % 2) and turn > _first(rows[index]) for index, turn, _ in messages
             ],
             "loss": [json.dumps(message.get("loss")) for _, _, message in messages],
         }
@@ -419,8 +418,8 @@ def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     failures = [(at, check) for check in describe for at in _failures(schema, table, check)]
     reasons: dict[int, str] = {}
     for at, check in sorted(failures, key=lambda failure: failure[0]):
-        index, position, message = messages[at]
-        reasons.setdefault(index, f"message {position} {describe[check](message)}")
+        index, turn, message = messages[at]
+        reasons.setdefault(index, f"message {turn} {describe[check](message)}")
     return reasons
 
 

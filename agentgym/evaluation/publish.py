@@ -259,15 +259,11 @@ def report_files(
     run_key: str,
     steps: Mapping[str, Step],
 ) -> dict[str, bytes]:
-    """Return the page and its pictures, from the earlier steps' commits in the store. steps: by
-    name.
-    """
+    """Return the page and its pictures, from the parents' commits. steps: by name."""
     titles = {name: step.title.removeprefix("evaluate ") for name, step in steps.items()}
     by_kind = {step.kind: parents[name] for name, step in steps.items() if name in parents}
     compared = _compared(parents, steps)
-    others = [
-        manifest for manifest in _evaluations(parents, steps).values() if manifest not in compared
-    ]
+    others = [other for other in _evaluations(parents, steps).values() if other not in compared]
     rows = {
         manifest.step: _row(manifest, titles[manifest.step]) for manifest in [*compared, *others]
     }

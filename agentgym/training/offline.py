@@ -54,9 +54,7 @@ Dataset = Sequence[tuple[Trajectory, ...]]
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
-    """Explore if the recipe does, then train to the stage's last step; resume from its last
-    commit.
-    """
+    """Explore if the recipe does, then train to the stage's end; resume from its last commit."""
     set_threads(ctx.cfg.learner_settings.threads)
     cfg = ctx.cfg
     start = ctx.checkpoint
