@@ -34,6 +34,8 @@ def main(argv: list[str] | None = None) -> int:
         spec = load_spec(arguments.name, options)
     except json.JSONDecodeError as error:
         return _refuse(f"--options is not JSON: {error}")
+    except ImportError as error:  # only the simulators' own packages are optional
+        return _refuse(f"{arguments.name} needs a package that is not installed here: {error}")
     except ValueError as error:
         return _refuse(str(error))
     if arguments.command == "identities":

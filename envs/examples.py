@@ -21,7 +21,11 @@ class Script:
         self._left = iter(actions)
 
     def next_action(self) -> str:
-        return next(self._left)
+        """Return the next action. Errors: ExpertFailed if none is left."""
+        try:
+            return next(self._left)
+        except StopIteration:
+            raise ExpertFailed("the script ended before the task did") from None
 
 
 def played(

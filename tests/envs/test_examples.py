@@ -114,3 +114,10 @@ def test_a_question_that_the_options_documents_do_not_answer_is_left_out():
 def test_an_environment_of_ones_own_need_not_offer_any():
     assert replace(load_spec("textcraft", {}), examples=tuple).examples() == ()
     assert InfoReply.model_fields["examples"].default == ()
+
+
+def test_a_script_that_ends_before_its_task_is_an_expert_that_failed():
+    script = shared.Script(["left"])
+    assert script.next_action() == "left"
+    with pytest.raises(ExpertFailed, match="the script ended before the task did"):
+        script.next_action()

@@ -11,6 +11,7 @@ import urllib.request
 
 import pytest
 
+from envs import __main__ as command
 from envs.__main__ import _parser
 from envs.connection import server_config
 from envs.sessions import CLOSE_S, ServerSettings
@@ -173,3 +174,15 @@ def test_the_server_ends_within_seconds_of_its_owner_being_killed_and_leaves_its
 
     wait_for(is_gone, seconds=5)
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+def test_a_package_that_is_missing_is_one_line_and_code_2(monkeypatch, capsys):
+    def load(name, options):
+        raise ModuleNotFoundError("No module named 'minigrid'")
+
+    monkeypatch.setattr(command, "load_spec", load)
+    assert command.main(["serve", "babyai"]) == 2
+    assert capsys.readouterr().err == (
+        "python -m envs: babyai needs a package that is not installed here: No module named"
+        " 'minigrid'\n"
+    )
