@@ -114,7 +114,7 @@ def with_login(url: str, login: str) -> str:
 
 
 def own_login(url: str) -> str | None:
-    """Return the login of a server that `make up` of this project started; None for any other."""
+    """Return the login of our running `make up` if `url` is its Prefect or MLflow, else None."""
     parts, services = urlsplit(url), _services()
     if process_start(int(services.get("pid", 0))) != services.get("started", ""):
         return None
@@ -140,7 +140,9 @@ def _services(state: Path = STATE) -> dict[str, Any]:
 
 
 def _check(path: Path) -> None:
-    """Raise ConfigError if a user other than this one and root controls the folder."""
+    """Raise ConfigError if `path` is no folder, if it belongs to a user other than this one and
+    root, or if everybody can write in it and it is root's or behind a link.
+    """
     try:
         entry, folder = path.lstat(), path.stat()
     except OSError as error:
@@ -181,11 +183,11 @@ def _is_state(path: Path) -> bool:
 
 
 def token_of(endpoint: str, env: str = "") -> str:
-    """Return the token that an environment server requires.
+    """Return the token that an environment server requires; empty if none is known.
 
     A server that this project started has its own token. For a configured server it is in an
     environment variable, of this environment (AGENTGYM_ENV_TOKEN_BABYAI) or of all.
-    No token is ever in a file or log, and none is sent to the other kind of server.
+    No token is logged, and none is sent to the other kind of server.
     """
     if isinstance(endpoint, Endpoint):
         return endpoint.token

@@ -37,7 +37,7 @@ class RecordError(ValueError):
 
 
 def encode_trajectories(trajectories: Iterable[Trajectory]) -> bytes:
-    """Return the file content. Equal trajectories give equal bytes, apart from their times."""
+    """Return a file's content. Equal trajectories give equal bytes, apart from their times."""
     return joined(map(encode_line, trajectories))
 
 
@@ -119,7 +119,7 @@ class _Counted(io.RawIOBase):
 
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory in plain JSON types, for `from_json`. Fields with defaults are left out.
+    """Return a trajectory in plain JSON types, for `from_json`, without fields at their defaults.
 
     `asdict` would copy token by token, 20 times slower.
     """
@@ -136,8 +136,8 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
 def from_json(row: dict[str, Any]) -> Trajectory:
     """Return the trajectory of a row from `to_json`.
 
-    Errors: KeyError or TypeError if the row is no trajectory, RecordError if it is of a later
-    version.
+    Errors: KeyError, TypeError or ValueError if the row is no trajectory, RecordError if its schema
+    is unknown.
     """
     row = dict(checked_row(row))
     row.pop("schema", None)
@@ -159,7 +159,7 @@ def from_json(row: dict[str, Any]) -> Trajectory:
 def checked_row(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row if this version can read it.
 
-    Errors: RecordError for a later version; TypeError if it is no dict.
+    Errors: RecordError for an unknown schema; TypeError if it is no dict.
     """
     if not isinstance(row, dict):
         raise TypeError(f"an object was expected, not {row!r:.40}")
@@ -172,7 +172,7 @@ def checked_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Fields:
-    """Names and defaults of a record's fields; MISSING, which equals nothing, if one has none."""
+    """Names, defaults and reader of a record's fields; no value equals the default MISSING."""
 
     def __init__(self, kind: type[Trajectory | Turn | Learned]) -> None:
         self.names = tuple(field.name for field in fields(kind))

@@ -149,7 +149,7 @@ def outward(env: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def unowned(
     env: str, options: Mapping[str, Any], owned: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the outward options of a record, unless the owner has set all of them to the same.
+    """Return a record's outward options; empty if a configuration in `owned` has the same ones.
 
     A store may come from another person: its options may choose among what an environment offers,
     but must not name an address to call, a file to read or a variable to send.

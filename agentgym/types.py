@@ -86,7 +86,7 @@ class Sampling(NamedTuple):
     max_new_tokens: int = 16
 
     def require_room(self, prompt_ids: Sequence[int], context_tokens: int) -> None:
-        """Raise ValueError unless prompt and action fit into the context."""
+        """Raise ValueError if prompt or action is empty, or both do not fit into the context."""
         if not prompt_ids or self.max_new_tokens < 1:
             raise ValueError(
                 f"nothing to sample from {len(prompt_ids)} prompt tokens with max_new_tokens"

@@ -142,7 +142,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list() -> int:
-    """Print the known environments. Return 0 even if some cannot be served: few users need all."""
+    """Print a JSON line for each environment: its name, and the reason if it cannot be served here.
+    Always return 0: few users need all environments.
+    """
     for name in sorted(known()):
         try:
             load_spec(name, {})

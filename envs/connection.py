@@ -45,7 +45,7 @@ LINGER_S = 2.0  # for such a client to read the reason
 
 
 def server_config(app: FastAPI, max_sessions: int) -> uvicorn.Config:
-    """Return uvicorn's settings of an environment server.
+    """Return uvicorn's settings for an environment server. Raise the limit of open files.
 
     max_sessions: each session may have two connections.
     """
@@ -70,7 +70,7 @@ def bounded(
     any_body: bool = False,
     **settings: Any,
 ) -> uvicorn.Config:
-    """Return uvicorn's settings of a server with these limits. Raises the limit of open files.
+    """Return uvicorn's settings with the limits of this module. Raise the limit of open files.
 
     max_connections: None means MAX_CONNECTIONS.
     any_body: a body may have any length and take any time, as long as bytes keep arriving.
@@ -170,8 +170,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def handle_websocket_upgrade(self) -> None:
-        """Close two connections that uvicorn would keep forever: an upgrade request that is no
-        handshake, and one sent before the answer to an earlier request.
+        """Open a WebSocket, or close a connection that uvicorn would keep forever: the upgrade
+        request is no handshake, or was sent before the answer to an earlier request.
         """
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.close()
@@ -182,7 +182,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that is not HTTP, or that was refused while it was read."""
+        """Refuse with status 400, see `_refuse`; uvicorn also calls this after a refusal."""
         self._refuse(400, msg)
 
     def _too_large(self) -> None:

@@ -25,7 +25,7 @@ class Nothing(BaseModel):
 
 @dataclass(slots=True)
 class Place:
-    """One of AgentGym's environments: an id, and a session once it was reset."""
+    """One environment of AgentGym's protocol: its id, and our session once an episode began."""
 
     id: int
     task: int | None  # index of the item, once it is known
@@ -45,7 +45,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Dialect:
-    """Routes of AgentGym's own server of one environment; `envs.compat` mounts them."""
+    """Replies and optional routes of AgentGym's server for one environment; see `envs.compat`."""
 
     greeting: str
     create: type[BaseModel]
@@ -72,7 +72,7 @@ class Dialect:
 
 
 def common(greeting: str) -> Dialect:
-    """Return the dialect that most of AgentGym's servers share; also for other environments."""
+    """Return the dialect that most of AgentGym's servers share; the default of our servers."""
     return Dialect(
         greeting=greeting,
         create=Nothing,

@@ -38,7 +38,9 @@ class Doors:
         hosts: Collection[str],
         refuse: Callable[[Refused], Response],
     ) -> None:
-        """token: "" means no token is required.
+        """Wrap `app`. refuse: makes the response to a refused request.
+
+        token: "" means no token is required.
         hosts: names in addition to localhost; a leading dot allows all subdomains.
         """
         self._app = app

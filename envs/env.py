@@ -12,7 +12,7 @@ from envs.wire import Example
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One simulator step; for the fields see `envs.wire.StepReply`."""
+    """Result of one simulator step; for the fields see `envs.wire.StepReply`."""
 
     observation: str
     reward: float
@@ -81,8 +81,8 @@ class Awaited(Protocol):
 
 
 class Hinting(Protocol):
-    """A simulator that lists actions possible now, all or the likely ones. `GET /hints` shows
-    them; observations never do.
+    """A simulator that suggests actions for its current state, for `GET /hints`. The server adds
+    them to no observation.
     """
 
     def hints(self) -> list[str]: ...

@@ -15,7 +15,7 @@ _EXAMPLES = TypeAdapter(tuple[Example, ...])
 
 
 class Script:
-    """An expert that takes these actions."""
+    """An expert that returns the given actions in order, then raises StopIteration."""
 
     def __init__(self, actions: Iterable[str]) -> None:
         self._left = iter(actions)
@@ -34,7 +34,7 @@ def played(
     expert: Callable[[], Expert] | None = None,
     reply: Callable[[str], str] = str,
 ) -> Example:
-    """Play a task to its end and close the simulator.
+    """Play a task to its end, close the simulator and return the episode.
 
     expert: makes an expert after the reset; None means the simulator's own.
     reply: action -> the model's whole reply that takes it.
@@ -56,7 +56,7 @@ def played(
 
 
 def solved(plays: Iterable[Callable[[], Example]]) -> tuple[Example, ...]:
-    """Return the examples that can be solved under a server's options, in their order."""
+    """Call `plays` and return their examples in order, without those that raise ExpertFailed."""
     examples = []
     for play in plays:
         with suppress(ExpertFailed):

@@ -30,7 +30,7 @@ class Route:
 
 
 def document(title: str, routes: Sequence[Route], *, bearer: bool) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document. bearer: requests must carry a token."""
+    """Return the OpenAPI 3.1 document of the routes. bearer: requests must carry a token."""
     models = {
         model
         for route in routes

@@ -17,8 +17,8 @@ _HALVES = re.compile("[\ud800-\udfff]")
 
 
 def plain(text: str) -> str:
-    """Return the text with control characters as `\\x1b` and the like. Line feeds and tabs stay,
-    Windows' line ends become line feeds.
+    """Return the text with control characters, direction marks and surrogates escaped (`\\x1b`).
+    Line feeds and tabs stay, Windows' line ends become line feeds.
     """
     return _STEERING.sub(_spelled, text.replace("\r\n", "\n"))
 
@@ -41,7 +41,7 @@ class PlainFormatter(logging.Formatter):
     """
 
     def __init__(self, inner: logging.Formatter | str | None = None) -> None:
-        """inner: a formatter or a format string; None: the message alone."""
+        """Wrap `inner`, a formatter or a format string; None formats the message alone."""
         super().__init__()
         self._inner = inner if isinstance(inner, logging.Formatter) else logging.Formatter(inner)
 

@@ -33,7 +33,7 @@ def known() -> dict[str, EntryPoint]:
 def load_spec(name: str, options: dict[str, Any]) -> EnvSpec:
     """Make the spec of an environment.
     Errors: ValueError in one line, for an unknown name, for options that the environment refuses,
-    and for requirements missing on this machine.
+    and for missing requirements that it checks; ImportError if its module cannot be imported.
     """
     available = known()
     if name not in available:

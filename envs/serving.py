@@ -29,9 +29,10 @@ ORPHAN_GRACE_S = 3.0  # for an orderly shutdown once the owner is gone
 
 
 def serve(spec: EnvSpec, arguments: argparse.Namespace, refuse: Callable[..., int]) -> int:
-    """Serve until a signal stops the process or its owner is gone.
+    """Serve until a signal stops the process or its owner is gone. Configure logging, and write
+    the port file while the server listens.
 
-    arguments: those of `python -m envs serve`; refuse(message, code) reports an error in them.
+    arguments: those of `python -m envs serve`; refuse(message, code) reports an error.
     Result: the exit code.
     """
     log_to_stderr(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -146,8 +146,8 @@ class Session:
 
 
 class Memory:
-    """The last REMEMBERED names, as digests in one block: one object per name would be allocated
-    between the objects of sessions and keep their memory from being freed.
+    """Set of the REMEMBERED names added last, as digests in one block: an object per name would be
+    allocated between the objects of sessions and keep their memory from being freed.
     """
 
     _WIDTH = 16  # bytes of a digest
@@ -211,7 +211,7 @@ class Sessions:
             await asyncio.sleep(0.02)
 
     def abandon(self) -> None:
-        """Make `drain` return at once: the sessions' owners are gone or do not want to wait.
+        """Refuse new sessions and make `drain` return at once: the owners are gone or do not wait.
         May be called from any thread.
         """
         self._drain_until = 0.0
@@ -271,7 +271,7 @@ class Sessions:
     async def create(
         self, request: CreateRequest, make: Callable[[], Simulator] | None = None
     ) -> bytes:
-        """Open a session and return the reply to its creation.
+        """Open a session and return the reply to its creation. Errors: Refused.
 
         The same key gives the same session, also to two requests at the same time.
         make: makes the simulator; None means the served one.
@@ -337,7 +337,7 @@ class Sessions:
         return ObservationReply(turn=session.turn, observation=session.observation)
 
     async def inspect(self, session_id: str, look: Callable[[Any], T]) -> T:
-        """Return `look(simulator)` of a session, called between two turns."""
+        """Return `look(simulator)`, called between two turns; an exception closes the session."""
         session = self._find(session_id)
         async with session.lock:
             self._check_open(session)
@@ -490,8 +490,8 @@ class Sessions:
         return await self._call(lambda: simulator.step(action))
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Call a simulator. Slow ones run in the pool; for fast ones a thread would cost more than
-        the call.
+        """Return `work()`, a call to a simulator. Slow ones run in the pool; for fast ones a thread
+        would cost more than the call.
         """
         return await self._in_pool(work) if self.spec.blocking else work()
 
@@ -501,7 +501,7 @@ class Sessions:
         )
 
     async def _reap(self) -> None:
-        """Close sessions unused for session_ttl_s: their owners are gone."""
+        """Close sessions unused for session_ttl_s, until cancelled; their owners are gone."""
         ttl_s = self.settings.session_ttl_s
         while True:
             await asyncio.sleep(min(ttl_s / 4, 5.0))
@@ -521,7 +521,7 @@ class Sessions:
                         )
 
     async def _probe(self) -> None:
-        """Warm up and play the scripted episode; only then is the server ready."""
+        """Warm up, play the scripted episode and set `ready`; an exception sets `failure`."""
         simulator: Simulator | None = None
 
         def prepare() -> None:

@@ -53,7 +53,7 @@ class ErrorKind(StrEnum):
 
 
 class ErrorReply(Message):
-    """Body of every reply whose status is not 200."""
+    """Body of every reply whose status is not 200, except on AgentGym's and OpenEnv's routes."""
 
     kind: ErrorKind
     message: str
@@ -69,7 +69,7 @@ class ExampleTurn(Message):
 
 
 class Example(Message):
-    """A worked example: a short solved episode of a task that is in no list."""
+    """A worked example: a short solved episode of a task that is in no shipped task list."""
 
     observation: str  # the first one
     turns: tuple[ExampleTurn, ...] = Field(min_length=1)
@@ -101,7 +101,7 @@ class CreateRequest(Message):
 
 
 class CreateReply(Message):
-    """The open session, at turn 0."""
+    """Reply to a create: the session and its first observation."""
 
     session_id: str
     observation: str
@@ -130,7 +130,7 @@ class StepReply(Message):
 
 class SessionRequest(Message):
     """A request that names only an open session: `POST /close`, `POST /expert`, and the queries of
-    `GET /observation` and `GET /render`.
+    `GET /observation`, `GET /render` and `GET /hints`.
     """
 
     session_id: str = Field(min_length=1, max_length=64)
@@ -147,14 +147,14 @@ TEXTS = ("text/plain", "application/json")  # media types of rendered states sen
 
 
 class RenderReply(Message):
-    """`GET /render?session_id=`."""
+    """`GET /render?session_id=`: the current state as a picture, text or JSON."""
 
     media_type: str  # "image/png" (data is base64), or one of TEXTS
     data: str
 
 
 class HintsReply(Message):
-    """`GET /hints?session_id=`, of environments that offer hints: actions possible now."""
+    """`GET /hints?session_id=`, of environments that offer hints: suggested actions."""
 
     actions: list[str]
 
@@ -194,7 +194,9 @@ class ExpertReply(Message):
 
 
 class ReadyReply(Message):
-    """`GET /readyz`: 200 once a scripted episode has passed, 503 before and while draining."""
+    """`GET /readyz`: 200 once a scripted episode has passed; 503 before, after its failure, and
+    while draining.
+    """
 
     ready: bool
     active_sessions: int

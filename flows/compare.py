@@ -45,7 +45,7 @@ FOLDER = "comparisons"  # of tables and figures, in the folder of the state
 
 
 class CellsFailed(RuntimeError):
-    """Some cells failed; the others are done and in the table."""
+    """Some cells (runs of the comparison) failed; the others are done and in the table."""
 
 
 @flow(name="compare", flow_run_name="{comparison}", persist_result=False)
@@ -85,7 +85,7 @@ def _folder(out: str, cells: Sequence[Cell]) -> Path:
 
 
 def _run_cells(cells: Sequence[Cell], parallel: int, wait_s: float, bars: Bars) -> list[str]:
-    """Run cells, at most `parallel` at a time. Result: a line for each cell that failed."""
+    """Run cells, at most `parallel` at a time. Result: an error text for each cell that failed."""
     bars.start("cells", len(cells))
     stop, failed = threading.Event(), []
     running: dict[PrefectFuture[Any], tuple[Cell, float]] = {}
@@ -183,8 +183,8 @@ def _run(arguments: argparse.Namespace, console: PlainConsole) -> int:
 
 
 def _waiting(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells that are not done.
-    They are checked before anything starts, except data that is not pulled yet.
+    """Check and return the cells that are not done. Data that is not pulled yet is not checked, and
+    its cells count as not done. Errors: ConfigError.
     """
     waiting = []
     for cell in cells:

@@ -113,9 +113,9 @@ def plain_logs() -> None:
 
 
 def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
-    """Run every wanted step that is not done, in order. A killed run resumes from its last commit.
+    """Pull the data, start the environments and run every wanted step that is not done, in order.
 
-    Result: what happened to each step. Errors: ConfigError before anything starts.
+    Result: step -> outcome. A killed run resumes from its last commit. Errors: ConfigError.
     """
     cfg = run.config()
     plain_logs()
@@ -150,7 +150,7 @@ def _run_in_order(
     steps: Sequence[Step], cfg: RunConfig, environment: Environment, bars: Bars
 ) -> dict[str, str]:
     """Run the steps, each after its parents. With `pipeline.parallel` above 1 an evaluation runs in
-    parallel with later steps; if it fails, the run ends at the next step.
+    parallel with later steps; if it fails, the run ends at the next step. Result: step -> outcome.
     """
     runs: dict[str, Any] = {}  # states of steps that ran here, futures of parallel ones
     stop, num_parallel = threading.Event(), cfg.pipeline.parallel - 1

@@ -130,8 +130,8 @@ def _worth_a_line(record: logging.LogRecord) -> bool:
 
 
 def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
-    """Return the wanted steps that are in the store already.
-    If steps are left, everything is checked before they start, except data not pulled yet.
+    """Return the wanted steps' results that are in the store already.
+    If steps are left, check all that they need, except data not pulled yet. Errors: ConfigError.
     """
     for setting, folder in cfg.data_folders.items():
         dataset_pointer(folder, setting)
@@ -155,7 +155,7 @@ def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
 
 
 def _confirmed(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
-    """Return every step's result; wanted ones are verified and in MLflow."""
+    """Verify the wanted steps and bring MLflow up to date. Return the results of all steps."""
     store = open_store(cfg)
     keep_run(cfg, store)
     done = finished(cfg, store)
@@ -166,7 +166,7 @@ def _confirmed(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
 
 
 def list_results(cfg: RunConfig, done: dict[str, Manifest], console: Console) -> None:
-    """Print a line for each of these steps, and their alarms."""
+    """Print title, time and digest of each of these steps, and their alarms."""
     titles = {name: step.title for name, step in steps_of(cfg).items()}
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, manifest in done.items():
@@ -187,7 +187,7 @@ def summarise(
     pace_s: float | None = None,
     options: str = "",
 ) -> None:
-    """Print success before and after, time per part, and the next commands.
+    """Print success before and after, time per part and next commands; write the report's files.
     pace_s: time of the reference work; options: of commands that read this run.
     """
     settings, steps = cfg.evaluation, steps_of(cfg)
@@ -305,7 +305,7 @@ def _mlflow() -> str:
 
 
 def _baseline(evaluations: dict[str, Manifest]) -> str:
-    """Return the checkpoint that others are compared with."""
+    """Return the name of the checkpoint that the others are compared with."""
     name = next(
         m.results["paired"]["baseline"] for m in evaluations.values() if "paired" in m.results
     )

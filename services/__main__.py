@@ -51,7 +51,7 @@ def up(
     mlflow_port: int | None,
     viewer_port: int | None = None,
 ) -> int:
-    """Start what is not running and print the addresses. Result: an exit code."""
+    """Start the services or apply prefect.yaml to live ones; print addresses. Result: exit code."""
     with _alone(state):
         services = running(state)
         if services is not None and services.ready:
@@ -122,7 +122,7 @@ def down(state: Path) -> int:
 
 
 def status(state: Path) -> int:
-    """Print what runs. Result: 0 if everything does, else 1."""
+    """Print the services and their states. Result: 0 if all of them run, else 1."""
     services = running(state)
     if services is None:
         print("nothing is running; `make up` starts it")
@@ -236,7 +236,7 @@ def _listener(
 
 @contextlib.contextmanager
 def _alone(state: Path) -> Iterator[IO[bytes]]:
-    """Let one `make up` or `make down` run at a time; the lock ends with its process."""
+    """Wait until no other `make up` or `make down` runs, and lock them out during the block."""
     private_folder(state)
     with (state / "services.lock").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

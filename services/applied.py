@@ -38,7 +38,7 @@ def client_environment(services: Services) -> dict[str, str]:
 
 
 def set_up(env: Mapping[str, str]) -> None:
-    """Create pools, automations and deployments from the files of this project.
+    """Create or update pools, automations and deployments from the files of this project.
     It uses child processes, because Prefect's client would stay in memory.
     Errors: ConfigError if prefect.yaml is not YAML; RuntimeError with the end of the output.
     """
@@ -106,7 +106,7 @@ def known(services: Services) -> tuple[Known, Known]:
 
 
 def changes(before: tuple[Known, Known], after: tuple[Known, Known]) -> Iterator[str]:
-    """Yield a line for each deployment, schedule and automation that has changed."""
+    """Yield a line per new or changed deployment, schedule or automation, and per lost schedule."""
     for name, now in after[0].items():
         then = before[0].get(name, {})
         yield from _differing(f"deployment {name}", _plain(then), _plain(now))

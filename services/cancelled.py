@@ -56,7 +56,7 @@ def end_cancelled(
 
 
 def _is_over(run: dict[str, Any], starting_s: float, ending_s: float) -> bool:
-    """Return True if the run no longer needs its Job."""
+    """Return True if the run is cancelled, or has been cancelling for longer than it may."""
     if run["state"]["type"] == "CANCELLED":
         return True
     since = datetime.now(UTC) - datetime.fromisoformat(run["state"]["timestamp"])

@@ -69,7 +69,7 @@ def prefect(host: str, port: int) -> int:
 
 
 def mlflow(host: str, port: int) -> NoReturn:
-    """Become MLflow's server, by its own program; artifacts go through it. Errors: ConfigError."""
+    """Write the logins and become MLflow's server, which serves artifacts. Errors: ConfigError."""
     folder = Path(tempfile.mkdtemp(prefix="mlflow-"))
     variables = mlflow_environment(folder, os.environ)
     rollout = rollout_login(os.environ)
@@ -148,7 +148,9 @@ def _let_in(user: str, password: str) -> None:
 
 
 def _logins(environment: Mapping[str, str]) -> str:
-    """Return the database of MLflow's logins: a SQLite file of its own, or the same Postgres."""
+    """Return the URI of the database of MLflow's logins: AGENTGYM_MLFLOW_LOGINS_URI, else logins.db
+    next to MLflow's SQLite file, else MLflow's own database.
+    """
     if named := environment.get("AGENTGYM_MLFLOW_LOGINS_URI", ""):
         return named
     backend = environment.get("MLFLOW_BACKEND_STORE_URI", "")
@@ -203,7 +205,7 @@ def deployments() -> list[str]:
 
 
 def _deploy(names: Sequence[str]) -> None:
-    """Deploy in one process, because Prefect takes seconds to be imported."""
+    """Run `prefect deploy` once for all names: its import takes seconds. Errors: RuntimeError."""
     chosen = [word for name in names for word in ("--name", name)]
     result = subprocess.run(
         [sys.executable, "-m", "prefect", "--no-prompt", "deploy", *chosen],
@@ -241,7 +243,7 @@ def worker() -> int:
 
 
 def _look_after(login: str) -> NoReturn:
-    """Look after flow runs until the process ends; errors are logged."""
+    """Reschedule crashed runs and delete Jobs of cancelled ones until killed; errors are logged."""
     while True:
         time.sleep(OVERDUE_CHECK_S)
         try:

@@ -85,7 +85,7 @@ class Gate:
         return len(credentials) == 1 and hmac.compare_digest(credentials[0].encode(), self._wanted)
 
     def _with_token(self, receive: Receive) -> Receive:
-        """Put the login into the first message of a client that has already sent it in a header."""
+        """Return a `receive` whose first WebSocket message is the login that came in a header."""
         is_first = True
 
         async def completed() -> Message:
@@ -100,7 +100,7 @@ class Gate:
 
 
 def _unframed(send: Send) -> Send:
-    """Forbid other sites to show our pages in a frame, which could mislead clicks."""
+    """Return a `send` that forbids other sites to frame our pages, which could mislead clicks."""
 
     async def framed(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -134,7 +134,7 @@ def listener(port: int) -> socket.socket:
 
 
 def serve(app: ASGIApp, bound: socket.socket, *, owned: bool = True) -> None:
-    """Serve until SIGTERM; owned: or until the owner is gone."""
+    """Serve `app` on a bound socket until SIGTERM or, if owned, until the owner is gone."""
     import uvicorn  # not needed by the supervisor and the commands
 
     if owned:
@@ -143,7 +143,9 @@ def serve(app: ASGIApp, bound: socket.socket, *, owned: bool = True) -> None:
 
 
 def listening(app: ASGIApp) -> uvicorn.Config:
-    """Return a gate's server settings: bounded, except for the files that MLflow takes."""
+    """Return uvicorn's settings for a gate: limits for all but the size of bodies.
+    Raise the limit of open files.
+    """
     from envs.connection import bounded
 
     return bounded(app, any_body=True, lifespan="on", server_header=False)

@@ -27,8 +27,9 @@ _SCHEMES = ("runs", "models", "mlflow-artifacts")
 
 
 def make_app(state: Path, login: str) -> ASGIApp:
-    """Return MLflow's app behind a gate. Call it once in a process, before anything imports
-    `mlflow.server`, which reads its settings then.
+    """Create database and artifact folder in `state`; return MLflow's app behind a gate.
+    Call it once in a process, before anything imports `mlflow.server`, which reads the variables
+    set here.
     """
     database, artifacts = (
         f"sqlite:///{(state / 'mlflow.db').resolve()}",

@@ -47,7 +47,7 @@ DRAIN_TIMEOUT_S = 10.0
 
 @contextlib.contextmanager
 def prefect_api(state_dir: Path) -> Iterator[str]:
-    """Yield the API's address.
+    """Yield the address of the API that Prefect's client uses during the block.
     The server is the configured one if PREFECT_API_URL names one, that of `make up` while it runs,
     else a new one on a free loopback port, whose login only this process and its children know.
 
@@ -114,7 +114,7 @@ def _logged_in(configured: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _kept(service: Service) -> Iterator[None]:
-    """Restart the service whenever it dies."""
+    """Restart the service whenever it dies during the block; do not end it."""
     stop = threading.Event()
 
     def watch() -> None:

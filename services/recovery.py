@@ -40,8 +40,8 @@ _ENDED = ("Completed", "Failed", "Cancelled", "Crashed")
 def automations(
     max_attempts: int = MAX_ATTEMPTS, max_retries_per_hour: int = MAX_RETRIES_PER_HOUR
 ) -> list[Automation]:
-    """Return the rules. They cover runs of deployments only: a run from a terminal is its user's to
-    restart.
+    """Return the rules that reschedule lost runs, or mark them as failed after too many attempts.
+    They cover runs of deployments only: a run from a terminal is its user's to restart.
     """
     attempts = [str(count) for count in range(max_attempts)]
     retry = _change(StateType.SCHEDULED, GOES_ON, name="AwaitingRetry")
@@ -96,8 +96,8 @@ def automations(
 
 
 def apply_automations(wanted: Sequence[Automation]) -> None:
-    """Make the server have exactly these automations of ours. Others, and those that it has
-    already, are left alone: a recreated rule forgets which events it has seen.
+    """Create these automations on the server, replacing those of the same name that differ. Equal
+    ones are left alone: a recreated rule forgets which events it has seen.
     """
     with get_client(sync_client=True) as client:
         for automation in wanted:

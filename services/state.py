@@ -42,7 +42,7 @@ class Services:
 
 
 def running(state: Path) -> Services | None:
-    """Return the supervisor of this project, or None if none lives."""
+    """Return the record of this project's live supervisor, or None if none lives."""
     try:
         services = Services(**json.loads(state_file(state).read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -61,14 +61,14 @@ def toml_is_ours() -> bool:
 
 
 def forget(state: Path) -> None:
-    """Remove the record of running services."""
+    """Remove the record of running services, and prefect.toml unless it is the user's own."""
     state_file(state).unlink(missing_ok=True)
     if toml_is_ours():
         TOML.unlink(missing_ok=True)
 
 
 def project_config() -> RunConfig:
-    """Load the project's own parameter file. Errors: ConfigError."""
+    """Load the project's parameter file; the defaults if it is missing. Errors: ConfigError."""
     return load_config(PARAMS) if PARAMS.is_file() else RunConfig()
 
 

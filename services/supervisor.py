@@ -107,7 +107,7 @@ def _close_dead() -> int:
 
 
 class Service:
-    """One child of the supervisor and its restarts."""
+    """A child process that is restarted when it ends, until it has ended too often."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Service:
         self.given_up = False
 
     def keep(self) -> bool:
-        """Start the service if it is not running and may run. Result: True if anything changed."""
+        """Start the service if it is down and due, or give it up. Result: True if it changed."""
         if self.process is not None and self.process.poll() is None:
             return False
         now = time.monotonic()
@@ -237,7 +237,7 @@ def supervise(
     mlflow_socket: socket.socket,
     viewer_socket: socket.socket,
 ) -> int:
-    """Run the services until SIGTERM; the sockets are bound. Result: an exit code."""
+    """Run the services on bound sockets until SIGTERM; write prefect.toml. Result: an exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     started = process_start(os.getpid())
     if started is None:
@@ -369,7 +369,7 @@ url = {json.dumps(with_login(services.api, services.login))}
 
 
 def healthy(address: str) -> bool:
-    """Return True if a server answers at the address within 5 s."""
+    """Return True if a server answers 200 at the address within 5 s."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(address, timeout=5) as reply:
@@ -406,7 +406,7 @@ def _sockets(descriptors: Sequence[str]) -> tuple[socket.socket, socket.socket, 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command of the supervisor or of its children."""
+    """Run a command of the supervisor or of its children. Result: an exit code."""
     commands: dict[str, Callable[[], int]] = {
         "supervise": lambda: guarded(
             lambda: supervise(STATE, *_sockets(arguments[1:])), show_traceback=True

@@ -15,7 +15,7 @@ LOGIN = "AGENTGYM_VIEWER_LOGIN"  # environment variable: user:password
 
 
 def main(descriptor: int) -> None:
-    """Serve until SIGTERM, or until the owner is gone."""
+    """Serve the pages on the socket `descriptor` until SIGTERM, or until the owner is gone."""
     from agentgym.viewer.app import make_app
     from agentgym.viewer.guard import LOOPBACK, Guard
     from agentgym.viewer.viewer import Viewer

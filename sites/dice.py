@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Dice:
-    """A stream of draws named by `key`, independent of the number of draws from other streams."""
+    """A stream of random draws seeded by `key`; draws from other streams do not change it."""
 
     def __init__(self, *key: object) -> None:
         self._random = random.Random("/".join(map(str, key)))  # noqa: S311 (content, not secrets)
@@ -21,7 +21,7 @@ class Dice:
         return self._random.random() < share
 
     def between(self, low: int, high: int) -> int:
-        """Draw a whole number, both ends included."""
+        """Draw a whole number from `low` to `high`, both included."""
         return low + int(self._random.random() * (high - low + 1))
 
     def pick(self, among: Sequence[T]) -> T:
@@ -36,9 +36,9 @@ class Dice:
         ]
 
     def some(self, among: Sequence[T], count: int) -> list[T]:
-        """Draw `count` different items, or all if there are fewer."""
+        """Draw `count` items without replacement, or all if there are fewer, in random order."""
         return self.shuffled(among)[:count]
 
     def skewed(self, high: int, power: float = 3.0) -> int:
-        """Draw a whole number from 0 to `high`; a larger `power` favors small numbers."""
+        """Draw a whole number from 0 to `high`; the larger `power`, the likelier small numbers."""
         return int(self._random.random() ** power * (high + 1))

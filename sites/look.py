@@ -69,7 +69,7 @@ _ICONS = {
 
 @cache
 def css(folder: str) -> Response:
-    """The stylesheet of the site whose templates are in `folder`."""
+    """Response with the stylesheet of the site whose templates are in `folder`; cached."""
     parts = [
         f":root{{{_PALETTES[folder]}}}",
         (_FOLDER / "base.css").read_text(encoding="utf-8"),

@@ -15,7 +15,7 @@ from sites.world import World
 
 
 def reddit_get_post_url(url: str) -> str:
-    """Address of the post that `url` shows or belongs to; any other address unchanged."""
+    """For a URL with a path /f/BOARD/POST..., the URL cut after POST; else the URL unchanged."""
     parts = urlsplit(url)
     path = parts.path.split("/")
     if len(path) < 4 or path[1] != "f":
@@ -24,7 +24,7 @@ def reddit_get_post_url(url: str) -> str:
 
 
 def shopping_get_latest_order_url(state: World) -> str:
-    """Address of the newest order's page in the shop; "" without orders."""
+    """Address of the shop page of the newest order of any customer; "" without orders."""
     order = max(state.store.orders, key=lambda order: (order.day, order.id), default=None)
     return f"http://{SITES['shopping']}/account/orders/{order.id}" if order else ""
 

@@ -54,7 +54,7 @@ class _Quiet(HttpToolsProtocol):
 
 
 class SiteServer:
-    """The sites of one seed.
+    """An HTTP server of the sites with one seed's content; each tenant has its own state.
     Call `start` and `stop` once each; open and close tenants from any thread.
     """
 
@@ -66,7 +66,7 @@ class SiteServer:
         self._socket: socket.socket | None = None
 
     def start(self) -> int:
-        """Serve on a free loopback port and return it.
+        """Serve on a free loopback port, in a thread, and return the port.
         Errors: RuntimeError if the server is not up within 10 s.
         """
         assert self._server is None, "a SiteServer starts once"
@@ -99,7 +99,7 @@ class SiteServer:
         return port
 
     def stop(self) -> None:
-        """End the server; does nothing if it never started or has ended."""
+        """End the server and drop all tenants; also safe if it never started or has ended."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join(_STOP_S)
@@ -108,7 +108,7 @@ class SiteServer:
         self._tenants.clear()
 
     def open_tenant(self, login: bool = True) -> str:
-        """Open a session and return its token. Its sites contain the seed's content; the demo
+        """Open a tenant and return its token. Its sites contain the seed's content; the demo
         users are logged in unless `login` is false.
         """
         token = secrets.token_urlsafe(24)
@@ -119,7 +119,7 @@ class SiteServer:
         self._tenants.pop(token, None)
 
     def state(self, token: str) -> World:
-        """The tenant's state, read-only. Errors: KeyError for an unknown token."""
+        """The tenant's state, not a copy: only read it. Errors: KeyError for an unknown token."""
         return self._tenants[token]
 
     async def _app(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -175,7 +175,7 @@ class SiteServer:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """Read the request's body; None if it is too large."""
+    """Read the request's body, incomplete if the client disconnects; None if it is too large."""
     body = b""
     while True:
         message = await receive()

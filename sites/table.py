@@ -21,7 +21,7 @@ R = TypeVar("R", bound=Record)
 
 
 class Seed(Generic[R]):
-    """The generated records of one kind, in order of their ids; shared by all tables made of it."""
+    """The generated records of one kind, in order of ids; all tables made from it share them."""
 
     def __init__(self, rows: Iterable[R]) -> None:
         self.rows = {row.id: row for row in rows}
@@ -40,8 +40,8 @@ class Seed(Generic[R]):
 
 
 class Table(Generic[R]):
-    """One session's view of a seed. Its changes replace records of the seed; None marks a removed
-    record.
+    """One session's records: those of a seed, overlaid by the session's changes. In `_own`, None
+    marks a removed record.
     """
 
     __slots__ = ("_own", "_seed")
@@ -62,7 +62,7 @@ class Table(Generic[R]):
         return record
 
     def __iter__(self) -> Iterator[R]:
-        """All records by id; new ones have the highest ids and come last."""
+        """Yield all records: the seed's by id, then the session's new ones in order of addition."""
         changes, rows = self._own, self._seed.rows
         if not changes:
             yield from rows.values()
@@ -82,7 +82,7 @@ class Table(Generic[R]):
         )
 
     def where(self, field: str, value: Any) -> list[R]:
-        """The records whose `field` is `value`, by id."""
+        """The records whose `field` is `value`, sorted by id."""
         changes = self._own
         unchanged = [
             self._seed.rows[id] for id in self._seed.ids(field, value) if id not in changes
@@ -102,7 +102,7 @@ class Table(Generic[R]):
         return max(self._seed.last_id, max(self._own, default=0)) + 1
 
     def put(self, record: R) -> R:
-        """Add the record, or replace the record with its id."""
+        """Add the record, or replace the one with the same id. Return the record."""
         self._own = {**self._own, record.id: record}
         return record
 

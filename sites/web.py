@@ -37,8 +37,8 @@ class NotFound(Exception):
 
 
 class Refused(Exception):
-    """A form's values are invalid. The page shows the text above the form, which keeps the typed
-    values.
+    """A request has invalid values or its user lacks the role. The text is shown to the user; a
+    form keeps the typed values.
     """
 
 
@@ -89,7 +89,7 @@ class Request:
         )
 
     def done(self, message: str, to: str | None = None) -> Response:
-        """Redirect to `to`, by default the form's page, and show the message there."""
+        """Return a redirect to `to`, by default the form's page, which then shows the message."""
         self.world.note(self.site.name, "success", message)
         return redirect(self.back() if to is None else to)
 
@@ -117,17 +117,17 @@ class Request:
         return value if value in among else default
 
     def day(self, name: str, label: str) -> date | None:
-        """A date of the query, None if empty. Errors: Refused."""
+        """Parse the date `name` of the query; None if empty. Errors: Refused if it is no date."""
         value = self.query.get(name, "").strip()
         return parse_day(value, label) if value else None
 
     def changed(self, **changes: Any) -> str:
-        """Address of this page with changed query values."""
+        """Path and query of this page, with these query values changed or added."""
         query = {**self.query, **{key: str(value) for key, value in changes.items()}}
         return f"{quote(self.path)}?{urlencode(query)}" if query else quote(self.path)
 
     def text(self, name: str, label: str, max_chars: int = 200, required: bool = True) -> str:
-        """A form field, stripped. Errors: Refused if it is missing or too long."""
+        """A form field's text, stripped. Errors: Refused if too long, or required and empty."""
         value = self.form.get(name, "").replace("\r\n", "\n").replace("\x00", "").strip()
         if required and not value:
             raise Refused(f"{label} is a required field.")
@@ -175,7 +175,7 @@ class Site:
         return self._route("POST", pattern, private)
 
     def answer(self, request: Request) -> Response:
-        """Answer a request. Invalid input gets a page with the error, never a server error."""
+        """Return the response; invalid input gets an error page, or after a form a redirect."""
         try:
             return self._answer(request)
         except Refused as refused:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def load(module: str) -> Any:
-    """Load words.json from the folder of `module` (its `__file__`).
+    """Load words.json from the folder of a module; `module` is the path of its file.
 
     Lists become tuples, so that records can share them.
     """

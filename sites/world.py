@@ -18,7 +18,7 @@ from sites.store.records import Store
 
 @dataclass(frozen=True)
 class Note:
-    """A message for the next page, and the values typed into a refused form."""
+    """A message that a site's next page shows, and the values typed into a refused form."""
 
     kind: str
     text: str
@@ -27,10 +27,10 @@ class Note:
 
 @dataclass
 class World:
-    """The state behind one session. The shop and its administration share `store`.
+    """One session's state of all sites. The shop and its administration share `store`.
 
-    A login belongs to the session (its browser context is the only visitor): site name -> id of the
-    user, None when logged out.
+    logins: site name -> id of the logged-in user, None when logged out.
+    notes: site name -> the message that its next page shows.
     """
 
     store: Store
@@ -45,14 +45,14 @@ class World:
 
 @dataclass(frozen=True)
 class Content:
-    """Everything generated from one seed; never changed."""
+    """The generated content of all sites for one seed; sessions do not change it."""
 
     store: store_content.Content
     forum: forum_content.Content
     hub: hub_content.Content
 
     def world(self, login: bool = True) -> World:
-        """A fresh world over this content; with `login` the demo users are logged in."""
+        """Return a new state with this content; with `login`, a user is logged in on each site."""
         users = {
             "shopping": self.store.demo_customer,
             "shopping_admin": 1,
@@ -65,7 +65,7 @@ class Content:
 
 @lru_cache(maxsize=4)
 def content(seed: int) -> Content:
-    """The content of a seed, generated once per process."""
+    """The content of a seed; that of the last four seeds is cached."""
     return Content(
         store_content.generate(seed), forum_content.generate(seed), hub_content.generate(seed)
     )

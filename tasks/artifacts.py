@@ -37,7 +37,7 @@ LAST_UPDATE_S = 10.0
 
 
 class _Watched:
-    """Progress that is forwarded and remembered."""
+    """Progress that is forwarded to `inner`; `shown` returns its last state."""
 
     def __init__(self, inner: Progress) -> None:
         self._inner = inner
@@ -108,7 +108,7 @@ def _publish(key: str, watched: _Watched, stop: threading.Event) -> None:
 
 
 def result_artifact(cfg: RunConfig, outcome: Outcome) -> None:
-    """Create a table of the step's numbers; it links the step's MLflow run if a server is known."""
+    """Create a table of the step's numbers with its MLflow run; an error is only logged."""
     try:
         _create_table(cfg, outcome)
     except Exception as error:
@@ -164,7 +164,7 @@ def mlflow_server(cfg: RunConfig) -> str | None:
 
 
 def step_table(cfg: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
-    """Return rows: an evaluation's numbers with intervals, one per optimizer step, or results."""
+    """Return table rows: an evaluation's metrics, else the training curve, else the results."""
     if "summary" in manifest.results:
         gains, failed = (manifest.results.get(name, {}) for name in ("paired", FAILED))
         rows = [

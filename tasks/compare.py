@@ -20,7 +20,7 @@ from tasks.retries import may_help
 
 
 def cell_task(cell: Cell) -> Task[Any, None]:
-    """Return the task of one cell, under its name."""
+    """Return the Prefect task that runs a cell (a run of the comparison), under its title."""
     return _run_cell.with_options(task_run_name=cell.title)
 
 

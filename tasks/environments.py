@@ -28,7 +28,7 @@ class Standing:
 
 
 def keep_environment(cfg: RunConfig, env: EnvConfig) -> Standing:
-    """Start servers of this environment that run until `end_environments`."""
+    """Return servers of this environment, started if none run; `end_environments` ends them."""
     return _keep.with_options(timeout_seconds=900 + cfg.kubernetes.ready_timeout_s)(cfg, env)
 
 
@@ -49,7 +49,7 @@ def _keep(cfg: RunConfig, env: EnvConfig) -> Standing:
 
 
 def end_environments(cfg: RunConfig) -> list[Standing]:
-    """End all kept servers of this state folder, and the kept fleets of this run."""
+    """End and return all kept servers of this state folder, and the kept fleets of this run."""
     return _end.with_options(timeout_seconds=MORE_S + cfg.kubernetes.down_timeout_s)(cfg)
 
 

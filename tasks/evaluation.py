@@ -36,7 +36,7 @@ class EvaluationInvalid(RuntimeError):
     retry_condition_fn=may_help,
 )
 def evaluation_task(cfg: RunConfig, request: EvaluationRequest, progress: Progress) -> str:
-    """Evaluate a policy. Return a summary.
+    """Evaluate a policy, create a table of its numbers in Prefect and return a summary.
     Errors: EvaluationInvalid; ConfigError before anything starts.
     """
     with progress_artifact("evaluation", progress) as shown:

@@ -26,7 +26,7 @@ STEP_TIMEOUT_S = 24 * 3600.0
 
 
 def step_task(step: Step) -> Task[Any, str]:
-    """Return the task of one step, under the step's own title."""
+    """Return the Prefect task that runs a step, under the step's title."""
     return _run.with_options(name=step.title, task_run_name=step.title)
 
 
@@ -48,7 +48,7 @@ def _run(
 
 
 def child_task(step: Step) -> Task[Any, str]:
-    """Return the task of one step that runs in its own process, under the step's own title."""
+    """Return the Prefect task that runs a step in a process of its own, under the step's title."""
     return _run_beside.with_options(name=step.title, task_run_name=step.title)
 
 
@@ -73,8 +73,8 @@ def _run_beside(name: str, cfg: RunConfig, stop: threading.Event) -> str:
 
 
 def _summary(outcome: Outcome) -> str:
-    """Return a new text per outcome, because Prefect draws an edge between tasks that share an
-    object, and the parts of an outcome are shared.
+    """Return a line about the outcome. It is a new string per call, because Prefect draws an edge
+    between tasks that share an object.
     """
     return f"{outcome} · manifest {outcome.manifest.digest[:12]}"
 

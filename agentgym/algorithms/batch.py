@@ -103,7 +103,9 @@ class Batch:
         )
 
     def with_shuffled_outcomes(self, *, seed: int, step: int) -> Batch:
-        """Return the batch with outcomes permuted among sequences: a control that has no signal."""
+        """Return the batch with outcomes permuted among sequences: a control that has no signal.
+        Only rewards on last action tokens are permuted; all others become 0.
+        """
         # index of each sequence's last action token
         positions = self.rewards.new_zeros(self.num_sequences, dtype=torch.int64).scatter_reduce(
             0, self.sequence[self.action_mask], self.action_mask.nonzero()[:, 0], "amax"
@@ -187,7 +189,7 @@ def to_batch(
     penalty: added to each outcome, on the last action token.
     turn_rewards: put each turn's reward on the turn's last token, not the outcome on the last one.
     Errors: ValueError if there is no trajectory, one may not be learned from, or temperatures
-    differ.
+    differ; AssertionError if rewards of turns do not sum to the outcome.
     """
     reasons = [reason for reason in why_not(trajectories, truncated="zero") if reason]
     if reasons or not trajectories:

@@ -69,8 +69,8 @@ def gspo(actions: Actions, settings: Clipping) -> tuple[Tensor, dict[str, Tensor
 
 
 def cispo(actions: Actions, settings: Clipping) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE with a clipped importance weight: -sg(clip(rho)) A log pi, so that every token
-    keeps a gradient. `ppo_clip` gives no gradient to clipped tokens.
+    """REINFORCE with a clipped importance weight: -sg(clip(rho)) A log pi (sg: no gradient), so
+    that every token keeps a gradient. `ppo_clip` gives no gradient to clipped tokens.
 
     The published loss has no lower bound: `clip_low` 1. Source: arXiv:2506.13585.
     """
@@ -214,7 +214,7 @@ def aggregation_weights(
     sequence: the mean over each sequence's tokens, then over sequences (GRPO as published).
     constant: the sum over each sequence's tokens divided by `constant`, then the mean over
     sequences (Dr.GRPO).
-    Result: [n]; it sums to 1, except for `constant`.
+    Result: [n]; it sums to 1, except for `constant`. Errors: ValueError without its divisor.
     """
     if aggregation == "token":
         return torch.full((len(sequences),), 1.0 / max(len(sequences), 1), device=sequences.device)

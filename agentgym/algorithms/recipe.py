@@ -112,7 +112,7 @@ RECIPES: dict[str, Recipe] = {
 
 def recipe_of(name: str) -> Recipe:
     """Return a recipe of this table, or of an installed package with an entry point in the group
-    `agentgym.recipes`. Errors: ValueError.
+    `agentgym.recipes`. Errors: ValueError for an unknown name or an object that is no Recipe.
     """
     if name in RECIPES:
         return RECIPES[name]
@@ -132,7 +132,7 @@ def recipe_of(name: str) -> Recipe:
 def recipe_modules(name: str) -> tuple[str, ...]:
     """Modules of other packages that compute a recipe; empty for the rows of this table.
 
-    Errors: ValueError.
+    Errors: as `recipe_of`.
     """
     if name in RECIPES:
         return ()
@@ -150,7 +150,8 @@ def known_recipes() -> tuple[str, ...]:
 def named(table: dict[str, Any], name: str) -> Any:
     """Return a row of the table, or the object `module:name` of another package.
 
-    name: from a `Recipe`, which is code, never from a parameter file. Errors: ValueError.
+    name: from a `Recipe`, which is code, never from a parameter file.
+    Errors: ValueError for a name that is neither; ImportError, AttributeError.
     """
     if name in table:
         return table[name]

@@ -22,5 +22,5 @@ def differ(low: Any, high: Any) -> Any:
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
-    """Return True if a group of at least one reward carries no signal."""
+    """Return True if the rewards of a group, at least one, are equal up to rounding."""
     return not differ(min(rewards), max(rewards))

@@ -45,8 +45,8 @@ def check_decisions(
     """Check every decision about the run's alias, and the decision that the run itself recorded.
 
     If another store decides about the alias, the history in this store is checked as well.
-    Result: the decision on this run's model and the last one that moved the alias, each with the
-    store that has its evidence.
+    Result: the gate's decisions on this run's model and on the last move of the alias, with the
+    stores that have their evidence.
     """
     registration = next((record for record in steps if record.step.kind is Kind.REGISTER), None)
     tracker = existing_ledger(cfg)
@@ -180,9 +180,8 @@ def _history(history: History, checks: Checks) -> list[Entry]:
 def _check_entry(
     stores: Sequence[RunStore], must_be_there: bool, entry: Entry, checks: Checks
 ) -> None:
-    """Check that the gate decides the same again, from outcomes that the evaluations confirm.
-
-    must_be_there: the store that the decision names for its evidence is one of `stores`.
+    """Check that a decision of the gate follows from its evidence, and the evidence from stored
+    evaluations. must_be_there: an evaluation that no store has is a failure; else it is skipped.
     """
     where = f"decision {entry.number} on version {entry.candidate.number}"
     if entry.kind != "judged":
@@ -223,10 +222,10 @@ def _check_entry(
 
 
 def _result(store: RunStore, version: Version, question: str, candidate: Version) -> Result | None:
-    """Return the result of `agentgym evaluate`, or the evaluation of the run that made it.
+    """Return a version's result by `agentgym evaluate` (its key is `question`), else by its run.
 
-    A decision by the runs' own evaluations is made in the store that has the candidate's one, so a
-    store without it returns None.
+    None if the store has neither. The evaluation by its run counts only in a store that also has
+    the candidate's, because the gate decides there.
     """
     anew = store.final(EVALUATION, question) if len(question) == 64 else None
     if anew is not None:
@@ -269,7 +268,7 @@ def _artifacts(promotions: Promotions, number: str) -> Path | None:
 
 
 def _is_anothers(path: Path, entries: Sequence[Entry]) -> bool:
-    """Return True for a file in MLflow with the decision of another store.
+    """Return True if a file has a decision that was made at another time than all of `entries`.
 
     Earlier releases wrote the histories of several stores to one folder, so one could overwrite
     another.

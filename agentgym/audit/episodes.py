@@ -33,7 +33,7 @@ Expected = tuple[int, Item, int, int, int, float]
 
 
 def check_episodes(cfg: RunConfig, record: StepRecord, splits: Splits, checks: Checks) -> None:
-    """Check the items of each commit's episodes, their step, horizon and version of the weights."""
+    """Check item, settings, weights version, reward and end of episodes, except demonstrations."""
     if record.step.kind is Kind.DEMONSTRATE:
         return
     if record.stage is None:
@@ -70,7 +70,7 @@ def _expected_of_stage(
 
 
 def _check_evaluated(cfg: RunConfig, record: StepRecord, splits: Splits, checks: Checks) -> None:
-    """Check that every slot was played once, apart from failed episodes that were played again."""
+    """Check each episode, and that none plays an unknown slot or one with a valid episode."""
     settings = cfg.evaluation
     version = int(record.checkpoint.state["global_step"]) if record.checkpoint else -1
     by_id = {item.item_id: item for items in items_of_step(cfg, splits).values() for item in items}
@@ -154,7 +154,7 @@ def check_tokens(
     instructions: Mapping[str, str],
     checks: Checks,
 ) -> None:
-    """Check token ids and action mask against the logged text.
+    """Check token ids and action mask against the logged text, log-probabilities against the mask.
 
     The renderer must give the ids between actions for the logged observations, and the ids of an
     action must decode to the logged action.
@@ -227,7 +227,10 @@ def check_tokens(
 def replay_sample(
     steps: Sequence[StepRecord], num_episodes: int | None, seed: int
 ) -> list[tuple[StepRecord, Manifest, Trajectory]]:
-    """Draw valid episodes of each commit, and add all failed ones that had begun."""
+    """Draw valid episodes of each commit, and add all failed ones that had begun.
+
+    num_episodes: to draw for each step, at least one of every commit; None: all.
+    """
     chosen: list[tuple[StepRecord, Manifest, Trajectory]] = []
     for record in steps:
         logged = [commit for commit in record.commits if record.episodes.get(commit.seq)]
@@ -250,7 +253,7 @@ def check_replay(
 ) -> dict[str, str]:
     """Play logged actions again on new servers and compare what the environment returns.
 
-    Result: the instructions that episodes begin with, by environment.
+    Result: the instructions that episodes begin with, by environment; empty without episodes.
     """
     chosen = [
         (place(record.at(commit), episode), episode)
@@ -283,7 +286,7 @@ def _has_info(episode: Trajectory) -> bool:
 
 
 def _counted(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a turn's info that families, intervals and the gate go by."""
+    """Return the fields of a turn's info that results need: family, invalid action and parts."""
     return {name: info[name] for name in (FAMILY, INVALID, PARTS) if name in info}
 
 

@@ -33,7 +33,7 @@ MAX_CHANCE = 1e-6  # probability of the outcomes left out; below it they were pr
 def check_excluded(
     cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Check the share of failed episodes in each collection, and how they would have ended."""
+    """Check the share of failed episodes in each collection, and play these again to their end."""
     counts: Counter[Status] = Counter()
     for record in steps:
         if record.checkpoint is None:
@@ -58,7 +58,7 @@ def check_excluded(
 
 
 def _collections(episodes: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Group episodes by collection, because the limit applies to each collection separately."""
+    """Group episodes by split and temperature: the limit applies to each group separately."""
     groups: dict[str, list[Trajectory]] = {}
     for episode in episodes:
         what = f"{episode.item.split} episodes at temperature {episode.temperature:g}"
@@ -167,9 +167,9 @@ def _played(
     seed: int,
     episodes: Sequence[Trajectory],
 ) -> list[tuple[Trajectory, Trajectory]]:
-    """Play episodes again under the same weights and random numbers.
+    """Play episodes again on new servers, under the same weights and random numbers.
 
-    Result: (logged episode, episode as it ends now) for each.
+    Result: pairs (logged episode, episode as it ends now).
     """
     pairs = []
     with (
@@ -207,7 +207,7 @@ def _check_chance(
     valid: Sequence[Trajectory],
     checks: Checks,
 ) -> None:
-    """Fail if environments are unlikely to have failed on just these episodes.
+    """Record a failure if replayed episodes succeed, or fail, less often than chance explains.
 
     An item counts once, because its samples fail together.
     """

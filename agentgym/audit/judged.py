@@ -34,7 +34,8 @@ def check_judged(
     draws: tuple[int | None, int | None, int],
     checks: Mapping[str, Checks],
 ) -> None:
-    """Check the evaluations by the gate's protocol that a decision names.
+    """Check the evaluations by the gate's protocol that a decision names. Their episodes are played
+    again on new servers; runs' own evaluations are left out.
 
     draws: (episodes to play again, episodes to score again, seed), as in `audit`.
     """
@@ -89,7 +90,7 @@ def _weights(store: RunStore, version: Version) -> Manifest | None:
 def _records(
     cfg: RunConfig, store: RunStore, final: Manifest, weights: Manifest | None
 ) -> Iterator[tuple[RunConfig, StepRecord]]:
-    """Yield, for each environment, its settings and its episodes as those of a step."""
+    """Yield (configuration, episodes as the record of a step) for each evaluated environment."""
     commits = store.history(final.step, final.key)
     protocol = owned_protocol(plan_of(store, commits).about["settings"], cfg.envs)
     episodes = {

@@ -20,8 +20,8 @@ from agentgym.tracking.pages import MANIFEST
 def check_ledger(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Check that the parent run has the points of headline steps and each child run those of its
-    step, and that there are no other child runs.
+    """Check the points of the parent run (headline steps) and of each step's child run, the digest
+    tags of child runs, the report's files, and that there are no other child runs.
     """
     tracker = existing_ledger(cfg)
     if tracker is None:

@@ -147,9 +147,9 @@ def check_numbers(
 
 
 def check_alarms(record: StepRecord, steps: Sequence[StepRecord], checks: Checks) -> None:
-    """Measure the logged alarms again on the points up to them: each must have broken its limit.
+    """Compute the logged alarms again from the points up to them; all must have broken their limit.
 
-    The cost of training so far is also computed again.
+    The turns and tokens so far are also computed again.
     steps: of the run, in order.
     """
     history: list[Point] = []
@@ -228,7 +228,9 @@ def _without_seconds(section: re.Match[bytes]) -> bytes:
 def _check_demonstrations(
     cfg: RunConfig, store: RunStore, record: StepRecord, splits: Splits, checks: Checks
 ) -> None:
-    """Check that the episodes are those of the expert's items, or the imported trajectories."""
+    """Check that the episodes are those of the expert's items or the imported trajectories, and
+    their committed counts.
+    """
     commit, episodes = record.commits[0], record.episodes.get(0, [])
     num_solved = sum(episode.success for episode in episodes)
     if cfg.warm_start.source == "trajectories":
@@ -378,7 +380,7 @@ def _check_evaluation(
     results: Results,
     checks: Checks,
 ) -> None:
-    """Check the question, result and numbers of a run's evaluation."""
+    """Check identity, slots, results and metrics of an evaluation. Its result goes to `results`."""
     final, step, settings = record.commits[-1], record.step, cfg.evaluation
     where, items = record.at(final), items_of_step(cfg, splits)
     protocol = protocol_of_step(cfg, items)

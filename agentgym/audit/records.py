@@ -27,7 +27,7 @@ OTHERS = (OTHER_RUN, OTHER_TIME, UNDATED)
 def check_records(
     run_key: str, steps: Sequence[StepRecord], pointers: Path | None, checks: Checks
 ) -> None:
-    """Check that each commit names the previous one, and that pointers agree with the last one.
+    """Check that each commit names the previous one, and compare DVC's pointers with the last one.
 
     A person who can write to the store can forge all of its records, but not a pointer in git.
     """
@@ -69,7 +69,7 @@ def _compare(run_key: str, record: StepRecord, pointers: Path, checks: Checks) -
     """Compare the pointer of this step with its commits.
 
     Result: OWN; one of OTHERS for a pointer of another run, which is not compared; None if there is
-    no pointer.
+    no readable pointer.
     """
     path = pointers / f"{record.name}.json"
     if not path.is_file():

@@ -44,7 +44,7 @@ def check_sampling(
     rescore: Checks,
     sampling: Checks,
 ) -> None:
-    """Check log-probabilities and draws of turns under the weights that they name.
+    """Check log-probabilities and draws of turns under the version of the weights that they log.
 
     The episodes check verifies that these are the right weights.
     count: episodes for each set of weights; None: all.
@@ -96,7 +96,7 @@ def _skip_pruned(num: int, *checks: Checks) -> None:
 def weights_of_versions(
     cfg: RunConfig, record: StepRecord, checkpoint: Manifest
 ) -> Mapping[int, Manifest]:
-    """Return version of the weights -> commit that has them, for all that a step may play."""
+    """Return version of the weights -> commit that has them, for all versions a step may play."""
     sources = {int(checkpoint.state["global_step"]): checkpoint}
     if record.stage is not None:
         sources |= {
@@ -135,7 +135,7 @@ class _Deviations:
         self._beyond: list[str] = []
 
     def add(self, values: Tensor, describe: Callable[[int], str]) -> str:
-        """values: [n] of one action. describe: the failure text for a token's index.
+        """Add the distances of one action. values: [n]. describe: a token's index -> failure text.
         Result: the failure text for the first token beyond the hard bound, or an empty string.
         """
         self._num_tokens += len(values)
@@ -155,7 +155,9 @@ class _Deviations:
         return not bool((values.abs() <= self._most).all())
 
     def close(self, checks: Checks) -> None:
-        """Record failures if more tokens exceed the usual bound than honest rounding explains."""
+        """Record failures if more tokens exceed the usual bound, or all distances have a larger
+        sum, than rounding explains. In float32 nothing is left to check.
+        """
         if not self._rare:  # float32: the two bounds are equal
             return
         allowed = 1 + self._rare * self._num_tokens
@@ -235,7 +237,7 @@ class _Judge:
     def _forward(
         self, chunk: Sequence[tuple[str, Trajectory]], version: int
     ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
-        """Yield the turns of each episode.
+        """Yield (place, episode, turns that `version` sampled) for each episode.
 
         An episode with a token beyond a hard bound is computed again in float32, because the audit
         rounds in half precision as much as the engine.
@@ -400,8 +402,8 @@ class _Judge:
     def _twins(self, where: str, episode: Trajectory) -> str:
         """Return a note that names another episode with the same tokens, or an empty string.
 
-        It is shown only with a failed draw: where little is left to chance, honest episodes may
-        have equal texts.
+        It is shown only with a failed draw: if little is left to chance, honest episodes may have
+        equal texts.
         """
         versions = [turn.version for turn in episode.turns]
         same = [

@@ -44,7 +44,7 @@ FOREIGN = "nothing of this run writes it"
 def check_step_run(
     store: RunStore, record: StepRecord, parent: Any, run: Any, checks: Checks
 ) -> None:
-    """Check the MLflow run of a finished step."""
+    """Check tags, status, parameters and files of the MLflow run of a finished step."""
     final = record.final
     assert final is not None
     where, evaluated = f"run of {record.name}", is_evaluated(final)
@@ -74,7 +74,7 @@ def check_parent_run(
     run: Any,
     checks: Checks,
 ) -> None:
-    """Check the MLflow run of the whole pipeline, finished or not.
+    """Check tags, parameters and files of the pipeline's MLflow run, and its status if it ended.
 
     steps: those that have an MLflow run of their own.
     """

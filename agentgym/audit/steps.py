@@ -65,7 +65,10 @@ class StepRecord:
 def read_steps(
     cfg: RunConfig, store: RunStore, content: Checks, lineage: Checks
 ) -> list[StepRecord]:
-    """Return every step of the run that has a commit, in order, with its logs decoded."""
+    """Return every step of the run that has a commit, in order, with its logs decoded.
+
+    Content and keys are checked on the way. Steps with unreadable commits are left out.
+    """
     finals: dict[str, Manifest] = {}
     steps: list[StepRecord] = []
     for name, step in steps_of(cfg).items():
@@ -169,8 +172,8 @@ def check_lineage(
 def expected_ahead(
     cfg: RunConfig, commit: Manifest, stream: ItemStream, num_left: int
 ) -> list[dict[str, Any]] | None:
-    """Return the rollouts ahead of a commit as they must be: with the next items of the stream, no
-    older weights than allowed, and for no later steps. None if no rollouts may be ahead.
+    """Return the rollouts that a commit has begun for later steps, as they must be: the next items
+    of the stream, no weights older than allowed. None if `rollout.max_staleness` is 0.
 
     stream: as the commit leaves it; it is advanced. num_left: optimizer steps after the commit.
     """

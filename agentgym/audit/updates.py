@@ -36,6 +36,7 @@ def check_updates(
     """Take the optimizer steps of each training step again and compare the weights.
 
     max_steps: a training step with more optimizer steps than this is skipped; 0: all are.
+    Offline stages, stages with `rollout.max_staleness` and steps on Ray are always skipped.
     """
     for record in steps:
         if record.step.kind is not Kind.TRAIN or record.final is None:
@@ -82,7 +83,7 @@ def _check_stage(cfg: RunConfig, store: RunStore, record: StepRecord, checks: Ch
 
 
 def _taken_again(cfg: RunConfig, store: RunStore, record: StepRecord) -> dict[str, Tensor]:
-    """Return the weights that the logged episodes lead to."""
+    """Take the optimizer steps again on the logged episodes and return the resulting weights."""
     reader = StepReader(cfg=cfg, step=record.step, store=store, parents=record.parents)
     start = reader.checkpoint
     checkpoint, ranks = load_checkpoint(store, start), SingleProcess(cfg.compute_device)

@@ -109,7 +109,9 @@ def _import_trajectories(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    """Check the data. Errors in the run's own items raise; those in other lists are warnings."""
+    """Check the data and print the counts. Errors in the run's own items raise; those in other
+    lists are warnings. Exit code: 1 if a task is listed under several ids.
+    """
     from agentgym.data.check import compare_tasks, load_data, load_recorded
     from agentgym.data.items import PUBLISHED_COUNTS, load_splits
     from agentgym.data.published import check_pin

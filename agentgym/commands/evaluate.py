@@ -191,14 +191,14 @@ def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def code_of(evaluated: Evaluated) -> int:
-    """Return the exit code. 0: valid; 1: ended before its last episode; 3: too few count."""
+    """Return the exit code: 0 valid, 1 ended before its last episode, 3 too few episodes count."""
     if evaluated.stopped or not evaluated.result.is_complete:
         return 1
     return 0 if evaluated.is_valid else INVALID
 
 
 def told(evaluated: Evaluated) -> dict[str, Any]:
-    """Return an evaluation as JSON for programs: everything but the slots."""
+    """Return an evaluation as JSON for programs, without the rows of single episodes."""
     tree = evaluated.result.to_json()
     del tree["slots"], tree["columns"]
     return {
@@ -272,7 +272,7 @@ def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
 
 
 def _limit(text: str) -> bool | int | float:
-    """Parse an argument: true, false, a count or a share. Errors: ArgumentTypeError."""
+    """Parse `--fail-on-error`: true, false, a count or a share. Errors: ArgumentTypeError."""
     if text in ("true", "false"):
         return text == "true"
     try:

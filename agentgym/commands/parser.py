@@ -11,13 +11,13 @@ from agentgym.config import RunConfig
 
 
 class Commands:
-    """The commands of a parser, each with the options all of them have."""
+    """The commands of a parser, added with the options that commands have in common."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._commands: Any = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def group(self, name: str, help_text: str) -> Self:
-        """Add a group of commands, `agentgym NAME COMMAND`."""
+        """Add a group of commands, `agentgym NAME COMMAND`, and return it."""
         return type(self)(self._commands.add_parser(name, help=help_text))
 
     def add(
@@ -30,7 +30,7 @@ class Commands:
         overrides: bool = True,
         run_of: Callable[[argparse.Namespace], str | None] = lambda _: None,
     ) -> argparse.ArgumentParser:
-        """Add a command.
+        """Add a command and return its parser.
         params: it reads a parameter file; overrides: it has `--set` for single values;
         run_of: returns the run named by the arguments; its settings come from the store.
         """
@@ -63,7 +63,7 @@ def add_pointers(command: argparse.ArgumentParser, help_text: str) -> None:
 
 
 def add_waiting(command: argparse.ArgumentParser, what: str) -> None:
-    """Add options for programs that run commands concurrently. what: the product, for the help."""
+    """Add `--wait` and `--owner-pipe`. what: the product waited for, as the help text names it."""
     command.add_argument(
         "--wait",
         type=float,
@@ -84,19 +84,19 @@ def add_owner_pipe(command: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """Parse a positive integer argument. Errors: ArgumentTypeError."""
+    """Parse a positive integer argument. Errors: ArgumentTypeError; ValueError for no number."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return int(text)
 
 
 def seed(text: str) -> int:
-    """Parse a seed argument, 63 bits as in the settings. Errors: ArgumentTypeError."""
+    """Parse a seed of at most 63 bits. Errors: ArgumentTypeError; ValueError for no number."""
     if not 0 <= int(text) < 2**63:
         raise argparse.ArgumentTypeError(f"{text} is no seed; expected 0 to {2**63 - 1}")
     return int(text)
 
 
 def some(text: str) -> int | None:
-    """Parse a positive integer argument, or `all` as None. Errors: ArgumentTypeError."""
+    """Parse a positive integer argument, or `all` as None. Errors: those of `positive`."""
     return None if text == "all" else positive(text)

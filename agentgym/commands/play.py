@@ -54,7 +54,7 @@ def _play(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _ask(prompt: str) -> str | None:
-    """Return a line from the terminal; None at end of file."""
+    """Print the prompt and return a line from the terminal; None at end of file."""
     sys.stdout.write(prompt)
     sys.stdout.flush()
     line = sys.stdin.readline()

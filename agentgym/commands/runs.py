@@ -132,7 +132,9 @@ def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _compare_results(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    """Compare two results or more. Exit code 2 if they answer different questions."""
+    """Compare two results or more; print the comparison and write it to `--out`, if given.
+    Errors: ConfigError if they answer different questions.
+    """
     from agentgym.comparison.versus import find_result, versus
     from agentgym.comparison.versus_report import files, lines, table_markdown
     from agentgym.store.files import write_whole

@@ -108,7 +108,7 @@ def _serve(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def own_token(folder: Path) -> str:
-    """Return the token that pages require. It is stored, so that links work after a restart."""
+    """Return the token that pages require; create its file if missing, so that links stay valid."""
     from agentgym.private import private_folder, write_private
 
     file = private_folder(folder) / "token"
@@ -123,7 +123,7 @@ def own_token(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _listener(host: str, wanted: int | None) -> Iterator[socket.socket]:
-    """Yield a listening socket.
+    """Yield a listening socket. wanted: its port; None: the default port, or any if that is taken.
     Errors: ConfigError if the port is taken, or the address is not this machine's.
     """
     for port in (PORT, 0) if wanted is None else (wanted,):

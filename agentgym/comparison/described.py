@@ -22,7 +22,7 @@ DEFAULT = "comparisons/default.yaml"
 
 
 def file_and_overrides(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Split a command line's words: the comparison's file (by default ours) and `key.path=value`s.
+    """Return (comparison's file, DEFAULT if none is named; `key.path=value` words) of `words`.
 
     Errors: ConfigError if two words are files.
     """
@@ -40,7 +40,7 @@ class Matrix(Section):
 
 
 class ExtraCell(Section):
-    """One more row of the table: a recipe, a horizon, or both, and its other changes."""
+    """One more row of the table: its recipe, its horizon, or both, and further changes."""
 
     recipe: str = ""
     horizon: str = ""

@@ -29,7 +29,7 @@ Cells = Mapping[str, Mapping[str, RowJson]]  # method -> environment -> row
 
 
 def grid_files(table: Table) -> dict[str, bytes]:
-    """Return the files of such a comparison, by file name."""
+    """Return the tables as JSON and Markdown and the figures, by file name."""
     name = table["name"]
     files = {
         f"{name}.json": json.dumps(table, indent=1).encode() + b"\n",
@@ -47,7 +47,7 @@ def grid_files(table: Table) -> dict[str, bytes]:
 
 
 def grid_markdown(table: Table) -> str:
-    """Return a table for each number, then gains, contrasts and costs, and how to read them."""
+    """Return Markdown tables: one per number, gains, contrasts and costs; and how to read them."""
     head, rows = f"# {literal(table['title'] or table['name'])}", table["rows"]
     if not rows:
         return f"{head}\n\nNo cell is done.\n"
@@ -80,15 +80,15 @@ def cells_of_table(table: Table) -> Cells:
 
 
 def shared_keys(rows: Sequence[RowJson]) -> list[str]:
-    """Return the numbers that every cell has, in the first one's order; if none is shared, the
-    first cell's.
+    """Return the names of the numbers that every cell has, in the first cell's order; if none is
+    shared, all of the first cell's.
     """
     keys = [key for key in rows[0]["success"] if all(key in row["success"] for row in rows)]
     return keys or list(rows[0]["success"])
 
 
 def main_key(rows: Sequence[RowJson]) -> str:
-    """Return the name of the mean over samples."""
+    """Return the name of the mean over samples, `avg_at_<n>`."""
     return next(key for key in shared_keys(rows) if key.startswith("avg"))
 
 
@@ -213,7 +213,7 @@ def _curve(row: RowJson, what: str) -> tuple[list[float], list[Mapping[str, floa
 def _table(
     table: Table, text_of: Callable[[RowJson], str], first: Mapping[str, str] | None = None
 ) -> str:
-    """Return a line per method, a column per environment. first: a line above, by environment."""
+    """Return a Markdown table, methods by environments. first: texts of a first line, if any."""
     envs = table["environments"]
     lines = [["*start*", "", *(first.get(env, "") for env in envs)]] if first else []
     for method, by_env in cells_of_table(table).items():
@@ -244,7 +244,7 @@ def _starts(rows: Sequence[RowJson], key: str) -> dict[str, str] | None:
 
 
 def _contrasts(table: Table, main: str) -> str:
-    """Return the differences of two methods, a column per environment."""
+    """Return a Markdown table of the contrasts of methods, with a column per environment."""
     by_contrast: dict[str, dict[str, str]] = {}
     for contrast in table["contrasts"]:
         name = " − ".join(map(literal, contrast["of"]))

@@ -63,7 +63,7 @@ class Judged:
 
 def read_judged(cell: Cell, answers: dict[str, Manifest]) -> dict[str, Judged]:
     """Return the cell's evaluations, by the step whose checkpoint was evaluated.
-    Errors: ConfigError if too few episodes of one count.
+    answers: their commits, by step. Errors: as `stored_result`.
     """
     store = open_store(cell.cfg)
     by_step = {}
@@ -82,8 +82,8 @@ def _told(store: RunStore, answer: Manifest, result: Result) -> Iterator[str]:
 
 
 def curves_json(seeds: Sequence[Judged], confidence: float) -> dict[str, Any]:
-    """Return one row's curves in one column: success by turns, pass@k and pass^k, over seeds and
-    items.
+    """Return one row's curves in one column as JSON: success by turns, pass@k and pass^k over seeds
+    and items, with the digest and coverage of each seed's evaluation.
     """
     first = seeds[0]
     num_samples, why = first.table.samples.shape[1], first.no_turns_curve

@@ -80,8 +80,8 @@ class Cell:
         return tuple(filter(None, (self.start, self.until))) if self.protocol else ()
 
     def answers(self) -> dict[str, Manifest] | None:
-        """Return the evaluations of those checkpoints, by step; None if something is not finished,
-        or its data are not here.
+        """Return the evaluations of the checkpoints in `judged`, by step; None if the cell or one
+        of them is not finished, or its data are not on this machine.
         """
         if not all(folder.is_dir() for folder in self.cfg.data_folders.values()):
             return None
@@ -104,7 +104,7 @@ class Cell:
 def cells_of(comparison: Comparison, overrides: Sequence[str] = ()) -> tuple[Cell, ...]:
     """Return every cell, row by row.
 
-    Neighbours have different seeds and so share no step: parallel cells seldom wait.
+    Neighbours mostly have different seeds and share no step, so parallel cells seldom wait.
     overrides: `key.path=value` over all settings of a cell.
     Errors: ConfigError that names the cell.
     """
@@ -127,7 +127,7 @@ def cells_of(comparison: Comparison, overrides: Sequence[str] = ()) -> tuple[Cel
 
 
 def comparison_key(comparison: Comparison, cells: Sequence[Cell]) -> str:
-    """Return a digest of everything that changes the comparison's table, 64 hex digits."""
+    """Return a digest of all that changes the table, except for its title, 64 hex digits."""
     contrasts = [list(pair) for pair in comparison.contrasts]
     return config_digest(
         {
@@ -176,12 +176,14 @@ def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[s
 
 
 def _methods(a: Cell, b: Cell) -> tuple[str, str]:
-    """Return the names of two rows in every column; empty if there are no columns."""
+    """Return the methods of two rows; empty if environments are not the columns."""
     return (a.method, b.method) if a.environment else ("", "")
 
 
 def run_cell(cell: Cell, *, wait_s: float, stop: threading.Event | None = None) -> None:
-    """Run a cell to its end in separate processes. Errors: see `run_child`, naming the cell."""
+    """Run a cell's steps, then its evaluations (if it has a protocol, which is written to a file of
+    the state folder), in separate processes. Errors: see `run_child`, naming the cell.
+    """
     folder = f"cells/{cell.slug}"
     run_child(
         cell.until,

@@ -281,8 +281,8 @@ def _contrasts(contrasts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _limit(contrast: Mapping[str, Any], average: str) -> str:
-    """Return the limit of a contrast without room: `ceiling`; if only its greedy numbers are there,
-    `ceiling (greedy)`.
+    """Return `ceiling` or `floor` if both rows are too near it for a difference to show, with
+    ` (greedy)` if only their greedy success is; else nothing.
     """
     limits = contrast.get("limit", {})
     if limits.get(average):
@@ -428,7 +428,7 @@ def _curves(row: RowJson) -> list[Mapping[str, Any]]:
 
 
 def _mean_curve(row: RowJson, axis: str) -> tuple[Any, Any, Any, Any]:
-    """Return (x, low, mean, high) over seeds, at the checkpoints all of them have."""
+    """Return (mean cost, minimum, mean, maximum of success) over seeds, at shared checkpoints."""
     curves = _curves(row)
     shared = sorted(set.intersection(*(set(curve["step"]) for curve in curves)))
     where = [[curve["step"].index(step) for step in shared] for curve in curves]
@@ -440,7 +440,7 @@ def _mean_curve(row: RowJson, axis: str) -> tuple[Any, Any, Any, Any]:
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, str, tuple[str, str]]]) -> None:
-    """Write names at the right ends of the lines, moved apart if they would overlap, in points."""
+    """Write names and markers at the right ends of the lines, at least 10 points apart."""
     gap = (
         10.0
         / (axes.bbox.height * 72.0 / axes.figure.dpi)

@@ -1,12 +1,10 @@
 """Results of a comparison: success per row with its spread over seeds, paired intervals, learning
 curves and their cost.
 
-Reads the store and computes; nothing here runs a model. Estimates and intervals:
-
-| number | estimate | interval | |---|---|---| | success of a row | mean over seeds of the mean over
-items | `seeds.crossed_interval` of a share | | gain of a row | the same of `row - its start`, by
-item and seed | the same, of a difference | | contrast of two rows | the same of `a - b`, over seeds
-of both | the same, of a difference |
+Reads the store and computes; nothing here runs a model. The success of a row is the mean over seeds
+of the mean over items, with `seeds.crossed_interval` of a share. Its gain is the same mean of
+`row - its start` by item and seed, and a contrast that of `a - b` over the seeds that both rows
+have; both with the interval of a difference.
 
 An interval covers other seeds and other items; with fewer than `seeds.FEWEST_SEEDS` seeds, only
 other items. The value of every seed is reported next to it.
@@ -136,8 +134,8 @@ class Row:
         )
 
     def limit(self, other: Row, key: str) -> str:
-        """Return `ceiling` or `floor` if both rows are within CEILING of it, else nothing: such a
-        contrast has no room.
+        """Return `ceiling` or `floor` if both rows' means are within CEILING of 1 or of 0, so that
+        little can show between them; else nothing.
         """
         both = [row.success(key).interval.mean for row in (self, other)]
         return "ceiling" if min(both) > 1 - CEILING else "floor" if max(both) < CEILING else ""
@@ -174,7 +172,7 @@ class Estimate:
 
 
 def read_rows(cells: Sequence[Cell]) -> tuple[list[Row], list[Cell]]:
-    """Return the rows in the store, in the cells' order, and the unfinished cells."""
+    """Return (rows of the finished cells, in the cells' order; unfinished cells)."""
     by_row: dict[str, list[CellResult]] = {}
     missing = []
     for cell in cells:
@@ -401,7 +399,7 @@ def _rounded(row: Mapping[str, float]) -> dict[str, float]:
 
 def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -> dict[str, Any]:
     """Write the table of the finished cells, with its figures, to the folder `out` and to MLflow.
-    Idempotent.
+    Idempotent. Return the table.
     """
     rows, missing = read_rows(cells)
     result = table(comparison, cells, rows, missing)

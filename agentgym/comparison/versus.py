@@ -44,7 +44,7 @@ class Named:
 
 
 def is_result(word: str) -> bool:
-    """Return True if a word of the command line names the file of a result."""
+    """Return True if a word of the command line is a result's file or a folder with one."""
     path = Path(word)
     return path.name == RESULT or (path.is_dir() and (path / RESULT).is_file())
 
@@ -89,7 +89,7 @@ def _of_step(cfg: RunConfig, store: RunStore, word: str) -> Manifest:
 def versus(named: Sequence[Named], *, confidence: float | None = None) -> dict[str, Any]:
     """Return the comparison of every result with the first one. confidence: default, the
     protocol's.
-    Errors: ConfigError if two of them answer different questions; the message lists how.
+    Errors: ConfigError for one result alone, one with too little coverage, or different questions.
     """
     if len(named) < 2:
         raise ConfigError("a comparison needs two results or more")
@@ -139,8 +139,8 @@ def _contrast(
 
 
 def overall(verdicts: Sequence[str]) -> str:
-    """Return the verdict over all environments: better or worse if some are and none is the
-    contrary, else `mixed` or `not shown`.
+    """Return the verdict over all environments: `mixed` if some are better and some are worse, else
+    the one verdict that some of them show, or `not shown`.
     """
     shown = set(verdicts) - {"not shown"}
     return "mixed" if len(shown) == 2 else next(iter(shown), "not shown")
@@ -177,7 +177,7 @@ def _curves_json(named: Named, env: str, confidence: float) -> dict[str, Any]:
 
 
 def horizon_of(result: Result, env: str) -> int:
-    """Number of turns that an episode could have."""
+    """Maximum number of turns of an episode; the longest one's if the protocol has no number."""
     for env_protocol in result.identity["protocol"]["envs"]:
         if env_protocol["env"]["name"] == env:
             return int(env_protocol["max_turns"])
@@ -186,7 +186,7 @@ def horizon_of(result: Result, env: str) -> int:
 
 def curves(result: Result, env: str, max_turns: int, confidence: float) -> list[Curve | None]:
     """Return the success of an environment's samples against turns, generated tokens and seconds;
-    None if a cost is not known.
+    None in place of a curve whose costs are not known; an empty list if no sample counts.
     """
     sampled = sampled_slots(result.of(env))
     if not any(slot.counts for slot in sampled):

@@ -85,7 +85,7 @@ def table_markdown(versus: Json) -> str:
 
 
 def files(versus: Json) -> dict[str, bytes]:
-    """Return the figures and the page, by file name."""
+    """Return the figures as PNG and the page as HTML, by file name."""
     figures = {
         "differences.png": ("Differences", differences_png(versus)),
         **{f"{name}.png": (caption, png) for name, caption, png in _curve_figures(versus)},
@@ -153,7 +153,7 @@ def curves_png(named: Sequence[tuple[str, Json]], axis: str) -> bytes:
 
 
 def _curve_figures(versus: Json) -> list[tuple[str, str, bytes]]:
-    """Return (file name, caption, PNG) of each environment and axis that some result has."""
+    """Return (file name without .png, caption, PNG) per environment and axis, if it has curves."""
     figures = []
     for env in versus["results"][0]["envs"]:
         by_name = [(result["name"], result["envs"][env]) for result in versus["results"]]
@@ -227,7 +227,7 @@ def _table(versus: Json) -> str:
 
 
 def _items(contrast: Json, env: str, row: Json) -> str:
-    """Return the items by name, and the families."""
+    """Return HTML with the items won and lost and the families' gains; empty if there are none."""
     parts = []
     for title, names in (("won", row["wins"]), ("lost", row["losses"])):
         if names:

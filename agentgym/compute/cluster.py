@@ -50,11 +50,10 @@ class PlacementError(RuntimeError):
 
 @contextmanager
 def open_cluster(cfg: RunConfig, *, num_ranks: int, num_workers: int) -> Iterator[Cluster]:
-    """Yield room for that many ranks and workers on the configured cluster, or on a local one that
-    ends with the block.
+    """Yield a `Cluster` of that many ranks and workers on the configured Ray cluster, or on a local
+    one that ends with the block.
 
-    Errors: RayUnreachable; PlacementError after `ray.placement_timeout_s`; ConfigError if Ray is
-    not installed.
+    Errors: PlacementError if there is no room within `ray.placement_timeout_s`; as `connected`.
     """
     settings = cfg.ray
     rank = _bundle(settings.rank_cpus, settings.rank_gpus)
@@ -73,7 +72,7 @@ class Cluster:
     def __init__(
         self, cfg: RunConfig, group: Any, num_ranks: int, num_workers: int, folder: Path | None
     ) -> None:
-        """folder: of a local cluster, which only this user can read."""
+        """Start the actors. folder: of a local cluster, readable by this user only; else None."""
         self._cfg, self._group, self._num_ranks, self._num_workers = (
             cfg,
             group,
@@ -97,7 +96,9 @@ class Cluster:
 
     @contextmanager
     def learner(self, plan: LearnerPlan) -> Iterator[RayLearner]:
-        """Yield the plan's learner, spread over the ranks. Errors: RankLost."""
+        """Yield the plan's learner, spread over the ranks, which end with the block.
+        Errors: RankLost.
+        """
         try:
             settings = self._cfg.ray
             learner = RayLearner(
@@ -117,8 +118,8 @@ class Cluster:
     def engine(
         self, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
     ) -> Iterator[RayEngine]:
-        """Yield an engine whose workers hold the checkpoint's weights as `version`.
-        Errors: those of the environment client; WorkersLost.
+        """Yield an engine whose workers have the checkpoint's weights as `version` and end with the
+        block. Errors: those of the environment client; WorkersLost.
         """
         assert isinstance(checkpoint.weights, StoredTensors)
         plan = WorkerPlan(
@@ -194,8 +195,8 @@ def connected(address: str, *, num_cpus: float) -> Iterator[Path | None]:
     thread that started them, its workers with the servers, and two agents of a node after they have
     tried for a minute to reach it. The next local cluster removes its folder.
     A local cluster listens on loopback alone, and requires a token of this process.
-    Result: the local cluster's folder, mode 0700.
-    Errors: RayUnreachable; ConfigError if Ray is not installed.
+    Result: the local cluster's folder, mode 0700; else None.
+    Errors: RayUnreachable; ConfigError without Ray or for a bad address; RuntimeError if in use.
     """
     if not _in_use.acquire(blocking=False):
         raise RuntimeError(
@@ -253,7 +254,7 @@ def _import_ray() -> Any:
 
 def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
     """Join the cluster. Errors: RayUnreachable, also if a token is missing or wrong;
-    ConfigError.
+    ConfigError for a malformed address.
     """
     from ray._private.authentication.authentication_token_setup import (
         maybe_enable_token_auth_if_token_available,
@@ -318,8 +319,8 @@ def _loopback() -> Iterator[None]:
 
 @contextmanager
 def _temp_folder() -> Iterator[Path]:
-    """Yield a folder with a short path, mode 0700 and an unpredictable name.
-    Folders of killed processes are removed first.
+    """Yield a folder with a short, unpredictable path and mode 0700; remove it after the block.
+    Folders of killed processes are removed first. Errors: RuntimeError if none can be locked.
     """
     for stale in TEMP_ROOT.glob(f"{TEMP_PREFIX}*"):
         _remove(stale, _hold(stale, wait=False))
@@ -369,7 +370,7 @@ def _bundle(cpus: float, gpus: float) -> dict[str, float]:
 
 @contextmanager
 def _placed(cfg: RunConfig, bundles: list[dict[str, float]]) -> Iterator[Any]:
-    """Yield a ready placement group of these bundles. Errors: PlacementError."""
+    """Yield a ready placement group of these bundles for the block. Errors: PlacementError."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     group = placement_group(bundles, strategy="PACK")

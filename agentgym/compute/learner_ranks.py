@@ -95,7 +95,7 @@ class LearnerRank:
         return _on_host(result) if self._rank == 0 else None
 
     def snapshot(self, with_optimizer: bool) -> int:
-        """Copy this rank's part; every rank is called. Result: bytes."""
+        """Copy this rank's part for `begin_writing`; all ranks enter. Result: size in bytes."""
         self._snapshot = self._learner.snapshot(with_optimizer)
         return int(self._snapshot.size)
 
@@ -140,13 +140,13 @@ def _on_host(result: Any) -> Any:
 
 
 class RanksSnapshot:
-    """Copies of each rank's part, which the ranks keep."""
+    """Snapshot of a learner; every rank keeps the copy of its part."""
 
     def __init__(self, actors: Sequence[Any], sizes: Sequence[int], timeout_s: float) -> None:
-        """sizes: of each rank's part, bytes; timeout_s: of one call."""
+        """Refer to the copies. sizes: of each rank's part, bytes; timeout_s: of one call."""
         self._actors, self._sizes, self._timeout_s = actors, sizes, timeout_s
         self._closed = False
-        self.is_over = threading.Event()  # written, or never to be
+        self.is_over = threading.Event()  # set unless `write` is running
         self.is_over.set()
 
     @property
@@ -166,8 +166,8 @@ class RanksSnapshot:
             self.is_over.set()
 
     def close(self) -> None:
-        """Wait until the ranks have written, for the time of one call. Call this before the ranks
-        end.
+        """Wait until the ranks have written, at most for the time of one call; then let `write`
+        fail with RankLost. Call this before the ranks end.
         """
         if not self.is_over.wait(self._timeout_s):
             self._closed = True
@@ -188,7 +188,7 @@ class RanksSnapshot:
         )
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Return each rank's answer; a rank may execute other calls first."""
+        """Call a method of every rank and return the answers. Errors: a rank's own; RankLost."""
         import ray
 
         try:
@@ -204,7 +204,7 @@ class RayLearner:
     """A `Learner` whose weights are spread over ranks. Every call is one call of all ranks."""
 
     def __init__(self, actors: Sequence[Any], *, start_timeout_s: float, timeout_s: float) -> None:
-        """start_timeout_s: until every process is there; timeout_s: of one call."""
+        """Refer to the ranks. start_timeout_s: until all have started; timeout_s: of one call."""
         self._actors, self._start_timeout_s, self._timeout_s = actors, start_timeout_s, timeout_s
         self._where = ["not started yet"] * len(actors)
         self._snapshot: RanksSnapshot | None = None  # the last one
@@ -308,11 +308,11 @@ class RayLearner:
 
     def _gather(self, references: list[Any], timeout_s: float | None = None) -> list[Any]:
         """Return each rank's answer.
-        If one rank fails alone, the others wait in an exchange that it never enters: then end all
-        ranks.
+        After a failure or the deadline end all ranks: the others may wait in an exchange that the
+        failed one never enters.
 
-        Errors: a rank's own if it is one of ours; RankLost naming the rank that died, hangs or
-        failed.
+        Errors: a rank's EngineMismatch, FloatingPointError or ValueError; else RankLost naming the
+        rank that died, hangs or failed.
         """
         import ray
 

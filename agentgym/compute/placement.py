@@ -54,7 +54,7 @@ class Learner(Protocol):
     def update(
         self, experience: Experience, config: PolicyGradientConfig, *, step: int, seed: int
     ) -> tuple[Experience, dict[str, float]]:
-        """Take one optimizer step on an experience with advantages. Result: the experience with
+        """Take one training step on an experience with advantages. Result: the experience with
         log-probabilities, and metrics by name.
         """
         ...
@@ -97,7 +97,7 @@ class Engine(Protocol):
 
 
 def num_accelerators(cfg: RunConfig) -> float:
-    """Return the GPUs that a training uses, including its engines; 0 on a CPU."""
+    """Return the number of GPUs that a training uses, including its engines; 0 on a CPU."""
     if cfg.compute_device == "cpu":
         return 0.0
     ray = cfg.ray
@@ -110,8 +110,8 @@ def open_compute(
     cfg: RunConfig, plan: LearnerPlan, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
 ) -> Iterator[tuple[Learner, Engine]]:
     """Yield a learner, and an engine that holds the checkpoint's weights as `version`.
-    Errors: if training may not use a server; see `open_cluster`; ConfigError if the plan leaves
-    `lora` out.
+    Errors: as `open_engine` of `agentgym.rollouts.engine` or `open_cluster`; ConfigError if the
+    plan leaves `lora` out.
     """
     if cfg.lora.rank and plan.adapter is None:
         raise ConfigError(
@@ -159,7 +159,7 @@ def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[Learner]:
 def play_validation(
     cfg: RunConfig, engine: Engine, items: Sequence[Item], step: int
 ) -> list[Trajectory]:
-    """Play one episode of each validation item under the engine's weights; never train on them."""
+    """Play one episode of each of the first `validation.num_items` items; do not train on them."""
     settings = cfg.validation
     return engine.collect(
         items[: settings.num_items],

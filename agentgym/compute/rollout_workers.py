@@ -174,7 +174,7 @@ class RayEngine:
         num_workers: int,
         loop: LoopThread,
     ) -> None:
-        """spawn: index -> a new worker's actor."""
+        """Prepare the engine; `start` starts its workers. spawn: index -> a new worker's actor."""
         self._plan, self._cfg = plan, plan.cfg
         self.workers: list[Worker] = []
         self._spawn, self._num_workers, self.loop = spawn, num_workers, loop
@@ -312,7 +312,7 @@ class RayEngine:
         return self._run(all_of_them())
 
     def close(self) -> None:
-        """End the workers."""
+        """Cancel unfinished rollouts and end the workers, after `CLOSE_S` by force."""
 
         async def ask(worker: Worker) -> None:
             with contextlib.suppress(Exception):  # already gone, or killed below
@@ -354,9 +354,9 @@ class RayEngine:
     async def _while_it_lives(
         self, worker: Worker, answer: Any
     ) -> tuple[Trajectory, list[Trajectory]]:
-        """Wait for an episode while its worker answers; the worker itself bounds environments,
-        engine and attempts.
-        Errors: TimeoutError.
+        """Return a played episode; wait for it without a limit as long as its worker answers, which
+        itself limits the time of environments, engine and attempts.
+        Errors: TimeoutError if it does not answer.
         """
         episode = asyncio.ensure_future(answer)
         try:
@@ -509,7 +509,7 @@ class RayEngine:
         return errors
 
     async def _of_sender(self, answer: Awaitable[T]) -> T:
-        """Wait for the sender. Errors: those that it raised; RankLost if it died."""
+        """Return the sender's answer. Errors: those that it raised; RankLost if it died."""
         import ray
 
         try:
@@ -545,7 +545,7 @@ class WorkersAttempts:
 
 
 async def _within(reference: Any, seconds: float) -> Any:
-    """Wait for a result. Errors: TimeoutError that states the limit."""
+    """Return the result, within a time limit. Errors: TimeoutError that states the limit."""
     try:
         return await asyncio.wait_for(reference, seconds)
     except TimeoutError:

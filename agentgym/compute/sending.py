@@ -36,7 +36,7 @@ SENDING = "send"  # concurrency group of the rank's calls
 
 @dataclass(frozen=True)
 class InObjectStore:
-    """A `Delivery` that each node fetches once."""
+    """A `Delivery` through Ray's object store; each node fetches it once."""
 
     reference: Any  # of a safetensors file
     digest: str
@@ -54,7 +54,7 @@ class InObjectStore:
 
 
 def put(weights: dict[str, Tensor], version: int) -> InObjectStore:
-    """Put weights into the object store of this process's node."""
+    """Put weights into the object store of this process's node; return their delivery."""
     import ray
 
     blob = b"".join(TensorFile.of(weights).pieces())
@@ -121,15 +121,17 @@ class Outbox:
     """Weights that the learner's first rank broadcasts, now and to workers that come later."""
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
-        """device: what the rank computes on. folder: seen by all receivers; None: they meet at a
-        port.
+        """Begin without weights. device: of the rank. folder: seen by all receivers, who meet in a
+        file of it; None: they meet at a port.
         """
         self._device, self._folder = device, folder
         self._open: dict[int, Any] = {}  # rendezvous stores by port
         self._kept: tuple[int, dict[str, Tensor]] = (-1, {})
 
     def keep(self, weights: dict[str, Tensor], version: int, timeout_s: float) -> Broadcast:
-        """Keep weights for broadcasts. weights: in host memory, and not used elsewhere."""
+        """Keep weights instead of the previous ones; return their broadcast without an address.
+        weights: in host memory, and not used elsewhere.
+        """
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         described = Broadcast(
             weights_digest(weights), version, layout_of(weights), backend, timeout_s
@@ -148,7 +150,7 @@ class Outbox:
         return replace(template, size=size, host=host, port=port)
 
     def send(self, broadcast: Broadcast) -> None:
-        """Send the kept weights. Errors: TransportBroken."""
+        """Send the kept weights. Errors: TransportBroken, also if they are of another version."""
         meeting, (version, weights) = self._open.pop(broadcast.port, None), self._kept
         if version != broadcast.version:
             raise TransportBroken(

@@ -26,7 +26,7 @@ DEFAULT_RECIPE = "grpo"
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The data and the start of each optimizer step in a stage of training."""
+    """A recipe family's trainer, its data, and the state in which a stage of training starts."""
 
     trainer: str  # module with `train_stage`
     samples_every_step: bool = False  # else it learns from a set fixed at the start of the stage
@@ -229,7 +229,7 @@ class TurnActorCriticConfig(ActorCriticConfig):
 
 
 class ImitationConfig(AlgorithmConfig):
-    """Settings of supervised learning: none, demonstrations and optimizer define it."""
+    """Supervised learning has no settings here; see the sections warm_start and optimizer."""
 
     loop = Loop("agentgym.training.offline", imitates=True, keeps_optimizer=True)
 
@@ -257,7 +257,7 @@ class ExplorationConfig(AlgorithmConfig):
 
 
 class PreferenceConfig(ExplorationConfig):
-    """Settings of learning from pairs."""
+    """Settings of recipes that learn from preference pairs, for example dpo."""
 
     loop = Loop("agentgym.training.offline", prefers=True)
 
@@ -276,7 +276,7 @@ class PreferenceConfig(ExplorationConfig):
 
 
 class SelfTrainingConfig(ExplorationConfig):
-    """Settings of learning from demonstrations and the policy's own successes."""
+    """Settings of recipes that learn from demonstrations and the policy's own successes."""
 
     loop = Loop("agentgym.training.offline", imitates=True, begins_anew=True)
 
@@ -321,12 +321,12 @@ def algorithm_config(recipe: str = DEFAULT_RECIPE, **settings: Any) -> Algorithm
 
 
 def max_refills(algorithm: AlgorithmConfig) -> int:
-    """Return the further rounds of items that one optimizer step may take from the stream."""
+    """Return the number of further rounds of items that one optimizer step may draw."""
     return algorithm.max_refills if isinstance(algorithm, DynamicSamplingConfig) else 0
 
 
 def carried_over(values: Mapping[str, Any], recipe: str) -> dict[str, Any]:
-    """Return the settings of one recipe that have the same meaning for another."""
+    """Return `values` without known settings that `recipe` lacks or reads differently."""
     try:
         former, family = family_of(values.get("recipe", DEFAULT_RECIPE)), family_of(recipe)
     except ValueError:  # the validation reports it

@@ -50,7 +50,7 @@ class LearnerConfig(Section):
 
     @property
     def usual_sizes(self) -> tuple[int, int]:
-        """(tokens of a micro-batch, action tokens of a chunk); the defaults for auto."""
+        """(tokens of a micro-batch, action tokens of a chunk); auto gives the defaults."""
         tokens, chunk = self.micro_batch_tokens, self.head_chunk_tokens
         return (
             USUAL_TOKENS if tokens == "auto" else tokens,

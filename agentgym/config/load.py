@@ -65,7 +65,7 @@ def load_config(
     other file's.
     layers: mappings shaped like the file; each replaces values of the earlier ones, and the
     overrides replace theirs.
-    Errors: ConfigError with one line, also for a missing file or broken YAML.
+    Errors: ConfigError with one line, also for a missing file, broken YAML or a refused address.
     """
     tree = read_tree(Path(path))
     for layer in layers:
@@ -217,7 +217,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """Parse YAML, and also `1e-3`, which YAML 1.1 reads as text."""
+    """Parse YAML, also `1e-3`, which YAML 1.1 reads as text; invalid YAML is returned as text."""
     try:
         value = _read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError):

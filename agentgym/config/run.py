@@ -36,7 +36,7 @@ from agentgym.config.sections import (
 
 
 def _of_recipe(value: Any) -> Any:
-    """Turn a mapping into settings of its recipe's family."""
+    """Turn a mapping into settings of its recipe's family; return other values unchanged."""
     return algorithm_config(**value) if isinstance(value, dict) else value
 
 
@@ -340,5 +340,5 @@ class RunConfig(Section):
 
     @property
     def tracking_uri(self) -> str:
-        """MLflow's store; absolute, because MLflow freezes relative artifact roots at first use."""
+        """URI of MLflow's store; by default absolute, as MLflow freezes relative artifact roots."""
         return self.tracking.uri or f"sqlite:///{(self.state_dir / 'mlflow.db').resolve()}"

@@ -15,7 +15,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch, MLflow and servers take 6
 
 class ConfigError(ValueError):
     """A wrong setting; one line states what was expected, what came and what to do.
-    Exit code 2; nothing was started.
+    Commands exit with code 2.
     """
 
 
@@ -35,13 +35,13 @@ def unknown_key(
 
 
 def setting(default: Any, description: str, **constraints: Any) -> Any:
-    """Return a field that changes results, and is therefore part of the keys."""
+    """Return a field that changes results and is therefore part of the keys in the store."""
     return Field(default=default, description=description, **constraints)
 
 
 def operational(default: Any, description: str, **constraints: Any) -> Any:
     """Return a field that changes where or how fast work is done, never its result.
-    It is part of no key.
+    It is part of no key in the store.
     """
     return Field(
         default=default,

@@ -491,8 +491,8 @@ class StoreConfig(Section):
 
 
 class KubernetesConfig(Section):
-    """The cluster for fleets of environment servers and for RayJobs. Credentials are found as
-    kubectl finds them: KUBECONFIG, ~/.kube/config, or the service account of this process's pod.
+    """The cluster for fleets of environment servers and for RayJobs. Credentials are those
+    that kubectl uses: KUBECONFIG, ~/.kube/config, or the service account of this process's pod.
     """
 
     context: str = operational("", "context of the kubeconfig; empty: its current context")

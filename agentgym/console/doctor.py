@@ -35,7 +35,7 @@ class Finding:
 
 
 class Misplaced(Finding):
-    """Something that is present but wrong."""
+    """Finding of something that is present but wrong."""
 
     @property
     def state(self) -> str:
@@ -57,7 +57,7 @@ def examine(cfg: RunConfig) -> list[Finding]:
 
 
 def _profiles(folder: Path = Path("profiles/small")) -> Finding:
-    """Profiles of small models that fit into this machine's memory, by the sizes at their top."""
+    """Return a finding with the profiles that fit into memory, by the sizes at their top."""
     import torch
 
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -134,7 +134,7 @@ def _vllm(cfg: RunConfig) -> Finding:
 
 
 def _environments(served: set[str]) -> list[Finding]:
-    """Ask the servers which environments can run here. served: names of those the run starts."""
+    """Return one finding per environment, from `envs list`. served: those that the run starts."""
     listing = subprocess.run(
         [sys.executable, "-m", "envs", "list"],
         capture_output=True,

@@ -41,7 +41,7 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Return whether the reader of standard output has gone; drop what is left of it if so."""
+    """Return True if the reader of standard output is gone; then discard all further output."""
     with contextlib.suppress(io.UnsupportedOperation):  # stdout may be no file
         output, poll = sys.stdout.fileno(), select.poll()
         poll.register(output, 0)

@@ -21,7 +21,7 @@ PLAIN_EVERY_S = 20.0
 
 
 class Bars:
-    """One bar at a time; finished ones stay."""
+    """Progress bars, one active at a time; finished ones stay."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -11,7 +11,7 @@ SHAPE = (256, 96, 288)  # tokens, hidden size and MLP size of the default model
 
 def reference_s() -> float:
     """Wall seconds of fixed work in one thread: half are matrix products as in the default model,
-    half is interpreter work as in a client and a server of environments.
+    half is interpreter work as in a client and a server of environments. Sets torch to one thread.
     """
     import torch
 

@@ -70,7 +70,7 @@ def load_recorded(cfg: RunConfig) -> list[Recorded]:
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks behind the items of a run."""
+    """Digests of the tasks behind a run's items, and warnings about them."""
 
     digests: Mapping[str, str | None]  # item id -> task digest; None: unknown to the environment
     repeated: tuple[str, ...]  # warnings about tasks listed under several ids
@@ -84,7 +84,8 @@ def tasks_json(tasks: Tasks, splits: Splits) -> bytes:
 
 
 def compare_tasks(envs: Sequence[EnvConfig], splits: Splits) -> Tasks:
-    """Find items with the same task.
+    """Return the digests of all items' tasks, with warnings about items of the same task.
+    Start a child process for each environment that can compute them.
     Errors: ConfigError if an item names no task, or the environment cannot run here as configured.
     """
     from agentgym.deploy.local import IdentitiesUnknown, task_identities

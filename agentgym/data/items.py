@@ -43,7 +43,7 @@ class DataError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The items of one environment. No item is in two splits."""
+    """The items of one or several environments. No item is in two splits."""
 
     train: tuple[Item, ...]  # in the order of the file, without the validation items
     validation: tuple[Item, ...]  # taken out of the train file
@@ -72,7 +72,7 @@ def splits_from_json(data: bytes) -> Splits:
 
 
 def data_digest(path: Path, *envs: str) -> str:
-    """sha256 over the bytes of the files a run reads, without parsing them.
+    """sha256 over the bytes of the environments' item lists, without parsing them.
     Errors: DataError if a file is missing.
     """
     digest = hashlib.sha256()
@@ -109,7 +109,7 @@ def _not_there(path: Path, file: Path) -> DataError:
 
 
 def has_lists(path: Path, env: str) -> bool:
-    """Return True if the dataset has lists for the environment."""
+    """Return True if the dataset has a train list for the environment."""
     return (path / _FILES["train"].format(env=env)).is_file()
 
 
@@ -164,7 +164,7 @@ def turns_of(weights: Mapping[str, float]) -> Iterator[str]:
 def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) -> Splits:
     """Read `train/<env>_train.json` and `eval/<env>_test.json` under `path`, the Hub's layout.
 
-    An item is for validation if a hash of (seed, item) falls below `validation_fraction`, so
+    A train item is for validation if a hash of (seed, item) falls below `validation_fraction`, so
     adding items never moves old ones between splits.
     Errors: DataError with one line that names up to five culprits.
     """
@@ -243,8 +243,8 @@ class ItemStream:
 
     `position` counts the items drawn and is the whole state: a stream built with another one's
     position continues the same sequence.
-    Batches cross epochs without a gap, and a batch of at most a third of the items never has an
-    item twice.
+    Batches cross epochs without a gap, and a batch of at most `most_distinct()` items never has
+    an item twice.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class ItemStream:
         weights: Mapping[str, float] | None = None,
     ) -> None:
         """Build a stream. weights: share of each environment; None: equal ones.
-        Errors: ValueError if an environment has no item.
+        Errors: ValueError for a negative position, or if an environment has no item.
         """
         if position < 0:
             raise ValueError(f"stream position {position} must be >= 0")
@@ -278,7 +278,7 @@ class ItemStream:
         }
 
     def most_distinct(self) -> int:
-        """Return the largest `n` for which no `next(n)` has an item twice, at any position."""
+        """Return a lower bound of the largest `n` for which no `next(n)` has an item twice."""
         shares = {
             env: weight / sum(self._weights.values()) for env, weight in self._weights.items()
         }
@@ -310,7 +310,7 @@ def train_stream(cfg: RunConfig, splits: Splits, state: Mapping[str, Any]) -> It
 
 
 class _Epochs:
-    """One environment's part of a stream."""
+    """Endless order of one environment's items: a new shuffle for every epoch."""
 
     def __init__(self, items: Sequence[Item], *, seed: int, position: int) -> None:
         self.position = position
@@ -331,7 +331,7 @@ class _Epochs:
         return self._items[self._order[index]]
 
     def _order_of(self, epoch: int) -> list[int]:
-        """Return the epoch's shuffle, but the last items of the previous epoch in its middle."""
+        """Return the epoch's shuffle; the previous epoch's last third is not in its first third."""
         order = self._shuffle(epoch)
         if epoch == 0:
             return order
@@ -352,8 +352,8 @@ class _Epochs:
 
 
 def load_ids(path: Path, env: str) -> list[str]:
-    """Read the item ids of one environment from any file, in its order; each must occur once.
-    Errors: DataError.
+    """Read the item ids of one environment from any file, in its order.
+    Errors: DataError, also for an id that occurs twice.
     """
     if not path.is_file() and PUBLISHED in path.parents:
         raise _not_there(PUBLISHED, path)
@@ -397,7 +397,7 @@ def read_json(path: Path, restore: str = "") -> Any:
 
 
 def _read_ids(root: Path, name: str) -> list[str]:
-    """Return the item ids of one file, in its order."""
+    """Return the item ids of one file, in its order. Errors: DataError."""
     path = root / name
     pointer = Path(f"{root}.dvc")
     restore = f"; restore it with `dvc pull --force {pointer}`" if pointer.is_file() else ""

@@ -82,7 +82,7 @@ def _files(cfg: RunConfig) -> dict[str, Path]:
 
 
 def _path_of(cfg: RunConfig, name: str) -> Path:
-    """Return the path of a file of the store. Errors: DataError for a name unlike `_files`'s."""
+    """Return the path of a file of the store. Errors: DataError for a name of another form."""
     match = NAME.fullmatch(name)
     if match is None:
         raise DataError(f"data.digest {cfg.data.digest[:12]} in the store holds {name!r}, no list")

@@ -244,7 +244,7 @@ def _check_project(out: Path) -> None:
 
 def _refuse_lfs_pointers(out: Path, pointer: Path, url: str) -> None:
     """Refuse an import with Git LFS pointers, which DVC takes for the files if it gets no content.
-    Errors: DvcError, with nothing pinned.
+    Errors: DvcError, after `pointer` was deleted, so that nothing is pinned.
     """
     for file in sorted(out.rglob("*")):
         if (
@@ -288,7 +288,7 @@ def _pinned_source(pointer: Path) -> tuple[str, str] | None:
 
 
 def _resolve(url: str, rev: str) -> str:
-    """Return the commit of a full id, branch or tag.
+    """Return the commit of a branch or tag, as its repository has it now; a full id as it is.
     Errors: ConfigError if the repository or the name is unknown.
     """
     if not re.fullmatch(r"[\w.][\w./+-]*", rev):
@@ -337,7 +337,7 @@ def _resolve(url: str, rev: str) -> str:
 
 
 def _note_licence(pointer: Path, licence: str) -> None:
-    """Write the license into the `.dvc` file's `meta`, which DVC preserves."""
+    """Write the license into the `.dvc` file's `meta`, which DVC preserves, unless it has one."""
     if "meta" in _read_pointer(pointer):
         return
     temporary = write_temp(

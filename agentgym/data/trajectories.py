@@ -67,8 +67,8 @@ class Refusal:
 
 
 def read_file(path: Path) -> tuple[list[dict[str, Any]], list[Recorded], list[Refusal]]:
-    """Read (rows as they are, accepted trajectories, refused rows).
-    Each row is in one of the last two. Errors: DataError for the file itself.
+    """Return (rows as they are, accepted trajectories, refused rows) of a file.
+    Every row is in one of the last two. Errors: DataError for the file itself.
     """
     rows = _rows(path)
     reasons = _check_messages(rows) | _check_rows(rows)
@@ -88,7 +88,7 @@ def read_file(path: Path) -> tuple[list[dict[str, Any]], list[Recorded], list[Re
 def read_files(
     paths: Sequence[Path], cfg: RunConfig, *, drop_refused: bool
 ) -> tuple[list[dict[str, Any]], list[Refusal]]:
-    """Read (rows to learn from, refused rows), checked against the item lists of the run.
+    """Return (rows to learn from, refused rows), checked against the item lists of the run.
 
     Errors: DataError if a row is refused and not dropped, or if none is left.
     """
@@ -125,7 +125,7 @@ def read_files(
 
 
 def outside(recorded: Sequence[Recorded], splits: Mapping[str, Splits]) -> list[Refusal]:
-    """Refuse trajectories of items outside the train lists: test items, or in no list.
+    """Return refusals for trajectories of items outside the train lists: test or unlisted items.
     splits: by environment.
     """
     refusals = []
@@ -198,7 +198,7 @@ def load_trajectories(folder: Path, splits: Mapping[str, Splits]) -> list[Record
 
 
 def trajectories_digest(folder: Path, *envs: str) -> str:
-    """sha256 over the bytes of the files a run reads, without parsing them.
+    """sha256 over the bytes of the environments' trajectory files, without parsing them.
     Errors: DataError if a file is missing.
     """
     digest = hashlib.sha256()
@@ -323,7 +323,7 @@ def _replies(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _check_rows(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Return the reasons to refuse rows, by row."""
+    """Return row index -> the reason to refuse that row, for rows that are not well formed."""
     # pandas and pandera take seconds to import
     import pandas as pd
     import pandera.pandas as pa
@@ -360,7 +360,7 @@ def _check_rows(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
 
 
 def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Return the reasons to refuse rows, by row; each is about the row's first invalid message."""
+    """Return row index -> the reason to refuse that row: its first invalid message."""
     import pandas as pd
     import pandera.pandas as pa
 

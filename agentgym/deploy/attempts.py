@@ -25,7 +25,7 @@ class RayUnreachable(RuntimeError):
 
 
 class RayJobFailed(RuntimeError):
-    """The job ended without the step's result."""
+    """The job was refused, or ended without the step's result."""
 
 
 class Phase(enum.Enum):
@@ -69,7 +69,7 @@ class Transport(Protocol):
     place: str  # shown in messages
 
     def attempts(self, job: Job) -> Mapping[int, Look]:
-        """Return all attempts that the cluster knows, by number."""
+        """Return the attempts at the job that the cluster knows, by number."""
         ...
 
     def submit(self, job: Job, name: str) -> None:
@@ -87,7 +87,7 @@ class Transport(Protocol):
         ...
 
     def stop(self, name: str) -> None:
-        """Request the job's end."""
+        """Stop the job; it may end only after this returns."""
         ...
 
     def gone_means(self) -> str:
@@ -100,7 +100,7 @@ class Transport(Protocol):
 
 
 def numbered(names: Mapping[str, Look], job: Job) -> dict[int, Look]:
-    """Return the entries that are attempts of this job, by number."""
+    """Return the entries of `names` that are attempts at this job, by attempt number."""
     base = job.name(1)[:-1]
     return {
         int(name.removeprefix(base)): look

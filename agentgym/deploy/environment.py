@@ -17,10 +17,11 @@ from agentgym.types import Endpoint, Endpoints
 
 @contextlib.contextmanager
 def environment_servers(cfg: RunConfig, expert: bool, run: str = "") -> Iterator[Endpoints]:
-    """Yield the endpoints of each environment.
+    """Yield endpoints by environment.
 
     An environment with `env.deploy: kubernetes` gets a fleet. Any other gets its configured
-    servers, else its kept server, else a local process for the length of the block.
+    servers, else its kept server (`env.keep` starts one, which stays), else a local process for the
+    length of the block.
     Experts get servers of their own.
     run: name of the fleets; empty: a random one.
     Errors: ConfigError if a kept server does not fit this run; see `local_env`, and

@@ -45,7 +45,7 @@ def run_as_job(step: str, cfg: RunConfig, store: RunStore, *, run_key: str, key:
     If a job of this run and step still exists, because the process that followed it died, follow
     that one: there are never two.
     If the job fails, start the next attempt, at most `ray.job_attempts` in this call.
-    An interrupt, a deadline or any other failure on this side stops the job.
+    An interrupt, a deadline or another failure on this side stops the job; RayUnreachable does not.
     Errors: RayUnreachable; ConfigError if the job reports bad input; TimeoutError; RayJobFailed
     with the end of its log.
     """
@@ -103,7 +103,7 @@ def _follow_or_stop(
     """Follow the job. Result: (its last state, or None if the cluster has forgotten it; the end of
     its log).
 
-    Any exception also stops the job, except for a cluster that does not answer.
+    Any exception but RayUnreachable also stops the job; so does the loss of its cluster.
     """
     try:
         look, lines = asyncio.run(_follow(transport, name, cfg))

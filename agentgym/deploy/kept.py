@@ -53,7 +53,7 @@ class Kept:
 
 
 def keep(cfg: RunConfig, env: EnvConfig) -> Kept:
-    """Return a kept server of this environment: the running one, or a new one.
+    """Return the kept server of this environment; start its keeper if none runs.
 
     Errors: ConfigError if the running one does not fit this run, or if the environment refuses its
     options; RuntimeError with the end of its log if it does not get ready.
@@ -157,8 +157,8 @@ def _source(env: EnvConfig) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the keeper. arguments: path of its record, path of the server's log, the environment's
-    settings.
+    """Run the keeper until a signal, or for the environment's `keep_s`. Result: exit code 0.
+    arguments: path of its record, path of the server's log, the environment's settings as JSON.
     """
     file, log_path, env = Path(arguments[0]), Path(arguments[1]), arguments[2]
     settings = EnvConfig.model_validate_json(env)

@@ -50,7 +50,7 @@ QUEUED = ("Suspending", "Suspended")
 
 
 class KubeRay:
-    """The RayJobs of one namespace."""
+    """Transport of jobs as RayJobs in one namespace of Kubernetes."""
 
     def __init__(self, kube: Kube, image: str) -> None:
         self.place = f"KubeRay in namespace {kube.namespace}"
@@ -86,8 +86,8 @@ class KubeRay:
         )
 
     def submit(self, job: Job, name: str) -> None:
-        """Create the RayJob. Its name is unique in a namespace: another process may have been
-        faster.
+        """Create the RayJob, unless one of that name exists: another process may have been faster.
+        Errors: RayJobFailed if the cluster refuses it; ApiUnreachable.
         """
         try:
             self._kube.create(rayjob(job, name, self._image))
@@ -115,7 +115,7 @@ class KubeRay:
         return look
 
     def _is_lost(self, name: str, status: Mapping[str, Any]) -> bool:
-        """Return True if the cluster that the job ran on is gone, not only for a moment."""
+        """Return True if the job's RayCluster has been gone, or replaced, for LOST_S."""
         cluster = self._kube.find(RAY_CLUSTER, status.get("rayClusterName") or "none")
         uid = cluster["metadata"]["uid"] if cluster else ""
         if uid and self._clusters.setdefault(name, uid) == uid:

@@ -77,7 +77,7 @@ class Plan:
 
 
 def fleet_of(cfg: RunConfig, env: EnvConfig, run: str, *, expert: bool) -> Fleet:
-    """Return the servers of one environment that this run needs.
+    """Return the fleet of one environment that this run needs.
     Errors: ConfigError if `env.replicas auto` knows no capacity.
     """
     replicas = (
@@ -92,7 +92,7 @@ def fleet_of(cfg: RunConfig, env: EnvConfig, run: str, *, expert: bool) -> Fleet
 
 
 def rendered(fleet: Fleet, where: KubernetesConfig, manifests: Path = MANIFESTS) -> list[Object]:
-    """Return the objects of a fleet. Errors: ConfigError."""
+    """Render a fleet's objects with the configured overlay and namespace. Errors: ConfigError."""
     return rendered_fleet(
         where.overlay,
         fleet,
@@ -103,8 +103,8 @@ def rendered(fleet: Fleet, where: KubernetesConfig, manifests: Path = MANIFESTS)
 
 
 def connected(where: KubernetesConfig, retries: Retries = Retries()) -> Kube:  # noqa: B008 (frozen)
-    """Connect to the cluster. Errors: ConfigError without credentials, or without the package
-    `kubernetes`.
+    """Return a client of the configured cluster; no request is sent yet.
+    Errors: ConfigError without credentials, or without the package `kubernetes`.
     """
     return connect(
         context=where.context,
@@ -121,7 +121,7 @@ def of_fleets(cfg: RunConfig) -> list[EnvConfig]:
 
 
 def check_fleets(cfg: RunConfig) -> None:
-    """Check, before a run begins, that nothing on the cluster is in its way.
+    """Check, before a run begins, that its fleets can come up; log servers that dead runs left.
     Errors: ConfigError with a line for each obstacle; KubeError if the cluster does not answer.
     """
     envs = of_fleets(cfg)
@@ -156,7 +156,7 @@ def fleets(cfg: RunConfig, envs: Sequence[EnvConfig], *, expert: bool, run: str)
 
     Kept fleets (`env.keep`, `envs-up`) are used and stay. For the other environments a group comes
     up under the run's name and is always taken down afterwards.
-    Errors: ConfigError, KubeError, FleetNotReady, LeaseHeld.
+    Errors: ConfigError, KubeError, FleetNotReady, FleetTripped, LeaseHeld, RuntimeError.
     """
     with contextlib.ExitStack() as stack:
         kube = stack.enter_context(contextlib.closing(connected(cfg.kubernetes)))
@@ -215,7 +215,7 @@ def _take_down(kube: Kube, group: Group, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _served(kube: Kube, cfg: RunConfig, group: Group, plan: Plan) -> Iterator[ByEnv]:
-    """Yield the endpoints once the servers are ready, and keep them current while they are used."""
+    """Yield endpoints by environment once the servers are ready; an Upkeep runs until exit."""
     where, services = cfg.kubernetes, plan.services()
     max_pods = most_pods(plan.objects)
     folder = cfg.state_dir.resolve() / "fleets"
@@ -251,13 +251,13 @@ def kept_plan(cfg: RunConfig, env: EnvConfig, manifests: Path = MANIFESTS) -> Pl
 
 
 def is_kept(kube: Kube, run: str) -> bool:
-    """Return True if such a fleet exists and its time is not over."""
+    """Return True if the kept fleet `run` exists and its time is not over."""
     lease = kube.find(LEASE, lease_name(run))
     return lease is not None and Group.of(lease).is_alive_now()
 
 
 def keep_fleet(kube: Kube, env: EnvConfig, plan: Plan) -> tuple[Group, Plan]:
-    """Bring the fleet up, or leave it as it is, with more servers if more are planned now.
+    """Apply a kept fleet's objects and renew its lease; never reduce its servers. Do not wait.
     Result: its group, and the plan as it was sent. Errors: KubeError.
     """
     group = acquire(kube, plan.run, ttl_s=env.keep_s, kept=True)
@@ -337,8 +337,8 @@ class Orphan:
 
 
 def orphans(kube: Kube, *, observe_s: float) -> list[Orphan]:
-    """Return groups whose run is dead or whose time is over, and objects of runs that have no
-    lease.
+    """Return groups whose run is dead or whose time is over, see `dead_groups`, and runs whose
+    objects have no lease.
     Errors: KubeError.
     """
     dead = [
@@ -356,7 +356,7 @@ def orphans(kube: Kube, *, observe_s: float) -> list[Orphan]:
 
 
 def observation_s(cfg: RunConfig) -> float:
-    """Seconds that a silent group is watched before it counts as dead: two renewals."""
+    """Seconds to watch a silent group before it counts as dead: 2 renewals, at least OBSERVE_S."""
     return max(OBSERVE_S, 2 * cfg.kubernetes.lease_s / RENEWALS)
 
 

@@ -64,7 +64,7 @@ def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[
 
 
 def check_local_env(env: EnvConfig) -> None:
-    """Raise ConfigError if a local server would refuse the environment's name or options."""
+    """Raise ConfigError if the environment is local and its server would refuse name or options."""
     if env.is_elsewhere:
         return
     checked = subprocess.run(
@@ -84,7 +84,7 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
     None: the id names no task.
 
     Errors: ConfigError if a local server would refuse the environment's name or options;
-    IdentitiesUnknown.
+    IdentitiesUnknown; RuntimeError if the child process fails.
     """
     if env.dialect != "native":
         raise IdentitiesUnknown(

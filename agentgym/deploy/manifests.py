@@ -127,7 +127,7 @@ def _kustomization(overlay: str, components: Sequence[str]) -> dict[str, Any]:
 
 
 def _patches(fleet: Fleet, *, autoscaled: bool) -> list[dict[str, Any]]:
-    """Return patches of the fleet's own objects; an overlay has others of these kinds."""
+    """Return patches that set the fleet's size, Secret and arguments, in its own objects alone."""
     patch = functools.partial(_patch_of, fleet.env)
     if autoscaled:
         bounds = {"minReplicas": fleet.replicas, "maxReplicas": 2 * fleet.replicas}
@@ -192,8 +192,8 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
 
 
 def _lay_out(manifests: Path, workdir: Path) -> None:
-    """Put the manifests' folders into workdir, because kustomize takes only relative paths.
-    An image is built before its own digest is known, so a pod has the digests in files at IMAGES.
+    """Link the manifests' folders into workdir, because kustomize takes only relative paths.
+    In a pod with files of image digests at IMAGES, copy them and write the digests to IMAGES_FILE.
     """
     image_files = sorted(file for file in IMAGES.glob("[a-z]*") if file.is_file())
     if not image_files or (manifests / IMAGES_FILE).exists():

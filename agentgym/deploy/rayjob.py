@@ -181,8 +181,8 @@ def _pod(
 
 
 def _submitter(settings: KubeRayConfig, image: str, labels: Mapping[str, str]) -> Object:
-    """Return the pod that submits the job to its cluster and passes on its log; it gets no secret
-    of ours.
+    """Return the spec's fields for the pod that submits the job and passes on its log; empty in
+    modes without one. It gets no secret of ours.
     If it dies, its replacement finds the submitted job by its id.
     """
     if settings.mode != "K8sJobMode":
@@ -244,7 +244,7 @@ def image_of(environment: Mapping[str, str]) -> str:
 
 
 def ray_version() -> str:
-    """Return the version of Ray. Errors: ConfigError without Ray."""
+    """Return the version of Ray installed here. Errors: ConfigError without Ray."""
     try:
         return importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:

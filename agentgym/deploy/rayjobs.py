@@ -36,7 +36,7 @@ REQUEST_TIMEOUT_S = (5.0, 20.0)  # to connect, to answer
 
 
 class RayJobs:
-    """The Jobs API of one cluster."""
+    """Transport of jobs through the Jobs API of one existing Ray cluster."""
 
     def __init__(self, client: JobSubmissionClient, cfg: RunConfig) -> None:
         self.place = f"the Ray cluster at {cfg.ray.address}"
@@ -53,7 +53,9 @@ class RayJobs:
         return numbered({name: _look(details) for name, details in jobs.items() if name}, job)
 
     def submit(self, job: Job, name: str) -> None:
-        """Submit the job. Its name is unique on a cluster: another process may have been faster."""
+        """Submit the job, unless one of that name exists: another process may have been faster.
+        Retry while the cluster starts. Errors: RayJobFailed.
+        """
         with tempfile.TemporaryDirectory(prefix="agentgym-job-") as folder:
             request = _request(job, name, Path(folder))
             deadline = time.monotonic() + job.cfg.ray.placement_timeout_s
@@ -142,8 +144,8 @@ def _request(job: Job, name: str, folder: Path) -> dict[str, Any]:
 
 
 def auth_headers(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers for an authenticated cluster: the token from where Ray keeps it, or
-    nothing if there is none.
+    """Return the Authorization header with the token from RAY_AUTH_TOKEN or Ray's token file; empty
+    without a token, or if RAY_AUTH_MODE turns it off.
 
     Ray's own client sends a token only with RAY_AUTH_MODE=token, while the clusters it starts
     demand one by default.

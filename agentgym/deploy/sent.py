@@ -59,7 +59,7 @@ def params_text(cfg: RunConfig) -> str:
 
 
 def main() -> None:
-    """Become `agentgym step` with these arguments."""
+    """Write the parameters to a temporary file and become `agentgym step` with our arguments."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False, encoding="utf-8") as file:
         file.write(os.environ[PARAMS_VARIABLE])
     command = [sys.executable, "-m", "agentgym", "step", *sys.argv[1:], "--params", file.name]

@@ -33,10 +33,10 @@ OWN = {
 def with_room(
     protocol: EvaluationProtocol, cfg: RunConfig, kept: Collection[str], window: int | None
 ) -> EvaluationProtocol:
-    """Return the protocol with instructions and with tokens for every turn.
+    """Return the protocol with instructions on and token limits raised to leave room for all turns.
 
     cfg: the run whose protocol it is; kept: fields that the user chose, which stay as they are;
-    window: the model's context length in tokens, if known.
+    window: the model's context length in tokens, if known; no limit is raised above it.
     """
     observation = max(cfg.rollout.observation_tokens, OBSERVATION)
     envs = tuple(
@@ -77,9 +77,9 @@ def told_by(guides: Mapping[str, Guide], protocol: EvaluationProtocol) -> dict[s
 
 def instructions_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -> dict[str, str]:
     """Return the text that episodes begin with, by environment: instructions, worked examples and,
-    unless the action alone is the reply, the form of a reply.
+    in the action format "react", the form of a reply.
 
-    openings: the result of `told_by`.
+    Environments without `instructions` are left out. openings: the result of `told_by`.
     """
     return {
         env_protocol.env.name: "\n\n".join(
@@ -102,7 +102,8 @@ def differences(
     openings: Mapping[str, str],
     instructions: Mapping[str, str],
 ) -> dict[str, dict[str, Any]]:
-    """Return how a policy's settings and instructions differ from the protocol, by environment.
+    """Return a policy's token limits and its instructions' digest, by environment, if they differ
+    from the protocol's.
 
     They are part of the policy's identity, so that results by one protocol stay comparable.
     changed: the protocol as this policy gets it; openings: the result of `told_by`, as other
@@ -122,7 +123,7 @@ def differences(
 
 
 def lines(changed: EvaluationProtocol, instructions: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line per environment with such a policy's instructions and limits, for the user."""
+    """Yield a line per environment on the instructions and limits of a model not trained here."""
     for env_protocol in changed.envs:
         name, text = env_protocol.env.name, instructions.get(env_protocol.env.name, "")
         begins = f"{len(text)} characters of instructions" if text else "no instructions"

@@ -33,14 +33,14 @@ FloatArray = NDArray[np.float64]
 # a share in 0 .. 1, a difference of two shares in -1 .. 1, or any number
 Kind = Literal["share", "difference", "number"]
 # fewest families that can be clusters; with fewer, the interval does not cover other families,
-# only about other items of these
+# only other items of these
 FEWEST = 5
 RARE = 6  # items; with fewer, the normal approximation fails
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Moments of one mean or of many at a time, each [...]."""
+    """Mean of one row of values or of many rows, with its variance; every field is [...]."""
 
     mean: FloatArray
     variance: FloatArray  # of the mean
@@ -77,7 +77,7 @@ def clustered_interval(
 ) -> Interval:
     """Return the mean of `values` [I] with its interval; NaN is left out.
 
-    families: [I], of each item.
+    families: [I] family of each item; they are the clusters if there are FEWEST or more.
     Errors: ValueError if no value is left.
     """
     if values.ndim != 1 or np.isnan(values).all():
@@ -94,7 +94,7 @@ def clustered_interval(
 def clustered_intervals(
     values: FloatArray, codes: NDArray[np.int_] | None = None, *, kind: Kind, confidence: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return (mean, low, high), each [...], of many rows. values: [..., I]; codes: [I]."""
+    """Return (mean, low, high) of each row, [...]. values: [..., I]; codes: as for `moments`."""
     estimate = moments(values, codes, kind=kind)
     quantile = stdtrit(estimate.freedom, (1 + confidence) / 2)
     if kind == "share":
@@ -175,16 +175,17 @@ def _freedom(
 
 
 def _rare(values: FloatArray, mean: FloatArray, kind: Kind) -> NDArray[np.bool_]:
-    """Mask of the results that too few items decide for a normal approximation, [...]."""
+    """Mask of the means that fewer than RARE items decide, too few for normality, [...]."""
     end = 0.0 if kind == "difference" else np.round(mean)[..., None]
     return np.asarray(telling(np.nan_to_num(values - end, nan=0.0)) < RARE)
 
 
 def telling(off: FloatArray) -> FloatArray:
-    """Return how many items decide a result, [...]: k if k are off alike, fewer if one outweighs
-    the others.
+    """Return the effective number of items that decide a mean, [...]: k if k items have the same
+    distance and the rest have 0, fewer if one outweighs the others.
 
-    off: [..., I] distance from no information: 0 for a difference, the nearer end for a share.
+    off: [..., I] distance of each value from 0 for a difference, from the nearer of 0 and 1 for a
+    share.
     """
     size = np.abs(off)
     squares = (size**2).sum(axis=-1)
@@ -200,9 +201,10 @@ def score_bounds(
     num_items: NDArray[np.int_],
     rare: NDArray[np.bool_],
 ) -> tuple[FloatArray, FloatArray]:
-    """Score interval of as many draws as would have this variance, each [...].
+    """Return (low, high) of the score interval for the number of independent draws that has this
+    variance; all are [...].
 
-    rare: cap the draws at one per item.
+    rare: mask of the means with at most one draw per item.
     """
     spread = mean * (1 - mean)
     draws = np.divide(

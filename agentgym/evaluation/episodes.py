@@ -16,7 +16,7 @@ ROWS = 2_000  # rows per row group, so at most this many are in memory
 
 
 def write_episodes(path: Path, attempts: Iterable[Trajectory]) -> int:
-    """Write one row per attempt, failed ones too. Result: the number of rows."""
+    """Write a parquet file with one row per attempt, also failed ones. Return the row count."""
     import pyarrow
     import pyarrow.parquet
 
@@ -39,7 +39,7 @@ def read_episodes(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def to_row(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the attempt's columns. Info is JSON because its keys depend on the environment."""
+    """Return the attempt as a row. Info is JSON text: its keys depend on the environment."""
     outcome, usage = OUTCOME_OF[trajectory.status], usage_of(trajectory)
     return {
         "env": trajectory.item.env,

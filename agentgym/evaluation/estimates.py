@@ -32,8 +32,8 @@ def success(
     if no item has enough samples that count.
 
     greedy: [I], samples: [I, n]; 1, 0, or NaN. families: [I].
-    An item with fewer than k samples that count leaves pass@k and pass^k: there is no estimate of
-    it. `Interval.num_items` counts the rest.
+    An item with fewer than k samples that count has no estimate and is left out of pass@k and
+    pass^k. `Interval.num_items` counts the rest.
     Errors: ValueError for any other value or shape.
     """
     rows = per_item(greedy, samples)
@@ -55,7 +55,9 @@ def success(
 
 
 def per_item(greedy: FloatArray, samples: FloatArray) -> dict[str, FloatArray]:
-    """Return one value per item and name of `success`, [I]; NaN if it has too few samples."""
+    """Return the values of all items, [I], under the names of `success`; NaN for too few samples.
+    Errors: as `success`.
+    """
     if greedy.ndim != 1 or samples.ndim != 2 or len(greedy) != len(samples):
         raise ValueError(
             f"an evaluation is greedy [I] and samples [I, n], got {greedy.shape} and"
@@ -79,7 +81,9 @@ def per_item(greedy: FloatArray, samples: FloatArray) -> dict[str, FloatArray]:
 def mean_reward(
     rewards: FloatArray, families: Families | None = None, *, confidence: float
 ) -> Interval | None:
-    """Return the mean over items of their mean over samples, [I, n]; None if nothing counts."""
+    """Return the mean over items of their mean reward, with its interval; None if nothing counts.
+    rewards: [I, n].
+    """
     values = item_means(rewards)
     if np.isnan(values).all():
         return None
@@ -89,9 +93,9 @@ def mean_reward(
 def ratio(
     part: FloatArray, whole: FloatArray, families: Families | None = None, *, confidence: float
 ) -> Interval | None:
-    """Return the sum of `part` over the sum of `whole`, both [I] and in the same units of counting:
-    for example invalid actions over actions, or turns of successes over successes. None if the
-    whole is 0.
+    """Return the sum of `part` over the sum of `whole`, both [I], with its interval: for example
+    invalid actions over actions, or turns of successes over successes. None if the whole is 0.
+    Items with NaN in either are left out.
 
     The interval is that of the linearised ratio (Cochran 1977, section 6.4), clustered.
     """
@@ -113,8 +117,8 @@ def to_success(
     *,
     confidence: float,
 ) -> dict[str, Any] | None:
-    """Return the cost of an episode that succeeds, in turns or tokens: its mean with interval, and
-    its median. cost, samples: [I, n]. None if nothing succeeded or a cost is not known.
+    """Return the cost of the episodes that succeed, in turns or tokens: mean with interval, median,
+    and their number. cost, samples: [I, n]. None if nothing succeeded or a cost is not known.
     """
     won = samples == 1
     if not won.any() or np.isnan(cost[won]).any():
@@ -129,8 +133,8 @@ def to_success(
 def by_family(
     samples: FloatArray, families: Families, *, confidence: float
 ) -> dict[str, dict[str, Any]]:
-    """Return the success of each family, by name. Its items are the clusters. samples: [I, n].
-    Items without a family are left out.
+    """Return each family's number of items and success (None if nothing counts), by its name.
+    Its items are the clusters. samples: [I, n]. Items without a family are left out.
     """
     values, family_of = item_means(samples), np.array(families, dtype=object)
     result = {}

@@ -59,8 +59,8 @@ class Opened:
 
 
 def evaluate(ctx: StepContext) -> Manifest:
-    """Evaluate a checkpoint of a run under the run's protocol, and compare it with the step's
-    baseline, item by item.
+    """Evaluate a checkpoint of a run under the run's protocol, compare it with the step's
+    baseline, if there is one, item by item, and return the final commit.
 
     A resumed step plays the missing episodes: those not yet played and those that failed.
     Errors: RolloutError as soon as more episodes failed than `evaluation.min_coverage` allows;
@@ -154,7 +154,7 @@ def protocol_of_step(cfg: RunConfig, items: Items) -> EvaluationProtocol:
 
 
 def require_coverage(ledger: Ledger, least: float) -> None:
-    """Raise RolloutError if so many episodes failed that the rest cannot stand for all."""
+    """Raise RolloutError if more than a share of 1 - `least` of the episodes failed for good."""
     failed = [slot for slot in ledger.slots.values() if slot.failed and not slot.counts]
     num_out, num = len(failed), len(ledger.slots)
     if num_out > (1 - least) * num + 1e-9:
@@ -221,7 +221,7 @@ def open_local(
 
 
 def pace(protocol: EvaluationProtocol) -> dict[str, Any]:
-    """Return when a ledger commits. A run that must be repeatable does not commit by the clock."""
+    """Return `Ledger.open`'s commit settings; a repeatable evaluation has no commits by time."""
     every_s = math.inf if protocol.deterministic else protocol.commit_every_s
     return {"commit_every_s": every_s, "chunk_episodes": protocol.chunk_episodes}
 
@@ -276,8 +276,8 @@ def play_owed(
     ledger: Ledger,
     progress: Progress,
 ) -> str:
-    """Play the ledger's missing slots. Result: why it stopped before the last episode; empty: it
-    played all.
+    """Play and commit the ledger's missing slots. Return why it stopped before the last episode;
+    empty: it played all.
     """
 
     async def playing() -> str:
@@ -305,7 +305,9 @@ def play_owed(
 def conclude(
     protocol: EvaluationProtocol, ledger: Ledger, stopped: str, tariff: Tariff | None = None
 ) -> Result:
-    """Return the result of the slots played so far."""
+    """Return the result of the slots played so far, with the cost if there is a tariff.
+    stopped: why it ended early; empty: it did not.
+    """
     slots = tuple(ledger.slots.values())
     facts = {**ledger.about, "valid": protocol.is_covered(coverage_of(slots))}
     if tariff is not None:
@@ -326,8 +328,8 @@ def identity_of(
     policy: Mapping[str, Any],
     instructions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return everything that determines what a result means, and nothing else. instructions: of the
-    servers.
+    """Return the settings and digests that an evaluation's digest covers: all that can change its
+    result. instructions: the servers' texts, by environment.
     """
     listed = {
         env: "\n".join(f"{item.item_id} {task}" for item, task in zip(its, tasks[env], strict=True))

@@ -21,7 +21,7 @@ PlayAnew = Callable[[str], Result]
 
 
 def first_evidence(result: Result) -> Evidence:
-    """Return the evidence on a first champion."""
+    """Return the evidence on a candidate without a champion to compare it with."""
     pairs = align(result, result)
     alone = {
         env: Pair(p.items, p.families, np.full_like(p.after, np.nan), p.after, p.num_slots)
@@ -49,7 +49,7 @@ def paired_evidence(champion: Result, candidate: Result, seen: Collection[str]) 
 
 
 def incomparable(why: str) -> Evidence:
-    """Return evidence without pairs, with the reason."""
+    """Return evidence that candidate and champion cannot be compared, with the reason `why`."""
     return Evidence({}, True, obstacle=why)
 
 
@@ -60,10 +60,10 @@ def _tokens(result: Result) -> float | None:
 
 
 def own_results(store: RunStore, evaluation: Manifest, champion: Version) -> tuple[Result, Result]:
-    """Return the champion's and the candidate's result, if both runs' own evaluations asked the
-    same.
-    Errors: Incomparable if they did not, or if the champion's is not in this store;
-    NumbersChanged.
+    """Return the champion's and the candidate's result, from their runs' own evaluations.
+
+    evaluation: the candidate's. Errors: Incomparable if the questions differ, or if the champion's
+    result is missing or cannot be read; NumbersChanged.
     """
     ours = stored_result(store, evaluation)
     theirs = champion.evaluation_in(store)
@@ -78,6 +78,6 @@ def own_results(store: RunStore, evaluation: Manifest, champion: Version) -> tup
 
 
 def reference_kl(store: RunStore, checkpoint: Manifest) -> float | None:
-    """Return the last reference KL that training measured; None if none was."""
+    """Return the last reference KL that the checkpoint's step measured; None if there is none."""
     points = committed_points(store, checkpoint.step, checkpoint.key)
     return next((p.metrics[KL] for p in reversed(points) if KL in p.metrics), None)

@@ -34,7 +34,7 @@ AuditState = Literal["none", "passed", "failed"]
 
 
 class Audited(TypedDict):
-    """Fields of `Evidence`."""
+    """The fields of `Evidence` about the candidate's audit."""
 
     audit: AuditState
     audit_note: str
@@ -46,7 +46,7 @@ _LETTERS = {0.0: "0", 1.0: "1"}
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence about a candidate and the champion; JSON has all of it."""
+    """Evidence about a candidate and the champion; `to_json` keeps all of it."""
 
     pairs: Mapping[str, Pair]  # before: the champion, all NaN if there is none
     has_champion: bool
@@ -114,7 +114,7 @@ class Judgement:
 
     @property
     def needed_items(self) -> int | None:
-        """Items per environment that would suffice if the set is too small."""
+        """Items per environment with which all rules could decide; None if no rule needs more."""
         return max(
             (ruling.needed_items for ruling in self.rulings if ruling.needed_items), default=None
         )
@@ -129,7 +129,7 @@ class Judgement:
 
 
 def judge(rules: GateConfig, evidence: Evidence) -> Judgement:
-    """Return the judgement. It never raises: if the evidence does not decide, it is HOLD."""
+    """Return the verdict (REJECT if a rule rejects, else HOLD if one holds) with all rulings."""
     rulings = [*_of_the_candidate(rules, evidence)]
     if evidence.has_champion:
         rulings += _of_both(rules, evidence)
@@ -298,8 +298,8 @@ def _superior(rules: GateConfig, gains: Mapping[str, Moments], pairs: Mapping[st
 
 
 def _exact_p(pairs: Mapping[str, Pair]) -> float | None:
-    """One-sided p of as many wins among the items that differ; None if an item has more than one
-    episode or belongs to a family that is a cluster.
+    """One-sided p-value of this many wins or more among the items that differ, if wins and losses
+    are equally likely; None if an item has several episodes or families are the clusters.
     Source: McNemar 1947, with the binomial distribution itself.
     """
     if any(p.after.shape[1] > 1 or family_codes(p.families) is not None for p in pairs.values()):
@@ -325,8 +325,8 @@ def _not_inferior(rules: GateConfig, env: str, gain: Moments) -> Ruling:
 
 
 def _families(rules: GateConfig, env: str, pair: Pair) -> Iterator[Ruling]:
-    """Yield a ruling for each family that is shown to lose more than it may (Bonferroni over
-    families). A family that is merely small forbids nothing: no set would ever be large enough.
+    """Yield REJECT for each family with a significant loss (Bonferroni over families) whose mean is
+    above the margin. A small family forbids nothing: no set would ever be large enough.
     """
     gained, family_of = _gained(pair), np.array(pair.families, dtype=object)
     names = sorted({family for family in pair.families if family is not None})
@@ -378,7 +378,7 @@ def _needed(items: int, detectable: float, wanted: float) -> int:
 
 
 def _pair_json(pair: Pair) -> dict[str, Any]:
-    """Outcomes are one letter each: 1, 0, or - if an episode does not count."""
+    """Return a pair as JSON types; an outcome is 1, 0, or - if an episode does not count."""
     return {
         "items": list(pair.items),
         "families": list(pair.families) if any(pair.families) else None,

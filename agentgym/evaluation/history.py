@@ -42,7 +42,7 @@ Kind = Literal["judged", "forced", "rolled back", "found"]
 
 @dataclass(frozen=True)
 class Version:
-    """A registered model, by its content and by its number in the registry."""
+    """A version of a registered model: its number in the registry and digests of its content."""
 
     number: str
     checkpoint: str  # digest of the manifest whose weights these are; empty: not one of ours
@@ -51,7 +51,7 @@ class Version:
     run_key: str = ""
 
     def evaluation_in(self, store: RunStore) -> Manifest | None:
-        """Return the evaluation of the run that made it; None if this store lacks it."""
+        """Return its run's evaluation of it; None if none is recorded or this store lacks it."""
         evaluation = self.evaluation
         final = store.final(evaluation["step"], evaluation["key"]) if evaluation else None
         return final if final is not None and final.digest == evaluation["digest"] else None
@@ -69,7 +69,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the history."""
+    """One decision in an alias's history."""
 
     kind: Kind
     asked: str  # identity of the question to decide: equal for a command and its repetition
@@ -110,7 +110,7 @@ class Entry:
 
 
 def me() -> str:
-    """Return who decides, for people: the operating system's user, not LOGNAME."""
+    """Return USER@HOST as the name of who decides: the operating system's user, not LOGNAME."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # a container's user may have no name
@@ -157,7 +157,7 @@ class History:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenHistory]:
-        """Wait for the lease and open the history for writing. Errors: LeaseHeld."""
+        """Wait for the lease, at most WAIT_S, and open the history to write. Errors: LeaseHeld."""
         with contextlib.ExitStack() as stack:
             writer = when_free(lambda: stack.enter_context(self.store.open(STEP, self.key)), WAIT_S)
             yield OpenHistory(self, writer)
@@ -174,7 +174,7 @@ class Home:
     # a folder, relative to that of the registry's database if it lies below it, so that a copy of
     # both is a history of its own; or s3://bucket/prefix
     store: str
-    host: str  # that has the folder; empty: S3, or next to the database
+    host: str  # machine with the folder; empty: S3, or a folder below the database's
     began: str  # `History.began`
 
     @classmethod

@@ -35,7 +35,7 @@ def numbers_of(slots: Sequence[Slot], protocol: EvaluationProtocol) -> dict[str,
 
 
 def headline(result: Result, k: Sequence[int], confidence: float) -> dict[str, Any]:
-    """Return the main numbers over all environments and, if there are several, of each.
+    """Return the main numbers over all environments and, if there are several, `by_env` too.
 
     k: of pass@k. Errors: ValueError if too few episodes count for a number.
     """
@@ -94,8 +94,8 @@ def paired(
 ) -> dict[str, dict[str, Any]]:
     """Return the mean difference after - before of each main number, item by item.
 
-    It is narrower than two intervals show, because an item's difficulty cancels. An item with too
-    few episodes in either result is left out.
+    Its interval is narrower than two separate ones show: an item's difficulty cancels. An item with
+    too few episodes in either result is left out.
     Errors: ValueError if none is left, or if the two have different items or samples.
     """
     table_after, table_before = Table.of(after.slots), Table.of(before.slots)
@@ -195,7 +195,7 @@ class Table:
 
 
 def _conventions(table: Table, confidence: float) -> dict[str, Any]:
-    """Return summary, failed and curves of the slots that were played; {} if none counts."""
+    """Return success under both conventions and pass curves, as JSON; empty if no slot counts."""
     if np.isnan(table.greedy).all() and np.isnan(table.samples).all():
         return {"summary": {}, FAILED: {}, "curves": {}}
     summary = estimates.success(table.greedy, table.samples, table.families, confidence=confidence)
@@ -217,13 +217,14 @@ def _conventions(table: Table, confidence: float) -> dict[str, Any]:
 
 
 def ks(largest: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, ... and `largest`."""
+    """Return 1, 2, 4, ... and `largest`; empty for 0."""
     powers = [2**power for power in range(largest.bit_length()) if 2**power <= largest]
     return tuple(dict.fromkeys([*powers, largest])) if largest else ()
 
 
 def _effort(table: Table, counted: Sequence[Slot], confidence: float) -> dict[str, Any]:
-    """Reward, cost of a success, actions that changed nothing, success within so many turns.
+    """Mean reward, turns and tokens to a success, share of actions that changed nothing, and share
+    of episodes that succeed within 1, 2, ... turns.
 
     None: not known, or nothing succeeded.
     """
@@ -263,7 +264,7 @@ def _taken(cost: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _families(table: Table, confidence: float) -> dict[str, Any]:
-    """Success by the kinds of task that the environment reports."""
+    """Number of items and success of each family (kind of task), as JSON types."""
     success = np.column_stack([table.greedy, table.samples])[:, table.main]
     by_family = estimates.by_family(success, table.families, confidence=confidence)
     return {name: {**row, "success": _json(row["success"])} for name, row in by_family.items()}
@@ -284,7 +285,7 @@ def _parts(counted: Sequence[Slot]) -> dict[str, Any]:
 
 
 def _numbers(part: Any, name: str) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a tree of parts; a list is one part, with the minimum as its value."""
+    """Yield (dotted name, number) of a tree of parts; a list is one part with its minimum."""
     if isinstance(part, Mapping):
         for key, value in part.items():
             yield from _numbers(value, f"{name}.{key}" if name else str(key))
@@ -301,7 +302,8 @@ def _json(interval: Interval | None) -> dict[str, Any] | None:
 def _retried(counted: Sequence[Slot], confidence: float) -> dict[str, Any]:
     """Success of slots that needed another attempt, compared with the others (Fisher's exact test).
 
-    If they differ, the failures did not fall on random episodes.
+    If they differ, the failures did not fall on random episodes. Fewer than FEWEST_RETRIED slots
+    are not tested.
     """
     retried = [slot.success for slot in counted if slot.failed]
     first_tries = [slot.success for slot in counted if not slot.failed]

@@ -30,7 +30,7 @@ SHOWN_KEYS = ("greedy", "avg_at_", "pass_at_")
 
 
 def headline(result: Result) -> list[str]:
-    """Return lines with both conventions, and the share of the episodes that counts."""
+    """Return three lines per environment: success, failed slots as failures, and coverage."""
     lines = []
     for env, numbers in result.numbers.items():
         lines.append(f"{env}: {_numbers(numbers['summary'])}")
@@ -75,7 +75,7 @@ def notes(result: Result) -> Iterator[str]:
 
 
 def _lost_replies(result: Result) -> Iterator[str]:
-    """Yield how many replies were cut or filtered, by environment; they are played as they are."""
+    """Yield lines on replies that were cut or filtered, by environment; they were still played."""
     for env in result.envs:
         usage = sum((slot.total_usage for slot in result.of(env)), Usage())
         replies = usage.num_calls - usage.num_failed
@@ -117,7 +117,7 @@ def usage_facts(result: Result) -> dict[str, str]:
 
 
 def render(result: Result, examples: Sequence[EpisodeExample]) -> dict[str, bytes]:
-    """Return the figure and the page, by file name."""
+    """Return the figure and the page, by file name; no figure if no number is in all its rows."""
     rows = [_row(env, numbers) for env, numbers in result.numbers.items() if numbers["summary"]]
     figures = {}
     if rows:

@@ -33,12 +33,12 @@ MAX_SHOWN = 12  # most differences of two questions that an error lists
 
 
 class Incomparable(ValueError):
-    """Two results that answer different questions."""
+    """Error for two results of different questions, or if one of them is not finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two policies on the items of one environment; NaN if a slot does not count in both."""
+    """Two policies on the items of one environment; NaN if a slot of that policy does not count."""
 
     items: tuple[str, ...]
     families: tuple[str | None, ...]
@@ -93,7 +93,9 @@ def compare(pairs: Mapping[str, Pair], *, confidence: float) -> dict[str, Decisi
 
 
 def decide(pair: Pair, *, confidence: float) -> Decision:
-    """Return the decision of one environment, without the correction over environments."""
+    """Return the decision of one environment, without the correction over environments.
+    Errors: ValueError if no slot counts in both.
+    """
     valid = ~(np.isnan(pair.before) | np.isnan(pair.after))
     before, after = (np.where(valid, success, np.nan) for success in (pair.before, pair.after))
     mean_after, mean_before = item_means(after), item_means(before)

@@ -18,7 +18,7 @@ from agentgym.types import Item
 
 
 class EvaluationStopped(RuntimeError):
-    """An end before the last episode. Played episodes are committed; the same command continues."""
+    """Error that ends an evaluation early. All played episodes are committed; it can be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ async def _side_by_side(table: Table, ledger: Ledger) -> None:
 
 
 async def _until_stopped(workers: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all workers. If one raises EvaluationStopped, the others finish their current episodes;
-    any other error cancels them.
+    """Run all workers. If one raises EvaluationStopped, the others finish their current episodes,
+    and nothing is raised; any other error cancels them and is raised.
     """
     tasks = [asyncio.create_task(worker) for worker in workers]
     try:
@@ -124,8 +124,8 @@ async def _until_stopped(workers: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _in_waves(table: Table, ledger: Ledger) -> None:
-    """Play waves in canonical order. A committed wave is never played again, and the next waves are
-    the same after a restart.
+    """Play waves of one size, by environment, greedy episodes first. A committed wave is never
+    played again, and the next waves are the same after a restart.
     """
     for env_protocol in table.protocol.envs:
         size = min(env_protocol.most_in_flight, table.protocol.concurrency)

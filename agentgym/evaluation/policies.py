@@ -185,7 +185,7 @@ def endpoint_contender(endpoint: Endpoint) -> Contender:
 def weights_contender(
     checkpoint: Checkpoint, weights: str, cfg: RunConfig, about: str
 ) -> Contender:
-    """Return a model that samples here. weights: their digest."""
+    """Return a checkpoint as a policy that this machine runs. weights: digest of its weights."""
     engine = cfg.rollout.engine
     identity = {
         "kind": "weights",
@@ -239,7 +239,7 @@ def env_version(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RecordedPlayer(ScriptedPlayer):
-    """Player that repeats recorded actions."""
+    """Player that repeats recorded actions; without a record it raises PlayerFailed."""
 
     def __init__(self, actions: tuple[str, ...] | None) -> None:
         super().__init__([Said(action, action) for action in actions or ()])
@@ -256,7 +256,7 @@ def recorded_contender(
 ) -> Contender:
     """Return a policy that repeats an evaluation's actions.
 
-    of: the evaluation's digest; records: the digest of its records.
+    of: the evaluation's digest; records: the digest of its records; actions: by item id and sample.
     """
     identity = {"kind": str(Who.RECORDED), "of": of, "records": records}
     return Contender(

@@ -160,7 +160,7 @@ class Promotions:
 
     def evidence_store(self, decision: Mapping[str, Any]) -> RunStore | None:
         """Return the store with the evidence of a decision; None if none is named, or it cannot be
-        looked at from here.
+        read from here.
         """
         location = decision.get(MADE_IN)
         return Home(**location, began="").opened(self.own.store, self._base) if location else None
@@ -186,7 +186,7 @@ class Promotions:
         questions.
         asked: identity of this decision, as `Entry.asked`.
         question: what evidence_for evaluates, if the gate has no protocol of its own.
-        Errors: HistoryElsewhere.
+        Errors: HistoryElsewhere; RuntimeError if the champion changes ROUNDS times meanwhile.
         """
         for _ in range(ROUNDS):
             with self.open() as opened:
@@ -298,7 +298,7 @@ class Promotions:
         return self._add(opened, entry)
 
     def force(self, version: Version, why: str, kind: Kind = "forced") -> Entry:
-        """Move the alias because a person decided so."""
+        """Record a person's decision to move the alias to `version`, and move it."""
         with self.open() as opened:
             self._adopt(opened)
             before = champion_of(opened.entries)
@@ -307,7 +307,7 @@ class Promotions:
             return self._add(opened, entry)
 
     def roll_back(self, to: str | None, why: str) -> Entry:
-        """Move the alias to its previous holder, or to another version that once held it.
+        """Move the alias back to its previous version, or to an earlier one `to`, and record this.
         Errors: ConfigError if there is none, or it is gone.
         """
         entries = self.history.entries()
@@ -369,7 +369,7 @@ class Promotions:
         return added
 
     def _tell(self, opened: OpenHistory, *, restore: bool = False) -> None:
-        """Send the last entry to MLflow: the decision first, the alias last.
+        """Send the last entry to MLflow, decision first, alias last, and mark it as settled.
 
         restore: set the alias even if the entry did not move it.
         """
@@ -397,13 +397,13 @@ def artifact(history: History, entry: Entry) -> str:
 
 
 def decision_tags(entry: Entry) -> dict[str, str]:
-    """Tags of the version that was decided on."""
+    """Tags with verdict, reason and digest of the entry, for the version that it decided on."""
     verdict = entry.verdict or entry.kind.upper()
     return {VERDICT: verdict, WHY: entry.why[:5000], DECISION: sha256(entry.to_bytes())}
 
 
 def note_of(entry: Entry, artifact_path: str) -> str:
-    """Return the text of a version's page about its last decision."""
+    """Return the Markdown text about its last decision for a version's page in MLflow."""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(entry.at))
     over = f" over version {entry.before.number}" if entry.before else ""
     lines = [
@@ -432,7 +432,7 @@ def note_of(entry: Entry, artifact_path: str) -> str:
 
 
 def version_of(number: str, tags: Mapping[str, str]) -> Version:
-    """Return the version that its tags describe."""
+    """Return the version that its tags in the registry describe."""
     evaluation = {
         "digest": tags.get("evaluation", ""),
         "step": tags.get("evaluation.step", ""),
@@ -448,7 +448,7 @@ def version_of(number: str, tags: Mapping[str, str]) -> Version:
 
 
 def decision_json(rules: GateConfig, evidence: Evidence, judgement: Judgement) -> dict[str, Any]:
-    """Return everything that the verdict follows from: `judge` of it returns the same."""
+    """Return the judgement as JSON types, with the rules and the evidence that it follows from."""
     return {
         **judgement.to_json(),
         "item_set": evidence.item_set,
@@ -458,7 +458,7 @@ def decision_json(rules: GateConfig, evidence: Evidence, judgement: Judgement) -
 
 
 def judged_again(decision: Mapping[str, Any]) -> dict[str, Any]:
-    """Judge a decision's evidence by its rules again. Errors: ValueError, KeyError, TypeError."""
+    """Return a decision, judged again from its record. Errors: ValueError, KeyError, TypeError."""
     rules = GateConfig.model_validate(decision["settings"])
     evidence = Evidence.from_json(decision["evidence"])
     location = {MADE_IN: decision[MADE_IN]} if MADE_IN in decision else {}
@@ -487,7 +487,7 @@ def summary(entry: Entry) -> dict[str, Any]:
 
 
 def sentence(registered: Mapping[str, Any]) -> str:
-    """Return what happened to the alias, from `register`'s results: one line without its name."""
+    """Return a line on what happened to the alias, without its name, from `register`'s results."""
     decision = registered["champion"]
     verdict = f"{decision['verdict']}: " if decision.get("verdict") in ("HOLD", "REJECT") else ""
     if decision["moved"]:

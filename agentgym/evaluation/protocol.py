@@ -116,7 +116,7 @@ class EnvProtocol(Section):
 
     @property
     def most_in_flight(self) -> int:
-        """Episodes that its servers play at a time."""
+        """Maximum number of episodes that its servers play at a time."""
         return self.env.max_sessions * max(1, len(self.env.endpoints))
 
     @property
@@ -190,7 +190,7 @@ class EvaluationProtocol(Section):
 def load_protocol(
     name: str, overrides: Mapping[str, Any] | None = None, folder: Path = FOLDER
 ) -> EvaluationProtocol:
-    """Load a file, or one of `profiles/eval` by its name.
+    """Load a protocol from a YAML file, or from NAME.yaml in `folder` by its name.
 
     overrides: fields laid over each environment (`max_turns`, `items`, ...) and over the whole
     (`seed`, ...), by their names.
@@ -209,7 +209,7 @@ def load_protocol(
 
 
 def protocol_from(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> EvaluationProtocol:
-    """Return a file's mapping as a protocol. Errors: ConfigError."""
+    """Return a file's tree as a protocol. overrides: see `load_protocol`. Errors: ConfigError."""
     envs = tree.get("envs", ())
     tree = dict(tree)
     for key, value in overrides.items():

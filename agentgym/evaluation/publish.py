@@ -60,7 +60,7 @@ PAGE = "report.html"
 
 
 def register_policy(ctx: StepContext, run_key: str, play_anew: PlayAnew) -> Manifest:
-    """Put the checkpoint into the registry, and let the gate decide whether the alias moves to it.
+    """Register the checkpoint, let the gate decide whether the alias moves to it, and commit both.
 
     It is registered once per checkpoint, also after a crash.
     play_anew: plays a registered version under the gate's protocol.
@@ -126,7 +126,9 @@ def _evidence(
     champion: Version | None,
     play_anew: PlayAnew,
 ) -> Evidence:
-    """Return evidence from the runs' own evaluations if comparable; else play both anew."""
+    """Return evidence from the runs' own evaluations; play both models anew if these cannot be
+    compared or `gate.protocol` is set.
+    """
     if not cfg.gate.protocol:
         if champion is None:
             return first_evidence(stored_result(store, evaluation))
@@ -142,7 +144,7 @@ def _evidence(
 def evidence_anew(
     cfg: RunConfig, candidate: Version, champion: Version | None, play_anew: PlayAnew
 ) -> Evidence:
-    """Return evidence from playing both models under one protocol."""
+    """Return evidence from playing both models by one protocol, or why they cannot be compared."""
     name = cfg.registered_model
     candidate_result = play_anew(f"models:/{name}/{candidate.number}")
     if champion is None:
@@ -162,10 +164,10 @@ def confirm_registration(
     evaluation: Manifest,
     run_key: str,
 ) -> None:
-    """Register the model again if the ledger was replaced since, and restore the alias from the
-    history.
+    """Register the model again if MLflow has lost it, and restore the alias from the history.
 
-    Errors: LedgerError if the model has another number there.
+    Errors: LedgerError if MLflow has it under another version number, or if the files that it is
+    registered with again differ from the committed ones.
     """
     name = cfg.registered_model
     version = find_version(tracker_of(cfg), name, checkpoint.digest)
@@ -232,7 +234,7 @@ def headline_tags(evaluation: Manifest) -> dict[str, str]:
 
 
 def write_report(ctx: StepContext, run_key: str, steps: Mapping[str, Step]) -> Manifest:
-    """Write curves, table and example episodes as one page; MLflow gets them after the commit."""
+    """Commit a page with curves, table and example episodes; MLflow gets it after the commit."""
     ctx.progress.start("report", 1)
     files = report_files(ctx.cfg, ctx.store, ctx.parents, run_key, steps)
     ctx.progress.advance()
@@ -259,7 +261,7 @@ def report_files(
     run_key: str,
     steps: Mapping[str, Step],
 ) -> dict[str, bytes]:
-    """Return the page and its pictures, from the parents' commits. steps: by name."""
+    """Return the page and its pictures by file name. parents: commits of the steps, by name."""
     titles = {name: step.title.removeprefix("evaluate ") for name, step in steps.items()}
     by_kind = {step.kind: parents[name] for name, step in steps.items() if name in parents}
     compared = _compared(parents, steps)
@@ -340,7 +342,7 @@ def _compared(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> lis
 
 
 def _intervals(manifest: Manifest, part: str = "summary") -> dict[str, Interval]:
-    """Return a manifest's intervals, greedy first, without pass@1, which equals avg@n."""
+    """Return an evaluation's intervals, greedy first, without pass@1, which equals avg@n."""
     rows = manifest.results[part].items()
     intervals = {
         name: Interval(**row) for name, row in rows if name not in ("baseline", "pass_at_1")
@@ -384,7 +386,7 @@ def _curves(store: RunStore, trained: Sequence[Manifest]) -> list[Curve]:
 
 
 def _examples(store: RunStore, evaluation: Manifest, title: str) -> list[EpisodeExample]:
-    """Return one success and one failure of an evaluation, if there are both."""
+    """Return the first success and the first failure of every environment, if there are any."""
     commits = store.history(evaluation.step, evaluation.key)
     return [
         EpisodeExample.from_trajectory(title, trajectory)

@@ -33,7 +33,7 @@ OF_EVALUATION = ("max_turns", "split", "temperature")
 
 @dataclass(frozen=True)
 class Question:
-    """Environments, items and protocol. Unknown parts are left out, and differ from nothing."""
+    """Environments, items and protocol. Unknown parts are left out and not compared."""
 
     envs: Mapping[str, Mapping[str, Any]]  # name -> options and dialect
     # name of an environment -> sha256 of the list that its first items are from
@@ -77,7 +77,7 @@ def question_asked(config: Mapping[str, Any], splits: Splits) -> Question:
 
 
 def question_of_evaluation(store: RunStore, evaluation: Manifest) -> Question | None:
-    """Return the question of a run's own evaluation; None if the store lost its data."""
+    """Return the question of a run's own evaluation; None if the store lacks its data step."""
     wanted = evaluation.parents.get(DATA)
     data = next((head for head in store.heads(DATA) if head.digest == wanted), None)
     if data is None:
@@ -94,7 +94,8 @@ def question_of_version(
 ) -> Question | None:
     """Return the question of a version: from its tag; else from its evaluation in one of these
     stores;
-    else only the environments, from its MLflow run. None if nothing is known.
+    else only the environments, from its MLflow run. None if nothing is known, or if the store with
+    its evaluation lacks the data step.
     """
     try:
         tags = version_tags(tracker, model, version.number)

@@ -84,7 +84,10 @@ class Ledger:
         about: Mapping[str, Any],
         **pace: Any,
     ) -> Ledger:
-        """Read the earlier commits; commit the plan if there are none."""
+        """Return the ledger as the earlier commits left it; if there are none, commit the plan.
+
+        pace: `commit_every_s` and `chunk_episodes`.
+        """
         ledger = cls(
             make_commit,
             identity,
@@ -138,7 +141,7 @@ class Ledger:
         return waiting >= self.chunk_episodes or (late and bool(waiting or self._failed))
 
     def commit(self) -> None:
-        """Make finished episodes durable, if there are any. Errors: Fenced, StoreFull."""
+        """Commit all attempts that are not yet durable, if any. Errors: Fenced, StoreFull."""
         self.write(*self.take())
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
@@ -156,7 +159,7 @@ class Ledger:
             self._commit(done=False, records=records)
 
     def conclude(self, result: Result, results: dict[str, Any], *, done: bool) -> Manifest:
-        """Commit the result. done: it answers the same question from now on."""
+        """Commit the last attempts, then the result. done: the evaluation is finished with it."""
         self.commit()
         return self._commit(
             done=done,
@@ -219,7 +222,7 @@ def read_plan(store: RunStore, first: Manifest) -> Plan:
 
 
 def replay(store: RunStore, commits: Sequence[Manifest], slots: dict[Key, Slot]) -> None:
-    """Apply the commits' attempts to the slots, in order."""
+    """Put the commits' attempts into `slots`, in order. Errors: KeyError for an unknown slot."""
     for trajectory in attempts_of(store, commits):
         key = slot_of(trajectory)
         slots[key] = slots[key].played(trajectory)
@@ -245,7 +248,7 @@ def examples_of(store: RunStore, commits: Sequence[Manifest]) -> Iterator[Trajec
 
 def find(store: RunStore, digest: str) -> Manifest:
     """Return the newest commit of the evaluation whose key begins with `digest`, of a run or not.
-    Errors: ConfigError.
+    Empty: the only one in the store. Errors: ConfigError if there is none or more than one.
     """
     heads = [head for head in store.heads() if head.step == STEP or RESULT in head.blobs]
     matching = [head for head in heads if head.key.startswith(digest)] if digest else heads

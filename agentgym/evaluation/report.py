@@ -44,7 +44,7 @@ class EvaluationRow:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A success rate over optimizer steps. Steps are global: they run on through the stages."""
+    """A success rate over optimizer steps, which are counted through all stages."""
 
     name: str
     steps: Sequence[int]
@@ -254,7 +254,7 @@ def label(key: str) -> str:
 
 
 def _headline(rows: Sequence[EvaluationRow]) -> str:
-    """Compare the last row with the first, one tile per number."""
+    """Return HTML tiles, one per number: the last compared row against the first row."""
     compared = [(row.summary, row.paired) for row in rows if row.paired is not None]
     if not compared:
         return ""
@@ -484,7 +484,7 @@ def _ticks(step: float) -> Any:
 
 
 def png_of(figure: Any) -> bytes:
-    """Return the figure as PNG, which names its Matplotlib; equal figures give equal bytes."""
+    """Return a PNG that names the Matplotlib version; equal figures give equal bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()

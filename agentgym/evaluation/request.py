@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 
 
 class EvaluationRequest(BaseModel):
-    """A request for an evaluation."""
+    """Policy, protocol and limits of an evaluation that a user asks for."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

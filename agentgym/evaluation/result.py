@@ -27,7 +27,7 @@ RESULT, CLOCK = "result.json", "clock.json"  # files of a result; the second one
 
 
 class ResultError(ValueError):
-    """A file that is no result of ours, or one of a later version."""
+    """Error for a file that is no result, was changed, or has another version's format."""
 
 
 class Outcome(StrEnum):
@@ -131,7 +131,7 @@ class Slot:
         )
 
     def to_row(self) -> list[Any]:
-        """Return the values of COLUMNS, without the clock."""
+        """Return the values of COLUMNS, in their order; the time `wall_s` is not among them."""
         row = [getattr(self, name) for name in COLUMNS]
         row[COLUMNS.index("usage")] = list(flat(self.usage).values())
         row[COLUMNS.index("failed")] = [
@@ -335,8 +335,8 @@ def outcome_table(
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return how two questions differ, other than in the policy: dotted paths, each with both
-    values.
+    """Return the differences of two questions, except for the policy: lines with a dotted path and
+    both values.
 
     Empty: the results can be compared.
     """

@@ -109,7 +109,8 @@ def by_turns(
     slots: Sequence[Slot], max_turns: int, *, confidence: float, horizons: Sequence[int] = ()
 ) -> Curve:
     """Return one environment's success at each horizon (default: every one up to `max_turns`), as
-    `truncate` would give it, from the slots alone.
+    `truncate` would give it, from the slots alone. Errors: ValueError for a horizon outside 1 ..
+    `max_turns`, or if no episode counts.
     """
     chosen = tuple(horizons or range(1, max_turns + 1))
     if max(chosen) > max_turns or min(chosen) < 1:
@@ -151,8 +152,8 @@ def within(
     """Return success within a number of tokens or seconds, at `num` budgets up to the most
     expensive success.
 
-    costs: of each slot's whole episode; a success counts from its end. None if the cost of a
-    success is not known, or nothing succeeded.
+    costs: of each slot's whole episode; a success counts at budgets of its cost or more. None if
+    the cost of a success is not known, or nothing succeeded.
     """
     won = [cost for slot, cost in zip(slots, costs, strict=True) if slot.counts and slot.success]
     dearest = [cost for cost in won if cost is not None]

@@ -98,7 +98,7 @@ def _over_items(
     confidence: float,
     codes: NDArray[np.int_] | None,
 ) -> tuple[FloatArray, FloatArray]:
-    """Return (low, high) of these seeds on other items.
+    """Return (low, high) of an interval that covers these seeds' mean on other items.
 
     For an item that some seeds lack, the mean deviation of the other seeds is used; the interval is
     then shifted to the mean.
@@ -116,7 +116,7 @@ def _over_items(
 def _over_both(
     values: FloatArray, mean: FloatArray, kind: Kind, confidence: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Return (low, high) of other seeds on other items."""
+    """Return (low, high) of an interval that covers the mean of other seeds on other items."""
     per_seed = np.nanmean(values, axis=-1)
     num_seeds = values.shape[-2]
     num_items = (~np.isnan(values)).any(axis=-2).sum(axis=-1)
@@ -152,8 +152,8 @@ def _covariance(values: FloatArray, per_seed: FloatArray) -> FloatArray:
 
 
 def _freedom(item_means: FloatArray, num_items: NDArray[np.int_]) -> FloatArray:
-    """Degrees of freedom of the items' variance, [...]: fewer, the more of it a few items make
-    (their kurtosis, unbiased).
+    """Degrees of freedom of the items' variance, [...], reduced by the items' kurtosis (unbiased):
+    they are fewer if a few items make most of the variance.
     """
     off = item_means - item_means.mean(axis=-1, keepdims=True)
     second, fourth = (off**2).mean(axis=-1), (off**4).mean(axis=-1)

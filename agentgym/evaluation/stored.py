@@ -34,11 +34,11 @@ TOLERANCE = 1e-9  # for numbers that another version of a library computed
 
 
 class NumbersChanged(ValueError):
-    """An evaluation that contradicts its episodes."""
+    """Error for a recorded evaluation that does not agree with its episodes."""
 
 
 def is_evaluation(head: Manifest) -> bool:
-    """Return True for an evaluation, whether a run or `agentgym evaluate` made it."""
+    """Return True for a commit with the result of an evaluation, of a run or on its own."""
     return RESULT in head.blobs or OUTCOMES in head.blobs
 
 

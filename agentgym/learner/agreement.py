@@ -51,9 +51,9 @@ def corrections_of(batch: Batch, logprobs: Tensor, config: PolicyGradientConfig)
 def _agreement(
     learner: Tensor, engine: Tensor, config: PolicyGradientConfig, step: int
 ) -> dict[str, float]:
-    """Return the distance between learner and engine on the batch.
+    """Return the metrics of `mismatch` between learner and engine on the batch.
 
-    learner, engine: [n] log-probabilities, nats. Errors: EngineMismatch.
+    learner, engine: [n] log-probabilities, nats. Errors: EngineMismatch above the limit.
     """
     gap, limit = mismatch(learner, engine, cap=config.importance_cap), config.max_mismatch_kl
     if limit is not None and not gap["kl"] <= limit:

@@ -46,7 +46,7 @@ class TokenBudget:
             self._before = torch.cuda.memory_allocated(self._device)
 
     def end(self, largest: int) -> None:
-        """Set the budget from the memory measured since `begin`.
+        """Set the budget, if auto on a GPU, from the memory measured since `begin`.
 
         largest: tokens of the largest micro-batch since then. All ranks call it, or none.
         """

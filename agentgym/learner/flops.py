@@ -31,9 +31,10 @@ PEAK_TFLOPS = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the peak of a device, by its name from `torch.cuda.get_device_name`.
+    """Return the peak of a device, dense bfloat16 TFLOP/s.
 
-    None for an unknown device and for a slice of one (MIG).
+    device_name: from `torch.cuda.get_device_name`.
+    Result: None for an unknown device and for a slice of one (MIG).
     """
     words_of_name = set(re.split("[ -]", device_name))
     if "MIG" in words_of_name:
@@ -42,7 +43,7 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 def device_peak_tflops(device: torch.device) -> float | None:
-    """Return the peak of a device; None for a CPU and for an unknown device."""
+    """Return the peak of a device as `peak_tflops`; None for a CPU and for an unknown device."""
     return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
@@ -76,7 +77,7 @@ class TrainingFlops:
         )
 
     def tflop(self, lengths: Tensor, shared: Tensor | None = None) -> float:
-        """Return 1e12 operations for sequences of these lengths, [R] int64.
+        """Return the number of operations, in 1e12, for sequences of these lengths, [R] int64.
 
         shared: [R] int64, leading tokens of each sequence that another one computes.
         """

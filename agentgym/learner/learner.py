@@ -168,7 +168,7 @@ class LocalLearner:
             self._values.load_state(states[CRITIC_OPTIMIZER])
 
     def peak_tflops(self, of_device: float | None) -> float | None:
-        """Return the sum of all ranks' peaks; None if unknown.
+        """Return the sum of all ranks' peaks, TFLOP/s; None if unknown.
 
         of_device: peak of one device; None: look it up by the device's name.
         """
@@ -197,8 +197,8 @@ class LocalLearner:
         """Return the experience before the update: log-probabilities of learner and
         reference, corrections for the engine's distance, and a critic's values.
 
-        If one update follows, and advantages need no log-probabilities, the learner's come from
-        that update's forward instead of a separate one.
+        If only one update follows (`_merges`), and advantages need no log-probabilities, the
+        learner's come from that update's forward instead of a separate one.
         step: from 1. Result: on the learner's device, without advantages.
         Errors: EngineMismatch if engine and learner disagree by more than `max_mismatch_kl`;
         ValueError for a batch without action tokens, or if the recipe needs a critic or a reference
@@ -242,14 +242,14 @@ class LocalLearner:
         return replace(experience, reference=None) if in_reward else experience
 
     def _merges(self, config: PolicyGradientConfig, step: int) -> bool:
-        """Return True if the forward of the only update gives the log-probabilities before it."""
+        """Return True if the log-probabilities before the only update can come from its forward."""
         is_only = config.epochs == config.minibatches == 1
         return self._settings.share_prefixes and is_only and not _is_warming(config, step)
 
     def update(
         self, experience: Experience, config: PolicyGradientConfig, *, step: int, seed: int
     ) -> tuple[Experience, dict[str, float]]:
-        """Take one optimizer step of the recipe: `epochs` x `minibatches` updates.
+        """Take one training step of the recipe: `epochs` x `minibatches` updates.
 
         experience: of `prepare`, with its advantages; step: from 1.
         Result: the experience with log-probabilities, and metrics by name without the experience's.
@@ -398,7 +398,7 @@ class LocalLearner:
     def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]:
         """Take one optimizer step of maximum likelihood on demonstrations' action tokens.
 
-        step: from 1.
+        step: from 1. Result: metrics by name. Errors: ValueError for a batch without action tokens.
         """
         batch = batch.to(self.ranks.device)
         num_tokens = int(batch.action_mask.sum())
@@ -425,7 +425,7 @@ class LocalLearner:
     def dpo_step(
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
     ) -> dict[str, float]:
-        """Take one optimizer step of direct preference optimization.
+        """Take one optimizer step of direct preference optimization. Return metrics by name.
 
         Sequence 2i of the batch is preferred to sequence 2i + 1.
         reference: [N] log-probabilities under the reference policy, by its `score`; step: from 1.
@@ -475,7 +475,7 @@ class LocalLearner:
         step: int,
         loss_of: LossFunction,
     ) -> dict[str, float]:
-        """Take one update of one network; add the gradient's norm to what is logged."""
+        """Take one update of one network. Return loss, logged values and the gradient's norm."""
         optimized.zero_grad()
         logged = self.forward_backward(batch, dealt, loss_of)
         self._optimize(optimized, step, logged)
@@ -520,7 +520,7 @@ class LocalLearner:
         return self.ranks.all_sum(result)
 
     def _reference_scores(self, batch: Batch) -> Tensor:
-        """Return [N] log-probabilities, see `_scores`. Errors: ValueError."""
+        """Return [N] log-probabilities, see `_scores`. Errors: ValueError without a reference."""
         if self._reference is None:
             raise ValueError("a reference model is needed; none was given to the learner")
         if self._reference is not self._net:
@@ -557,7 +557,7 @@ class LocalLearner:
         )
 
     def _shares(self, dealt: Dealt) -> Iterator[Share]:
-        """Yield this rank's micro-batches, [R] sequences each.
+        """Yield this rank's micro-batches as ([R] sequences, False if they must not count).
 
         Their number is equal on all ranks, because a forward of sharded weights needs every rank.
         """
@@ -576,7 +576,7 @@ def _all(batch: Batch) -> Tensor:
 def _minibatches(
     sequences: Tensor, epochs: int, count: int, *, key: tuple[int, int]
 ) -> Iterator[Tensor]:
-    """Yield each epoch's sequences in `count` random parts, each in ascending order.
+    """Yield each epoch's sequences in `count` random parts, ascending; empty parts are left out.
 
     key: of the random generator.
     """

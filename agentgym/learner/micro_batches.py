@@ -26,7 +26,7 @@ class Dealt:
         padded: bool,
         share_prefixes: bool,
     ) -> None:
-        """tokens, unit, padded: see `micro_batches`."""
+        """Deal the sequences. tokens, unit, padded: see `micro_batches`."""
         self.idle = list(sequences[:unit])  # computed by a rank without work, and not counted
         self._lengths = batch.lengths.tolist()
         self._prefixes = Prefixes(batch.input_ids, batch.starts) if share_prefixes else None
@@ -51,7 +51,7 @@ class Dealt:
             yield [self._lengths[sequence] for sequence in part], shared
 
     def tflop(self, networks: Sequence[TrainingFlops]) -> float:
-        """Return 1e12 operations of an update of the networks, on all ranks."""
+        """Return the number of operations, in 1e12, of an update of the networks, on all ranks."""
         lengths, shared = [], []
         for rank in range(len(self.ranks)):
             for part_lengths, part_shared in self._sizes(rank):

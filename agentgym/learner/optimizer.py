@@ -112,7 +112,7 @@ class OptimizedNetwork:
     def optimizer_step(self, step: int, loss: float) -> float:
         """Clip, check and take one step. Result: the gradient's norm before clipping.
 
-        Errors: FloatingPointError where loss or gradient is not finite; the weights are then
+        Errors: FloatingPointError if loss or gradient is not finite; the weights are then
         unchanged.
         """
         norm = float(
@@ -179,8 +179,8 @@ class OptimizedNetwork:
     def load_state(self, stored: StoredTensors) -> None:
         """Load what `state` returned, for the same parameters and weights.
 
-        Errors: ValueError if a parameter is unknown, if a master weight is missing, or if it does
-        not round to the weight (they are from different updates).
+        Errors: ValueError if the state is of other parameters or of another optimizer, or if a
+        master weight is missing or does not round to its weight (they are of different updates).
         """
         narrow = self._narrow()
         if missing := sorted({f"{name}:{MASTER}" for name in narrow} - stored.tensors.keys()):

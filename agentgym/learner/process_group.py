@@ -50,7 +50,7 @@ class ProcessGroup(Protocol):
         ...
 
     def snapshot(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, TensorFile]:
-        """Copy this rank's share of the tensors to host memory, as a file of this name."""
+        """Return a copy of this rank's share of the tensors, by `file_name`, in host memory."""
         ...
 
     def copy(self, tensor: Tensor, whole: Tensor) -> None:
@@ -66,7 +66,7 @@ class ProcessGroup(Protocol):
 
 
 class SingleProcess:
-    """The only process, which holds all weights."""
+    """A `ProcessGroup` of one process, which has all weights."""
 
     rank, size = 0, 1
 

@@ -33,7 +33,7 @@ FROZEN = ".base_layer."  # in the name of an adapted layer's own parameters
 
 @dataclass(frozen=True)
 class Adapter:
-    """References to frozen weights and to low-rank matrices; new matrices change nothing yet."""
+    """A LoRA adapter: references to the frozen weights and to its matrices, if they are stored."""
 
     base: StoredTensors  # the frozen weights
     rank: int
@@ -45,20 +45,20 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """Factor of the product of two matrices."""
+        """Factor of the product of a layer's two matrices, which is added to its frozen weight."""
         return self.alpha / self.rank
 
     @property
     def policy(self) -> StoredTensors:
-        """The merged weights."""
+        """Merged weights; the frozen ones if no matrices are stored."""
         if self.stored is None:
             return self.base
         stored = self.stored
         return MergedTensors(stored.place, stored.manifest, stored.files, self.base, self.scale)
 
     def inject(self, model: PreTrainedModel) -> None:
-        """Replace layers of a model on the meta device by peft's. Only the matrices are trained;
-        they are float32 for any dtype of the weights.
+        """Replace the target layers of a model on the meta device by peft's. Only the matrices are
+        trained; they are float32 for any dtype of the weights.
         """
         from peft import inject_adapter_in_model
 
@@ -108,7 +108,8 @@ class Adapter:
 
 
 def chosen_modules(model: PreTrainedModel, lora: LoraConfig) -> tuple[str, ...]:
-    """Return the ends of the names of the layers that get an adapter.
+    """Return the ends of the names of the layers that get an adapter: those that `lora` names, or
+    those of all linear layers of the blocks if it names none.
     Errors: ConfigError for a name that matches anything but linear layers of blocks, or a layer
     narrower than the rank.
     """
@@ -201,7 +202,7 @@ def merged_weights(
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Switch the adapter off: the model computes with its frozen weights alone."""
+    """Switch the adapter off in a block: the model computes with its frozen weights alone."""
     layers = _layers(model)
     for layer in layers:
         layer.set_scale(NAME, 0.0)

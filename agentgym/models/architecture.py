@@ -91,7 +91,8 @@ def read_architecture(text: str) -> Any:
     """Parse a config.json into transformers' object, without the keys that select code: attention
     implementations and Python files.
 
-    Errors: ConfigError if it is no architecture, for quantized weights and for unknown dtypes.
+    Errors: ConfigError if it is no JSON object with a model_type, for quantized weights and for
+    unknown dtypes; ValueError for a model_type that transformers does not know.
     """
     from transformers import AutoConfig
 
@@ -125,7 +126,7 @@ def _without_code(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def unsupported(config: PretrainedConfig) -> Iterator[str]:
-    """Yield unsupported features, which the comparison on short sequences would miss."""
+    """Yield unsupported features, in words, that a comparison on short sequences would miss."""
     text = config.get_text_config(decoder=True)
     for kind in sorted(set(getattr(text, "layer_types", None) or ()) - set(LAYERS)):
         yield f"layers of type {kind!r} are not supported"
@@ -140,7 +141,7 @@ def unsupported(config: PretrainedConfig) -> Iterator[str]:
 
 
 def _ropes(text: PretrainedConfig) -> Iterator[dict[str, Any]]:
-    """Yield the settings of rotary positions: of all layers, then of each type of layer."""
+    """Yield rotary position settings: of all layers, then of each type of layer, if they differ."""
     rope = getattr(text, "rope_parameters", None) or {}
     yield rope
     yield from (value for value in rope.values() if isinstance(value, dict))

@@ -40,7 +40,7 @@ GROUP_SEQUENCES = 16  # attended to at once; fewer need less padding, more need 
 
 
 class Layout(Protocol):
-    """The assignment of a packed forward's tokens to sequences."""
+    """The assignment of a packed forward's tokens to sequences, with attention within them."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
@@ -78,7 +78,7 @@ def _ragged_attention(
 ) -> tuple[Tensor, None]:
     """Attend for transformers, with the caller's `layout`.
 
-    query [1, H, N, D]; key, value [1, KV, N, D], packed by `layout`. Result: [1, N, H, D].
+    query [1, H, N, D]; key, value [1, KV, N, D], packed by `layout`. Result: ([1, N, H, D], None).
     Errors: ValueError if the model asks for something that is not computed here.
     """
     unknown = [
@@ -104,7 +104,7 @@ AttentionInterface.register(RAGGED, _ragged_attention)
 
 
 def leave_uncompiled() -> None:
-    """Let compiled blocks call attention uncompiled: its grouping changes with the batch."""
+    """Exclude our attention from torch.compile in this process: its groups vary with the batch."""
     plain = torch.compiler.disable(_ragged_attention)  # type: ignore[no-untyped-call]
     AttentionInterface.register(RAGGED, plain)
 
@@ -125,7 +125,7 @@ def attend_padded(
     """Attend to padded sequences.
 
     query [R, H, T, D]; key, value [R, KV, L, D]; mask: bool, broadcast to [R, 1, T, L], true where
-    a token may look; None: causal. Result: [R, H, T, D].
+    a token may look; None: causal (L = T), not with a softcap. Result: [R, H, T, D].
     """
     if is_emulated(query):  # takes a half to a quarter of the time, and rounds only once
         wide = attend_padded(query.float(), key.float(), value.float(), mask, variant)
@@ -154,7 +154,7 @@ def attend_padded(
 
 @cache
 def _takes_groups(kernel: Callable[..., Any]) -> bool:
-    """Return True if a kernel has a flag for queries that share keys; torch 2.11's infers it."""
+    """Return True if a kernel has `enable_gqa` (query heads share keys); torch 2.11 infers it."""
     return "enable_gqa" in signature(kernel).parameters
 
 
@@ -185,7 +185,7 @@ class PackedSequences:
 
     A prefix that a sequence shares with the one before it may be computed once.
     On a CUDA device flash attention reads the packed tokens; if it cannot (see `has_kernel`), and
-    on the CPU, they are padded for attention only. The results are equal.
+    on the CPU, they are padded for attention only. The results are equal up to rounding.
     """
 
     def __init__(self, starts: Tensor, shared: Sequence[int] | None = None) -> None:
@@ -261,7 +261,7 @@ class PackedSequences:
 
     @cached_property
     def _bounds(self) -> tuple[Tensor, Tensor]:
-        """First index of each sequence's computed tokens, and of all its tokens; [B + 1] int32."""
+        """Starts of the sequences among the computed and among all tokens, [B + 1] int32 each."""
         begins = np.append(self._begins, len(self._sequence))
         return self._on_device(begins.astype(np.int32)), self._starts.to(torch.int32)
 
@@ -280,7 +280,7 @@ class PackedSequences:
         return groups, self._on_device(begins[self._sequence] + self._offset)
 
     def _groups(self) -> Iterator[np.ndarray[Any, Any]]:
-        """Yield groups of sequences with similar numbers of computed tokens, but none with zero."""
+        """Yield groups of sequences by number of computed tokens; those with none are left out."""
         order = np.argsort(self._own, kind="stable")
         order, first = order[self._own[order] > 0], 0
         # with shared prefixes, the numbers of computed tokens differ much more than the lengths
@@ -292,7 +292,7 @@ class PackedSequences:
                 first = index
 
     def _padded(self, sequences: np.ndarray[Any, Any], column: np.ndarray[Any, Any]) -> _PaddedRows:
-        """Return padded rows. column: [R, T] indices among each sequence's own tokens."""
+        """Return sequences padded. column: [R, T] indices among each sequence's computed tokens."""
         queries = self._on_device(self._begins[sequences][:, None] + column)
         if self.path is None:
             return _PaddedRows(queries, queries, None)

@@ -12,7 +12,7 @@ from agentgym.models.attention import leave_uncompiled
 
 
 def blocks(network: nn.Module) -> list[nn.Module]:
-    """Return a decoder's blocks, in order."""
+    """Return a decoder's blocks, in order: the items of all its ModuleLists."""
     lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
     return [block for module_list in lists for block in module_list]
 

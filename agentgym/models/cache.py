@@ -43,7 +43,7 @@ class KeyValueCache:
         self.free()
 
     def reserve(self, num_slots: int, num_tokens: int) -> None:
-        """Make room, at least doubling a dimension that must grow. Contents are kept."""
+        """Make room; keep contents. A dimension that must grow at least doubles, up to a limit."""
         slots, tokens = before = self.size
         self.size = (
             _grown(slots, num_slots, self._most[0]),
@@ -151,7 +151,7 @@ class CachedRows:
 
 
 class _SlotGroup:
-    """Rows padded to the longest and attended to at once.
+    """Sequences that are padded to the longest and attended to at once.
     A shorter sequence repeats its last token, which gives the same result again.
     """
 
@@ -181,7 +181,7 @@ class _SlotGroup:
         self._masks: dict[int | None, Tensor] = {None: mask}
 
     def attend(self, keys: Tensor, values: Tensor, query: Tensor, variant: Variant) -> Tensor:
-        """Attend for the rows `token` of query.
+        """Attend for the rows of `query` whose indices are in `token`.
         keys, values [S, C, KV, D]; query [N, H, D]. Result: [R * T, H, D].
         """
         # index_select is several times as fast as indexing with a tensor

@@ -74,7 +74,7 @@ class ChatRenderer:
         return list(self._encode(self._turns.start(observation, system)))
 
     def bridge(self, observation: str, *, stopped: bool) -> list[int]:
-        """Return the ids between a sampled action and the next one.
+        """Return the ids between a sampled action and the next one, with the observation.
         stopped: the action `ends_turn`; after any other stop token the turn's end is still added.
         """
         ids = self._encode(self._turns.bridge(observation))

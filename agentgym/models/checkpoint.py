@@ -123,7 +123,7 @@ def _renderer(
 
 def load_checkpoint(store: RunStore, manifest: Manifest) -> Checkpoint:
     """Load a commit's policy.
-    Errors: BlobMissing, DigestMismatch; ValueError if the tokenizer is not supported.
+    Errors: as `policy_of`; BlobMissing, DigestMismatch; ValueError for an unsupported tokenizer.
     """
     return stored_checkpoint(
         store.read(manifest, ARCHITECTURE).decode(),

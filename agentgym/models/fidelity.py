@@ -135,7 +135,7 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _beside_parameters(model: PreTrainedModel) -> Iterator[str]:
-    """Yield parts of a model that a commit would lose: it stores only parameters of one dtype."""
+    """Yield reasons why a commit would lose parts of a model: it stores parameters of one dtype."""
     saved = model.state_dict(keep_vars=True)
     for name, _ in model.named_buffers():
         if name in saved:
@@ -147,10 +147,10 @@ def _beside_parameters(model: PreTrainedModel) -> Iterator[str]:
 
 @torch.no_grad()
 def differences(model: PreTrainedModel) -> dict[str, float]:
-    """Return the largest difference to the model's own forward, sequence by sequence, in nats.
+    """Return the largest difference of log-probabilities from the model's own forward, in nats.
 
-    Arithmetic is float32, and windows are short.
-    Result: for the learner's forward and for the engine's.
+    Arithmetic is float32, and windows are short. The own forward has one sequence at a time.
+    Result: for the forwards "learner" and "engine".
     """
     sequences = _sequences(model)
     is_half = next(model.parameters()).dtype in HALF
@@ -193,7 +193,7 @@ def _evaluated(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _sequences(model: PreTrainedModel) -> list[Tensor]:
-    """Token ids of LENGTHS, [T] int64 each."""
+    """Random token ids, [T] int64 per length in LENGTHS, the same at every call."""
     like = next(model.parameters())
     draw = torch.Generator().manual_seed(0)
     size = model.get_input_embeddings().num_embeddings

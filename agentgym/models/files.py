@@ -61,7 +61,7 @@ def require_weights(folder: Path, setting: str) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers loads weights from.
+    """Return the files that transformers loads weights from; [] if there are none.
     Errors: ConfigError for an index that is damaged or names a missing file.
     """
     if (folder / WEIGHTS).is_file():
@@ -85,7 +85,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _require_text(path: Path) -> None:
-    """Raise ConfigError if a small file is a Git LFS pointer or damaged."""
+    """Raise ConfigError if a small file is a Git LFS pointer, or a .json file that is no JSON."""
     content = path.read_bytes()
     _refuse_pointer(path, content)
     if path.suffix != ".json":

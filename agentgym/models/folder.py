@@ -35,12 +35,12 @@ def load_folder(folder: Path, config: ModelConfig) -> Checkpoint:
 
 
 def is_of_ours(folder: Path) -> bool:
-    """Return True for a checkpoint that was trained here: it has chat settings."""
+    """Return True for a model that was trained here: it has chat settings or MLflow's layout."""
     return (_parts(folder)[1] / CHAT).is_file() or (folder / MLFLOW_MODEL).is_dir()
 
 
 def folder_digest(folder: Path) -> str:
-    """sha256 of the weights, independent of the folder's layout."""
+    """sha256 of the contents of the safetensors files, in order of their names."""
     digest = hashlib.sha256()
     for path in sorted(_parts(folder)[0].glob(WEIGHTS)):
         with path.open("rb") as file:
@@ -50,7 +50,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def _parts(folder: Path) -> tuple[Path, Path]:
-    """Return the folders of model and tokenizer."""
+    """Return the folders of model and tokenizer; they differ only in MLflow's layout."""
     if (folder / MLFLOW_MODEL / "config.json").is_file():
         return folder / MLFLOW_MODEL, folder / MLFLOW_TOKENIZER
     return folder, folder

@@ -19,7 +19,7 @@ def has_fast_half() -> bool:
 
 
 def is_emulated(tensor: Tensor) -> bool:
-    """Return True if this processor has no instructions to compute with the tensor's dtype."""
+    """Return True for a half-precision tensor on a CPU without fast instructions for it."""
     return tensor.device.type == "cpu" and tensor.dtype.itemsize < 4 and not has_fast_half()
 
 
@@ -37,7 +37,7 @@ def widen_linear_layers(model: nn.Module) -> None:
 
 
 def keep_wide_weights(model: nn.Module) -> None:
-    """Widen each weight at its next use without gradients and keep the float32 copy.
+    """Let widened linear layers keep float32 weights from their next use without gradients on.
 
     Call it again after every change of the weights. It is useful for a model that decodes:
     widening takes half the time of a forward of a few tokens. Memory: twice that of the linear
@@ -75,7 +75,7 @@ class _WideLayer(nn.Linear):
 
 
 def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `linear`, computed by blocks for few rows and a large weight.
+    """Return `linear(hidden, weight, bias)`, computed by blocks for few rows and a large weight.
 
     MKL first reorders the whole weight: a head of 49,152 x 576 with 16 rows takes 41 ms whole and
     27 ms by blocks, with results equal to the bit (two threads of an AMD EPYC).

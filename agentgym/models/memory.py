@@ -8,7 +8,7 @@ from typing import Any
 # Options of glibc's mallopt. By default the threshold grows with the freed blocks; with a fixed one
 # `return_memory` misses no block.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-LARGE, MOST = 32 << 20, 2**31 - 1  # bytes: the maximum of M_MMAP_THRESHOLD; of an int
+LARGE, MOST = 32 << 20, 2**31 - 1  # bytes: the maxima of M_MMAP_THRESHOLD and of an int
 
 
 def keep_blocks() -> None:

@@ -140,7 +140,7 @@ def no_progress_bar() -> Iterator[None]:
 
 
 def _published_model(config: ModelConfig, architecture: PretrainedConfig) -> PreTrainedModel:
-    """Load a published model.
+    """Load a published model; float16 weights become float32, with a warning.
     Errors: ConfigError that names missing and unexpected tensors: transformers would draw the
     former at random and drop the latter.
     """
@@ -199,7 +199,7 @@ def _published_model(config: ModelConfig, architecture: PretrainedConfig) -> Pre
 
 
 class _LoadReport(logging.Filter):
-    """Filter that drops transformers' long report about weights: our error text replaces it."""
+    """Filter that drops transformers' long report about weights and collects `unmade`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,9 @@ def listed(ids: int | list[int] | None) -> list[int]:
 
 
 def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Make a model with newly drawn weights."""
+    """Make a model with weights drawn from the global generator and with `RAGGED` attention.
+    Errors: ConfigError if its attention does not use transformers' interface.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
@@ -237,7 +239,7 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def _without_interface(config: PretrainedConfig, error: KeyError) -> Exception:
-    """Return the error for a model family that looks up attention only among its own classes."""
+    """Return ConfigError if the family knows only its own attentions, else `error` itself."""
     if error.args != (attention.RAGGED,):
         return error
     return ConfigError(

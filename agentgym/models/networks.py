@@ -41,7 +41,7 @@ class PolicyNet(nn.Module):
 
     def forward(self, batch: Batch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Return (log-probabilities, entropies) of every action token, [n] each, at its sampling
-        temperature.
+        temperature. entropy_gradient: False detaches the entropies.
         """
         hidden, positions = _states(self.model.get_decoder(), batch, self._share)
 

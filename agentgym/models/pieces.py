@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 class PieceTokenizer:
-    """An encoder of pieces, equal to the tokenizer's encoding of their joined text."""
+    """An encoder of joined pieces; control tokens that a piece may not spell stay plain text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Collect the control tokens. tokenizer: a fast one.
@@ -61,7 +61,7 @@ class PieceTokenizer:
 
     @staticmethod
     def pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
-        """Return a pattern that finds tokens as a tokenizer does: leftmost first, then longest."""
+        """Return a pattern that matches as a tokenizer: leftmost, then longest. None: no tokens."""
         ordered = sorted(tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
@@ -174,7 +174,7 @@ class PieceTokenizer:
 
 
 def _among(allowed: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
-    """Return the allowed tokens that were found; a found one may include surrounding blanks."""
+    """Return the allowed tokens within spans of equal id, which may include surrounding blanks."""
     return [
         (index, start, end)
         for index, start, end in allowed

@@ -80,7 +80,9 @@ def render(
 
 @functools.lru_cache(maxsize=8)
 def _in_a_process(request: str) -> str:
-    """Run this module as a process on a JSON request; return its answer. Errors: ValueError."""
+    """Run this module as a process on a JSON request; return its output.
+    Errors: ValueError if it exceeds a limit or fails.
+    """
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     command = [sys.executable, "-m", "agentgym.models.template"]
     try:
@@ -114,7 +116,7 @@ def _is_asked(conversation: Conversation) -> bool:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Render conversations in the separate process; here only the output's length is limited.
+    """Render a request's conversations; return {"texts": [...], "is_dated": bool} for `render`.
     Errors: ValueError if the template writes too much.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -148,7 +150,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the process. Exit code 0 unless a limit was exceeded."""
+    """Read a request, apply the limits, write the answer. Return 1 if the answer is too long."""
     import transformers.utils.chat_template_utils  # noqa: F401  # before the limits apply
 
     request = json.loads(sys.stdin.read())

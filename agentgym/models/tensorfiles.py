@@ -369,7 +369,7 @@ def require_fit(given: Mapping[str, Shaped], expected: Mapping[str, Shaped], wha
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    """Return the counts in an untrusted header. Errors: ValueError."""
+    """Return an untrusted header's numbers. Errors: ValueError unless they are integers >= 0."""
     numbers = tuple(values)
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{numbers} are no counts")
@@ -383,7 +383,7 @@ def file_name(name: str, rank: int, size: int) -> str:
 
 
 def files_of(manifest: Manifest, name: str) -> tuple[str, ...]:
-    """Return the names of the files of one kind of tensors, in order; none if it has none.
+    """Return the names of the files of one kind of tensors, in order; () if the commit has none.
     Errors: ValueError if one of several files is missing.
     """
     if name in manifest.blobs:
@@ -423,7 +423,7 @@ class Snapshot:
         return sum(file.size for file in self.files.values())
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
-        """Write into the folder of a step, whose lease must be taken.
+        """Write into the folder of a step, whose lease must be taken. Return the blobs by file.
         Errors: StoreFull, StoreNotHere.
         """
         store = place.visit(step, key)

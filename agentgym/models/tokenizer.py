@@ -110,7 +110,7 @@ def _rules(tokenizer: Tokenizer) -> Any:
 
 
 def _without_idle(tree: Any) -> Any:
-    """Remove empty settings and the setting of offsets, which is not used here."""
+    """Return a tree without empty settings and the setting of offsets, which is not used here."""
     if isinstance(tree, dict):
         return {
             key: value if key in ("vocab", "merges") else _without_idle(value)

@@ -16,7 +16,7 @@ class Tolerance:
     canary: float  # nats, root mean square between engine and learner right after a publish
     mismatch_kl: float  # nats per token between engine and learner over a batch
     nats: float  # error of a logged log-probability; gap of a greedy token below the largest
-    mass: float  # probability between a uniform and the interval of the token it drew
+    mass: float  # distance of a random number from its token's interval of probability
     rare: float = 0.0  # share of tokens that may exceed `nats` or `mass` in an audit
     most: float = 1.0  # hard limit for these tokens, as a multiple of `nats` or `mass`
 

@@ -141,7 +141,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def read_weights(path: Path, like: str) -> tuple[str, dict[str, Tensor]]:
-    """Return (digest, weights) of a safetensors file; UNREADABLE and none if it is cut or broken.
+    """Return (digest, weights) of a safetensors file; (UNREADABLE, {}) if it is cut or broken.
     like: the digest to compare with.
     """
     try:
@@ -194,7 +194,7 @@ class InProcess:
         self.digest = weights_digest(weights)
 
     async def weights(self) -> dict[str, Tensor]:
-        """Return a copy on the device of the learner's weights."""
+        """Return a copy on the device of the learner's weights. Errors: EngineMismatch."""
         return await asyncio.to_thread(self._copied)
 
     def _copied(self) -> dict[str, Tensor]:
@@ -214,7 +214,7 @@ def shapes_of(layout: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Tens
 
 @dataclass(frozen=True)
 class FromProcess:
-    """A `Delivery` of another process of this machine; every value is plain.
+    """A `Delivery` from another process of this machine; every value is plain.
 
     The weights lie in a safetensors file that the sender holds open, or in a GPU's memory.
     """
@@ -348,8 +348,8 @@ def layout_of(weights: Mapping[str, Shaped]) -> dict[str, tuple[str, tuple[int, 
 
 
 def serve(host: str, size: int, timeout: datetime.timedelta) -> tuple[Any, tuple[str, int]]:
-    """Open a meeting place for `size` processes, on this address only.
-    Result: (store, address).
+    """Serve a TCP store at which `size` processes meet, on this address only.
+    Result: (store, (host, port)).
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
@@ -367,7 +367,7 @@ def serve(host: str, size: int, timeout: datetime.timedelta) -> tuple[Any, tuple
 
 
 def meet(meeting_place: Place, size: int, timeout: datetime.timedelta) -> Any:
-    """Enter a meeting place that another process opened, or a file."""
+    """Return the store of a meeting place: one that another process serves, or a file."""
     if isinstance(meeting_place, Path):
         store = FileStore(str(meeting_place), size)
         store.set_timeout(timeout)

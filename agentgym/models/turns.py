@@ -167,7 +167,9 @@ class Turns:
     def _render(
         self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig
     ) -> dict[str, str | ValueError]:
-        """Render all probes with the chat template, in one call."""
+        """Return the text, or the template's error, of every probe by its `repr`; note a date.
+        Errors: ConfigError without a template, for unknown settings or if it exceeds a limit.
+        """
         if not tokenizer.chat_template:
             raise ConfigError(
                 "the tokenizer has no chat template; use an instruction-tuned model or set one"
@@ -199,7 +201,7 @@ class Turns:
         return text
 
     def _blanks_before_actions(self) -> str:
-        """Return the blanks between prompt and action, which the policy itself has to write."""
+        """Return, and note, the blanks between prompt and action, which the policy has to write."""
         between = _around(self._text_of(_probe(3)), *_CONTENTS[:2])[1]
         blanks = between.removeprefix(self._next_opening)
         if self.opens_thought or not between.startswith(self._next_opening) or blanks.strip():
@@ -212,7 +214,7 @@ class Turns:
         return blanks
 
     def _check_history(self, chat: ChatConfig) -> str:
-        """Return the text between an action and the next observation.
+        """Return the text between an action and the next observation; note any rewriting.
         Errors: ConfigError if the template rewrites more than `chat` allows.
         """
         turn_ends, changed = set(), []
@@ -285,7 +287,7 @@ class Turns:
 
 
 def _around(text: str, *contents: str) -> list[str]:
-    """Return the texts before, between and after the contents."""
+    """Return the texts before, between and after the contents. Errors: ConfigError if one lacks."""
     pieces = []
     for content in contents:
         before, separator, text = text.partition(content)

@@ -41,7 +41,8 @@ def keep_audit(store: RunStore, report: Mapping[str, Any]) -> None:
 def audit_for_gate(cfg: RunConfig, run_key: str) -> Audited:
     """Return the audit fields of the gate's evidence.
 
-    If `gate.require_audit` is set, the audit runs now; else the failures of a stored audit count.
+    If `gate.require_audit` is set, an audit runs now in a process of its own; else the failures of
+    a stored audit count.
     """
     if not run_key:
         return NOTHING

@@ -34,7 +34,7 @@ def run_child(
     stop: threading.Event | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """Run `agentgym step` until the step is done. Parameters and errors: see `run_command`."""
+    """Run `agentgym step` in a process of its own. Parameters and errors: see `run_command`."""
     run_command(
         ("step", step, *(["--with-parents"] if with_parents else [])),
         cfg,
@@ -56,7 +56,7 @@ def run_command(
     stop: threading.Event | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """Run `agentgym WORDS` in a process, with these parameters written to a file.
+    """Run `agentgym WORDS` in a process to its end, with these parameters written to a file.
 
     title: names the command in errors. place: path of its parameters and its log in the state
     folder, without suffix. wait_s: how long the command waits for work that another process does.

@@ -70,9 +70,10 @@ def survey(cfg: RunConfig, pointers: Path) -> list[Survey]:
 
 
 def collect(cfg: RunConfig, garbage: Sequence[Manifest]) -> Iterator[Manifest]:
-    """Remove these steps, newest first because later steps build on earlier ones.
+    """Remove these steps, newest first because later steps build on earlier ones, and tag their
+    MLflow runs. Earlier collections that were killed are finished.
 
-    Yield each one once it is removed. A step that is running is left.
+    Yield each step once it is removed. A step that runs or has a newer commit is left.
     """
     store = open_store(cfg)
     store.finish_collecting()
@@ -150,7 +151,7 @@ def _tell_ledger(cfg: RunConfig, head: Manifest) -> None:
 
 
 def told(rows: Sequence[Survey]) -> Mapping[str, int]:
-    """Totals of a survey, for people and programs."""
+    """Return the numbers of steps, of kept and of collectable ones, and the collectable bytes."""
     garbage = [row for row in rows if not row.reason]
     return {
         "steps": len(rows),

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Invited:
-    """A policy, the protocol of its questions, and the settings of servers and engine."""
+    """A policy that is ready, the protocol it plays by, and the settings of servers and engine."""
 
     contender: Contender
     protocol: EvaluationProtocol
@@ -50,13 +50,13 @@ class Invited:
         return {env: rules[env] for env in names}
 
     def lines(self, rules: Mapping[str, str]) -> list[str]:
-        """Return lines about the prompts of a model that was not trained here; else nothing."""
+        """Return lines about the prompts of a policy that does not know the rules; else []."""
         instructions = self.instructions(rules)
         return [] if self.contender.knows_rules else list(asking.lines(self.protocol, instructions))
 
 
 def invite(run: RunConfig, protocol: EvaluationProtocol, request: EvaluationRequest) -> Invited:
-    """Make a policy ready to play.
+    """Return a policy ready to play; its model may be downloaded.
 
     A model that was not trained here gets the rules and enough tokens to answer, if the protocol is
     that of a run. Errors: ConfigError.
@@ -86,9 +86,9 @@ def _window(contender: Contender) -> int | None:
 
 
 def _in_as_much_memory(longer: EvaluationProtocol, as_of: EvaluationProtocol) -> EvaluationProtocol:
-    """Return a protocol with fewer episodes in flight, because each of them may be longer.
+    """Return `longer` with fewer episodes in flight, because each of them may be longer.
 
-    The engine reserves memory for all of them, which then stays as it is for `as_of`.
+    The memory that the engine reserves for all of them is then no larger than for `as_of`.
     """
     before, now = (max(env.context_tokens for env in protocol.envs) for protocol in (as_of, longer))
     num = max(1, longer.concurrency * before // now)
@@ -128,7 +128,7 @@ def playing_config(cfg: RunConfig, protocol: EvaluationProtocol, engine: str) ->
 
 
 def contender_of(run: RunConfig, cfg: RunConfig, request: EvaluationRequest) -> Contender:
-    """Return the policy that a request names.
+    """Return the policy that a request names. Files of a registered or published model are fetched.
 
     run: its checkpoints are used if the request names no run. cfg: settings of the engine.
     Errors: ConfigError if the policy is missing or not supported here.
@@ -175,7 +175,7 @@ def _of_run(run: RunConfig, cfg: RunConfig, name: PolicyName) -> Contender:
 
 
 def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
-    """Copy the registered version's files to `folder` after a check that none was changed.
+    """Copy the registered version's files below `folder` and check that none was changed.
 
     Result: the folder with the model. Errors: ConfigError.
     """

@@ -143,7 +143,7 @@ def _metrics(step: Step) -> str:
 
 
 def files_of(cfg: RunConfig, outcome: Outcome, out: Path) -> dict[Path, str]:
-    """Return file -> text of what DVC keeps of a finished step. out: path of the pointer."""
+    """Return path -> text of the files that DVC keeps of a step. out: path of the pointer."""
     files = {out: pointer(cfg, outcome)}
     if outcome.step.kind is Kind.EVALUATE:
         files[out.with_name(Path(_metrics(outcome.step)).name)] = json.dumps(
@@ -164,7 +164,7 @@ def numbers(outcome: Outcome, store: RunStore) -> dict[str, float]:
 
 
 def metrics(results: Mapping[str, Any]) -> dict[str, float]:
-    """Return a few numbers of an evaluation as a flat dict, for one row in a terminal."""
+    """Return an evaluation's means, gain over its baseline and coverage, flat and rounded."""
     means = {
         name: interval["mean"]
         for name, interval in results["summary"].items()

@@ -68,7 +68,7 @@ def kept(
     *,
     tell: bool = True,
 ) -> Evaluated:
-    """Write the files of an evaluation next to the store.
+    """Write the files of an evaluation to the state folder, and return it with their folder.
 
     tell: deliver it to MLflow, too, if it has a committed result.
     """

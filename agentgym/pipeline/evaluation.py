@@ -94,7 +94,10 @@ def answered(cfg: RunConfig, policy: str, protocol: EvaluationProtocol) -> Manif
 
 
 def protocol_for(cfg: RunConfig, request: EvaluationRequest) -> EvaluationProtocol:
-    """Return the protocol that a request names, else that of the run. Errors: ConfigError."""
+    """Return the protocol that a request names, else the run's, with the request's changes.
+
+    Errors: ConfigError.
+    """
     if request.protocol:
         protocol = load_protocol(request.protocol, request.changes)
         return protocol.only(request.envs) if request.envs else protocol
@@ -113,7 +116,7 @@ def _evaluate(
     progress: Progress,
     tell: Callable[[str], None] = logger.info,
 ) -> Evaluated:
-    """Play, score and store the evaluation of a policy that is ready.
+    """Play, score and store the evaluation of a policy, unless the store has its result.
 
     protocol: the one for every policy; `invited` has the one adapted to this policy.
     """
@@ -181,7 +184,7 @@ async def _require_hints(pool: EnvPools, items: Mapping[str, Sequence[Item]]) ->
 def _policy(
     protocol: EvaluationProtocol, invited: Invited, rules: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the identity of a policy, with the differences of its questions from the protocol."""
+    """Return the identity of a policy, and how its prompts differ from those of the protocol."""
     differences = (
         {}
         if invited.contender.knows_rules
@@ -211,7 +214,8 @@ def _identities(env: str, task_ids: tuple[int, ...]) -> tuple[str | None, ...]:
 def regrade(cfg: RunConfig, digest: str, progress: Progress | None = None) -> Evaluated:
     """Play an evaluation's actions again on the environments as they are now, and score them.
 
-    It is an evaluation of its own, of recorded actions. Errors: ConfigError.
+    It is stored as an evaluation of its own; the result names the slots that changed.
+    Errors: ConfigError.
     """
     store = open_store(cfg)
     head = find(store, digest)

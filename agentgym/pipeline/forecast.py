@@ -56,7 +56,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Tokens and turns of a whole run."""
+    """Tokens and turns of a run or of a part of it."""
 
     sampled: float
     read: float  # by the engine: prompts and observations
@@ -96,7 +96,7 @@ class Forecast:
         return f"about {self.seconds / 3600:.1f} h"
 
     def lines(self, most_commits: int) -> list[str]:
-        """The forecast for people."""
+        """Return the forecast as text. most_commits: the maximum number of commits."""
         written = amount(self.commit_bytes * most_commits)
         step = "" if self.step_seconds is None else f", {self.step_seconds:.1f} s an optimizer step"
         return [
@@ -141,7 +141,7 @@ class Forecast:
 
 
 def forecast(cfg: RunConfig, commit: int | None = None) -> Forecast:
-    """Estimate memory and time of a run. commit: bytes of a commit, if known.
+    """Estimate memory and time of a run; a CPU is measured. commit: bytes of a commit, if known.
 
     Errors: ConfigError if the model's config.json is not on this machine.
     """
@@ -269,7 +269,7 @@ def shape_of(cfg: RunConfig) -> Shape:
 
 
 def work_of(cfg: RunConfig) -> Work:
-    """Return the work of training, of the warm start and of every evaluation."""
+    """Return the work of training, validation, the warm start and every evaluation."""
     evaluation, validation, warm = cfg.evaluation, cfg.validation, cfg.warm_start
     num_models = len(stages(cfg.horizon)) + 1 + warm.enabled
     turns = OF_TURNS * evaluation.max_turns
@@ -351,7 +351,7 @@ def _activations(cfg: RunConfig, shape: Shape) -> int:
 
 
 def _slots(cfg: RunConfig) -> int:
-    """Episodes in flight."""
+    """Return the maximum number of episodes in flight."""
     return min(cfg.rollout.concurrency, cfg.rollout.items_per_step * cfg.rollout.group_size)
 
 
@@ -401,7 +401,9 @@ def _gain(threads: int) -> float:
 
 
 def matrix_speed(hidden_size: int, mlp_size: int, tokens: int = 256) -> float:
-    """Measure for half a second and return FLOP/s of float32 products of this shape, one thread."""
+    """Measure for half a second and return FLOP/s of float32 products of this shape, one thread.
+    Torch keeps one thread afterwards.
+    """
     import torch
 
     from agentgym.models.model import set_threads

@@ -72,7 +72,10 @@ def _of_version(
 
 
 def _back(promotions: Promotions, heads: Mapping[str, Manifest], of: str) -> dict[str, Any]:
-    """Return every version whose lineage has a digest that starts with `of`."""
+    """Return every version whose lineage has a digest or key that starts with `of`.
+
+    Errors: ConfigError if there is none.
+    """
     versions = []
     for number in all_versions(promotions.tracker, promotions.model):
         version = promotions.version(number)

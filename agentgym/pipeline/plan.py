@@ -46,8 +46,8 @@ def num_commits(cfg: RunConfig) -> int:
 
 
 def commit_bytes(cfg: RunConfig) -> int | None:
-    """Bytes of the newest commit of a stage or of the warm start with this model; None before the
-    first one.
+    """Bytes of the largest recent commit of the newest stage or warm start with this model; None
+    before the first one.
     """
     training = {step.name for step in steps_of(cfg).values() if step.kind is Kind.TRAIN}
     tree, store = cfg.semantic(), open_store(cfg)
@@ -120,7 +120,7 @@ def _why_new(
 
 
 def _differences(step: Step, cfg: RunConfig, before: Manifest) -> list[str]:
-    """Return the lines of `changed`, first those of settings that another version has."""
+    """Return the lines of `changed`, first those of settings that only one version has."""
     lines = changed(semantic_of(step, cfg), before.config)
     return sorted(lines, key=lambda line: not line.endswith((" is gone", " is new")))
 

@@ -38,7 +38,10 @@ class Game:
 
 
 def play_games(cfg: RunConfig, game: Game, tell: Tell, ask: Ask) -> list[Trajectory]:
-    """Play games and return their trajectories. Errors: ConfigError before anything starts."""
+    """Play games on new servers, show them by `tell`, and return their trajectories.
+
+    Errors: ConfigError before anything starts.
+    """
     protocol = _protocol(cfg, game)
     items = _items(cfg, protocol, game)
     invited = _invited(cfg, protocol, game, tell, ask)
@@ -122,7 +125,7 @@ class PersonPlayer(TextPlayer):
 
 
 class Shown:
-    """A player whose turns are shown on the terminal."""
+    """A player whose observations and replies go to `tell`; a person's own replies do not."""
 
     def __init__(self, player: Player, tell: Tell) -> None:
         self._player, self._tell = player, tell

@@ -27,7 +27,7 @@ from agentgym.tracking.mlflow import reaching
 def play_anew(cfg: RunConfig, progress: Progress | None = None) -> PlayAnew:
     """Return a function that evaluates a policy by the gate's protocol.
 
-    Stored evaluations are not played again.
+    Stored evaluations are not played again. It raises RuntimeError for one that stops early.
     """
 
     def play(policy: str) -> Result:
@@ -45,7 +45,8 @@ def play_anew(cfg: RunConfig, progress: Progress | None = None) -> PlayAnew:
 
 
 def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> Entry:
-    """Let the gate judge a registered version.
+    """Let the gate judge a registered version, record its decision, and move the alias if it
+    promotes. Missing evaluations are played first.
 
     A repeated call returns the recorded decision, until the alias moves. Errors: ConfigError.
     """
@@ -101,7 +102,7 @@ def _evidence(
 
 
 def force(cfg: RunConfig, number: str, why: str) -> Entry:
-    """Move the alias without the gate, with a person's reason. Errors: ConfigError."""
+    """Move the alias without the gate and record a person's reason. Errors: ConfigError."""
     if not why.strip():
         raise ConfigError("--force needs --why: the history records why the gate was passed over")
     with reaching(cfg.tracking_uri):
@@ -110,7 +111,10 @@ def force(cfg: RunConfig, number: str, why: str) -> Entry:
 
 
 def roll_back(cfg: RunConfig, to: str | None, why: str) -> Entry:
-    """Move the alias back to an earlier holder. Errors: ConfigError."""
+    """Move the alias back to version `to`, which had it before, and record the reason.
+
+    to: None: the last version that had it before the present one. Errors: ConfigError.
+    """
     with reaching(cfg.tracking_uri):
         return promotions_of(cfg, open_store(cfg)).roll_back(to, why)
 
@@ -124,7 +128,10 @@ def standing(cfg: RunConfig) -> tuple[list[Entry], Standing]:
 
 
 def champion_files(cfg: RunConfig, now: Standing) -> tuple[bool, str]:
-    """Compare the files of the version that holds the alias. Result: see `told_of_files`."""
+    """Compare the files of the version that has the alias with those that were registered.
+
+    Result: (True if they were changed or are gone, a line to print); (False, "") without a version.
+    """
     with reaching(cfg.tracking_uri):
         promotions = promotions_of(cfg, open_store(cfg))
         number = promotions.number_of(now.champion) if now.champion else None

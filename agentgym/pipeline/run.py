@@ -61,7 +61,7 @@ def run_step(
     environment: Environment | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Bring one step to its end: find it done, resume it, or run it.
+    """Bring one step to its end: confirm that it is done, resume it, or run it.
 
     environment: offer_expert -> endpoints of running servers; without it the step starts and ends
     its own servers. It also starts and ends its own engine, except inside `one_engine`.
@@ -162,7 +162,9 @@ def _run_elsewhere(
 
 @contextlib.contextmanager
 def _with_servers(cfg: RunConfig, environment: Environment | None) -> Iterator[RunConfig]:
-    """Yield the run's configuration for a job: start fleets here, and pass their addresses on."""
+    """Yield the configuration for a job, with the addresses of the servers on Kubernetes, which are
+    started from here.
+    """
     if not any(env.deploy == "kubernetes" for env in cfg.envs):
         yield cfg
         return
@@ -184,7 +186,9 @@ def _own_servers(cfg: RunConfig) -> Environment:
 
 
 def _with_data(cfg: RunConfig, store: RunStore) -> RunConfig:
-    """Return the configuration for machines without the data folders: it has the data's digest."""
+    """Return the configuration for machines without the data folders: with the data's digest. The
+    data files are written to the store.
+    """
     if not is_elsewhere(cfg):
         return cfg
     kept = cfg.data.model_copy(update={"digest": keep_data(cfg, store)})
@@ -244,7 +248,7 @@ def _run_watched(ctx: StepContext) -> Manifest:
 
 
 def _intact_head(store: RunStore, writer: StepWriter) -> Manifest | None:
-    """Return the commit to resume from: the newest one whose content is not damaged.
+    """Drop the newest commits with damaged content, and return the one to resume from, if any.
     Errors: DigestMismatch, BlobMissing if the oldest kept commit is damaged, too.
     """
     while writer.head is not None:
@@ -313,8 +317,9 @@ def confirm(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
 def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
     """Bring MLflow up to the last commit.
     A mark file avoids the slow import of MLflow if nothing is new; no point is sent twice.
+    A model that MLflow has lost is registered again.
 
-    Errors: LedgerUnavailable.
+    Errors: LedgerUnavailable, LedgerError.
     """
     if METRICS not in manifest.records and not manifest.done:
         return

@@ -190,7 +190,7 @@ def existing(cfg: RunConfig, name: str = "") -> str:
 
 
 def missing_overrides(cfg: RunConfig, made: Sequence[Manifest]) -> str:
-    """Return `--set key=value` for each setting in which a run's steps differ from `cfg`."""
+    """Return `--set key=value` with a run's values for all settings that differ from `cfg`."""
     here, there = _flat(cfg.semantic()), {}
     for head in made:
         there.update(_flat(head.config))

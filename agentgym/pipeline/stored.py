@@ -18,7 +18,7 @@ SHOWN = 3  # results that an error names
 
 
 def confirm_pointers(cfg: RunConfig, folder: Path) -> dict[str, str]:
-    """Verify what the pointers in `folder` name, and deliver it to MLflow.
+    """Verify what the pointers in `folder` name, deliver it to MLflow and keep the configuration.
 
     Result: step -> digest. Errors: ConfigError if the store lacks some of it, with the ways to get
     it; DigestMismatch, BlobMissing, LedgerUnavailable.

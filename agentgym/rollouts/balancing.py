@@ -26,10 +26,10 @@ LISTED_S = 1.0  # maximum age of a listing's addresses
 
 
 class Balancer:
-    """Servers of one environment, which may come and go."""
+    """Choice among the servers of one environment, which may come and go."""
 
     def __init__(self, endpoints: Sequence[str], client: EnvClient) -> None:
-        """Watch the servers behind endpoints.
+        """Prepare the choice and set `client.is_gone`; nothing is looked up yet.
 
         endpoints: URLs. A host name with several addresses stands for a server at each address and
         is looked up repeatedly. If an endpoint has a listing, its servers are read from the
@@ -52,7 +52,7 @@ class Balancer:
         self._load_seen_at: defaultdict[str, float] = defaultdict(float)
 
     def avoid(self, endpoint: str) -> None:
-        """Mark a server as opening no session at the moment."""
+        """Mark a server as opening no session until its load is refreshed, after LOAD_AGE_S."""
         self.load[endpoint], self._load_seen_at[endpoint] = float("inf"), time.monotonic()
 
     async def choose(self) -> str:
@@ -88,7 +88,9 @@ class Balancer:
         self.endpoints = tuple(resolved)
 
     def _listed(self, endpoint: str) -> dict[str, str] | None:
-        """Read the endpoint's listing on this machine; None if it has none."""
+        """Return address -> host name from the endpoint's listing; None if none is on this machine.
+        Errors: EnvError with the trouble that the listing reports.
+        """
         if (listing := listed(self._listings.get(endpoint, ""))) is None:
             return None
         addresses, trouble = listing
@@ -105,7 +107,9 @@ class Balancer:
         )
 
     async def _looked_up(self, endpoint: str) -> dict[str, str]:
-        """Resolve a host name to its addresses; the endpoint itself if it has only one."""
+        """Return URL -> host name for the addresses of the endpoint's host; the known ones if the
+        lookup is recent or fails; {endpoint: ""} if it needs no lookup or has one address.
+        """
         parts = urlsplit(endpoint)
         if parts.scheme != "http" or not parts.hostname or _is_address(parts.hostname):
             return {endpoint: ""}
@@ -133,7 +137,7 @@ class Balancer:
         }
 
     def _known(self, endpoint: str) -> dict[str, str]:
-        """Return the endpoint's addresses as last looked up."""
+        """Return URL -> host name of the endpoint as last looked up; without any, the endpoint."""
         name = urlsplit(endpoint).netloc
         return {known: host for known, host in self._client.hosts.items() if host == name} or {
             endpoint: ""
@@ -161,7 +165,9 @@ class Balancer:
         self._client.known[endpoint] = info
 
     async def _refresh_load(self, endpoint: str) -> None:
-        """Ask for the load at most once in LOAD_AGE_S; the pool adds our own sessions meanwhile."""
+        """Ask for the load at most once in LOAD_AGE_S; the pool adds our own sessions meanwhile.
+        Without an answer the load is infinite.
+        """
         now = time.monotonic()
         if now - self._load_seen_at[endpoint] < LOAD_AGE_S:
             return

@@ -31,7 +31,7 @@ ARRIVED, CHANGE_TO_NOISE, STANDARD_ERROR = 0.75, 4.0, 1 / 16
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Log-probabilities of one comparison, [N] each."""
+    """Log-probabilities [N] of one comparison, by the learner (ours) and the engine (theirs)."""
 
     ours: Tensor
     theirs: Tensor
@@ -69,7 +69,7 @@ class Canary:
         self._digest = digest
 
     def take(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add the beginnings of the first trajectories that a run played, once."""
+        """Add the beginnings of the first episodes that a run played, once, if `takes_text`."""
         if self._takes_text and trajectories:
             texts = [
                 list(trajectory.input_ids[:TEXT_TOKENS]) for trajectory in trajectories[:NUM_TEXTS]
@@ -105,7 +105,7 @@ class Canary:
         engine: str = "the engine",
         before: Seen | None = None,
     ) -> Seen:
-        """Compare the scores of learner and engine after a publish.
+        """Compare the scores of learner and engine after a publish; return the comparison.
 
         ours: [N] of the learner; theirs: N of the engine, in pieces; before: the comparison after
         an earlier publish, None if there is none.
@@ -158,7 +158,7 @@ def _rms(values: Tensor) -> float:
 
 
 def canary_sequences(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return a few fixed token sequences that exercise every layer."""
+    """Return four sequences of 16 tokens; they depend on the size of the vocabulary alone."""
     size = len(tokenizer)
     return [
         [(7 * sequence + 13 * column) % size for column in range(1, 17)] for sequence in range(4)

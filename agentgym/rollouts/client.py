@@ -41,8 +41,8 @@ REFUSED_FOR_NOW = (ErrorKind.FULL, ErrorKind.DRAINING, ErrorKind.NOT_READY)
 
 
 class EnvError(RuntimeError):
-    """An environment server failed for good.
-    `kind` is an `ErrorKind`, `unreachable` or `protocol`.
+    """Failed request to an environment server.
+    `kind` is an `ErrorKind`, `unreachable`, `protocol`, `mismatch` or `fleet`.
     """
 
     def __init__(self, endpoint: str, route: str, session_id: str, kind: str, message: str) -> None:
@@ -131,8 +131,8 @@ class EnvClient:
         session_id: str = "",
         max_retries: int | None = None,
     ) -> M:
-        """Send one request; repeat it after lost connections, timeouts and 503, unless its server
-        is gone. Errors: EnvError.
+        """Send one request and return its answer; repeat it, at most `max_retries` times, after
+        lost connections, timeouts and 503, unless its server is gone. Errors: EnvError.
         """
         attempt = 0
         while True:
@@ -173,8 +173,8 @@ class EnvClient:
         return endpoint in self.known and self.known[endpoint].takes_batches
 
     async def _bundle(self, endpoint: str, data: bytes) -> Message:
-        """Send a request in the next batch and return its answer: most of the time of a quick step
-        is the round trip.
+        """Send a request in the server's next batch and return its answer. One round trip for
+        many requests saves most of the time of a quick step.
 
         Errors: those of the batch.
         """
@@ -187,8 +187,8 @@ class EnvClient:
         return await answered
 
     def _send_bundles(self, endpoint: str) -> None:
-        """Send the waiting requests in bundles, each of half the unanswered requests; the rest
-        waits until a bundle has returned.
+        """Start to send the waiting requests in at most BUNDLES batches at a time, each of about
+        half the unanswered requests; the rest waits until a batch has returned.
         """
         waiting, under_way = self._waiting[endpoint], self._under_way[endpoint]
         while waiting and len(under_way) < BUNDLES:
@@ -206,7 +206,9 @@ class EnvClient:
         self._send_bundles(endpoint)
 
     async def _deliver(self, endpoint: str, bundle: Bundle) -> None:
-        """Send the bundle once and resolve its futures; some may have been cancelled."""
+        """Send the bundle once and resolve the futures that were not cancelled; if it fails, all
+        with the same error.
+        """
         data = b'{"requests":[' + b",".join(request for request, _ in bundle) + b"]}"
         try:
             reply = await self._post(endpoint, "/batch", BatchReply, data, "")
@@ -227,7 +229,9 @@ class EnvClient:
     async def _post(
         self, endpoint: str, route: str, reply: type[M], data: bytes | None, session_id: str
     ) -> M | ErrorReply:
-        """Send one request over HTTP. data: None for a GET. Errors: Retryable, EnvError."""
+        """Send one request over HTTP and return the answer, an ErrorReply unless its status is 200.
+        data: None for a GET. Errors: Retryable, EnvError.
+        """
         assert self._http is not None, "use the client as `async with EnvClient(...)`"
         try:
             host = self.hosts.get(endpoint, "")  # the Host header, and the key of its token
@@ -263,7 +267,7 @@ def nobody_waits(bundle: Bundle) -> None:
 
 
 def backoff_s(attempt: int, first_s: float = BACKOFF_S) -> float:
-    """Seconds to wait before a request is sent again; attempt: from 0."""
+    """Seconds to wait before a request is sent again, growing and randomized; attempt: from 0."""
     spread = 1 + random.random()  # noqa: S311 - no secret
     return min(first_s * 2.0 ** min(attempt, 10) * spread, MAX_BACKOFF_S)
 
@@ -279,7 +283,7 @@ async def back_off(attempt: int, error: Retryable, *, nowhere_else: bool) -> Non
 
 
 def request_headers(token: str) -> dict[str, str]:
-    """Headers of every request to an environment server."""
+    """Headers of every request to an environment server. token: empty if it needs none."""
     return {
         "Content-Type": "application/json",
         **({"Authorization": f"Bearer {token}"} if token else {}),

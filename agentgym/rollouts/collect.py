@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutError(RuntimeError):
-    """Too many environments failed for the batch to mean anything."""
+    """More episodes failed than `max_env_error_frac` allows, so the batch means nothing."""
 
 
 class Lockstep:
@@ -83,7 +83,7 @@ class PlaysEpisodes(Protocol):
 
 @dataclass
 class Attempts:
-    """A player of whole episodes, each until an attempt is valid or none is left."""
+    """A player of whole episodes, repeated until an attempt is valid or none is left."""
 
     pool: EnvPool | EnvPools
     player_of: PlayerOf

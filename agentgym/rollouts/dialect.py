@@ -46,7 +46,7 @@ BROWSER_CLOSE_S = 40.0  # WebArena's server gives a browser 30 s to end
 
 @dataclass(frozen=True)
 class Shape:
-    """The differences between AgentGym's servers."""
+    """Requests, answer keys and scoring rules of AgentGym's server for one environment."""
 
     greeting: str  # the answer to `GET /`; if it is a name, the answer need only contain it
     create: Callable[[int], Any]  # task -> body
@@ -118,11 +118,11 @@ class AgentGymSession:
         self._total = 0.0
 
     async def step(self, action: str) -> StepReply:
-        """Act; the request is never sent twice. Errors: EnvError.
+        """Send one action, never twice, and return the scored answer. Errors: EnvError.
 
-        Without part credit a positive reward ends the episode: their servers would continue and
-        pay it again.
-        Part credit is scaled to 0..1, a failure to 0.
+        Without part credit a positive reward counts as success and end of the episode: their
+        servers would continue and pay it again.
+        Part credit (`Shape.full`) is scaled to 0..1, a failure to 0.
         """
         shape = self._pool.shape
         text = action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()
@@ -157,7 +157,7 @@ class AgentGymSession:
         )
 
     async def close(self) -> None:
-        """Close the session (best effort, tried once)."""
+        """Close the session (best effort, tried once); a failure is only logged."""
         shape = self._pool.shape
         try:
             await self._pool.ask(
@@ -177,8 +177,8 @@ class AgentGymPool(ForeignPool):
     def __init__(
         self, env: str, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int = 4
     ) -> None:
-        """Look up the protocol of the environment's servers.
-        Errors: ConfigError if AgentGym has no such server or its protocol is not known here.
+        """Prepare a pool; no request is sent yet.
+        Errors: ConfigError if the environment's protocol is not among SHAPES.
         """
         if env not in SHAPES:
             raise ConfigError(
@@ -206,8 +206,8 @@ class AgentGymPool(ForeignPool):
             await self._http.close()
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
-        """Refuse servers of another environment. Result: an empty guide; these servers have none.
-        Errors: EnvError; ValueError naming the endpoint.
+        """Refuse servers with another environment's greeting; two environments greet with OK alone.
+        Result: an empty guide, as they have none. Errors: EnvError; ValueError naming the endpoint.
         """
         for endpoint in self.endpoints:
             greeting = str(await self._repeated(endpoint, "/", None, texts=True))
@@ -269,7 +269,7 @@ class AgentGymPool(ForeignPool):
         texts: bool = False,
         timeout_s: float | None = None,
     ) -> Any:
-        """Send one request once and return its answer.
+        """Send one request once and return its answer, parsed from JSON.
 
         texts: accept an answer that is not JSON, as text; timeout_s: None for the pool's.
         Errors: EnvError; kind `unreachable` if the request may or may not have been carried out.
@@ -311,7 +311,8 @@ class AgentGymPool(ForeignPool):
     async def _repeated(
         self, endpoint: str, route: str, body: Any, *, post: bool = False, texts: bool = False
     ) -> Any:
-        """Send a request that may be repeated: it opens, resets or reads.
+        """Send a request that opens, resets or reads, and return its answer. Repeat it, at most
+        `max_retries` times, if the server is full or unreachable. Errors: EnvError.
         If a session is opened twice, the first one is abandoned and never acted in.
         """
         attempt = 0

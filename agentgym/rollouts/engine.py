@@ -66,7 +66,9 @@ class LocalEngine:
         read_last: bool = False,
         progress: Callable[[int], None] = lambda _: None,
     ) -> list[Trajectory]:
-        """Collect trajectories in admission order, see `agentgym.rollouts.collect.collect`."""
+        """Collect trajectories in admission order, see `agentgym.rollouts.collect.collect`.
+        The policy wakes for it and sleeps afterwards if it shares a device with the learner.
+        """
         rollout = self.cfg.rollout
         settings = episode_settings(
             self.cfg,
@@ -192,8 +194,8 @@ def open_engine(
 def open_pool(
     cfg: RunConfig, endpoints: Endpoints, *, allow_expert: bool
 ) -> Iterator[tuple[EnvPools, LoopThread, dict[str, Guide]]]:
-    """Yield a client of the servers, which are checked, its event loop, and the servers' guides for
-    a language model by environment.
+    """Yield (pool, its event loop, environment -> guide) for the block, once the servers passed
+    the check. Errors: those of `EnvPools.check`.
     """
     loop = LoopThread()
     try:

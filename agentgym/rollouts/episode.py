@@ -50,7 +50,7 @@ class Said(NamedTuple):
 
 
 class Player(Protocol):
-    """Plays one episode: an engine's tokens, an expert, a hosted model, a script."""
+    """A player of one episode: an engine's tokens, an expert, a hosted model, a script."""
 
     def begin(self, episode: Episode) -> bool:
         """Read the instructions and the first observation. Result: True if there is room to act."""
@@ -126,7 +126,7 @@ class Episode:
     began_at: float = field(default_factory=time.time)  # seconds since 1970
 
     async def step(self, session: OpenSession, message: Said, generate_s: float) -> Reply:
-        """Carry out the reply's action and record the turn. Errors: EnvError."""
+        """Take the message's action, record the turn and return the reply. Errors: EnvError."""
         settings = self.settings
         action = message.action
         if action is None:
@@ -209,7 +209,7 @@ _deadline: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=N
 
 @asynccontextmanager
 async def environment_time(seconds: float) -> AsyncIterator[None]:
-    """Limit the total time of an episode's environment. Errors: TimeoutError."""
+    """Limit the block's time outside of `environment_waits`. Errors: TimeoutError."""
     async with asyncio.timeout(seconds) as deadline:
         token = _deadline.set(deadline)
         try:
@@ -247,7 +247,7 @@ async def run_episode(
     pace: Callable[[SampleKey], Awaitable[None]] = no_pace,
 ) -> Status:
     """Play until the environment ends the task, the horizon or the context is used up, or the
-    player gives up (counted as reaching the horizon).
+    player gives up (counted as reaching the horizon). Return its status.
 
     pace: awaited before each turn.
     """
@@ -297,8 +297,8 @@ def reply_naming(action: str, action_format: Literal["plain", "react"]) -> str:
 def extract_action(
     reply: str, action_format: Literal["plain", "react"], *, opens_thought: bool = False
 ) -> str:
-    """Return the action in a reply. react: the rest of the line after the last `Action:`, empty
-    if there is none.
+    """Return the action in a reply. plain: the whole text; react: the first line of text after the
+    last `Action:`, empty if there is none.
 
     A thought up to `</think>` contains no action, nor does a thought that was cut off.
     opens_thought: the chat template began the thought, before the reply.

@@ -18,7 +18,7 @@ _SHOWN = 200  # characters of an answer in an error
 
 
 class ForeignPool:
-    """Servers of one environment. Use as `async with`."""
+    """Base of the pools of foreign servers of one environment. Use as `async with`."""
 
     def __init__(self, endpoints: Sequence[str], *, max_retries: int) -> None:
         self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)

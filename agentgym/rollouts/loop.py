@@ -35,7 +35,7 @@ class LoopThread:
             future.cancel()
 
     def cancel(self) -> None:
-        """Cancel all running tasks."""
+        """Cancel all running tasks and wait for their end. Errors: TimeoutError."""
 
         async def finish() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -46,7 +46,7 @@ class LoopThread:
         self.run(finish())
 
     def close(self) -> None:
-        """End the thread."""
+        """Cancel all tasks and end the thread; wait at most CLOSE_TIMEOUT_S for either."""
         try:
             self.cancel()
             self.run(self._loop.shutdown_asyncgens())

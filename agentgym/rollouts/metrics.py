@@ -14,7 +14,9 @@ from agentgym.types import Status, Trajectory
 
 
 def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Success of one validation; with several environments also the success in each."""
+    """Return `validation/success` and, with several environments, `validation/ENV/success`.
+    A figure without a valid episode is missing.
+    """
     metrics = rollout_metrics(trajectories)
     return {
         name.replace("rollout/", "validation/"): value
@@ -30,9 +32,9 @@ def success_share(trajectories: Sequence[Trajectory]) -> float:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Shares and means over one collection; failed environments count only in `env_error_frac`.
-
-    With several environments, each also has its own figures.
+    """Return name -> count, share or mean over at least one episode. Failed episodes count only in
+    `num_episodes` and `env_error_frac`; without a valid one, other shares and means are missing.
+    With several environments, there are also figures by environment.
     """
     valid = [trajectory for trajectory in trajectories if trajectory.status.is_valid]
     total = len(trajectories)

@@ -88,7 +88,7 @@ class OpenEnvSession:
         self.observation = self._text(data)
 
     async def step(self, action: str) -> StepReply:
-        """Act; the request is never sent twice. Errors: EnvError."""
+        """Send one action, never twice, and return the scored answer. Errors: EnvError."""
         text = action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()
         data = await self._ask("step", {self._fields.action: text})
         observation = self._text(data)
@@ -178,14 +178,15 @@ class OpenEnvPool(ForeignPool):
         max_retries: int = 4,
         patience_s: float = 20.0,
     ) -> None:
-        """Prepare a pool. patience_s: full servers are asked again for at least this long."""
+        """Prepare a pool. patience_s: retry full or lost servers for at least this long."""
         super().__init__(endpoints, max_retries=max_retries)
         self._timeout_s = request_timeout_s
         self._patience_s = patience_s
         self._fields: dict[str, Fields] = {}  # by endpoint
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
-        """Refuse servers whose actions or observations are not texts, or differ between servers.
+        """Refuse servers without exactly one text field for actions and one for observations, or
+        whose fields differ.
         Result: an empty guide; these servers have none.
 
         Errors: EnvError; ValueError naming the endpoint.
@@ -210,7 +211,7 @@ class OpenEnvPool(ForeignPool):
                 await session.close()
 
     async def _begin(self, task_id: int, episode_id: str) -> OpenEnvSession:
-        """Connect and reset; retry if the server is full or lost.
+        """Connect to a server and reset; retry, on any server, if it is full or lost.
         Failed sessions are closed, never acted in.
         """
         attempt, until = 0, time.monotonic() + self._patience_s
@@ -266,7 +267,7 @@ class OpenEnvPool(ForeignPool):
             raise unreachable(endpoint, "/ws", error) from error
 
     async def _fields_of(self, endpoint: str) -> Fields:
-        """Read the names of a server's text fields.
+        """Ask a server for the names of its text fields, return and remember them.
         Errors: EnvError; ValueError if there is no text field or more than one candidate.
         """
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)

@@ -78,7 +78,7 @@ def token_players(policy: Policy, renderer: ChatRenderer) -> PlayerOf:
 
 
 class TextPlayer:
-    """A player without tokens, whose context has no known limit."""
+    """Base of the players without tokens, whose context has no known limit."""
 
     def begin(self, episode: Episode) -> bool:
         return True
@@ -88,7 +88,7 @@ class TextPlayer:
 
 
 class ExpertPlayer(TextPlayer):
-    """The environment's own expert."""
+    """A player that asks the environment's own expert, and gives up if that has no answer."""
 
     async def act(self, session: Any, sampling: Sampling) -> Said | None:
         try:
@@ -135,7 +135,7 @@ async def hints_of(session: Any) -> list[str]:
 
 class RandomPlayer(TextPlayer):
     """A player that draws uniformly from the possible actions; equal keys give equal actions.
-    Errors: NoHints if the server does not list them.
+    It gives up if there are none. Errors: NoHints if the server does not list them.
     """
 
     async def act(self, session: Any, sampling: Sampling) -> Said | None:

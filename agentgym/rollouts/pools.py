@@ -57,7 +57,7 @@ class EnvSession:
         self._as_request = SessionRequest(session_id=reply.session_id)
 
     async def step(self, action: str) -> StepReply:
-        """Act once, however often the request has to be sent.
+        """Act once, however often the request has to be sent, and return the answer.
         Text beyond MAX_ACTION_CHARS is cut: no environment reads that far.
 
         Errors: EnvError.
@@ -99,7 +99,7 @@ class EnvSession:
         return reply.media_type, data
 
     async def close(self) -> None:
-        """Close the session (best effort, tried once): the server reaps abandoned sessions."""
+        """Close the session, tried once; a failure is only logged: the server reaps the session."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._client.ask(
@@ -131,6 +131,7 @@ class EnvPool:
         is looked up repeatedly.
         patience_s: while no server of the pool opens a session, `session` keeps trying for at
         least this long: a server may be restarting.
+        Errors: ValueError without an endpoint.
         """
         if not endpoints:
             raise ValueError(
@@ -268,7 +269,7 @@ class EnvPools:
         return cls({env.name: _pool(env, endpoints[env.name]) for env in envs})
 
     def session(self, item: Item, request_key: str) -> AbstractAsyncContextManager[Any]:
-        """Open a session of the item's environment, see `EnvPool.session`."""
+        """Return a context with a session of the item's environment, see `EnvPool.session`."""
         return self._pools[item.env].session(item, request_key)
 
     async def check(self, envs: Sequence[EnvConfig], *, allow_expert: bool) -> dict[str, Guide]:

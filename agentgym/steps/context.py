@@ -59,7 +59,7 @@ class NoProgress:
 
 
 def not_here(policy: str) -> Any:
-    """Raise RuntimeError, in contexts that cannot evaluate policies."""
+    """Raise RuntimeError: the default if a context can neither evaluate nor audit."""
     raise RuntimeError(f"{policy} cannot be evaluated here")
 
 
@@ -84,17 +84,17 @@ class StepReader:
 
     @property
     def data(self) -> Manifest:
-        """The step that prepared the items."""
+        """The commit that has the items."""
         return self.parents[self.step.data]
 
     @property
     def checkpoint(self) -> Manifest:
-        """The weights that this step trains further, plays or registers."""
+        """The commit whose weights this step trains further, plays or registers."""
         return self.parents[self.step.checkpoint]
 
     @property
     def start(self) -> Manifest:
-        """The weights that a KL penalty or self-training refers to."""
+        """The commit whose weights a KL penalty or self-training refers to."""
         return self.parents[self.step.start]
 
     @property
@@ -102,7 +102,7 @@ class StepReader:
         return self.parents[self.step.demonstrations]
 
     def read(self, manifest: Manifest, name: str) -> bytes:
-        """Return verified content. Errors: DigestMismatch, BlobMissing."""
+        """Return verified content of a commit. Errors: KeyError, DigestMismatch, BlobMissing."""
         return self.store.read(manifest, name)
 
     def tensors(self, manifest: Manifest, name: str) -> StoredTensors:
@@ -118,7 +118,7 @@ class StepReader:
         return {name: self.tensors(manifest, name) for name in names if files_of(manifest, name)}
 
     def policy(self, manifest: Manifest) -> StoredTensors:
-        """Return the policy's weights with an adapter merged. Errors: KeyError, ValueError."""
+        """Return a commit's policy weights, its adapter merged. Errors: KeyError, ValueError."""
         from agentgym.models.checkpoint import policy_of
 
         return policy_of(self.store, manifest)
@@ -136,7 +136,7 @@ class StepReader:
 
 @dataclass(kw_only=True)
 class StepContext(StepReader):
-    """One open step. Only it may commit, under the lease of its writer."""
+    """An open step with its writer, the only one that may commit to it."""
 
     config: dict[str, Any]  # the semantic fields in the step's key
     writer: StepWriter
@@ -181,7 +181,7 @@ class StepContext(StepReader):
         trajectories: Sequence[Trajectory] = (),
         records: Mapping[str, bytes] | None = None,
     ) -> Manifest:
-        """Write a commit: weights first, manifest last, then MLflow.
+        """Write a commit: weights first, manifest last, then MLflow. Then old weights are pruned.
 
         A kill between any two of these loses nothing and repeats nothing.
         blobs, snapshot: content that is equal to the bit in every run of the same step. records:

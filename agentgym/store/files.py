@@ -18,8 +18,8 @@ class StoreFull(OSError):
 
 
 def write_temp(folder: Path, data: bytes, *, mode: int = 0o666) -> Path:
-    """Write `data` durably under a temporary name in `folder`; mode: before the umask.
-    Errors: StoreFull.
+    """Write `data` durably under a temporary name in `folder`, and return its path.
+    mode: before the umask. Errors: StoreFull.
     """
     return write_pieces(folder, [memoryview(data)], len(data), mode=mode)
 

@@ -44,6 +44,7 @@ def object_name(run_key: str, step: str, attempt: int) -> str:
     """Return a name within the limits of Kubernetes and KubeRay: `r<12 hex>-s2-a1` for stage-2.
 
     step: its words become their first letters, its numbers stay; evaluate-warm-start is `ews`.
+    Errors: ValueError for a key that is not hex.
     """
     if not re.fullmatch(r"[0-9a-f]{12,}", run_key):
         raise ValueError(
@@ -80,7 +81,7 @@ def _digest_once(modules: tuple[str, ...]) -> str:
 
 
 def environment_modules(name: str) -> tuple[str, ...]:
-    """Return the modules that compute an environment; only the server if it is not installed."""
+    """Return the modules that compute an environment: the server and, if installed, its own."""
     module = f"envs.{name}"
     if importlib.util.find_spec(module) is not None:
         return ("envs.server", module)
@@ -89,7 +90,7 @@ def environment_modules(name: str) -> tuple[str, ...]:
 
 
 def _version(package: str) -> str:
-    """Return name and version of the distribution whose entry points name this package."""
+    """Return name and version of the distribution whose entry points name this package; else ""."""
     for distribution in distributions():
         if any(entry.module.split(".")[0] == package for entry in distribution.entry_points):
             return f"{distribution.name} {distribution.version}"
@@ -128,7 +129,7 @@ def package_folders(others: Collection[str] = ()) -> dict[str, Path]:
 
 def source_files(modules: Sequence[str], folders: Mapping[str, Path]) -> dict[str, Path]:
     """Return module name -> file, for `modules` and all they import from the packages in `folders`.
-    Sorted by name.
+    Sorted by name. Errors: ValueError for a module that does not exist.
     """
     files: dict[str, Path] = {}
     waiting: list[str] = []

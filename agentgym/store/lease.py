@@ -28,8 +28,8 @@ class LeaseHeld(RuntimeError):
 
 
 def when_free(call: Callable[[], T], wait_s: float) -> T:
-    """Return the result of `call`, which waits up to `wait_s` seconds for another process.
-    Errors: LeaseHeld if that process is still at work on the step.
+    """Return the result of `call`, which is repeated while it raises LeaseHeld.
+    Errors: LeaseHeld after `wait_s` seconds, and other errors of `call` at once.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -104,7 +104,7 @@ class Holder:
         )
 
     def is_alive(self, silent_s: float, *, ttl_s: float) -> bool:
-        """Return True if its process runs or, if that is not visible here, its heart beats."""
+        """Return True if its process runs; if that is not visible here, if silent_s < ttl_s."""
         return self._runs() if self.is_near() else silent_s < ttl_s
 
     def is_near(self) -> bool:
@@ -137,7 +137,7 @@ class Tenure:
 
     @property
     def was_interrupted(self) -> bool:
-        """True if its process was ended from outside; False if the work itself failed."""
+        """False if the work itself failed; True for every other end, also a normal one."""
         return not self.reason or self.reason.startswith(INTERRUPTED)
 
     def __str__(self) -> str:
@@ -221,7 +221,7 @@ class Lease(ABC):
 
     @abstractmethod
     def begin_anew(self) -> None:
-        """Prepare a step whose commits were collected for new ones."""
+        """If the commits were collected, make the step ready for new ones. Errors: Fenced."""
 
     @abstractmethod
     def sweep(self) -> int:

@@ -31,7 +31,7 @@ class ManifestDamaged(ManifestError):
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return a value's only JSON spelling: sorted keys, no spaces, ASCII.
+    """Return the canonical JSON of a value: sorted keys, no spaces, ASCII.
 
     Errors: ValueError for NaN and infinities, TypeError for values that JSON cannot hold; both name
     the path to the value.
@@ -123,7 +123,7 @@ class Manifest(BaseModel):
         return sha256(canonical_json(self.model_dump()))
 
     def to_tree(self) -> dict[str, Any]:
-        """Return the manifest as JSON for the disk: its digests and its fields."""
+        """Return the digests and fields as plain JSON types, for the file of the commit."""
         tree, records_digest = self.model_dump(), {"records_digest": self.records_digest}
         if self.follows is None:  # keep an old manifest byte for byte
             del tree["follows"]
@@ -132,7 +132,9 @@ class Manifest(BaseModel):
 
     @classmethod
     def from_tree(cls, tree: Any, *, where: str) -> Self:
-        """Invert `to_tree`. `where` names the source in errors. Errors: ManifestError."""
+        """Invert `to_tree` and verify the digests, which are removed from `tree`.
+        `where` names the source in errors. Errors: ManifestError.
+        """
         version = tree.get("schema_version") if isinstance(tree, dict) else None
         if not isinstance(version, int):
             raise ManifestError(
@@ -175,7 +177,9 @@ def encode_commit(manifests: Sequence[Manifest]) -> bytes:
 
 
 def decode_commit(data: bytes, *, where: str = "manifest") -> list[Manifest]:
-    """Invert `encode_commit`. `where` names the source in errors. Errors: ManifestError."""
+    """Invert `encode_commit`, and verify the digests. where: the source, for errors.
+    Errors: ManifestError.
+    """
     try:
         tree = json.loads(data)
         _check_depth(tree)

@@ -56,9 +56,9 @@ class Writable(Protocol):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         ...
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
-        """Write into a step's folder, as blobs of the next commit. Errors: StoreFull."""
+        """Write into a step's folder. Return name -> blob for the commit. Errors: StoreFull."""
         ...

@@ -47,7 +47,7 @@ def posix_store(root: Path, *, lease_ttl_s: float) -> RunStore:
 
 
 class PosixBackend:
-    """A folder of step folders."""
+    """Storage of all steps in one folder, with a folder for each step."""
 
     def __init__(self, root: Path) -> None:
         self.root = str(root)

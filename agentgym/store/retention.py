@@ -19,7 +19,7 @@ def kept(
     pinned: Mapping[str, str],
     live: Collection[str],
 ) -> dict[str, str]:
-    """Return the digest of each head that is needed -> its own reason or that of a descendant.
+    """Return digest -> reason for each head that is needed, itself or for a step that builds on it.
 
     now: seconds since 1970; days: younger heads are needed; runs: number of newest leaves (heads
     that nothing builds on) to keep; pinned: digest -> reason; live: digests that running steps

@@ -49,7 +49,7 @@ class Content(Protocol):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         ...
 
     def pieces(self) -> Iterator[memoryview]:
@@ -75,7 +75,7 @@ class Folder(Protocol):
         ...
 
     def size(self, name: str) -> int:
-        """Bytes."""
+        """Return the size of a file in bytes."""
         ...
 
     def digest(self, name: str) -> str:
@@ -111,7 +111,7 @@ class Folder(Protocol):
         ...
 
     def has_content(self) -> bool:
-        """Return True if there is a manifest or a blob, counting or not."""
+        """Return True if there is a file of a manifest or blob, even one of no commit."""
         ...
 
     def tenure(self, ttl_s: float) -> Tenure | None:
@@ -303,7 +303,7 @@ class RunStore:
             lease.collect()
 
     def finish_collecting(self) -> int:
-        """Finish every `collect` that was killed. Return the number of steps."""
+        """Finish every `collect` that was killed, unless leased. Return the number of steps."""
         count = 0
         for match in filter(None, map(FOLDER.fullmatch, self._backend.folders())):
             folder = self._backend.folder(match.string)
@@ -330,9 +330,9 @@ class RunStore:
 
     @contextlib.contextmanager
     def open(self, step: str, key: str, parents: Sequence[str] = ()) -> Iterator[StepWriter]:
-        """Yield a writer under the step's lease; release the lease on any exit.
+        """Drop damaged newest commits and yield a writer; release its lease on any exit.
         parents: digests of the manifests it builds on, which are not collected meanwhile.
-        Errors: LeaseHeld.
+        Errors: LeaseHeld, ManifestError; ValueError for a step or key of another form.
         """
         if not STEP.fullmatch(step):
             raise ValueError(
@@ -399,7 +399,7 @@ class RunStore:
 @dataclass(frozen=True, slots=True)
 class Passed:
     """An optimizer step that becomes durable with a later one.
-    It has all fields of a commit except blobs, which a resumed run needs of the last step alone.
+    It has no blobs, because a resumed run needs those of the last step alone.
     """
 
     state: dict[str, Any]

@@ -107,7 +107,7 @@ def _retry_when_told_to_slow_down(response: Any, attempts: int, **_: Any) -> flo
 
 
 class Bucket:
-    """Objects by key; botocore's errors become ours."""
+    """The objects of a bucket, by key. Other errors (`_translated`) replace those of botocore."""
 
     def __init__(self, name: str, client: Any) -> None:
         self.name = name
@@ -153,8 +153,8 @@ class Bucket:
     def put_if(self, key: str, data: bytes, etag: str | None) -> str | None:
         """Replace the object while it has this ETag; with None create it while it does not exist.
 
-        Result: the new ETag; None if the condition does not hold, or held and the response was
-        lost.
+        Result: the new ETag; None if the condition does not hold, or if it did, but the response
+        was lost.
         """
         from botocore.exceptions import ClientError
 
@@ -207,7 +207,7 @@ class Bucket:
         return sink.getvalue()
 
     def size(self, key: str) -> int:
-        """Bytes. Errors: FileNotFoundError."""
+        """Return an object's size in bytes. Errors: FileNotFoundError."""
         with self._translated(key):
             return int(self._client.head_object(Bucket=self.name, Key=key)["ContentLength"])
 
@@ -331,7 +331,7 @@ def _transfer(size: int = 0) -> Any:
 
 
 class S3Backend:
-    """A prefix of step prefixes."""
+    """Storage of all steps below one prefix of a bucket, with a prefix for each step."""
 
     def __init__(self, bucket: Bucket, prefix: str) -> None:
         self.root = f"s3://{bucket.name}/{prefix}".rstrip("/")
@@ -350,8 +350,8 @@ class S3Backend:
             return list(pool.map(function, items))
 
     def _prove_conditions(self) -> None:
-        """Check that the service honors conditional writes; else a step could have two writers.
-        Errors: ConfigError.
+        """Write a test object to check that the service honors conditional writes, without which
+        a step could have two writers. Errors: ConfigError.
         """
         if self._proven:
             return
@@ -427,7 +427,7 @@ def _manifest_name(seq: int, epoch: int) -> str:
 
 
 class S3Folder:
-    """One step's prefix."""
+    """The objects of one step, below its prefix."""
 
     def __init__(self, bucket: Bucket, path: str, prove_conditions: Callable[[], None]) -> None:
         self.place = f"s3://{bucket.name}/{path}"
@@ -450,7 +450,7 @@ class S3Folder:
         return Head.from_bytes(data, f"{self.place}/head.json"), etag, age_s
 
     def replace_head(self, head: Head, etag: str | None) -> str | None:
-        """Write the head under a condition, see `Bucket.put_if`."""
+        """Write the head if its ETag is `etag` and return the new one, see `Bucket.put_if`."""
         return self.bucket.put_if(f"{self.path}/head.json", head.to_bytes(), etag)
 
     def read(self, name: str) -> bytes:
@@ -539,7 +539,7 @@ class S3Folder:
 
 
 class S3Lease(Lease):
-    """The head, as this holder last wrote it."""
+    """A lease in a step's head, with the head as this holder last wrote it."""
 
     def __init__(self, folder: S3Folder, head: Head, etag: str, ttl_s: float, what: str) -> None:
         self._folder = folder

@@ -28,7 +28,7 @@ Values = Sequence[float]  # one metric at the optimizer steps that have it
 
 
 class AlarmStop(RuntimeError):
-    """A run in trouble ended itself after a commit, as its configuration requires."""
+    """Error that ends a run in trouble after a commit, as its configuration requires."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Alarm:
 
 
 def tripped(alarms: AlarmsConfig, history: Sequence[Point]) -> list[Alarm]:
-    """Return the limits that are broken at the last of these points, by rules that are not off.
+    """Return an alarm for each limit broken at the last of these points, by rules that are not off.
 
     history: all points of the run's training so far, in order.
     """
@@ -81,14 +81,14 @@ def tripped(alarms: AlarmsConfig, history: Sequence[Point]) -> list[Alarm]:
 
 
 def measured(rule: Rule, history: Sequence[Point]) -> tuple[str, float | None]:
-    """Return (metric, the rule's measure at the last point); None if it has no measure."""
+    """Return (metric, the rule's measure at the last point or None if it cannot be computed)."""
     metric = next((name for name in rule.metrics if name in history[-1].metrics), "")
     values = [point.metrics[metric] for point in history if metric in point.metrics]
     return metric, rule.measure(values) if metric else None
 
 
 def raised(points: Iterable[Point]) -> Iterator[tuple[Alarm, bool]]:
-    """Yield (alarm, whether its trouble begins there) from the marks in these points.
+    """Yield (alarm, whether its trouble begins there) for the alarms stored in these points.
 
     A trouble that pauses for fewer than WINDOW points continues and does not begin again.
     """
@@ -106,12 +106,12 @@ def raised(points: Iterable[Point]) -> Iterator[tuple[Alarm, bool]]:
 
 
 def begun(points: Iterable[Point]) -> list[Alarm]:
-    """Return each trouble once, at its first alarm."""
+    """Return the alarms at which a trouble begins; see `raised`."""
     return [alarm for alarm, begins in raised(points) if begins]
 
 
 class Watch:
-    """Follows a run's training point by point."""
+    """Alarms of a run's training, point by point."""
 
     def __init__(self, alarms: AlarmsConfig, history: Iterable[Point]) -> None:
         """Watch a run's training.
@@ -121,9 +121,9 @@ class Watch:
         self._alarms, self._points = alarms, list(history)
 
     def take(self, point: Point) -> Point:
-        """Return the point with its alarms and progress among its metrics.
+        """Return the point with its alarms and progress among its metrics, and remember it.
 
-        A warning is logged where trouble begins.
+        Log a warning for an alarm that begins a trouble, if its setting is `warn`.
         """
         point = replace(point, metrics={**point.metrics, **progressed(self._points, point)})
         alarms = tripped(self._alarms, [*self._points, point])
@@ -143,7 +143,7 @@ class Watch:
 
     @property
     def stop(self) -> AlarmStop | None:
-        """The reason to end the run now: the last point breaks a limit with setting `stop`."""
+        """Error to raise if the last point breaks a limit with setting `stop`; else None."""
         for alarm in tripped(self._alarms, self._points) if self._points else ():
             if getattr(self._alarms, alarm.name) == "stop":
                 return AlarmStop(
@@ -172,7 +172,7 @@ def _share_of_usual(values: Values) -> float | None:
 
 
 def _below_best(values: Values) -> float | None:
-    """Return the best mean of a window so far, minus the last mean."""
+    """Return the best mean of a window so far, minus the last mean; None for too few steps."""
     means = [fmean(values[end - WINDOW : end]) for end in range(WINDOW, len(values) + 1)]
     return max(means) - means[-1] if means else None
 

@@ -95,7 +95,10 @@ def _death(tenure: Tenure) -> Death | None:
 
 
 def _unattended(tracker: Tracker, store: RunStore, run: Any) -> Death | None:
-    """Return the end of a pipeline without a RUNNING step; None while a next step may begin."""
+    """Return the end of a pipeline without RUNNING steps.
+
+    None while a next step may begin, or if the run belongs to another store.
+    """
     steps = _steps(tracker, run)
     if steps and not store.tenures({_folder(step.data.tags) for step in steps}):
         return None  # the run belongs to another store
@@ -127,7 +130,7 @@ def _folder(tags: Mapping[str, str]) -> str:
 
 
 def _may_have_running(cfg: RunConfig) -> bool:
-    """Return False if a local database surely has no such run. Does not import MLflow."""
+    """Return False if a local database has no RUNNING run or cannot be read. No MLflow import."""
     if not cfg.tracking_uri.startswith("sqlite:"):
         return True
     path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))

@@ -57,7 +57,7 @@ CURVE = (  # main metrics; the others are only in MLflow
 
 
 class StaleRun(LedgerError):
-    """An MLflow run has points of commits that are gone: they or the store were deleted."""
+    """An MLflow run with points of commits that are gone: they or the store were deleted."""
 
 
 @cache
@@ -73,10 +73,10 @@ def tracker_of(cfg: RunConfig) -> Tracker:
 
 
 def ledger_identity(cfg: RunConfig) -> str:
-    """Return a text that identifies the ledger's state.
+    """Return a text that identifies the ledger's state; for a server, its address alone.
 
-    It changes if another ledger takes its place, if a run or the experiment is deleted, or if a
-    run is set aside. Empty if the ledger cannot be read. Does not import MLflow.
+    A local database's text changes if another takes its place, if a run or the experiment is
+    deleted, or if a run is set aside. Empty if it cannot be read. Does not import MLflow.
     """
     address = f"{cfg.tracking_uri} {cfg.experiment}"
     query = """
@@ -88,10 +88,10 @@ def ledger_identity(cfg: RunConfig) -> str:
 
 
 def registry_identity(cfg: RunConfig) -> str:
-    """Return a text that changes if the registered model is deleted and made again.
+    """Return a text that changes if a local database's registered model is deleted and made again.
 
     It does not change if only a version is deleted: a version deleted by a person stays deleted.
-    Empty if there is no such model. Does not import MLflow.
+    Empty if there is no such model; for a server always the same. Does not import MLflow.
     """
     query = "select creation_time from registered_models where name = ?"
     name = cfg.registered_model
@@ -104,7 +104,7 @@ def has_file(cfg: RunConfig) -> bool:
 
 
 def _seen(cfg: RunConfig, address: str, query: str, values: Sequence[str]) -> str:
-    """Return `address`, followed by the row of a database file; empty if there is no row."""
+    """Return `address`, with the query's row if the ledger is a file; empty if there is no row."""
     if not has_file(cfg):
         return address
     path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
@@ -117,7 +117,7 @@ def _seen(cfg: RunConfig, address: str, query: str, values: Sequence[str]) -> st
 
 
 def parent_run(cfg: RunConfig, run_key: str) -> str:
-    """Return the MLflow run of this configuration; found or created."""
+    """Return the id of this configuration's MLflow run; create the run if it is missing."""
     return tracker_of(cfg).parent_run(
         run_key, params=cfg.semantic(), tags=run_tags(cfg, run_key), title=run_title(cfg)
     )
@@ -157,7 +157,7 @@ def child_run(cfg: RunConfig, parent_id: str, manifest: Manifest, title: str) ->
 
 
 def step_run(cfg: RunConfig, run_key: str, manifest: Manifest, title: str) -> tuple[str, str]:
-    """Return (experiment id, run id) of a step in MLflow. Errors: LedgerUnavailable."""
+    """Return (experiment id, run id) of a step; create missing runs. Errors: LedgerUnavailable."""
     with reaching(cfg.tracking_uri):
         return tracker_of(cfg).experiment_id, child_run(
             cfg, parent_run(cfg, run_key), manifest, title
@@ -184,7 +184,7 @@ def committed_points(store: RunStore, step: str, key: str) -> list[Point]:
 
 
 def committed_alarms(store: RunStore, trained: Iterable[Manifest]) -> list[Alarm]:
-    """Return each trouble of these stages once; `trained` is in order of training."""
+    """Return the first alarm of each trouble in these stages, which are in order of training."""
     return begun(
         point for stage in trained for point in committed_points(store, stage.step, stage.key)
     )
@@ -195,7 +195,7 @@ def _short(value: float | None) -> float | None:
 
 
 class Paced:
-    """Delivers a step's commits a few at a time, in at most SHARE of the run's time.
+    """Deliverer of a step's commits, in about SHARE of the run's time, pausing at most MAX_WAIT_S.
 
     The first commit and the last are delivered at once. While MLflow is out of reach, the step
     continues: its metrics are in the store, and the next delivery takes all of them.
@@ -229,8 +229,8 @@ def deliver_step(
 ) -> None:
     """Deliver a step's points to its run, and for headline steps to the pipeline's run.
 
-    A finished step ends its run.
-    Errors: LedgerUnavailable.
+    Missing and stale runs are created anew. A finished step's run gets its page and ends; with
+    `is_report` the pipeline's run does, too. Errors: LedgerUnavailable.
     """
     with reaching(cfg.tracking_uri):
         tracker = tracker_of(cfg)
@@ -270,7 +270,7 @@ def deliver_step(
 def _conclude(
     cfg: RunConfig, store: RunStore, report: Manifest, run_key: str, parent_id: str
 ) -> None:
-    """Write the report, the list of installed packages and a description to the pipeline's run."""
+    """Write report, installed packages and description to the pipeline's run, and end it."""
     tracker = tracker_of(cfg)
     files = {name: store.read(report, name) for name in (*report.blobs, *report.records)}
     tracker.log_artifacts(parent_id, {**files, PACKAGES: packages()})
@@ -303,7 +303,7 @@ def note_of_pipeline(
 
 @dataclass(frozen=True, slots=True)
 class CellPoints:
-    """A comparison's view of one of its runs."""
+    """A cell of a comparison: one of its runs, with the points to copy."""
 
     title: str
     cfg: RunConfig
@@ -324,7 +324,7 @@ def deliver_comparison(
 
     The run behind each cell gets a tag.
     tables: files that MLflow's UI shows as tables; text: Markdown for the run's description.
-    Skipped if this ledger has these files already. Repeating it changes nothing.
+    Skipped if the state folder records that this ledger has these files. Repeats change nothing.
     """
     cfg, files = cells[0].cfg, {**files, **tables}
     content = sha256(
@@ -360,9 +360,9 @@ def deliver_comparison(
 def deliver_committed(
     tracker: Tracker, store: RunStore, step: str, key: str, run_ids: Sequence[str]
 ) -> int:
-    """Bring `run_ids` up to the head of this step; the only way metrics reach the ledger.
+    """Write the points of a step's commits to the runs that lack them, up to the last commit.
 
-    Result: the number of commits delivered.
+    Result: the number of commits delivered, for the run that lacked the most.
     A tag on each run names the last one, to save work: it is written after the points, it is lost
     with the ledger, and delivering again changes nothing.
     Errors: StaleRun if a run names commits that the store does not have.
@@ -396,12 +396,12 @@ def delivery_tags(last: Manifest, points: Sequence[Point]) -> dict[str, str]:
 
 
 def delivery_mark(cfg: RunConfig, run_key: str, step: str, key: str) -> Path:
-    """Return the file that records the delivery of a step to MLflow for this run."""
+    """Return the path of the file that records the delivery of a step to MLflow for this run."""
     return cfg.state_dir / "delivered" / run_key[:16] / f"{step}-{key[:16]}"
 
 
 def delivered_steps(cfg: RunConfig) -> dict[str, set[tuple[str, str]]]:
-    """Return the prefix of a run's key -> (step, prefix of its key) of delivered steps."""
+    """Return prefix of a run's key -> its delivered steps, as (step, prefix of the step's key)."""
     steps_by_run: dict[str, set[tuple[str, str]]] = {}
     for mark in sorted((cfg.state_dir / "delivered").glob("*/*-*")):
         step, _, key = mark.name.rpartition("-")
@@ -410,7 +410,7 @@ def delivered_steps(cfg: RunConfig) -> dict[str, set[tuple[str, str]]]:
 
 
 def delivered_seq(tags: Mapping[str, str], step: str, key: str) -> int:
-    """Return the last commit of a step whose points a run with these tags has; -1 for none."""
+    """Return the number of a step's last commit that a run with these tags has; -1 for none."""
     return _parse_mark(tags.get(_tag(step, key), ""))[0]
 
 

@@ -26,9 +26,9 @@ def deliver_evaluation(
     at_ms: int,
     folder: Path,
 ) -> bool:
-    """Deliver an evaluation; repeating it changes nothing.
+    """Write an evaluation to its MLflow run and end the run; repeating it changes nothing.
 
-    at_ms: time of its last commit, so that repeated points are equal.
+    digest: identifies the run; folder: its artifacts; at_ms: time of the evaluation's last commit.
     Result: False if MLflow could not be reached; the evaluation is complete either way.
     """
     try:

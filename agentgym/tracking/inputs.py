@@ -40,7 +40,7 @@ def inputs_of(cfg: RunConfig, store: RunStore, manifest: Manifest) -> list[Datas
 
 
 def prepared_by(store: RunStore, manifest: Manifest) -> Manifest | None:
-    """Return the step that prepared the items of this one, which may be itself."""
+    """Return this manifest, or its parent, that has the lists of splits; None if neither has."""
     if LISTS in manifest.blobs:
         return manifest
     for name, digest in manifest.parents.items():

@@ -44,7 +44,7 @@ ENDED = "ended"  # tag of a run that ended early: the reason
 
 
 class LedgerUnavailable(RuntimeError):
-    """MLflow accepts nothing at the moment.
+    """Failure of MLflow to answer, or to accept anything at the moment.
 
     Nothing is lost: the store keeps every point until it is delivered.
     """
@@ -53,11 +53,11 @@ class LedgerUnavailable(RuntimeError):
 class Tracker:
     """One experiment of an MLflow store.
 
-    Runs are found by tag, so that a restarted process continues its run.
+    Runs are identified by tags: a restarted process continues its run, with new tags and params.
     """
 
     def __init__(self, uri: str, experiment: str, artifact_root: Path) -> None:
-        """Connect to an MLflow store on first use.
+        """Connect to an MLflow store on first use. Errors: ValueError for a relative path.
 
         uri: `sqlite:////absolute/path.db` or a server's address.
         artifact_root: unused with a server, which has its own.
@@ -73,7 +73,7 @@ class Tracker:
 
     @cached_property
     def client(self) -> Any:
-        """The MLflow client; importing it takes seconds."""
+        """The MLflow client. First use takes seconds and creates a missing local database."""
         _prepare_environment()
         from mlflow import MlflowClient
 
@@ -87,7 +87,7 @@ class Tracker:
 
     @cached_property
     def experiment_id(self) -> str:
-        """Id of the experiment, which is created on first use.
+        """Id of the experiment. First use creates it if missing, and writes views that it lacks.
 
         Errors: LedgerError if the experiment was deleted.
         """
@@ -125,7 +125,7 @@ class Tracker:
     def parent_run(
         self, run_key: str, *, params: Mapping[str, Any], tags: Mapping[str, str], title: str = ""
     ) -> str:
-        """Return the run of a whole pipeline, found by `run_key` or created.
+        """Return the id of a whole pipeline's run, by `run_key`; create the run if missing.
 
         A new run's name is `title` and the beginning of the key. Nested params become dotted names.
         """
@@ -141,28 +141,28 @@ class Tracker:
         params: Mapping[str, Any],
         tags: Mapping[str, str],
     ) -> str:
-        """Return the run of a step below `parent_id`, found by `step_key` or created."""
+        """Return the id of a step's run below `parent_id`, by `step_key`; create it if missing."""
         identity = {"mlflow.parentRunId": parent_id, "step_key": step_key, "kind": "step"}
         return self._find_or_create(name, identity, params, tags)
 
     def comparison_run(
         self, comparison_key: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]
     ) -> str:
-        """Return the run of a comparison, found by `comparison_key` or created."""
+        """Return the id of a comparison's run, by `comparison_key`; create the run if missing."""
         identity = {"comparison_key": comparison_key, "kind": "comparison"}
         return self._find_or_create(f"{title} {comparison_key[:8]}", identity, params, tags)
 
     def evaluation_run(
         self, digest: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]
     ) -> str:
-        """Return the run of an evaluation, found by `digest` or created."""
+        """Return the id of an evaluation's run, by `digest`; create the run if missing."""
         identity = {"evaluation_key": digest, "kind": "evaluation"}
         return self._find_or_create(f"{title} {digest[:8]}", identity, params, tags)
 
     def cell_run(
         self, comparison_id: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]
     ) -> str:
-        """Return a comparison's own copy of one of its runs, found by its title or created.
+        """Return the id of a comparison's copy of a run, by `title`; create the copy if missing.
 
         The original run keeps its parent: it may belong to several comparisons, and MLflow allows a
         run only one parent.
@@ -212,7 +212,7 @@ class Tracker:
     def end_run(self, run_id: str, status: str = "FINISHED") -> None:
         """End a run. A run that has this status already keeps its end time.
 
-        status: FINISHED, FAILED or KILLED.
+        status: FINISHED, which removes the tag `ended`, FAILED or KILLED. Errors: ValueError.
         """
         if status not in ("FINISHED", "FAILED", "KILLED"):
             raise ValueError(f"status {status!r} must be FINISHED, FAILED or KILLED")
@@ -231,7 +231,7 @@ class Tracker:
         self.end_run(run_id, status)
 
     def running(self, kinds: Iterable[str]) -> list[Any]:
-        """Return the RUNNING runs of these kinds in every experiment of this project."""
+        """Return the RUNNING runs of these kinds in this experiment and all named `agentgym-*`."""
         query = f"name = '{self.experiment}'"
         experiment_ids = {
             experiment.experiment_id
@@ -258,7 +258,7 @@ class Tracker:
         return runs
 
     def supersede(self, run_id: str) -> None:
-        """Set a run aside: it keeps its numbers and is never found by its key again.
+        """End a run as KILLED; it keeps its numbers, and its key no longer leads to it.
 
         Nothing is deleted in the ledger.
         """
@@ -335,9 +335,9 @@ class Tracker:
     def checkpoint_model(
         self, name: str, run_id: str, tags: Mapping[str, str], params: Mapping[str, str]
     ) -> str:
-        """Return the id of a checkpoint's logged model, found by `step_key` or created.
+        """Return the id of a checkpoint's logged model, by tag `step_key`; create it if missing.
 
-        The weights stay in the store.
+        The weights stay in the store. Incomplete models of killed attempts are deleted.
         """
         query = f"name = '{name}' and tags.step_key = '{tags['step_key']}'"
         models = self.client.search_logged_models([self.experiment_id], filter_string=query)
@@ -370,7 +370,7 @@ class Tracker:
     ) -> list[tuple[str, int, int, float]]:
         """Return every point of a run as (name, step, timestamp in ms, value), sorted.
 
-        names: of its metrics, if known.
+        names: metrics to read; None: all of the run's.
         """
         if names is None:
             names = self.client.get_run(run_id).data.metrics
@@ -468,7 +468,7 @@ def check_server(uri: str) -> None:
 
 @contextlib.contextmanager
 def reaching(uri: str) -> Iterator[None]:
-    """Turn MLflow's errors for an unreachable or busy server into LedgerUnavailable."""
+    """Turn errors of a server or database that is unreachable or busy into LedgerUnavailable."""
     try:
         yield
     except Exception as error:
@@ -495,7 +495,7 @@ def reaching(uri: str) -> Iterator[None]:
 
 
 def _status(error: Exception) -> int | None:
-    """Return the HTTP status of a server's answer; None without an answer."""
+    """Return the HTTP status that an error of MLflow's client names; None if it names none."""
     match = re.search(r"failed with error code (\d{3}) != \d{3}", str(error))
     return int(match[1]) if match else None
 
@@ -527,7 +527,7 @@ def _unavailable(uri: str, error: Exception) -> str:
 
 
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return parameters as MLflow stores them: dotted names and texts."""
+    """Return parameters as MLflow stores them: dotted names and texts, cut at MAX_PARAM_CHARS."""
     flat: dict[str, str] = {}
     for key, value in params.items():
         flat.update(
@@ -604,7 +604,7 @@ def _unsynced(path: Path) -> Iterator[None]:
 
 
 def _prepare_environment() -> None:
-    """Set MLflow's variables, before its import; the user's own values win."""
+    """Set MLflow's environment variables, before its import; the user's own values win."""
     for name, value in {
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "DO_NOT_TRACK": "true",
@@ -620,7 +620,7 @@ def _prepare_environment() -> None:
 
 
 def _quieten() -> None:
-    """Hide routine notes of MLflow and its migrations; warnings and errors stay."""
+    """Hide routine notes of MLflow and its migrations, and the warnings of two of its modules."""
     for name in ("alembic", "mlflow.store", "mlflow.tracking"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("mlflow.transformers", "mlflow.utils.git_utils"):

@@ -39,7 +39,7 @@ def show_step(
     runs: tuple[str, str],
     title: str,
 ) -> None:
-    """Write the page of a finished step.
+    """Write the MLflow page of a finished step: its data, evaluation, traces and description.
 
     runs: MLflow runs of the pipeline and of the step; points: the points of the last commit.
     """
@@ -63,18 +63,18 @@ def checkpoint_params(evaluation: Manifest) -> dict[str, str]:
 
 
 def note_tags(note: str) -> dict[str, str]:
-    """Return the tags of a description and of the digest by which we know it as ours."""
+    """Return the tags with a description and its digest, which shows if a person changed it."""
     return {NOTE: plain(note), NOTE_OURS: sha256(plain(note).encode())}
 
 
 def traces_of(store: RunStore, manifest: Manifest, count: int) -> list[EpisodeTrace]:
-    """Return traces of the episodes drawn from a step's last commit with episodes."""
+    """Return traces of up to `count` episodes, drawn from a step's last commit with episodes."""
     last, episodes = episodes_of(store, manifest)
     return [trace_of(last, episode) for episode in drawn(episodes, manifest.key, count)]
 
 
 def episodes_of(store: RunStore, manifest: Manifest) -> tuple[Manifest, list[Trajectory]]:
-    """Return a step's last commit with episodes, and these episodes."""
+    """Return a step's last commit with episodes, and these; (manifest, []) without any."""
     for commit in reversed(store.history(manifest.step, manifest.key)):
         if TRAJECTORIES in commit.records:
             return commit, decode_trajectories(store.read(commit, TRAJECTORIES))
@@ -89,7 +89,7 @@ def _show_evaluation(
     runs: tuple[str, str],
     data: DatasetInput,
 ) -> None:
-    """Write a checkpoint with its metrics on this data, and the table of outcomes."""
+    """Log the evaluated checkpoint with its metrics on this data, and the table of outcomes."""
     parent_id, child_id = runs
     step = str(manifest.results["checkpoint"])
     digest = manifest.parents[step]
@@ -119,7 +119,7 @@ def table_of(store: RunStore, manifest: Manifest) -> bytes:
 
 
 def show_tables(tracker: Tracker, run_id: str, paths: Iterable[str]) -> None:
-    """Mark artifacts that MLflow's UI opens as tables."""
+    """Tag a run so that MLflow's UI opens these artifacts as tables."""
     tracker.set_tags(run_id, table_tags(paths))
 
 
@@ -128,7 +128,7 @@ def table_tags(paths: Iterable[str]) -> dict[str, str]:
 
 
 def successes(result: Mapping[str, Any]) -> dict[str, list[float | None]]:
-    """Return the success of each item's slots, greedy first; None where one does not count.
+    """Return item -> success of its slots, greedy first; None for a slot that does not count.
 
     result: content of a result's file.
     """
@@ -204,7 +204,7 @@ def note_of_comparison(run_id: str, text: str, files: Iterable[str]) -> str:
 def links_of_run(
     tracker: Tracker, parent_id: str, run_key: str, model: str, version: str
 ) -> list[str]:
-    """Return the lines with links; the first three are relative to the server's address."""
+    """Return Markdown lines: three links relative to the server's address, then two commands."""
     here = f"#/experiments/{tracker.experiment_id}"
     return [
         "",
@@ -217,7 +217,7 @@ def links_of_run(
 
 
 def _numbers(summary: Mapping[str, Any], num_items: int) -> list[str]:
-    """Return a Markdown table of the intervals."""
+    """Return the lines of a Markdown table of success rates and their intervals."""
     rows = [
         f"| {name.replace('_', ' ')} | {100 * interval['mean']:.1f} % |"
         f" {100 * interval['low']:.1f} to {100 * interval['high']:.1f} |"

@@ -15,7 +15,7 @@ METRIC_NAME = re.compile(r"[A-Za-z0-9_\-.: /]{1,250}")  # what MLflow accepts
 
 
 class LedgerError(ValueError):
-    """The ledger cannot accept the data."""
+    """Data that the ledger cannot accept, or an experiment that was deleted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,12 +88,12 @@ def register_model(
 
 
 def find_version(tracker: Tracker, name: str, step_key: str) -> str | None:
-    """Return the version registered under this key, if any."""
+    """Return the oldest version registered under this key; None without one."""
     return min(_versions(tracker, name, step_key), key=int, default=None)
 
 
 def all_versions(tracker: Tracker, name: str) -> list[str]:
-    """Return the numbers of a registered model's versions, in order."""
+    """Return the numbers of a registered model's versions, at most 1000, in order."""
     versions = tracker.client.search_model_versions(f"name = '{name}'", max_results=1000)
     return sorted((str(version.version) for version in versions), key=int)
 
@@ -104,12 +104,12 @@ def version_tags(tracker: Tracker, name: str, version: str) -> dict[str, str]:
 
 
 def version_run(tracker: Tracker, name: str, version: str) -> str:
-    """Return the MLflow run that made a version; empty if there is none."""
+    """Return the id of the MLflow run that made a version; empty if none. Errors: LookupError."""
     return str(_version(tracker, name, version).run_id or "")
 
 
 def version_run_tags(tracker: Tracker, name: str, version: str) -> dict[str, str]:
-    """Return the tags of the MLflow run that made a version; empty without a run."""
+    """Return the tags of the MLflow run that made a version; empty if either is missing."""
     with contextlib.suppress(LookupError), _found("its run"):
         if run_id := version_run(tracker, name, version):
             return dict(tracker.client.get_run(run_id).data.tags)
@@ -122,7 +122,7 @@ def _version(tracker: Tracker, name: str, version: str) -> Any:
 
 
 def alias_version(tracker: Tracker, name: str, alias: str) -> str | None:
-    """Return the version that has the alias, if any."""
+    """Return the version that has the alias; None if none has, or the model is missing."""
     try:
         with _found(name):
             aliases = tracker.client.get_registered_model(name).aliases
@@ -150,7 +150,7 @@ def all_models(tracker: Tracker) -> list[str]:
 
 
 def created_ms(tracker: Tracker, name: str) -> int:
-    """Return the creation time of a registered model. Errors: LookupError if it is missing."""
+    """Return a registered model's creation time, ms since 1970. Errors: LookupError if missing."""
     with _found(name):
         return int(tracker.client.get_registered_model(name).creation_timestamp)
 
@@ -169,7 +169,7 @@ def _found(what: str) -> Iterator[None]:
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """Return path below the folder -> sha256 of the file."""
+    """Return path below the folder -> sha256, for all files but those that a download adds."""
     digests = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name not in _OF_MLFLOW:
@@ -182,7 +182,7 @@ def file_digests(folder: Path) -> dict[str, str]:
 def lasting_digests(folder: Path) -> dict[str, str]:
     """Return digests that are equal if the same packages register the same model again.
 
-    See `file_digests`.
+    They are `file_digests`, but MLmodel's leaves out ids and time.
     """
     digests = file_digests(folder)
     path = folder / MLMODEL
@@ -190,7 +190,7 @@ def lasting_digests(folder: Path) -> dict[str, str]:
 
 
 def lasting_files(tracker: Tracker, name: str, version: str) -> dict[str, str]:
-    """Return `lasting_digests` of a version registered just now. Errors: LookupError."""
+    """Return a version's `lasting_digests`; empty if it has no tag FILES. Errors: LookupError."""
     from mlflow.artifacts import download_artifacts
 
     tags = version_tags(tracker, name, version)
@@ -240,7 +240,7 @@ def fetch_version(
     has_digests: bool = False,
     committed: Mapping[str, str] | None = None,
 ) -> Path:
-    """Copy a version's files below `folder` and check their digests.
+    """Download a version's files below `folder`, and check their digests if there are any.
 
     has_digests: refuse a version that was registered without digests.
     committed: `lasting_digests` from the store, which writers to MLflow cannot change.
@@ -272,7 +272,7 @@ def parse_model_uri(text: str) -> tuple[str, str]:
 
 
 def version_meant(tracker: Tracker, name: str, of: str) -> str:
-    """Return the version that is named or has the alias.
+    """Return the version that `of` names, or that has this alias.
 
     of: `@ALIAS` or a version. Errors: LookupError if no version has the alias.
     """
@@ -285,11 +285,11 @@ def version_meant(tracker: Tracker, name: str, of: str) -> str:
 
 
 def verified_model(model_uri: str, folder: str | None = None, store: RunStore | None = None) -> str:
-    """Download a version for MLflow's loaders, which do not check files themselves.
+    """Download a version for MLflow's loaders, which do not check files. Return its folder.
 
     Use: `mlflow.transformers.load_model(verified_model("models:/NAME@champion"))`.
     model_uri: `models:/NAME@ALIAS` or `models:/NAME/VERSION` in the registry that MLflow is set to.
-    folder: target; a temporary one by default.
+    folder: target; a new temporary one by default.
     store: has the commit with the files' digests. Without it the digests are MLflow's, and a
     warning is logged.
     Errors: ValueError; LookupError if there is no such version; ModelChanged.
@@ -308,7 +308,7 @@ def verified_model(model_uri: str, folder: str | None = None, store: RunStore | 
 
 
 class ModelChanged(ValueError):
-    """A registered model's files are not those that were registered."""
+    """Error for a model whose files are not the registered ones, or lack their digests."""
 
 
 def check_files(digests: Mapping[str, str], wanted: Mapping[str, str], what: str) -> None:
@@ -356,7 +356,7 @@ def _versions(tracker: Tracker, name: str, step_key: str) -> list[str]:
 
 
 def _find_logged_model(tracker: Tracker, name: str, step_key: str) -> str | None:
-    """Return a complete model left by an attempt that was killed before registration.
+    """Return the id of a complete model left by an attempt killed before registration, or None.
 
     Incomplete models are deleted.
     """
@@ -381,7 +381,7 @@ def _log_model(
     step: int,
     task: str,
 ) -> str:
-    """Log a model as `mlflow.transformers.log_model` does, through the client.
+    """Log a model like `mlflow.transformers.log_model`, but through the client. Return its id.
 
     This way it changes no active run or tracking URI of the process, and does not copy the run's
     metrics onto the model.
@@ -430,7 +430,7 @@ def save_flavor(
     tags: Mapping[str, str],
     task: str = TASK,
 ) -> None:
-    """Save a folder for MLflow's transformers flavor, without a request to the hub."""
+    """Save a model's folder at `path` in MLflow's transformers format, without the hub."""
     import mlflow.transformers
     from huggingface_hub import ModelCard
     from mlflow.utils import requirements_utils

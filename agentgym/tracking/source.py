@@ -41,7 +41,7 @@ def packages() -> bytes:
 
 
 def _git(*arguments: str) -> str:
-    """Run git in our own repository; empty if there is no repository or no git."""
+    """Return a git command's output in our own repository; empty if git fails or is missing."""
     if not (ROOT / ".git").exists():
         return ""
     try:

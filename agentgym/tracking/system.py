@@ -49,7 +49,7 @@ class SystemMetrics:
 
 
 def _cpu_s() -> dict[psutil.Process, float]:
-    """Return the CPU seconds of each live process of the tree."""
+    """Return the CPU seconds of this process and of each of its live descendants."""
     root, seconds = psutil.Process(), {}
     for process in (root, *root.children(recursive=True)):
         with contextlib.suppress(psutil.Error):  # it ended meanwhile

@@ -43,7 +43,7 @@ class EpisodeTrace:
 
 
 def drawn(episodes: Sequence[Trajectory], key: str, count: int) -> list[Trajectory]:
-    """Return `count` of the episodes, as many successes as failures if there are enough of both.
+    """Return up to `count` valid episodes, as many successes as failures if there are enough.
 
     The order and the draw depend only on `key` and on the set of episodes.
     """
@@ -210,7 +210,7 @@ def _span_id(trace_id: str, number: int) -> str:
 
 
 def _began(manifest: Manifest, episode: Trajectory) -> int:
-    """Return nanoseconds since 1970; the commit's time for a record without times."""
+    """Return an episode's start in ns since 1970; the commit's time if it was not recorded."""
     began = episode.timing.get("began_s", 0.0)
     return int(1e9 * (began or manifest.created_at))
 
@@ -224,7 +224,7 @@ def _order(episode: Trajectory, key: str) -> str:
 
 
 def _cut(text: str, max_chars: int = MAX_CHARS) -> str:
-    """Return the end of a long text, since the policy acts on what came last.
+    """Return text, a long one cut to its end, since the policy acts on what came last.
 
     Control characters are spelled out: some databases refuse them.
     """

@@ -73,9 +73,9 @@ COLUMNS = (
 
 
 def tags_of_experiment(present: Mapping[str, str], name: str) -> dict[str, str]:
-    """Return the tags that an experiment lacks: its views and its description.
+    """Return the tags of views and description that an experiment lacks or has in an old form.
 
-    Tags that a person changed or deleted after us are left out.
+    Tags that a person changed or deleted after us are left out. A tag with digests is added.
     """
     written: dict[str, str] = json.loads(present.get(OURS, "{}"))
     wanted = {f"{PREFIX}{view.key}": value_of(view) for view in VIEWS}
@@ -89,7 +89,7 @@ def tags_of_experiment(present: Mapping[str, str], name: str) -> dict[str, str]:
 
 
 def value_of(view: View) -> str:
-    """Return the value that MLflow's own "Save view" would write."""
+    """Return the text of a view's tag, which MLflow's own "Save view" would write."""
     state = "deflate;" + base64.b64encode(zlib.compress(json.dumps(_state(view)).encode())).decode()
     return json.dumps({"name": view.name, "createdAt": CREATED_MS, "state": state})
 
@@ -97,7 +97,7 @@ def value_of(view: View) -> str:
 def link_to(experiment_id: str, view: View) -> str:
     """Return the link to a view, relative to the server's address.
 
-    The tab is not part of a view.
+    It also opens the tab of charts, which a view does not store.
     """
     runs_page = f"#/experiments/{experiment_id}/runs"
     return f"{runs_page}?viewStateShareKey={view.key}&compareRunsMode=CHART"
@@ -118,7 +118,7 @@ def note_of_experiment(name: str) -> str:
 
 
 def _state(view: View) -> dict[str, Any]:
-    """Return the state of the page of runs, in the fields of MLflow's UI."""
+    """Return a view's state of the page of runs, in the fields of MLflow's UI."""
     sections = {title: f"agentgym-section-{i}" for i, title in enumerate(SECTIONS)}
     axis = {"xAxisKey": "metric" if view.axis else "step", "selectedXAxisMetricKey": view.axis}
     charts = [

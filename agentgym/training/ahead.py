@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Ahead(Generic[T]):
-    """Fills batches one after another, in a thread that ends with this context.
+    """A filler of batches, one after another, in a thread that ends with this context.
 
     Batch b = 0, 1, ... is started after at least b - `max_ahead` calls of `admit`: at most
     `max_ahead` updates lie between its first turn and the update that learns from it.
@@ -55,7 +55,7 @@ class Ahead(Generic[T]):
         return batch
 
     def admit(self) -> None:
-        """Count a batch as learned from, once the engine has the new weights."""
+        """Let one more batch start; call it once the engine has the weights of an update."""
         self._admitted.release()
 
     @property

@@ -43,7 +43,7 @@ def record_demonstrations(ctx: StepContext) -> Manifest:
     """Play the demonstrations and commit them, including failed ones.
 
     A tokenizer is trained on all of them, and dpo compares with the failed ones.
-    Errors: RolloutError; ValueError if none succeeded.
+    Errors: RolloutError; ValueError if none succeeded in an environment.
     """
     cfg = ctx.cfg
     splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
@@ -74,7 +74,7 @@ def tokenized_demonstrations(
     """Return a commit's demonstrations with the tokens of this renderer.
 
     Failed ones are included. Recorded trajectories that do not fit model.context_tokens are left
-    out. Errors: ValueError if none that fit succeeded.
+    out. Errors: ValueError if an environment has no success among those that fit.
     """
     settings = demonstration_settings(cfg, json.loads(store.read(recorded, INSTRUCTIONS)))
     played = decode_trajectories(store.read(recorded, DEMOS))
@@ -167,7 +167,9 @@ def demonstration_settings(cfg: RunConfig, instructions: Mapping[str, str]) -> E
 
 
 def _without_clocks(played: Trajectory) -> Trajectory:
-    """Return the episode without times and failed attempts: equal runs store equal bytes."""
+    """Return the episode without times, with num_attempts 1 and with its length as horizon,
+    so that equal runs store equal bytes.
+    """
     turns = tuple(replace(turn, generate_s=0.0, env_s=0.0) for turn in played.turns)
     return replace(played, turns=turns, max_turns=max(1, len(turns)), timing={}, num_attempts=1)
 
@@ -187,7 +189,7 @@ def _require_success(cfg: RunConfig, demos: Sequence[Trajectory], subject: str) 
 
 
 def expert_items(cfg: RunConfig, splits: Splits) -> list[Item]:
-    """Return the train items that an expert plays."""
+    """Return the train items that an expert plays: the first num_demos in a seeded order."""
     order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(len(splits.train))
     return interleave([splits.train[index] for index in order], cfg.env_weights)[
         : cfg.warm_start.num_demos
@@ -206,7 +208,9 @@ def recorded_for(cfg: RunConfig, recorded: Sequence[Recorded]) -> list[Recorded]
 
 
 def tokenized(played: Trajectory, renderer: ChatRenderer, settings: EpisodeSettings) -> Trajectory:
-    """Return the episode with the ids a policy would have produced, without times."""
+    """Return the episode with the token record of a policy that took its actions, without times.
+    Log-probabilities are 0.
+    """
     settings = replace(settings, max_turns=max(1, len(played.turns)))
     episode = Episode(
         played.item, played.sample, settings, played.first_observation, success=played.success

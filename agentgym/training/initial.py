@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def initialize(ctx: StepContext) -> Manifest:
-    """Commit the first checkpoint."""
+    """Make or load the model before any training and commit it as the run's first checkpoint."""
     set_threads(ctx.cfg.learner_settings.threads)
     demos = ctx.read(ctx.demonstrations, DEMOS) if ctx.step.demonstrations else None
     checkpoint = first_checkpoint(ctx.cfg, decode_trajectories(demos) if demos else [])
@@ -40,7 +40,7 @@ def initialize(ctx: StepContext) -> Manifest:
 def first_checkpoint(cfg: RunConfig, played: Sequence[Trajectory]) -> Checkpoint:
     """Return the model before any training, with its tokenizer.
 
-    The tokenizer of a tiny model is trained on the episodes `played`.
+    A hub model has both; a tiny model is new and its tokenizer is trained on the episodes `played`.
     Errors: ValueError if there are none for this.
     """
     if cfg.model.source == "hub":
@@ -50,7 +50,7 @@ def first_checkpoint(cfg: RunConfig, played: Sequence[Trajectory]) -> Checkpoint
             "model.source tiny trains its tokenizer on demonstrations; set warm_start.enabled"
             " or use model.source hub"
         )
-    # each distinct text once per occurrence keeps frequent words whole
+    # repeated texts count repeatedly, so that frequent words become single tokens
     words = (text for episode in played for text in texts_of(episode))
     tokenizer = train_tokenizer(words, cfg.model.vocab_size)
     model = new_model(

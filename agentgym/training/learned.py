@@ -46,7 +46,7 @@ def with_reasons(
 
 
 def update_metrics(records: Sequence[Trajectory]) -> dict[str, float]:
-    """Return how far the update moved the policy, on the episodes with recorded ratios.
+    """Return `actor/update_kl`: how far the update moved the policy, from recorded ratios.
 
     In nats per action token, by the k3 estimate, ratio - 1 - log ratio, which is never negative.
     Empty without recorded ratios.
@@ -78,7 +78,9 @@ def shown(cfg: RunConfig, num_tokens: Sequence[int], step: int) -> list[int]:
 
 
 def learned_of(experience: Experience, learner: Learner, sequences: Sequence[int]) -> list[Learned]:
-    """Return the update's numbers for these sequences of the batch, token by token."""
+    """Return the update's numbers for these sequences of the batch, token by token.
+    The learner, after its update, scores these sequences again for the ratios.
+    """
     if not sequences:
         return []
     assert experience.advantages is not None

@@ -54,7 +54,7 @@ Dataset = Sequence[tuple[Trajectory, ...]]
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
-    """Explore if the recipe does, then train to the stage's end; resume from its last commit."""
+    """Explore if the recipe does, train from the last commit on, and return the final commit."""
     set_threads(ctx.cfg.learner_settings.threads)
     cfg = ctx.cfg
     start = ctx.checkpoint
@@ -144,7 +144,7 @@ def optimizer_of(cfg: RunConfig) -> OptimizerConfig:
 
 
 def first_rate_step(cfg: RunConfig, stage: Stage) -> int:
-    """Return the optimizer step before the first one of the rate's schedule.
+    """Return the optimizer step before the first one of the learning rate's schedule.
 
     The schedule begins anew with each stage, but imitation alone has one schedule for all stages.
     """
@@ -159,7 +159,7 @@ def rate_steps(cfg: RunConfig, stage: Stage) -> int:
 
 
 def explored_items(cfg: RunConfig, splits: Splits, start: Manifest) -> list[Item]:
-    """Return the train items of a stage that begins at `start`, in the stream's order."""
+    """Return the train items that a stage begun at `start` explores, in order; none for sft."""
     algorithm = cfg.algorithm
     if not isinstance(algorithm, ExplorationConfig):
         return []
@@ -248,7 +248,7 @@ def exploration_metrics(
 def _recorded(ctx: StepContext, renderer: ChatRenderer) -> list[Trajectory]:
     """Return the recorded trajectories that dpo compares with.
 
-    Empty for agent_evol and sft, which imitate them as demonstrations.
+    Empty for an expert's demonstrations, and for agent_evol and sft, which imitate them.
     """
     if not ctx.cfg.algorithm.loop.prefers or ctx.cfg.warm_start.source != "trajectories":
         return []
@@ -258,7 +258,7 @@ def _recorded(ctx: StepContext, renderer: ChatRenderer) -> list[Trajectory]:
 def _explore(
     ctx: StepContext, stage: Stage, engine: Engine, items: Sequence[Item], position: int
 ) -> list[Trajectory]:
-    """Return the first policy's episodes on all items of the stage.
+    """Return the episodes on a stage's items by the policy the stage begins with; none for sft.
 
     Committed ones are read; the others are played and committed in chunks.
     """
@@ -313,7 +313,7 @@ def _plan_learner(
     trained: Manifest | None,
     checkpoint: Checkpoint,
 ) -> LearnerPlan:
-    """Return the learner as the last commit left it.
+    """Return the plan of the learner as the last commit left it.
 
     A stage begins with a new optimizer, agent_evol also with the weights of the warm start. sft
     keeps weights and optimizer from stage to stage.
@@ -365,7 +365,9 @@ def _learning(
 
 
 def _preferring(ctx: StepContext, stage: Stage, learner: Learner, dataset: Dataset) -> Update:
-    """Return the update of direct preference optimization on the pairs."""
+    """Return the update of direct preference optimization on the pairs; the reference scores them
+    once and is dropped.
+    """
     cfg, algorithm, before = ctx.cfg, ctx.cfg.algorithm, first_rate_step(ctx.cfg, stage)
     assert isinstance(algorithm, PreferenceConfig)
     pairs = to_batch([trajectory for pair in dataset for trajectory in pair])

@@ -54,7 +54,7 @@ MAX_SKIPPED = 10  # optimizer steps in a row without an episode to learn from
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
-    """Train from the last commit, or from the parent's weights, to the stage's last step."""
+    """Train to the stage's end, from its last commit or the parent's; return the final commit."""
     set_threads(ctx.cfg.learner_settings.threads)
     cfg = ctx.cfg
     start = ctx.head or ctx.checkpoint
@@ -241,9 +241,9 @@ def generation(
 
 
 def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollouts) -> None:
-    """Collect `items_per_step` groups.
+    """Collect `items_per_step` groups of episodes into `rollouts`.
 
-    With dynamic sampling, groups without signal are replaced, as often as the recipe allows.
+    With dynamic sampling, new groups replace those without signal, as often as the recipe allows.
     """
     rollouts.before, began = engine.usage(), time.perf_counter()
     settings, algorithm = cfg.rollout, resolved(cfg)
@@ -309,10 +309,10 @@ def nothing_to_learn(
 
 
 def require_success(ctx: StepContext, first: Mapping[str, float]) -> None:
-    """Raise AlarmStop if a stage has nothing to learn from.
+    """Raise AlarmStop, or only warn if so configured, if a stage has nothing to learn from.
 
-    Nothing can be learned if all groups of the first rollouts have equal rewards without a success,
-    and the evaluation of the same weights, if it is in the store, has no success either.
+    That is so if all groups of the first rollouts have equal rewards without a success, and a
+    stored evaluation of the same weights has none either, in MIN_HOPELESS episodes or more.
     first: the metrics of the first rollouts.
     """
     action, start = ctx.cfg.alarms.no_success, ctx.checkpoint
@@ -349,7 +349,7 @@ def require_success(ctx: StepContext, first: Mapping[str, float]) -> None:
 
 
 def plan_learner(ctx: StepReader, start: Manifest, checkpoint: Checkpoint) -> LearnerPlan:
-    """Return the learner as `start` left it, with the recipe's critic and reference.
+    """Return the plan of the learner as `start` left it, with the recipe's critic and reference.
 
     Errors: ConfigError if `start` was trained without the critic that the recipe needs.
     """
@@ -400,7 +400,7 @@ def resolved(cfg: RunConfig) -> PolicyGradientConfig:
 
 
 def reads_last(cfg: RunConfig) -> bool:
-    """Return True if an episode cut by its horizon ends with the last observation.
+    """Return True if the tokens of a truncated episode end with its last observation.
 
     The critic's value of it then stands for the rewards to come.
     """

@@ -26,7 +26,7 @@ COMMIT_EVERY = 20  # optimizer steps
 
 
 def warm_start(ctx: StepContext) -> Manifest:
-    """Train on the action tokens of successful demonstrations."""
+    """Train on the actions of successful demonstrations, from the last commit; return the final."""
     set_threads(ctx.cfg.learner_settings.threads)
     settings = ctx.cfg.warm_start
     start = ctx.head or ctx.checkpoint
@@ -71,7 +71,7 @@ def warm_start(ctx: StepContext) -> Manifest:
 
 
 def learnable(reader: StepReader, checkpoint: Checkpoint) -> tuple[list[Trajectory], int]:
-    """Return the demonstrations to learn from, and the number of those that are too long."""
+    """Return the successful demonstrations that fit, and the number of those that are too long."""
     demonstrations = reader.demonstrations
     fitting = tokenized_demonstrations(
         reader.cfg, reader.store, demonstrations, checkpoint.renderer
@@ -81,7 +81,7 @@ def learnable(reader: StepReader, checkpoint: Checkpoint) -> tuple[list[Trajecto
 
 
 def plan_warm_start(reader: StepReader, start: Manifest, checkpoint: Checkpoint) -> LearnerPlan:
-    """Return the learner as `start` left it."""
+    """Return the plan of the learner as the commit `start` left it."""
     cfg = reader.cfg
     return LearnerPlan(
         architecture=checkpoint.architecture,

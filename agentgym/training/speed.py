@@ -11,7 +11,7 @@ from agentgym.types import EngineUsage, Trajectory
 
 
 class StepClock:
-    """Splits the time of a loop into optimizer steps, and each step into disjoint parts."""
+    """A clock that splits a loop's time into optimizer steps, and a step into disjoint parts."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ THREADS = 8  # threads that render pages; each has its own connection to the ind
 
 
 def make_app(viewer: Viewer) -> FastAPI:
-    """Return the application with all pages of a viewer."""
+    """Return the application with all pages of a viewer; it ends live games at its shutdown."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -66,7 +66,7 @@ def make_app(viewer: Viewer) -> FastAPI:
 
     @app.get("/state")
     def state() -> JSONResponse:
-        """Return the index's stamp, by which a page that follows a run sees a change."""
+        """Return the index's stamp, polled to see changes, and whether it is being built."""
         return JSONResponse({"stamp": viewer.index.stamp, "indexing": viewer.indexing is not None})
 
     @app.get("/healthz")
@@ -78,7 +78,7 @@ def make_app(viewer: Viewer) -> FastAPI:
 
 
 def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
-    """Render every known error as a page with its HTTP status."""
+    """Add handlers that show known errors as pages with a status, and empty a damaged index."""
 
     def answers(
         kind: type[Exception], status: int, title: str, hint: str = ""

@@ -20,7 +20,7 @@ COUNTS = "reward IS NOT NULL"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One episode in a page of several."""
+    """One of several episodes side by side, compared with the first of them."""
 
     found: Found
     address: str
@@ -39,7 +39,7 @@ class Beside:
 
 
 def beside(entries: Sequence[Found], rest: int = 0) -> Beside:
-    """Put episodes into columns in their order; each is compared with the first one."""
+    """Return episodes as columns, compared with the first one; rest: number of those not shown."""
     actions = [[turn.action for turn in entry.episode.turns] for entry in entries]
     columns = [
         Column(entry, entry.address, parting(actions[0], turns) if index else None)
@@ -59,7 +59,7 @@ def beside(entries: Sequence[Found], rest: int = 0) -> Beside:
 
 
 def parting(first: Sequence[str], other: Sequence[str]) -> int | None:
-    """Return the first turn, from 1, at which two lists of actions differ, or None."""
+    """Return the first turn, from 1, at which two lists of actions differ; None if equal."""
     for turn, (a, b) in enumerate(zip(first, other, strict=False), 1):
         if a != b:
             return turn
@@ -67,7 +67,7 @@ def parting(first: Sequence[str], other: Sequence[str]) -> int | None:
 
 
 def group_of(reader: sqlite3.Connection, row: sqlite3.Row) -> list[sqlite3.Row]:
-    """Return all samples of the episode's item from the same step, itself included."""
+    """Return all rows of this row's item in the same commit, file, split and temperature."""
     return reader.execute(
         "SELECT * FROM episodes WHERE (item, step_id, seq, split, temperature, file)"
         " = (?, ?, ?, ?, ?, ?) ORDER BY sample, line",
@@ -77,7 +77,7 @@ def group_of(reader: sqlite3.Connection, row: sqlite3.Row) -> list[sqlite3.Row]:
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """All episodes of an item that one step played at one optimizer step."""
+    """All episodes of an item from one step, optimizer step, split and temperature."""
 
     step: sqlite3.Row
     at: int
@@ -94,7 +94,7 @@ class Attempts:
 def attempts_of(
     reader: sqlite3.Connection, steps: Mapping[int, sqlite3.Row], item: str, limit: int
 ) -> list[Attempts]:
-    """Return the attempts at an item in every step that played it, oldest first."""
+    """Return the attempts at an item, oldest step first, from at most `limit` episodes."""
     rows = reader.execute(
         "SELECT * FROM episodes WHERE item = ? ORDER BY step_id, seq, temperature, sample, id"
         " LIMIT ?",
@@ -113,7 +113,7 @@ def attempts_of(
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """An episode slot whose success differs between two results."""
+    """One sample of an item whose success differs between two results."""
 
     item: str
     sample: int
@@ -137,7 +137,7 @@ class Versus:
 
 
 def results(steps: Mapping[int, sqlite3.Row]) -> list[sqlite3.Row]:
-    """Return the finished evaluation steps, newest first."""
+    """Return the evaluation steps that have a commit, newest first, unfinished ones included."""
     evaluations = [
         step
         for step in steps.values()
@@ -153,9 +153,9 @@ def versus(
     after: sqlite3.Row,
     identities: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
 ) -> Versus:
-    """Compare two results on the slots that count in both, with the decision of `agentgym compare`.
+    """Return the paired comparison of two results, with the decision of `agentgym compare`.
 
-    identities: what each of the two evaluations requested.
+    identities: what the two evaluations requested, see `Bodies.identity`.
     """
     rows = reader.execute(
         f"SELECT a.env, a.item, a.sample, ifnull(nullif(a.family, ''), b.family) AS family,"

@@ -51,7 +51,7 @@ def address_of(row: sqlite3.Row, step: sqlite3.Row) -> str:
 
 
 class Bodies:
-    """Reads episodes, and the tokenizers they were sampled with."""
+    """Reader of stored episodes and of the tokenizers they were sampled with; it caches both."""
 
     def __init__(self, store: RunStore, index: Index) -> None:
         self._store, self._index = store, index
@@ -60,7 +60,7 @@ class Bodies:
         self._held = lru_cache(_HELD)(self._content)
 
     def steps(self) -> dict[int, sqlite3.Row]:
-        """Return every known step by its number in the index."""
+        """Return number in the index -> row, for every step, removed ones included."""
         return {row["id"]: row for row in self._index.reader.execute("SELECT * FROM steps")}
 
     def find(self, address: Address) -> Found:
@@ -110,7 +110,7 @@ class Bodies:
     def tokenizer(self, step: sqlite3.Row) -> Tokenizer | None:
         """Return the tokenizer of a step's episodes; None if no commit has it any more.
 
-        It is the one that an evaluation names, else the step's own, else its parents'.
+        It is the one that an evaluation names, else the step's own, else its nearest ancestor's.
         """
         steps = list(self.steps().values())
         wanted = (json.loads(step["config"] or "{}").get("policy") or {}).get("tokenizer")
@@ -131,9 +131,9 @@ class Bodies:
         return None
 
     def _tokenizer_in(self, step: sqlite3.Row, wanted: str = "") -> Tokenizer | None:
-        """Return the tokenizer of the step's newest commit.
+        """Return the tokenizer in the step's newest commit; None if it has none.
 
-        wanted: accept only this digest.
+        wanted: None also for a tokenizer with another digest; empty: accept any.
         """
         commit = self._index.reader.execute(
             "SELECT seq, files FROM commits WHERE (step_id, seq) = (?, ?)",
@@ -151,7 +151,7 @@ class Bodies:
         return self._tokenizers[digest]
 
     def identity(self, step: sqlite3.Row) -> Mapping[str, Any]:
-        """Return what an evaluation requested. Errors: BlobMissing, DigestMismatch."""
+        """Return an evaluation's identity: the settings of `agentgym evaluate`, else the plan's."""
         try:
             plan = json.loads(self.file(step, 0, PLAN))
         except KeyError:  # an earlier version wrote no plan: use the step's settings
@@ -163,7 +163,7 @@ class Bodies:
     def file(self, step: sqlite3.Row, seq: int, name: str) -> bytes:
         """Return the verified content of a commit's file, without reading the manifest again.
 
-        Errors: BlobMissing, DigestMismatch.
+        Errors: KeyError if the commit has no such file; BlobMissing, DigestMismatch.
         """
         commit = self._index.reader.execute(
             "SELECT files FROM commits WHERE step_id = ? AND seq = ?", (step["id"], seq)

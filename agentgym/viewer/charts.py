@@ -37,9 +37,9 @@ class Chart:
 def line_chart(
     title: str, series: Mapping[str, Sequence[tuple[float, float]]], *, share: bool = False
 ) -> Chart | None:
-    """Lay out a chart of lines; None without points.
+    """Return the layout of a chart of lines; None without points.
 
-    series: name -> (x, y), x ascending; share: y runs from 0 to 1.
+    series: name -> (x, y), x ascending; share: y runs from 0 to 1, shown in percent.
     """
     points = [point for line_points in series.values() for point in line_points]
     if not points:
@@ -95,7 +95,7 @@ class HeatRow:
 
 @dataclass(frozen=True, slots=True)
 class HeatMap:
-    """Shares by row over steps; a column may cover several steps."""
+    """Shares of successes by row over steps; a column may cover several steps."""
 
     title: str
     rows: list[HeatRow]
@@ -119,9 +119,9 @@ def heat_map(
     *,
     most_columns: int = 48,
 ) -> HeatMap | None:
-    """Lay out a heat map; None without shares.
+    """Return the layout of a heat map; None without shares.
 
-    rows: name -> shares.
+    rows: name -> shares; most_columns: with more steps than this, a column covers several.
     """
     steps = [step for shares in rows.values() for step, _, _ in shares]
     if not steps:
@@ -159,7 +159,7 @@ def _bounds(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Return about five round numbers from low to high."""
+    """Return up to six round numbers from low to high; whole: integers only."""
     if high <= low:
         return [low]
     raw = (high - low) / 5

@@ -50,7 +50,7 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """One drawing; kind is grid, craft, rooms, search, image, text or none."""
+    """An environment's state to draw; kind is grid, craft, rooms, search, image, text or none."""
 
     kind: str
     title: str = ""
@@ -64,7 +64,7 @@ class Drawing:
 
     @property
     def summary(self) -> str:
-        """The drawing in words, for screen readers."""
+        """Agent and objects of a grid, without its walls, in words for screen readers."""
         x, y, direction = self.agent
         way = ("right", "down", "left", "up")[direction % 4]
         objects = [
@@ -77,7 +77,7 @@ NOTHING = Drawing("none")
 
 
 def drawing_of(shot: Shot | None) -> Drawing:
-    """Return the richest drawing that the content allows, else text or nothing."""
+    """Return the richest drawing that a shot allows, else its picture or text, or nothing."""
     if shot is None or not shot.media_type:
         return NOTHING
     if shot.media_type == "image/png":
@@ -99,7 +99,7 @@ def drawing_of(shot: Shot | None) -> Drawing:
 
 
 def png_text(data: bytes, name: str) -> str:
-    """Return the text that a PNG carries under a name. Errors: KeyError, ValueError."""
+    """Return the text that a PNG has under a keyword (tEXt). Errors: KeyError without it."""
     offset, prefix = len(_PNG), name.encode() + b"\0"
     while offset + 8 <= len(data):
         size, kind = struct.unpack(">I4s", data[offset : offset + 8])
@@ -138,7 +138,7 @@ def _grid(content: Mapping[str, Any]) -> Drawing:
 
 
 def _craft(text: str) -> Drawing:
-    """Parse TextCraft: a title, the inventory, then a line per ingredient, indented by depth."""
+    """Parse TextCraft's state: title, inventory, then a line per ingredient, indented by depth."""
     title, _, rest = text.partition("\n")
     inventory, _, tree = rest.partition("\n")
     carried = tuple((name, int(n[:9])) for name, n in _HELD.findall(inventory))
@@ -147,7 +147,7 @@ def _craft(text: str) -> Drawing:
 
 
 def _indented(lines: Sequence[str]) -> tuple[Node, ...]:
-    """Return the tree of lines indented by two blanks per level."""
+    """Return the tree of lines indented by two spaces per level."""
     open_at: list[list[Node]] = [[]]  # children so far, by open level
     for line in reversed(lines):  # bottom up: children come before their parent
         depth = min((len(line) - len(line.lstrip())) // 2, MAX_DEPTH)

@@ -56,7 +56,7 @@ class TurnView:
 
 
 def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
-    """Add the pages below `/e/`."""
+    """Add an episode's page, and its texts, replay and pictures, below `/e/`."""
 
     @app.get("/e/{address}")
     def episode(address: str, request: Request) -> HTMLResponse:
@@ -74,7 +74,7 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
     @app.get("/e/{address}/text/{turn}/{part}")
     def text(address: str, turn: int, part: str) -> PlainTextResponse:
-        """Return one text of an episode in full, as plain text."""
+        """Return one text of a turn in full, as plain text; turn 0: the first observation."""
         record = viewer.bodies.find(address_in(address)).episode
         if (
             part not in PARTS
@@ -121,8 +121,8 @@ def episode_page(
 ) -> dict[str, Any]:
     """Return the template context of an episode's page.
 
-    first: number of the first turn shown; max_turns: of the page.
-    listed: query of the list that the page was opened from.
+    overlay: one of OVERLAYS or empty; first, max_turns: number of the first turn, and how many.
+    listed: query of the list that the page was opened from; words: marked, by default the query's.
     Errors: BadQuery.
     """
     episode = entry.episode
@@ -168,7 +168,7 @@ def episode_page(
 def turn_views(
     viewer: Viewer, entry: Found, overlay: str, replay: Replay | None, numbers: range
 ) -> list[TurnView]:
-    """Return the turns with these numbers, from 1."""
+    """Return the views of the turns with these numbers, from 1; with tokens if `overlay` is set."""
     episode, shown = entry.episode, None
     if overlay:
         tokenizer = viewer.bodies.tokenizer(entry.step)
@@ -258,7 +258,7 @@ def _drawings(replay: Replay | None, num_turns: int) -> list[Any]:
 
 
 def _neighbours(viewer: Viewer, entry: Found, query: Query | None) -> list[str]:
-    """Return the pages of the episodes before and after this one in the list."""
+    """Return the addresses of the episodes before and after this one in a list; empty for none."""
     if query is None:
         return ["", ""]
     steps = viewer.bodies.steps()

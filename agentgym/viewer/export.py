@@ -100,7 +100,7 @@ def bundle(viewer: Viewer, query: Query) -> Iterator[tuple[str, str | bytes]]:
 def _episode(
     viewer: Viewer, row: sqlite3.Row, files: dict[str, str]
 ) -> Iterator[tuple[str, str | bytes]]:
-    """Yield an episode's page, with all of its turns, and its pictures."""
+    """Yield (name, content) of an episode's page and pictures; if unreadable, of an error page."""
     step = viewer.bodies.steps()[row["step_id"]]
     address = address_of(row, step)
     file = files[address]
@@ -128,7 +128,7 @@ def _whole(lists: Lists, query: Query, rows: list[sqlite3.Row]) -> Page:
 
 
 def write_bundle(viewer: Viewer, query: Query, folder: Path) -> int:
-    """Write the files of a bundle. Result: the number of episodes."""
+    """Write the files of a bundle below `folder`. Result: the number of episodes."""
     count = 0
     for name, content in bundle(viewer, query):
         count += name.startswith("e/")
@@ -137,7 +137,7 @@ def write_bundle(viewer: Viewer, query: Query, folder: Path) -> int:
 
 
 def write_lines(viewer: Viewer, query: Query, file: Path) -> int:
-    """Write episodes as JSON lines. Result: the number of episodes."""
+    """Write up to MOST_LINES episodes to `file` as JSON lines. Result: their number."""
     rows = viewer.lists.all(query, MOST_LINES)
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as output:

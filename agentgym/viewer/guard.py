@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentgym.private import USER
 
-LOGIN = "/login"  # target of a link that holds the login; redirects to / without it
+LOGIN = "/login"  # target of a link that contains the login; redirects to / without it
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none';"
@@ -89,7 +89,7 @@ class Guard:
 
 
 def after_login(host: str) -> Response:
-    """Redirect to / with the host spelled out.
+    """Return a redirect to / with the host spelled out.
 
     After a relative redirect the page's URL would contain the login, and fetch() rejects such URLs.
     """

@@ -76,7 +76,7 @@ class Index:
     """The open index file. `reader` is a read-only connection of the calling thread."""
 
     def __init__(self, path: Path, root: str) -> None:
-        """Open the index at a path, and build it if needed.
+        """Open the index at a path; the process that may write it builds it if needed.
 
         root: root of the store that is indexed.
         """
@@ -116,7 +116,7 @@ class Index:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Open a write transaction, one at a time, in the process that may write."""
+        """Open a transaction: committed after the block, undone by an error of the block."""
         assert self.writes, "another process writes this index"
         connection = self._connect("rw")
         try:
@@ -128,12 +128,12 @@ class Index:
             connection.close()
 
     def remake(self) -> None:
-        """Empty the index; readers reconnect."""
+        """Empty the index if this process writes it; readers reconnect."""
         if self.writes:
             self._make()
 
     def close(self) -> None:
-        """Mark the file as whole, and let another process write."""
+        """Mark the file as undamaged and release the lock, if this process has the lock."""
         if self.writes:
             with contextlib.suppress(IndexDamaged), self.writing() as connection:
                 connection.execute("UPDATE meta SET value = '' WHERE name = 'open'")
@@ -170,7 +170,7 @@ class Index:
         return True
 
     def _is_sound(self) -> bool:
-        """Return True for a whole file of this schema and this store."""
+        """Mark an undamaged file of this schema and store as open. Return False for others."""
         if not self.path.exists():
             return False
         try:
@@ -189,7 +189,7 @@ class Index:
             return False
 
     def _is_whole(self, connection: sqlite3.Connection, *, checked: bool) -> bool:
-        """Return True if the file is not damaged.
+        """Merge the write-ahead log. Return True if the file is not damaged.
 
         checked: read every page, after a process that did not close the file.
         """

@@ -41,7 +41,7 @@ class Served:
         return f"/{where}/picture/{turn}"
 
     def group(self, address: str) -> str:
-        """Return the page of the samples of an episode's item from one step."""
+        """Return the address of the page with all samples of an episode's item in its step."""
         return f"/e/{address}/group"
 
     def item(self, item: str) -> str:

@@ -71,11 +71,11 @@ class Lists:
         )
 
     def counts(self) -> list[tuple[Any, ...]]:
-        """Return rows of FACET_COLUMNS' values, each with its number of episodes."""
+        """Return rows of FACET_COLUMNS' values and the number of episodes that have them."""
         return self._counts(self._index.reader, Query())[0]
 
     def all(self, query: Query, limit: int) -> list[sqlite3.Row]:
-        """Return up to `limit` episodes of a query, in order. Errors: BadQuery."""
+        """Return the first `limit` rows of a query, in its order. Errors: BadQuery."""
         reader = self._index.reader
         return _rows(reader, query.first(), self._steps(reader), limit)
 
@@ -103,7 +103,7 @@ class Lists:
     ) -> tuple[list[tuple[Any, ...]], bool]:
         """Count episodes by combination of facet values, ignoring the chosen facets.
 
-        Result: (rows of FACET_COLUMNS' values and a count, whether a search had more matches).
+        Result: (rows of FACET_COLUMNS' values and a count, whether a search reached MOST_MATCHES).
         """
         stamp = self._index.stamp
         if stamp != self._stamp:
@@ -163,7 +163,7 @@ def _facets(
 def _where(
     query: Query, steps: Mapping[int, tuple[str, tuple[str, ...]]], *, facets: bool = True
 ) -> tuple[str, list[Any]]:
-    """Return the SQL condition of a query and its parameters. Errors: BadQuery."""
+    """Return a query's SQL condition, with facets or without, and its values. Errors: BadQuery."""
     conditions, values = [], []
     for name, chosen in query.facets.items() if facets else ():
         wanted: list[Any] = list(chosen)
@@ -205,9 +205,9 @@ def _rows(
     before: str = "",
     few: bool = False,
 ) -> list[sqlite3.Row]:
-    """Read rows from one end of the list; with `before`, the nearest row first.
+    """Return up to `limit` rows after the row `after`, or before `before`, the nearest first.
 
-    few: so few rows match that all of them are sorted.
+    after, before: see Query. few: so few rows match that all of them are sorted.
     """
     after, before = after or query.after, before or query.before
     key, up = SORTS[query.sort], query.up != bool(before)

@@ -127,7 +127,7 @@ def run_rows(
     only: tuple[str, ...],
     why_stopped: Callable[[str], str | None],
 ) -> list[RunRow]:
-    """Return the runs, newest first.
+    """Return the runs that have episodes, newest first.
 
     counted: see `Lists.counts`; why_stopped: see `Viewer.why_stopped`.
     only: prefixes of the names of runs to show; empty: all.
@@ -180,7 +180,7 @@ def run_rows(
 
 
 def _final_evaluation(steps: Sequence[sqlite3.Row]) -> tuple[float | None, float | None]:
-    """Return (success, coverage) of the finished evaluation of the newest weights.
+    """Return (success, coverage) of the newest weights' finished evaluation; None without one.
 
     success: sampled if measured, else greedy; mean over environments.
     """
@@ -198,14 +198,14 @@ def _final_evaluation(steps: Sequence[sqlite3.Row]) -> tuple[float | None, float
 
 
 def _mean(summary: Mapping[str, Any]) -> float | None:
-    """Return a summary's mean success: sampled if measured, else greedy."""
+    """Return a summary's mean success: sampled if measured, else greedy; None without either."""
     sampled = next((name for name in summary if name.startswith("avg_at_")), "greedy")
     interval = summary.get(sampled) or summary.get("greedy")
     return float(interval["mean"]) if interval else None
 
 
 def _about(steps: list[sqlite3.Row]) -> str:
-    """Return a line with training's recipe and horizon, or with the evaluated policy."""
+    """Return a line on the newest training (recipe, horizon, seed) or the evaluated policy."""
     for step in reversed(steps):
         config = config_of(step["config"])
         if "algorithm" in config:

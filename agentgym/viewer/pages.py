@@ -45,10 +45,10 @@ class Links(Protocol):
 
 
 class Pages:
-    """Renders templates with one kind of links."""
+    """Renderer of templates with one kind of links."""
 
     def __init__(self, links: Links, *, is_live: bool) -> None:
-        """Render with these links.
+        """Use these links in all templates.
 
         is_live: the pages come from a running server, not from a bundle.
         """
@@ -79,7 +79,7 @@ def _environment() -> Environment:
 
 
 def _visible(value: Any) -> Any:
-    """Spell out invisible characters in everything that is not our own markup."""
+    """Return text with its invisible characters spelled out; our own markup stays as it is."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return _spelled_out(value)
     return value
@@ -90,7 +90,7 @@ def _spelled_out(text: str) -> str:
 
 
 def shown(text: object, limit: int = MAX_SHOWN) -> Markup:
-    """Return untrusted text escaped, with directional and control characters spelled out."""
+    """Return untrusted text, cut and escaped, its invisible and control characters spelled out."""
     return escape(_spelled_out(str(text)[:limit]))
 
 
@@ -130,7 +130,7 @@ def percent(value: float | None) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """Format seconds since 1970 as local time."""
+    """Format seconds since 1970 as local time; None and 0 as a dash."""
     if not seconds:
         return "–"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

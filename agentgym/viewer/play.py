@@ -45,7 +45,7 @@ MAX_ACTION = 4_000  # characters
 
 
 class Person(TextPlayer):
-    """A person who types the actions."""
+    """Player for a person, who types the actions."""
 
     def __init__(self) -> None:
         self.typed = ""
@@ -56,7 +56,7 @@ class Person(TextPlayer):
 
 @dataclass
 class Game:
-    """An episode under way."""
+    """An episode under way, with its player and its session."""
 
     id: str
     env: EnvConfig
@@ -78,7 +78,7 @@ class Game:
 
 
 class Room:
-    """The games of a server; all of them run in its event loop."""
+    """The games of a viewer; all of them run in its server's event loop."""
 
     def __init__(self, cfg: RunConfig, servers: Servers) -> None:
         self._cfg, self._servers = cfg, servers
@@ -91,7 +91,10 @@ class Room:
         return entry
 
     async def begin(self, env: EnvConfig, task_id: int, player_name: str) -> Game:
-        """Open a session for a player. Errors: ConfigError, Missing, EnvError, ValueError."""
+        """Start a game: its environment server if needed, its player and a session. Return it.
+
+        Idle games are ended first. Errors: ConfigError, Missing, EnvError, ValueError.
+        """
         await self._make_room()
         cfg = self._cfg.model_copy(update={"env": env, "mix": ()})
         policy_name = "random" if player_name == YOU else player_name
@@ -171,7 +174,7 @@ class Room:
         await self._look(game)
 
     async def _look(self, game: Game) -> None:
-        """Fetch the actions that are possible now, if the environment lists them."""
+        """Store the actions that are possible now as a person's hints, if the game lists them."""
         game.hints = []
         if game.by_hand and not game.over and hasattr(game.session, "hints"):
             with contextlib.suppress(EnvError):

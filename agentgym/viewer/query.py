@@ -107,7 +107,7 @@ class Query:
         return self.first(facets={**facets, facet: values} if values else facets)
 
     def sorted_by(self, sort: str) -> Query:
-        """Return the query in this order, reversed if it has this order already."""
+        """Return the first page in this order, largest first, or reversed if it was so already."""
         return self.first(sort=sort, up=self.sort == sort and not self.up)
 
     def first(self, **changes: Any) -> Query:
@@ -131,7 +131,7 @@ def bounds(name: str, text: str) -> tuple[float | None, float | None]:
 
 
 def match_of(words: str) -> str:
-    """Return the FTS5 expression in which every word and every "phrase" must occur.
+    """Return the FTS5 expression that requires every word and every "phrase"; empty without words.
 
     A word that ends in * matches as a prefix. The rest of FTS5's syntax is quoted.
     """

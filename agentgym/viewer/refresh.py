@@ -38,7 +38,7 @@ class Refreshed:
 
 
 class Refresher:
-    """Keeps an index up to date with the store. One thread uses it."""
+    """Updater of an index from its store. One thread uses it."""
 
     def __init__(self, store: RunStore, index: Index, delivered: DeliveredSteps = dict) -> None:
         """Connect an index with its store.
@@ -48,7 +48,7 @@ class Refresher:
         self._store, self._index, self._delivered = store, index, delivered
 
     def refresh(self, on_count: Callable[[int], None] = lambda _: None) -> Refreshed:
-        """Bring the index up to date with the store.
+        """Bring the index up to date with the store. Return counts of the changes.
 
         on_count: called with the number of episodes added so far.
         Errors: IndexDamaged; OSError of the store.
@@ -85,7 +85,7 @@ class Refresher:
         refreshed: Refreshed,
         on_count: Callable[[int], None],
     ) -> None:
-        """Index a changed step: its new commits, or all if the indexed ones were replaced."""
+        """Index a changed step's new commits, or all if it was replaced; record problems."""
         match = FOLDER.fullmatch(folder)
         assert match is not None
         name, key = match["step"], match["key"]
@@ -123,7 +123,7 @@ class Refresher:
         _update_step(connection, step_id, commits[-1], mark)
 
     def _commit(self, connection: sqlite3.Connection, step_id: int, commit: Manifest) -> int:
-        """Index one commit. Result: the number of its episodes."""
+        """Index a commit, and record unreadable files as problems. Result: number of episodes."""
         blobs = {**commit.blobs, **commit.records}
         files = {
             name: [blobs[name].digest, blobs[name].size]
@@ -237,7 +237,7 @@ def _update_step(connection: sqlite3.Connection, step_id: int, head: Manifest, m
 
 
 def _forget(connection: sqlite3.Connection, step_id: int, gone: str) -> int:
-    """Remove a step's episodes. Result: their number.
+    """Remove a step's episodes, commits and problems. Result: the number of episodes.
 
     Their words stay in the search table: row ids are never reused, so that no search finds them.
     """

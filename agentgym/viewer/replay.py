@@ -1,6 +1,6 @@
 """Replays of episodes, which draw the environment at each turn and compare it with the record.
 
-A drawing is made once and kept.
+A replay is made once and stored; only the newest KEEP stay.
 """
 
 from __future__ import annotations
@@ -65,10 +65,7 @@ class Replays:
     """Stored replays, and the thread that makes them, one episode after the other."""
 
     def __init__(self, path: Path, servers: Servers) -> None:
-        """Keep drawings in a file, which may be deleted.
-
-        path: of the file.
-        """
+        """Keep replays in the SQLite file at `path`, created if missing; it may be deleted."""
         self._path, self._servers = path, servers
         self._thread = ThreadPoolExecutor(1, "replay")
         self._waiting: dict[str, Future[None]] = {}
@@ -92,7 +89,7 @@ class Replays:
         return Replay(row[0], agrees, [Shot(*shot) for shot in shots])
 
     def ask(self, entry: Found) -> str:
-        """Queue a replay. Result: its state, in words."""
+        """Queue a replay, unless MAX_WAITING are queued. Result: its state, in words."""
         key = _key(entry)
         with self._lock:
             self._waiting = {k: future for k, future in self._waiting.items() if not future.done()}
@@ -109,7 +106,7 @@ class Replays:
         return future is not None and not future.done()
 
     def now(self, entry: Found) -> Replay:
-        """Return an episode's replay; play it and wait if it is not stored yet."""
+        """Return an episode's replay; play it first if it is not stored. Errors: TimeoutError."""
         stored = self.find(entry)
         if stored is None:
             self._thread.submit(self._play, entry).result(LIMIT_S * 2)
@@ -176,7 +173,7 @@ class Replays:
 
 
 def _key(entry: Found) -> str:
-    """Return the digest of the record, the environment's options and its code."""
+    """Return a replay's key: the digest of the record, the environment's settings and its code."""
     name = entry.episode.item.env
     config = config_of(entry.step["config"])
     options = [config.get("env"), config.get("mix"), config.get("protocol")]
@@ -197,7 +194,10 @@ def _source(name: str) -> str:
 
 
 async def replay(episode: Trajectory, env: EnvConfig, endpoints: Sequence[str]) -> Replay:
-    """Play an episode's actions on a server. Errors: EnvError, ValueError, TimeoutError."""
+    """Play an episode's actions on a server. Return the answers compared with the record.
+
+    Errors: EnvError, ValueError, TimeoutError.
+    """
     async with asyncio.timeout(LIMIT_S), EnvPools.of([env], {env.name: endpoints}) as pools:
         await pools.check([env], allow_expert=True)  # nothing is learned here
         async with pools.session(episode.item, f"view-{uuid.uuid4().hex}") as session:
@@ -248,7 +248,7 @@ def _short(value: object) -> str:
 
 
 async def shot_of(session: object, turn: int, differs: str) -> Shot:
-    """Draw the environment; without its picture if it does not draw."""
+    """Return a shot of the environment; without data if drawing fails or exceeds a limit."""
     draw = getattr(session, "render", None)
     if draw is None or turn > MAX_SHOTS:
         return Shot(turn, "", b"", differs)

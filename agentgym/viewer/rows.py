@@ -27,7 +27,7 @@ _ADDRESS = re.compile(
 
 @dataclass(frozen=True, slots=True, order=True)
 class Address:
-    """The place of an episode in the store; its text is a permanent name, in any index."""
+    """Location of an episode in the store; its text is a permanent name, in any index."""
 
     folder: str  # of the step in the store
     seq: int  # of the commit

@@ -36,7 +36,7 @@ class Servers:
     """One server for each environment and its options."""
 
     def __init__(self, cfg: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Use the endpoints of this configuration for equal options.
+        """Prefer the configured endpoints for an environment with the configured options.
 
         cfg: of the owner of this viewer.
         """
@@ -70,7 +70,7 @@ class Servers:
                 server.used = self._clock()
 
     def known(self, env: EnvConfig) -> EnvConfig:
-        """Return the environment with the owner's endpoints if the owner has the same one.
+        """Return the environment with the owner's endpoints for equal options, else without any.
 
         Errors: Missing if its options name something that the owner's do not.
         """

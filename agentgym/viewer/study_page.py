@@ -23,11 +23,11 @@ from agentgym.viewer.training import KINDS, training_of
 from agentgym.viewer.viewer import Viewer
 
 MOST_ATTEMPTS = 3_000  # episodes of an item on its page
-MOST_FLIPS = 200  # on a page, each way
+MOST_FLIPS = 200  # on a page, in each direction
 
 
 def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
-    """Add `/e/.../group`, `/beside`, `/item`, `/compare`, `/decisions`, `/training`."""
+    """Add the pages `/e/.../group`, `/beside`, `/item`, `/compare`, `/decisions`, `/training`."""
 
     @app.get("/e/{address}/group")
     def group(address: str) -> HTMLResponse:
@@ -119,7 +119,7 @@ def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
 
 
 def result_name(step: sqlite3.Row) -> str:
-    """Return a result's label."""
+    """Return a result's label: step, policy and the beginning of its key."""
     config = config_of(step["config"])
     policy = config.get("policy")
     policy_name = str(policy.get("model") or policy.get("kind")) if isinstance(policy, dict) else ""
@@ -142,7 +142,7 @@ class Decided:
 
 
 def decided(viewer: Viewer) -> list[Decided]:
-    """Return every decision in the store, newest first; an unreadable one gives the error."""
+    """Return up to 200 decisions, newest first; the error stands for an unreadable one."""
     rows = viewer.index.reader.execute(
         "SELECT steps.*, commits.seq AS seq FROM commits JOIN steps ON steps.id = step_id"
         " WHERE instr(files, ?) ORDER BY commits.created DESC LIMIT 200",
@@ -181,13 +181,13 @@ def _decision(tree: dict[str, Any]) -> Decided:
 
 
 def _evaluation(version: Any) -> str:
-    """Return the folder of the evaluation that a model's version was judged by."""
+    """Return the folder of the evaluation that a version was judged by; empty if unknown."""
     judged = (version or {}).get("evaluation") or {}
     return f"{judged['step']}-{str(judged['key'])[:16]}" if {"step", "key"} <= judged.keys() else ""
 
 
 def _trained(viewer: Viewer, run: str) -> dict[str, Any]:
-    """Return the template context of a run's training. Errors: BadQuery."""
+    """Return the template context of a run's training; empty run: the newest. Errors: BadQuery."""
     reader = viewer.index.reader
     members: dict[str, list[int]] = {}
     for row in reader.execute(

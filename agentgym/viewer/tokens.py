@@ -31,7 +31,7 @@ Decode = Callable[[int], str]  # a token's text
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token."""
+    """One token of an episode, as a page shows it."""
 
     text: str
     id: int
@@ -109,7 +109,7 @@ def why_not_kept(episode: Trajectory) -> str:
 
 
 def spans(episode: Trajectory) -> list[tuple[int, int]]:
-    """Return (begin, end) of the tokens up to the end of each turn's action, then of the rest."""
+    """Return a token span (begin, end) per turn, up to its action's end, and one for the rest."""
     ends = [turn.end for turn in episode.turns]
     if not episode.input_ids:
         return [(0, 0)] * (len(ends) + 1)
@@ -160,10 +160,10 @@ def told(position: int, token: int, numbers: Numbers | None) -> str:
 
 
 def shade_of(overlay: str, numbers: Numbers | None, largest: float, oldest: int) -> str:
-    """Return the CSS class of a token's color.
+    """Return the CSS class of a token's color; empty for none.
 
     s1 to s8: the less likely, the stronger; n1 to n8 and p1 to p8: below and above the neutral;
-    v0 to v7: the version.
+    v0 to v7: the version; m: sampled.
     largest: largest absolute advantage in the episode; oldest: oldest version in it.
     """
     if numbers is None:

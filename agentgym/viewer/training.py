@@ -33,7 +33,7 @@ class Training:
 
 
 def training_of(reader: sqlite3.Connection, step_ids: Sequence[int]) -> Training:
-    """Summarize the training in these steps of a run."""
+    """Return the content of the training page for these steps of a run."""
     marks = ", ".join("?" * len(step_ids))
     where = f"step_id IN ({marks}) AND file = 0 AND at >= 1"
     train = f"{where} AND split = 'train' AND temperature > 0"

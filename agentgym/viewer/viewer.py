@@ -52,7 +52,7 @@ class Viewer:
 
     @classmethod
     def open(cls, cfg: RunConfig, runs: tuple[str, ...] = ()) -> Self:
-        """Open the store and the index. Errors: ConfigError if the store cannot be opened."""
+        """Open the store and its index, built if needed. Errors: ConfigError without the store."""
         store = open_store(cfg)
         folder = cfg.state_dir / FOLDER
         index = Index(Index.place(folder, _root(store)), _root(store))
@@ -74,7 +74,7 @@ class Viewer:
         return self.store.root
 
     def refresh(self) -> Refreshed:
-        """Bring the index up to date, in the process that writes it.
+        """Bring the index, in the process that writes it, and the leases up to date.
 
         A damaged index is rebuilt once.
         """
@@ -92,7 +92,7 @@ class Viewer:
         raise AssertionError
 
     def look_who_works(self) -> None:
-        """Read the leases of unfinished steps: no commit records that a process stopped."""
+        """Read the leases of unfinished steps: a process that stops leaves no commit."""
         rows = self.index.reader.execute("SELECT folder FROM steps WHERE done IS NOT 1")
         self.tenures = self.store.tenures(row["folder"] for row in rows)
 
@@ -133,7 +133,7 @@ class Viewer:
             self.indexing = episodes
 
     def damaged(self) -> None:
-        """Empty the damaged index; the next refresh rebuilds it."""
+        """Empty the damaged index if this process writes it; the next refresh rebuilds it."""
         if self.index.writes:
             self.indexing = 0
             self.index.remake()
@@ -158,7 +158,7 @@ class Viewer:
         self.index.close()
 
     def _follow(self) -> None:
-        """Refresh again and again; an error is shown and the refresh repeated."""
+        """Refresh until the viewer ends, keep the last error for display, end idle servers."""
         pause_s = POLL_S3_S if self.root.startswith("s3://") else POLL_S
         while not self._stop.is_set():
             try:

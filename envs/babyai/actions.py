@@ -13,7 +13,7 @@ from envs.babyai.views import VIEW_SIZE, Cell, Seen, View, number
 
 
 class Move(IntEnum):
-    """minigrid's own numbers."""
+    """minigrid's actions, with its numbers."""
 
     LEFT = 0
     RIGHT = 1
@@ -48,7 +48,7 @@ Path = tuple[Move, ...]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The effect of an offered action."""
+    """The moves of an offered action, and the cell of the object that it names."""
 
     moves: Path  # empty: the command's goal is already reached
     target: Cell | None = None  # cell of the object that the command names
@@ -65,7 +65,7 @@ class Refusal:
 
 
 def normalise(text: str) -> str:
-    """Return the text in lower case with single blanks and without a final period."""
+    """Return the text in lower case with single blanks and without final periods."""
     return " ".join(text.lower().split()).rstrip(".")
 
 
@@ -107,8 +107,9 @@ def plan_high(text: str, view: View, offered: Mapping[str, Command]) -> Sequence
 
 
 def offer(view: View, compass: int) -> dict[str, Command]:
-    """Return AgentGym's commands in its order. compass: minigrid's number of the agent's direction.
+    """Return the commands possible now, by their text, in AgentGym's order.
 
+    compass: minigrid's number of the agent's direction.
     `pickup` and `go to` number the reachable objects; commands that go through doors number all
     doors in view.
     """
@@ -204,8 +205,8 @@ def _following(state: int) -> tuple[int, int, int]:
 
 
 def _window(compass: int) -> frozenset[int]:
-    """Return the cells of AgentGym's search. For some directions they include one row behind the
-    agent or one column to the right of the view.
+    """Return the cells of AgentGym's search, as `_place` numbers them. For some directions they
+    include one row behind the agent or one column to the right of the view.
     """
     rows = range(-1 if compass in (_RIGHTWARD, _DOWNWARD) else 0, VIEW_SIZE)
     columns = range(-4 if compass in (_DOWNWARD, _LEFTWARD) else -3, VIEW_SIZE // 2 + 1)

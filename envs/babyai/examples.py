@@ -15,7 +15,7 @@ TASKS = (("GoToObj", 1_000_000_003), ("PickupDist", 1_000_000_001))
 
 @cache
 def worked_examples(options: Options) -> tuple[Example, ...]:
-    """Return the worked examples in the view and with the actions of these options."""
+    """Play the worked examples with these options' view and actions; leave out unsolved ones."""
     return solved(
         partial(played, World(replace(options, levels=(level,))), seed) for level, seed in TASKS
     )

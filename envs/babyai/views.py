@@ -47,7 +47,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything in view, nearest first."""
+    """Objects in view, nearest first; the walls in view; and the carried object."""
 
     objects: tuple[Seen, ...]
     walls: frozenset[Cell]
@@ -59,7 +59,7 @@ class View:
 
     @property
     def wall_ahead(self) -> int | None:
-        """Number of steps to the nearest wall in view straight ahead."""
+        """Number of steps to the nearest wall in view straight ahead; None if there is none."""
         return min((ahead for ahead, left in self.walls if left == 0), default=None)
 
     @property

@@ -117,7 +117,7 @@ class World:
         """Return the view after a reset.
 
         Some levels let the agent carry an object from the start. The reset's own image is older: it
-        shows the object still in its cell. AgentGym shows that image, so its view does too.
+        shows the object still in its cell. AgentGym's server shows it, and so does view `agentgym`.
         """
         view = decode(self.env.gen_obs()["image"])
         return (
@@ -232,7 +232,7 @@ class Bot:
 
     def _shortcut(self) -> str:
         """Return the high grammar's command that reaches a goal in view; empty if there is none.
-        It is tried once per episode: if its plan is interrupted, the bot takes over.
+        It returns at most one command per episode: if its plan is interrupted, the bot takes over.
         """
         instruction = self._world.env.instrs
         if (
@@ -263,7 +263,7 @@ class Bot:
 
         The grammars have no text for `done`, which only checks the mission. The low grammar gets a
         pickup or drop that is impossible now, which has the same effect. The high grammar gets
-        "turn left"; a later action turns back.
+        "turn left"; a later action turns back. A pickup that is not offered becomes CHECK.
         """
         high = self._world.options.actions == "high"
         if move is Move.DONE:

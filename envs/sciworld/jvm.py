@@ -153,7 +153,7 @@ class Line:
 
 
 def _pipe() -> tuple[FileIO, FileIO]:
-    """Return (read end, write end)."""
+    """Open a pipe and return (read end, write end)."""
     read, write = os.pipe()
     return open(read, "rb", buffering=0), open(write, "wb", buffering=0)
 
@@ -282,7 +282,7 @@ class Jvm:
         self.close("the Java process no longer answers")
 
     def rss_mib(self) -> float:
-        """Return the resident memory; 0 if the process is gone."""
+        """Return the process's resident memory in MiB; 0 if it is gone."""
         with contextlib.suppress(OSError, StopIteration, ValueError):
             lines = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8").splitlines()
             return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) / 1024

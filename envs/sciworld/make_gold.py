@@ -26,7 +26,7 @@ TIMEOUT_S = 120.0
 
 
 def solve(slot: Slot, task: str, variation: int) -> tuple[list[str], str]:
-    """Return (actions, reason if there are none)."""
+    """Play the engine's solution. Return (actions that solve the task, ""), or ([], the reason)."""
     proposed = slot.call("g", task, str(variation)).texts
     slot.call("l", task, str(variation))
     played: list[str] = []
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def write(rows: list[dict[str, object]]) -> None:
-    """Write one entry per task and variation; an empty list if no solution is known."""
+    """Write GOLD: task -> variation -> actions, an empty list if no solution is known."""
     tree: dict[str, dict[str, object]] = {}
     for row in sorted(rows, key=lambda row: (str(row["task"]), int(str(row["variation"])))):
         tree.setdefault(str(row["task"]), {})[str(row["variation"])] = row["actions"]

@@ -139,7 +139,7 @@ class SlotPool:
 
     @property
     def restarts(self) -> int:
-        """Number of processes that were lost or replaced."""
+        """Number of processes that were lost or replaced so far."""
         with self._gate:
             return self._num_buried + sum(not process.jvm.alive for process in self._processes)
 
@@ -247,8 +247,8 @@ class SlotPool:
         return process
 
     def _bury(self) -> None:
-        """Remove dead processes, and all but the first that were idle for IDLE_S.
-        The caller holds the gate.
+        """Close and remove dead processes and, except for the first process, those idle for IDLE_S.
+        The caller must have locked `_gate`.
         """
         dead = [process for process in self._processes if not process.jvm.alive]
         long_ago = time.monotonic() - IDLE_S

@@ -31,7 +31,9 @@ HEAP_MIB = 160
 
 
 def make_pool() -> Pool:
-    """Return the pool of games. Errors: ValueError if Java or the engine is missing."""
+    """Return a SlotPool, or a StockPool if WRAPPER is missing.
+    Errors: ValueError if Java or the engine is missing.
+    """
     find_java()
     find_engine()
     if WRAPPER.exists():

@@ -89,8 +89,8 @@ class World:
             return self._broken(action, error)
 
     def _broken(self, action: str, error: GameFailed) -> StepResult:
-        """Return the step after which the engine raised: the episode ends with outcome 0, so that
-        a crash does not pay more than a lost episode.
+        """Return the result of a step in which the engine raised: the episode ends with outcome 0,
+        so that a crash does not pay more than a lost episode.
         """
         logger.error(
             "task %s %d: the engine raised on %.200r; the episode scores 0",

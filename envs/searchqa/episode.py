@@ -90,7 +90,7 @@ class Episode:
         self.ended = False
 
     def reset(self, task_id: int) -> str:
-        """Start a question. Errors: ValueError if the set of questions has none of this id."""
+        """Start a question and return it as text. Errors: ValueError if no question has this id."""
         self.question = self._questions[task_id]
         self.searched, self.answers, self.ended = [], [], False
         return f"Question: {self.question.text}"

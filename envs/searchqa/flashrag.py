@@ -53,8 +53,8 @@ class FlashRag:
 
     def __init__(self, folder: Path) -> None:
         """Read the files of a folder.
-        Errors: ValueError if both files or a column are missing, or if rows contradict the
-        published ranges.
+        Errors: ValueError if pyarrow, both files or a column are missing, if a file cannot be
+        read, or if rows contradict the published ranges.
         """
         try:
             import pyarrow.parquet as parquet

@@ -63,7 +63,7 @@ def without_thoughts(reply: str) -> str:
 
 
 def information(documents: Sequence[Document], max_doc_chars: int = 0) -> str:
-    """Return a search's answer, with the text of each document cut to max_doc_chars."""
+    """Return a search's answer as text, each document's text cut to max_doc_chars (0: no limit)."""
     lines = [
         f'Doc {n}(Title: "{d.title}") {cut(d.text, max_doc_chars)}'
         for n, d in enumerate(documents, start=1)

@@ -34,7 +34,7 @@ class Document:
 
 
 class RetrieverError(RuntimeError):
-    """The retriever did not answer: a failure of the environment, not of the policy."""
+    """The retriever gave no usable answer: a failure of the environment, not of the policy."""
 
 
 class Retriever(Protocol):
@@ -48,7 +48,7 @@ class Retriever(Protocol):
 
 
 class Bm25:
-    """BM25 (Lucene's variant, k1 1.2, b 0.75) over title and text.
+    """BM25 (Lucene's variant, k1 1.2, b 0.75) over the title, counted twice, and the text.
     The index is read-only after construction, so threads share it without a lock.
 
     Equal queries give equal documents in equal order on every machine: scores are rounded to four
@@ -96,6 +96,6 @@ def tokens(text: str) -> list[str]:
 
 @cache
 def embedded() -> Bm25:
-    """The index of the corpus that ships with the package, built once per process."""
+    """Return the index of the corpus that ships with the package, built once per process."""
     with gzip.open(PASSAGES, "rt", encoding="utf-8") as lines:
         return Bm25([Document(**json.loads(line)) for line in lines])

@@ -72,7 +72,9 @@ class SearchR1:
     """
 
     def __init__(self, url: str, timeout_s: float = 20.0) -> None:
-        """timeout_s: of a request, including retries; a query may wait as long again for its turn.
+        """Check the URL; nothing is sent before the first search.
+
+        timeout_s: of a request, including retries; a query may wait as long again for its turn.
         Errors: ValueError for an invalid URL.
         """
         parts = urlsplit(url)
@@ -87,7 +89,7 @@ class SearchR1:
         self._turn = threading.Lock()
 
     def search(self, query: str, topk: int) -> list[Document]:
-        """Return the documents for a query. Errors: RetrieverError naming the URL."""
+        """Return at most `topk` documents, best first. Errors: RetrieverError naming the URL."""
         deadline = time.monotonic() + self._timeout_s
         request = _Asked(query, topk)
         self._waiting.append(request)
@@ -164,7 +166,7 @@ class SearchR1:
         raise AssertionError("unreachable")
 
     def _post(self, body: bytes, timeout_s: float) -> bytes:
-        """Return the body of a reply with status 200.
+        """Return the body of a reply with status 200. Errors: _Again, RetrieverError.
         A timer closes the connection after timeout_s, even if bytes still arrive slowly.
         """
         if timeout_s <= 0:

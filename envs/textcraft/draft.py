@@ -11,8 +11,8 @@ _ID = re.compile(r"#?[a-z0-9_.:/-]+")
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A recipe as it was read; names are ids without `minecraft:`, generic ingredients begin
-    with #.
+    """A recipe as it was read or invented; names are ids without `minecraft:`, generic
+    ingredients begin with #.
     """
 
     output: str

@@ -135,7 +135,7 @@ def condense(
 
 
 def factor(variants: list[Cells]) -> Slots:
-    """Return the sets whose product is the variants. Errors: ValueError if they are no product."""
+    """Return the ingredients' alternatives. Errors: ValueError if a combination is missing."""
     distinct = {tuple(dict.fromkeys(cells)) for cells in variants}
     slots = tuple(frozenset(column) for column in zip(*distinct, strict=True))
     size = 1
@@ -180,8 +180,8 @@ def ingredients_for(
 
 
 def generic_name(family: frozenset[str], crafted: set[str]) -> str:
-    """Return the members' common last word; empty if their last words differ or a member cannot be
-    crafted.
+    """Return the members' common last word, or its entry in NAMES; empty if their last words differ
+    or a member cannot be crafted.
     """
     words = {member.rpartition("_")[2] for member in family}
     if len(words) > 1 or not family <= crafted:

@@ -72,7 +72,7 @@ class Act:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A node of the goal's tree, in the order parents, then children."""
+    """A node of the goal's tree: an ingredient and its amount. `Plan.needs` lists parents first."""
 
     level: int
     name: str  # item or kind, as in the parent's recipe
@@ -99,7 +99,7 @@ class Plan:
         self._provide(goal, 1, 0)
 
     def _provide(self, name: str, n: int, level: int) -> None:
-        """Reserve n of an item or kind, and add acts that make the missing ones."""
+        """Reserve n of an item or kind, add a Need, and add acts that make the missing ones."""
         item = self.choices.item(name)
         in_stock = min(n, self._stock.get(item, 0))
         short = n - in_stock

@@ -51,7 +51,7 @@ class Recipe:
 
 
 class Book:
-    """All recipes, in the order of their drafts.
+    """Recipes in the order of their drafts, without cycles and recipes that unpack a block.
 
     raw: items that can be fetched. members: items of each kind.
     depth: of items and kinds, 0 if nothing has to be crafted.

@@ -98,7 +98,7 @@ class World:
         return Planner(self.book, self.goal, self.inventory)
 
     def hints(self) -> list[str]:
-        """Return the crafting commands possible now, and the items that can be fetched."""
+        """Return `inventory`, the craft actions possible now, and `get 1` of every raw item."""
         crafts = []
         for recipe in self.book.recipes:
             parts = [self._held(name, n) for name, n in recipe.ingredients]
@@ -163,14 +163,14 @@ class World:
 
 
 def normalise(text: str) -> str:
-    """Return the text in lower case with single blanks, without `minecraft:`, underscores and a
-    final period.
+    """Return the text in lower case with single blanks, without `minecraft:`, underscores and
+    final periods.
     """
     return " ".join(text.lower().replace("minecraft:", "").replace("_", " ").split()).rstrip(". ")
 
 
 def goals_of(book: Book, *, min_depth: int, max_depth: int) -> Sequence[str]:
-    """Return the goals in the book's order. max_depth: 0 means no limit."""
+    """Return the goals of these depths, in the book's order. max_depth: 0 means no limit."""
     return [
         goal
         for goal in book.goals

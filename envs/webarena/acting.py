@@ -80,7 +80,7 @@ async def _at(tabs: Tabs, action: Action, element: Element) -> None:
 
 async def _choose(tabs: Tabs, tab: Tab, element: Element) -> bool:
     """Choose an option of a select box, which has no position to click.
-    Return False if the option is disabled or belongs to something else.
+    Return False if the option is disabled or in no select box.
     """
     handle = (await tabs.ask(tab.send("DOM.resolveNode", backendNodeId=element.backend_id)))[
         "object"

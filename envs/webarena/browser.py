@@ -40,7 +40,8 @@ _given: ContextVar[dict[str, str] | None] = ContextVar("environment of the drive
 
 
 def _drivers_environment() -> dict[str, str]:
-    """Environment of the driver: the launch's variables if set, else Playwright's default.
+    """Environment of the driver: during a launch the variables of this launch and a few that
+    Playwright needs, else Playwright's default.
 
     Playwright passes its driver all variables of this process and has no option against it.
     """
@@ -55,7 +56,7 @@ def _drivers_environment() -> dict[str, str]:
     )
 
 
-# the module that calls it imported it by name
+# `transport` imported the function by name, so replace it there
 transport.get_driver_env = _drivers_environment  # type: ignore[attr-defined]
 
 
@@ -83,8 +84,8 @@ class Running:
 
 
 class Chromium:
-    """Access to the browser: `run` from any thread, `run_async` from any loop.
-    Both run their coroutine on the browser's loop.
+    """A browser on an event loop of its own; both start when first needed.
+    Call `run` from any thread, `run_async` from any loop: the coroutine runs on the browser's loop.
     """
 
     def __init__(self, executable: str, switches: Sequence[str], concurrency: int) -> None:
@@ -108,7 +109,7 @@ class Chromium:
             raise TimeoutError(f"the browser gave no answer within {timeout_s:g} s") from None
 
     async def run_async(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Return the coroutine's result without blocking a thread, see `run`."""
+        """Return the coroutine's result without blocking a thread. Errors: those of `run`."""
         future = asyncio.run_coroutine_threadsafe(
             asyncio.wait_for(work, timeout_s), self._started()
         )
@@ -176,7 +177,7 @@ class Chromium:
             await asyncio.wait_for(context.close(), CLOSE_S)
 
     async def pid(self) -> int:
-        """Process id of the browser's main process, for tests and measurements."""
+        """Process id of the browser, for tests and measurements; launches one if none runs."""
         return await _pid((await self._current()).browser)
 
     def _started(self) -> asyncio.AbstractEventLoop:

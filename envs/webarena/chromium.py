@@ -109,7 +109,7 @@ def switches(routes: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Environment variables of the browser and its driver, which write to the folder only."""
+    """Environment of browser and driver: a few of our variables; home and TMPDIR are `folder`."""
     variables = {
         name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("LC_")
     }

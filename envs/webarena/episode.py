@@ -63,7 +63,7 @@ class Setting:
 
 
 class Episode:
-    """A task, its tabs, and the elements that the policy has seen of them."""
+    """One session: a task, its browser tabs, and the elements of the last observation."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -82,7 +82,7 @@ class Episode:
         self.ended = False
 
     def reset(self, task_id: int) -> str:
-        """Begin the task and return its first observation.
+        """End the current task, begin this one and return its first observation.
 
         Errors: UnknownTask; BrowserLost; OSError if a storage file cannot be read.
         """
@@ -101,7 +101,7 @@ class Episode:
         return self._run(self._start(self._sites), START_S)
 
     def step(self, action: str) -> StepResult:
-        """Execute one action.
+        """Execute the action in the policy's reply; `stop` judges the outcome and ends the task.
 
         Errors: BrowserLost and TimeoutError if the session is lost; JudgeFailed and HelperFailed
         if there is no verdict.
@@ -112,7 +112,7 @@ class Episode:
         return self._stop(read.text) if read.kind == "stop" else self._run(self._act(read), STEP_S)
 
     async def step_async(self, action: str) -> StepResult:
-        """Execute one action, see `step`. It blocks a thread only while the outcome is judged."""
+        """Execute one action as `step`, but block a thread only while the outcome is judged."""
         read = self._read_action(action)
         if isinstance(read, StepResult):
             return read
@@ -123,7 +123,7 @@ class Episode:
         return await self._sites.chromium.run_async(self._act(read), STEP_S)
 
     def _read_action(self, action: str) -> Action | StepResult:
-        """Parse the action; return a result instead if there is nothing to execute."""
+        """Record and parse the reply; if there is nothing to execute, return the step's result."""
         if self.ended:
             return StepResult(OVER, 0.0, terminated=True, info=self._info())
         action = utf8(action)
@@ -138,7 +138,7 @@ class Episode:
         return parsed
 
     def render(self) -> tuple[str, bytes]:
-        """Screenshot of the window as PNG."""
+        """Return the media type, and a screenshot of the current tab as PNG."""
         tabs = self._living()
         return "image/png", self._run(tabs.ask(tabs.current.page.screenshot()), STEP_S)
 
@@ -149,7 +149,7 @@ class Episode:
         return self._gold
 
     def hints(self) -> list[str]:
-        """A click on each shown element, both scrolls, the way back, and a stop."""
+        """Return possible actions: a click on each shown element, scrolls, back, and a stop."""
         clicks = [f"click [{element}]" for element in sorted(self.elements)]
         return [*clicks, "scroll [down]", "scroll [up]", "go_back", "stop [N/A]"]
 
@@ -175,7 +175,7 @@ class Episode:
         return text
 
     def real(self, url: str) -> str:
-        """The real address of one that the policy names."""
+        """In a URL, replace a site's shown address by the real one; return any other unchanged."""
         address = _bare(url)
         for real, name in self._setting.names:
             bare = _bare(name)
@@ -247,7 +247,7 @@ class Episode:
             return StepResult(await self._observe(), 0.0, terminated=False, info=info)
 
     def _info(self, error: str = "") -> dict[str, Any]:
-        """`info` of a step. error: why the action was not executed, "" if it was."""
+        """`info` of a step, with the sites. error: why no action was executed, "" if one was."""
         family = {FAMILY: "+".join(self.task.sites)}
         return family | ({INVALID: True, "error": error} if error else {})
 
@@ -351,7 +351,7 @@ class Episode:
         return StepResult(OVER, float(success), terminated=True, success=success, info=info)
 
     def _judged(self, answer: str, helpers: Helpers) -> Verdict:
-        """Judge the outcome; an answer that breaks a judge scores 0. Errors: NO_VERDICT."""
+        """Judge the outcome; errors of NO_VERDICT are raised, any other error gives the score 0."""
         try:
             return evaluate(self.task, answer, _Final(self), helpers, self._setting.judge)
         except NO_VERDICT:
@@ -378,7 +378,7 @@ class _Final:
         return self._ask(self._tabs.current.page.content())
 
     def open(self, url: str) -> None:
-        """Open a page of the task file. Errors: BrowserLost if it cannot be opened."""
+        """Open a URL that the evaluation names. Errors: BrowserLost if it cannot be opened."""
 
         async def go() -> None:
             self._tabs.begin_step()
@@ -404,10 +404,10 @@ class _Final:
 
 
 def utf8(text: str) -> str:
-    """Replace unpaired surrogates, which a page's script can create and UTF-8 cannot encode."""
+    """Replace unpaired surrogates by `?`: a page's script can create them, UTF-8 has none."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _bare(url: str) -> str:
-    """An address without scheme and `www.`."""
+    """The address, stripped, without scheme and `www.`."""
     return re.sub(r"^(https?://)?(www\.)?", "", url.strip())

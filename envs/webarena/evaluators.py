@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 from envs.webarena.tasks import LAST_URL, Target, Task, parse_call
 
 OR = " |OR| "
-# such a reference is no character, and `html.unescape` raises above 4,300 digits
+# no character has such a number, and `html.unescape` raises above 4,300 digits
 _LONG_REFERENCE = re.compile(r"&#\d{100,};?")
 NOT_ACHIEVABLE = "n/a"
 
@@ -68,7 +68,7 @@ class Verdict:
 
 
 def evaluate(task: Task, answer: str, page: Page, helpers: Helpers, judge: Judge) -> Verdict:
-    """Judge the outcome of a task. answer: text of the stop action.
+    """Judge a task's outcome: the score is the product of its parts. answer: text of `stop`.
     The parts are judged in the file's order, because program_html leaves the page.
     """
     rules, verdict = task.evaluation, Verdict(1.0)
@@ -99,7 +99,7 @@ def exact_match(reference: str, prediction: str) -> float:
 
 
 def must_include(reference: str, prediction: str, *, whole_token: bool = False) -> float:
-    """Return 1 if the prediction contains the reference, else 0.
+    """Return 1 if the prediction contains the reference, both after `clean`, else 0.
 
     whole_token: a reference of one character must be a whole token.
     """

@@ -50,7 +50,7 @@ class HelperFailed(GraderFailed):
 
 def check_calls(tasks: Iterable[Task], *, embedded: bool) -> None:
     """Check the helper calls of the tasks.
-    Errors: ValueError if a task names an unknown helper, or one that lacks the shop's password.
+    Errors: ValueError for an unknown helper, wrong arguments, or no password for the shop's API.
     """
     for task in tasks:
         for target in task.evaluation.targets:

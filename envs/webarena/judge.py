@@ -87,7 +87,9 @@ class Rules:
         )
 
     def same_reason(self, question: str, reason: str, answer: str) -> bool:
-        """Return True if the answer contains a negation and at least half of the reason's words."""
+        """Return True if the answer is negated and has half of the reason's words or more, and few
+        others.
+        """
         expected, actual = _words(reason), _words(answer)
         if not expected or not _negated(answer):
             return False
@@ -123,7 +125,7 @@ def _normal(word: str) -> str:
 
 
 def _is_number(word: str) -> bool:
-    """Return True for a number of any script, `²` and `½` included."""
+    """Return True if the word begins with a number of any script, `²` and `½` included."""
     return unicodedata.category(word[0]).startswith("N")
 
 
@@ -237,7 +239,7 @@ class Endpoint:
 
 def _last(words: tuple[str, ...], response: str) -> str:
     """The last of `words` in the response, "" if it contains none.
-    words: one that contains another comes before it.
+    words: a phrase must come before the words that it contains.
     """
     matches = re.findall(rf"\b({'|'.join(words)})\b", response.lower())
     return str(matches[-1]) if matches else ""

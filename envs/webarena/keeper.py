@@ -20,8 +20,8 @@ END_S = 10.0  # then a folder that cannot be removed is left
 
 
 def left(folder: str, browser: tuple[int, int] | None) -> list[int]:
-    """Ids of the processes that name the folder on their command line or in their environment, and
-    of all processes of the browser's session, whose environment may be unreadable.
+    """Ids of the other living processes that name the folder on their command line or in their
+    environment, and of those of the browser's session, whose environment may be unreadable.
 
     browser: process id and start time. If another process has this id by now, its session does not
     count.
@@ -52,7 +52,9 @@ def stat(pid: int) -> tuple[str, int, int]:
 
 
 def names(pid: int, folder: str) -> bool:
-    """Return True if the process names the folder; False if it is gone or unreadable."""
+    """Return True if the process's command line or environment contains the folder's path.
+    False if it is gone or unreadable.
+    """
     with contextlib.suppress(OSError):
         return any(
             folder.encode() in Path(f"/proc/{pid}/{file}").read_bytes()
@@ -63,7 +65,7 @@ def names(pid: int, folder: str) -> bool:
 
 def checked(pid: int, folder: str) -> tuple[int, int] | None:
     """(id, start time) of a process that leads its session and names the folder, else None.
-    The id may be wrong, for example that of a browser behind a wrapper.
+    This rejects a wrong id, which for example a browser behind a wrapper may report.
     """
     with contextlib.suppress(OSError):
         _, session, started = stat(pid)

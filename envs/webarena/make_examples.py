@@ -24,7 +24,7 @@ MAX_CHARS = 900  # length limit of an observation
 
 
 def _task(task_id: int, intent: str, **how: Any) -> dict[str, Any]:
-    """A task in WebArena's format that begins in the shop."""
+    """A task in WebArena's format that begins in the shop; `how`: fields of its `eval`."""
     evaluation = {"reference_answers": None, "reference_url": "", "program_html": [], **how}
     return {
         "task_id": task_id,
@@ -60,7 +60,7 @@ ACTIONS = (
 
 
 def served() -> EnvSpec:
-    """An environment whose tasks are the examples."""
+    """Build the environment whose tasks are the examples."""
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
         json.dump(TASKS, file)
         file.flush()
@@ -68,7 +68,7 @@ def served() -> EnvSpec:
 
 
 def make(env: EnvSpec) -> tuple[Example, ...]:
-    """Play each example twice: first to learn the elements' ids, then with replies in backticks."""
+    """Play each task twice: to learn the elements' ids, then with backticks. Return the second."""
     examples = []
     for task, actions in enumerate(ACTIONS):
         episode = cast(Episode, env.make())

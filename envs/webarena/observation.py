@@ -131,7 +131,7 @@ def read_layout(snapshot: Json, width: int, height: int) -> Layout:
 def read_page(
     trees: Mapping[str, list[Json]], layout: Layout, number: Callable[[int], int]
 ) -> tuple[list[str], list[Element]]:
-    """The printed lines and their elements, in page order.
+    """Return the lines to print and their elements, both in page order.
 
     trees: accessibility nodes by frame id, the main frame's under "". number: backend id -> id to
     print.
@@ -214,7 +214,7 @@ def _repeats(text: str, before: list[str]) -> bool:
 
 
 def cut_lines(lines: list[str], max_chars: int) -> tuple[str, int]:
-    """The lines that fit, joined, and the number of lines that do not."""
+    """(text, number of lines left out). text: the lines that fit, and a note if any is left out."""
     used = 0
     for count, line in enumerate(lines):
         used += len(line) + 1

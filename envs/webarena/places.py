@@ -57,7 +57,7 @@ class Shared:
 
 
 class Embedded:
-    """The embedded sites; each session has its own tenant."""
+    """The embedded sites, served from `__init__` to `stop`; each session has its own tenant."""
 
     def __init__(self, executable: str, concurrency: int, seed: int) -> None:
         import sites

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 MAX_DIALOGS = 20  # per step; a tab that opens more is closed
 PAGE_S = 15.0  # for a page to answer one question
-# seconds for a page to take keys or a click; if it does not, seconds to keep answering questions
+# seconds to wait until keys or a click are confirmed: at first, and while the page still answers
 TAKEN_S, INPUT_S = 0.3, 15.0
 QUESTIONS = 100  # limit of these questions; ten keys are about twenty messages
 BLANK = "about:blank"
@@ -204,7 +204,7 @@ class Tab:
 
 
 class Tabs:
-    """One browser context. All methods run on the browser's loop."""
+    """One session's browser context and its tabs. All methods run on the browser's loop."""
 
     def __init__(self, chromium: Chromium, limits: Limits, allowed: Allowed) -> None:
         self.chromium = chromium
@@ -267,7 +267,7 @@ class Tabs:
         """Send a few keys or a click.
 
         A page that navigates away meanwhile never confirms them: that is no failure of the browser.
-        Errors: those of `ask`; Refusal if the page answers and did not take them.
+        Errors: those of `ask`; Refusal if the page answers but does not confirm them.
         """
         taken, clock = asyncio.ensure_future(sent), asyncio.get_running_loop().time
         try:
@@ -294,8 +294,8 @@ class Tabs:
             raise BrowserLost("the page crashed")
 
     def astray(self) -> list[Tab]:
-        """The tabs that show an address outside the sites; a navigation may end only after the page
-        seemed settled.
+        """The tabs that show an address outside the sites. One may get there after `settle`, if its
+        navigation took longer.
         """
         return [tab for tab in self.living() if not self.allowed.admits(tab.page.url)]
 
@@ -321,8 +321,8 @@ class Tabs:
             self.notes.append(f"{url.strip()[:200]} could not be opened: {reason(error)}")
 
     async def settle(self) -> None:
-        """Wait for the current page to settle, then bring back every tab that left the sites.
-        Errors: BrowserLost.
+        """Wait for the current page to settle, note dialogs and downloads, bring back tabs that
+        left the sites, and replace a closed current tab. Errors: BrowserLost.
         """
         await self.current.settle(self.limits)
         self.check_alive()
@@ -341,9 +341,9 @@ class Tabs:
             self.current = living[-1] if living else await self.new_tab()
 
     async def _bring_back(self, tab: Tab) -> None:
-        """Return a tab to an allowed page, a blank one if necessary; else close the tab.
+        """Return a tab to an allowed page, a blank one if necessary; else close it. Adds a note.
 
-        The address is checked after each step: the previous page may navigate away again.
+        It checks the address after each step, because the previous page may navigate away again.
         """
         self.notes.append(
             f"{_short(tab.page.url)} cannot be visited; the tab is back where it was."
@@ -360,7 +360,7 @@ class Tabs:
             await self.ask(tab.page.close())
 
     def _tab(self, page: Page) -> Tab:
-        """Return the page's tab; add it if neither `new_page` nor the context's event has."""
+        """Return the page's tab; add the tab if it is not in `open` yet."""
         for tab in self.open:
             if tab.page is page or tab.page == page:
                 return tab
@@ -377,7 +377,7 @@ class Tabs:
 
 
 def reason(error: Error) -> str:
-    """First line of the error's message, without the method's name."""
+    """First line of the error's message, without the method's name, at most 200 characters."""
     line = (error.message.splitlines() or ["no reason given"])[0]
     return re.sub(r"^[A-Za-z]+\.[a-z_]+: ", "", line)[:200]
 

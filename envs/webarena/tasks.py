@@ -149,7 +149,7 @@ def identity(tasks: Mapping[int, Task], task_id: int) -> str:
 
 
 def embedded_gold(sites: Mapping[str, str]) -> dict[int, tuple[str, ...]]:
-    """Recorded solutions of the embedded tasks, by task id."""
+    """Recorded actions that solve the embedded tasks, by task id."""
     rows = _filled(_parsed(Path(__file__).with_name("gold.json")), sites)
     return {int(task_id): tuple(actions) for task_id, actions in rows.items()}
 
@@ -180,7 +180,7 @@ def _parsed(file: Path) -> Json:
 
 
 def _missing(row: Json, sites: Mapping[str, str]) -> list[str]:
-    """Sites without a URL that the task names in its list or as placeholders."""
+    """Names of the sites that the task lists or has as placeholders and `sites` lacks."""
     listed = row.get("sites")
     named = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     named += [

@@ -70,7 +70,7 @@ def generate(seed: int) -> Content:
 
 
 def _posts(dice: Dice) -> list[Post]:
-    """Posts sorted by day; titles are unique on a board."""
+    """Generate the posts of all boards, sorted by day; titles are unique on a board."""
     drafts: list[tuple[date, float, Topic, str, str, str]] = []
     for topic in lore.TOPICS:
         titles = sorted(
@@ -126,7 +126,7 @@ def _post(id: int, topic: Topic, title: str, a: str, b: str, day: date, dice: Di
 
 
 def _comments(posts: list[Post], dice: Dice) -> list[Comment]:
-    """Up to 14 comments under each post, some of them replies to comments."""
+    """Generate up to 14 comments under each post, some of them replies to comments."""
     topics = {topic.name: topic for topic in lore.TOPICS}
     comments: list[Comment] = []
     for post in posts:

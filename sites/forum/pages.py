@@ -52,14 +52,14 @@ def _member(request: Request) -> Member | None:
 
 
 def _me(request: Request) -> Member:
-    """The member on a page that requires a login."""
+    """The logged-in member; only for pages that require a login."""
     member = _member(request)
     assert member is not None
     return member
 
 
 def _sorted(request: Request, posts: Sequence[Post], sort: str) -> list[Post]:
-    """Sort posts by a key of `_SORTS`; ties go to the newer post."""
+    """Sort posts by a key of `_SORTS`, highest first; of equal posts the newer comes first."""
     forum = request.world.forum
     keys = {
         "hot": (
@@ -85,7 +85,7 @@ def _listing(
 
 @site.get("/")
 def front(request: Request) -> Response:
-    """Show posts of the member's subscribed boards; of all boards without any, or logged out."""
+    """Show posts of the member's subscribed boards; without subscription or login, all posts."""
     forum = request.world.forum
     subscribed = {forum.boards[subscription.id].name for subscription in forum.subscriptions}
     only_subscribed = _member(request) is not None and bool(subscribed)
@@ -140,7 +140,7 @@ def board(request: Request, name: str) -> Response:
 
 @site.post("/f/{name}/subscribe")
 def subscribe(request: Request, name: str) -> Response:
-    """Subscribe, or end the subscription."""
+    """Subscribe the member to the board, or end the subscription."""
     record, subscriptions = _board(request, name), request.world.forum.subscriptions
     if subscriptions.get(record.id) is None:
         subscriptions.put(Subscription(record.id))
@@ -164,7 +164,7 @@ def _comment(request: Request, post: Post, id: int) -> Comment:
 
 
 def _thread(request: Request, post: Post) -> list[tuple[Comment, int]]:
-    """(comment, depth) in reading order; best rated first on each level."""
+    """(comment, depth) of a post's comments in reading order; replies by score, highest first."""
     forum = request.world.forum
     children: dict[int, list[Comment]] = {}
     for comment in forum.comments.where("post_id", post.id):
@@ -264,7 +264,7 @@ def vote_comment(request: Request, id: int) -> Response:
 
 
 def _vote(request: Request, votes: Table[Vote], id: int) -> Response:
-    """Record a vote; a second vote in the same direction removes it."""
+    """Record a vote on the post or comment `id`; a repeated vote removes it. Return a redirect."""
     value = int(request.one_of("value", "Vote", ("1", "-1")))
     old = votes.get(id)
     if old is not None and old.value == value:

@@ -68,7 +68,7 @@ class Subscription:
 
 @dataclass
 class Forum:
-    """One session's forum; votes and subscriptions belong to the session's member."""
+    """One session's records of the forum site; votes and subscriptions are its member's."""
 
     boards: Table[Board]
     members: Table[Member]

@@ -37,7 +37,7 @@ def invite(request: Request, ns: str, name: str) -> Response:
 
 
 def _member(request: Request, repo: Project, id: int) -> Membership:
-    """A member whose role the visitor may change.
+    """Return the project's membership `id`, whose role the visitor may change.
     Errors: Refused for an owner, or if the visitor is no maintainer; NotFound.
     """
     check(request, repo, "Maintainer")

@@ -106,7 +106,7 @@ def merge_request(request: Request, ns: str, name: str, id: int) -> Response:
 
 @site.post("/{ns}/{name}/-/merge_requests/{id}/{step}")
 def act(request: Request, ns: str, name: str, id: int, step: str) -> Response:
-    """Comment, approve, assign a reviewer, merge, close or reopen."""
+    """Change a merge request; `step`: comment, approve, reviewer, merge, close or reopen."""
     repo = project(request, ns, name)
     merge = _merge_request(request, repo, id)
     if step == "comment":

@@ -89,7 +89,7 @@ def explore(request: Request) -> Response:
 
 @site.get("/dashboard/issues", private=True)
 def my_issues(request: Request) -> Response:
-    """Show open issues assigned to the visitor, or written by them."""
+    """Show open issues, newest first, assigned to the visitor or (`by=author`) written by them."""
     hub, name = request.world.hub, me(request).name
     by = request.choice("by", ("assignee", "author"), "assignee")
     issues = [issue for issue in hub.issues.where(by, name) if issue.open]
@@ -102,7 +102,7 @@ def my_issues(request: Request) -> Response:
 
 @site.get("/dashboard/merge_requests", private=True)
 def my_requests(request: Request) -> Response:
-    """Show open merge requests that the visitor reviews or has written."""
+    """Show open merge requests, newest first, that the visitor wrote or (`by=reviewer`) reviews."""
     hub, name = request.world.hub, me(request).name
     by = request.choice("by", ("reviewer", "author"), "author")
     requests = [merge for merge in hub.merge_requests.where(by, name) if merge.state == "Open"]
@@ -202,7 +202,7 @@ def create_project(request: Request) -> Response:
 
 @site.get("/{name}")
 def profile(request: Request, name: str) -> Response:
-    """Show an account with its projects, or the projects of another namespace."""
+    """Show an account or group with its projects, without private ones. Errors: NotFound."""
     hub = request.world.hub
     account = hub.accounts.first("name", name)
     projects = [project for project in _visible(request) if project.namespace == name]

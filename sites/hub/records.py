@@ -140,7 +140,7 @@ class Star:
 
 @dataclass
 class Hub:
-    """One session's code host; stars belong to the session's account."""
+    """One session's records of the code host; `stars` are those of the session's account."""
 
     accounts: Table[Account]
     projects: Table[Project]

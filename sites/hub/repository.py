@@ -161,7 +161,7 @@ def create_branch(request: Request, ns: str, name: str) -> Response:
 
 @site.post("/{ns}/{name}/star")
 def star(request: Request, ns: str, name: str) -> Response:
-    """Star the project, or remove the star."""
+    """Star the project, or remove the visitor's star."""
     repo, stars = project(request, ns, name), request.world.hub.stars
     if stars.get(repo.id) is None:
         stars.put(Star(repo.id))
@@ -172,7 +172,7 @@ def star(request: Request, ns: str, name: str) -> Response:
 
 @site.post("/{ns}/{name}/fork")
 def fork(request: Request, ns: str, name: str) -> Response:
-    """Copy the project with files, labels and its last commit to the visitor's namespace."""
+    """Copy the project's record, files, labels and last commit to the visitor's namespace."""
     repo, hub, owner = project(request, ns, name), request.world.hub, me(request)
     path = f"{owner.name}/{repo.name}"
     if hub.projects.first("path", path) is not None:

@@ -21,7 +21,7 @@ def account(request: Request) -> Account | None:
 
 
 def me(request: Request) -> Account:
-    """The account on a page that requires a login."""
+    """The logged-in visitor's account; only for pages that require a login."""
     user = account(request)
     assert user is not None
     return user

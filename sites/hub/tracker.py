@@ -92,7 +92,7 @@ def _form(request: Request, repo: Project, **context: Any) -> Response:
 
 
 def _typed(request: Request, repo: Project) -> dict[str, Any]:
-    """Read and check the fields of the issue form. Errors: Refused."""
+    """Return the checked fields of the issue form. Errors: Refused if one is invalid."""
     assignee = request.text("assignee", "Assignee", required=False)
     milestone, due = (
         request.text("milestone", "Milestone", required=False),

@@ -85,7 +85,7 @@ def order(request: Request, id: int) -> Response:
 
 @site.post("/account/orders/{id}/reorder")
 def reorder(request: Request, id: int) -> Response:
-    """Put the order's products that are still in stock into the cart."""
+    """Add the order's products to the cart, except those no longer sold or in stock."""
     store = request.world.store
     count = 0
     for line in _order(request, id).lines:

@@ -70,7 +70,7 @@ def dashboard(request: Request) -> Response:
 
 
 def _bestsellers(orders: Iterable[Order]) -> list[tuple[int, str, int, int]]:
-    """(product id, name when sold, quantity, revenue) of each product; most sold first."""
+    """(product id, name when sold, quantity, revenue) per id and name; most sold first."""
     sold: Counter[tuple[int, str]] = Counter()
     revenue: Counter[tuple[int, str]] = Counter()
     for order in orders:
@@ -139,8 +139,8 @@ def save_product(request: Request, id: int) -> Response:
 
 
 def _cents(text: str) -> int:
-    """Parse an amount such as 12, 12.5 or 1,299.00, with or without a dollar sign, into cents.
-    Errors: Refused for any other text.
+    """Parse an amount such as 12, 12.5 or $1,299.00 into cents; commas are ignored.
+    Errors: Refused for other text, or more than 6 digits before the point.
     """
     match = re.fullmatch(r"\$?([0-9]{1,6})(?:\.([0-9]{1,2}))?", text.replace(",", ""))
     if match is None:
@@ -182,7 +182,7 @@ def order(request: Request, id: int) -> Response:
 
 @site.post("/orders/{id}/comment")
 def comment_order(request: Request, id: int) -> Response:
-    """Set the order's status and add the form's comment, if any."""
+    """Set the order's status and append a comment; its text may be empty if the status changes."""
     old = _order(request, id)
     status = request.one_of("status", "Status", ORDER_STATUSES)
     text = request.text("comment", "Comment", 1000, required=False)
@@ -293,7 +293,7 @@ def delete_review(request: Request, id: int) -> Response:
 
 @site.get("/reports/sales")
 def sales(request: Request) -> Response:
-    """Show the sales per day, month or year, without canceled orders."""
+    """Show the sales per day, month or year (the last 100 rows), without canceled orders."""
     chosen, span = _in_span(request)
     period = request.choice("period", _PERIODS, "month")
     cut = {"day": 10, "month": 7, "year": 4}[period]
@@ -321,7 +321,9 @@ def _items(order: Order) -> int:
 
 
 def _in_span(request: Request) -> tuple[list[Order], dict[str, Any]]:
-    """The uncanceled orders between the query's days, by default of this year, and these days."""
+    """Return the orders, without canceled ones, between the query's days (default: this year), and
+    these days as `start` and `end`. Errors: Refused.
+    """
     start = request.day("from", "From") or date(TODAY.year, 1, 1)
     end = request.day("to", "To") or TODAY
     if start > end:

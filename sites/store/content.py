@@ -118,7 +118,7 @@ def _product(id: int, category: str, brand: str, series: str, kind: Kind, dice: 
 
 
 def _reviews(products: list[Product], dice: Dice) -> list[Review]:
-    """Up to 9 reviews per product, ordered by day; a few wait for approval."""
+    """Generate up to 9 reviews per product, sorted by day; some recent ones are not approved."""
     drafts: list[tuple[date, int, Product]] = []
     for product in products:
         days = (TODAY - product.added).days
@@ -194,7 +194,7 @@ def _customer(id: int, first: str, last: str, dice: Dice) -> Customer:
 
 
 def _orders(products: list[Product], customers: list[Customer], dice: Dice) -> list[Order]:
-    """Orders sorted by day; the demo customer gets a fixed number of them."""
+    """Generate the orders, sorted by day; the demo customer gets a fixed number of them."""
     drafts = []
     for index in range(_NUM_ORDERS):
         customer = customers[0] if index < _DEMO_ORDERS else dice.pick(customers[1:])

@@ -25,7 +25,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Shelf:
-    """A category with the brands and kinds it holds."""
+    """A category of the shop with its brands and kinds of product."""
 
     slug: str
     name: str

@@ -155,7 +155,7 @@ class Category:
 
 @dataclass
 class Store:
-    """One session's shop; cart and wish list belong to the session's visitor."""
+    """One session's records of the shop; cart and wish list belong to the session's visitor."""
 
     categories: tuple[Category, ...]
     search_terms: tuple[tuple[str, int, int], ...]  # term, results, uses
@@ -167,11 +167,11 @@ class Store:
     wishes: Table[Wish]
 
     def visible(self) -> list[Product]:
-        """The products that the shop shows."""
+        """The enabled products, which the shop shows."""
         return [product for product in self.products if product.enabled]
 
     def approved(self, product_id: int) -> list[Review]:
-        """The reviews the shop shows, oldest first."""
+        """The product's approved reviews, which the shop shows, oldest first."""
         return [
             review
             for review in self.reviews.where("product_id", product_id)
@@ -179,7 +179,7 @@ class Store:
         ]
 
     def rating(self, product_id: int) -> float:
-        """Mean rating of the shown reviews; 0 without reviews."""
+        """Mean rating of the product's approved reviews; 0 without any."""
         ratings = [review.rating for review in self.approved(product_id)]
         return sum(ratings) / len(ratings) if ratings else 0.0
 

@@ -53,7 +53,7 @@ def _customer(request: Request) -> Customer | None:
 
 
 def me(request: Request) -> Customer:
-    """The customer on a page that requires a login."""
+    """The logged-in customer; only for pages that require a login."""
     customer = _customer(request)
     assert customer is not None
     return customer
@@ -209,7 +209,7 @@ def _bill(request: Request) -> dict[str, Any]:
 
 @site.post("/cart/update", private=False)
 def update_cart(request: Request) -> Response:
-    """Set the cart's quantities (fields `quantity_<line id>`); zero removes the line."""
+    """Set the cart's quantities (fields `quantity_<line id>`); zero removes. Errors: Refused."""
     store = request.world.store
     lines = [
         replace(line, quantity=request.whole(f"quantity_{line.id}", "Quantity", 0, _MAX_QUANTITY))

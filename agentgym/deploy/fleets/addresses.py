@@ -40,13 +40,13 @@ def kind_of_addresses(kube: Kube) -> Kind:
 
 
 def service_of(obj: Object) -> str:
-    """Return the Service whose addresses an EndpointSlice or Endpoints has."""
+    """Return the name of the Service that an EndpointSlice or Endpoints object belongs to."""
     metadata = obj["metadata"]
     return str(metadata.get("labels", {}).get(SERVICE_LABEL) or metadata["name"])
 
 
 def servers_of(objects: Iterable[Object]) -> list[Server]:
-    """Return the ready servers in EndpointSlices, or in Endpoints, without duplicates."""
+    """Return the ready servers in EndpointSlices or Endpoints, one per address, sorted by it."""
     servers: dict[str, Server] = {}
     for obj in objects:
         rows = _of_slice(obj) if obj["kind"] == "EndpointSlice" else _of_endpoints(obj)
@@ -86,7 +86,7 @@ class Outside:
         self._said: dict[str, str] = {}  # pod -> its annotation; empty: none
 
     def addresses(self, servers: Sequence[Server]) -> list[str]:
-        """Return the servers' URLs. Errors: KubeError."""
+        """Return sorted URLs; annotated addresses replace the pods' own. Errors: KubeError."""
         self._said = {server.pod: self._of(server.pod) for server in servers}
         return sorted(f"http://{self._said[server.pod] or server.address}" for server in servers)
 
@@ -108,8 +108,8 @@ class Listing:
         self._said: bytes | None = None
 
     def say(self, addresses: Sequence[str], trouble: str = "") -> None:
-        """Write the addresses if they changed. trouble: why clients must not play there
-        any more.
+        """Write addresses and trouble to the file if either changed.
+        trouble: the reason why clients must stop using these servers; empty: none.
         """
         content = json.dumps({"addresses": list(addresses), "trouble": trouble}).encode()
         if content != self._said:
@@ -122,7 +122,7 @@ class Listing:
 
 
 def listed(path: str) -> tuple[list[str], str] | None:
-    """Return (addresses, trouble) from a listing; None if it is not on this machine."""
+    """Return (addresses, trouble) from the listing at `path`; None if it is missing or invalid."""
     try:
         listing = json.loads(Path(path).read_bytes())
         return [str(address) for address in listing["addresses"]], str(listing["trouble"])

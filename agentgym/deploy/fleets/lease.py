@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 HOLDER = "agentgym.io/holder"  # annotation: the process, as JSON
 KEPT = "agentgym.io/kept"  # label of a group that outlives runs
-RENEWALS = 6  # in the time after which a holder counts as dead
+RENEWALS = 6  # of a lease within its ttl_s, after which a silent holder counts as dead
 OWNED = {"app.kubernetes.io/part-of": "agentgym"}
-RACES = 5  # how often another process may be faster
+RACES = 5  # attempts to acquire a lease that other processes change meanwhile
 
 
 def lease_name(run: str) -> str:
@@ -35,7 +35,7 @@ def lease_name(run: str) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """A lease as it was last read."""
+    """A group of servers, as its lease was last read."""
 
     run: str  # the value of RUN_LABEL on all of its objects
     uid: str
@@ -63,7 +63,7 @@ class Group:
         )
 
     def silent_s(self, now: float) -> float:
-        """Seconds since the last renewal, by this machine's clock."""
+        """Seconds since the last renewal, by this machine's clock; infinite if it is unreadable."""
         try:
             return now - datetime.fromisoformat(self.renewed).timestamp()
         except ValueError:
@@ -72,7 +72,7 @@ class Group:
     def is_alive(self, now: float) -> bool:
         """Return True if the holder's process lives, or, if that cannot be seen from here, if the
         last renewal is recent.
-        A renewal in the future comes from a wrong clock and does not count.
+        A renewal more than ttl_s in the future comes from a wrong clock and does not count.
         """
         silent_s = self.silent_s(now)
         if silent_s < -self.ttl_s:
@@ -98,11 +98,10 @@ class Group:
 
 
 def acquire(kube: Kube, run: str, *, ttl_s: float, kept: bool = False) -> Group:
-    """Return the group of that name: a new one, or one whose holder is gone; its servers then
-    become ours.
-    A kept group is shared.
+    """Create the group's lease, or take over the lease, and servers, of a dead holder.
+    A kept group is shared: its lease may be taken at any time. Result: the group.
 
-    Errors: LeaseHeld while its holder lives; KubeError.
+    Errors: LeaseHeld while its holder lives or the lease is being deleted; KubeError.
     """
     for _ in range(RACES):
         lease = kube.find(LEASE, lease_name(run))
@@ -124,8 +123,8 @@ def acquire(kube: Kube, run: str, *, ttl_s: float, kept: bool = False) -> Group:
 
 
 def acquire_free(kube: Kube, run: str, *, ttl_s: float, max_groups: int = 9) -> Group:
-    """Acquire the group `run`, or if that is in use `run-2`, `run-3`, ...
-    Errors: LeaseHeld if all are in use; KubeError.
+    """Acquire and return the group `run`, or if that is in use `run-2`, `run-3`, ...
+    Errors: LeaseHeld if max_groups of them are in use; KubeError.
     """
     for number in range(1, max_groups + 1):
         try:
@@ -154,7 +153,7 @@ def renew(kube: Kube, group: Group) -> bool:
 
 
 def groups(kube: Kube) -> list[Group]:
-    """Return all groups that have servers in the namespace."""
+    """Return the groups that have a lease in the namespace, except leases being deleted."""
     leases = kube.list(LEASE, labels={**OWNED, RUN_LABEL: None}).items
     return [Group.of(lease) for lease in leases if not lease["metadata"].get("deletionTimestamp")]
 
@@ -162,8 +161,8 @@ def groups(kube: Kube) -> list[Group]:
 def dead_groups(
     kube: Kube, *, observe_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> list[Group]:
-    """Return groups of dead runs: silent by this machine's clock, and for observe_s more while they
-    are watched, so that a wrong clock ends no live run.
+    """Return groups whose holder is dead or whose time is over. If a holder is not on this machine,
+    wait observe_s and leave out groups renewed meanwhile: their clock may differ from ours.
     """
     suspects = [group for group in groups(kube) if not group.is_alive(time.time())]
     far = [group for group in suspects if group.holder is None or not group.holder.is_near()]

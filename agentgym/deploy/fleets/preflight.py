@@ -32,7 +32,8 @@ ENDPOINT_RIGHTS = (("list", "watch"), "", "endpoints")
 
 
 def lacks(kube: Kube, objects: Sequence[Object], addresses: Kind) -> list[str]:
-    """Return the obstacles to sending these objects; empty: none.
+    """Return a line for each obstacle to sending these objects; empty: none. Unknown kinds, then
+    missing rights, end the check early.
     addresses: the kind that has the servers' addresses.
 
     Errors: ApiUnreachable, Forbidden if the cluster cannot be asked at all.
@@ -50,7 +51,7 @@ def lacks(kube: Kube, objects: Sequence[Object], addresses: Kind) -> list[str]:
 
 
 def unknown_kinds(kube: Kube, objects: Iterable[Object]) -> list[str]:
-    """Return a line if the cluster does not know the versions of some kinds."""
+    """Return one line with the kinds that the cluster does not know, or knows in other versions."""
     kinds = sorted({Kind.of(obj) for obj in objects})
     unknown = [str(kind) for kind in kinds if not kube.serves(kind)]
     if not unknown:
@@ -82,8 +83,8 @@ def missing_rights(kube: Kube, rights: Iterable[tuple[tuple[str, ...], str, str]
 
 
 def refusals(kube: Kube, objects: Iterable[Object]) -> list[str]:
-    """Return the API server's objections to each object, from a dry run: admission, fields that
-    another manager owns, a missing namespace.
+    """Return the API server's objections to the objects, from a dry run: admission, fields that
+    another manager owns, a missing namespace. Errors: KubeError if no answer comes.
     """
     lines = []
     for obj in objects:
@@ -102,7 +103,7 @@ def refusals(kube: Kube, objects: Iterable[Object]) -> list[str]:
 
 
 def no_room(kube: Kube, objects: Sequence[Object]) -> list[str]:
-    """Return a line for each quota without enough left for servers that do not exist yet."""
+    """Return a line for each resource of which a quota has too little left for new objects."""
     quotas = kube.list(RESOURCE_QUOTA).items
     if not quotas:
         return []

@@ -24,7 +24,7 @@ def amount(quantity: str | int | float) -> float:
 
 
 def asked(objects: Iterable[Object]) -> dict[str, float]:
-    """Return the amounts that a ResourceQuota counts for Deployments and Services, by its names.
+    """Return the amounts that a ResourceQuota counts for these objects, by resource name.
     The extra pod of a Deployment that changes is not counted.
     """
     total: defaultdict[str, float] = defaultdict(float)
@@ -45,7 +45,7 @@ def asked(objects: Iterable[Object]) -> dict[str, float]:
 
 
 def lacking(quotas: Sequence[Object], needed: Mapping[str, float]) -> list[str]:
-    """Return a sentence for each quota that has not enough left."""
+    """Return a sentence for each resource of which a quota has less left than needed."""
     lines = []
     for quota in quotas:
         status = quota.get("status", {})

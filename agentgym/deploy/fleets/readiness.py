@@ -43,7 +43,7 @@ def troubles(
     events: Iterable[Object] = (),
     log: Log | None = None,
 ) -> list[Trouble]:
-    """Return the reason for every pod that is not ready, the worst first.
+    """Return the reason for every pod that is neither ready nor being deleted, final ones first.
     events: of these pods; log: called for pods that crash.
     """
     warnings = list(events)
@@ -56,7 +56,7 @@ def troubles(
 
 
 def trouble(pod: Object, events: Sequence[Object] = (), log: Log | None = None) -> Trouble:
-    """Return the reason why a pod is not ready."""
+    """Return the reason why a pod is not ready. log: called if it crashes."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     scheduled = _condition(pod, "PodScheduled")
     if scheduled and scheduled.get("status") == "False":

@@ -34,7 +34,7 @@ SURGE = 1  # extra pods of a Deployment while it changes
 
 
 class FleetNotReady(RuntimeError):
-    """Servers did not get ready; the message names the pod and the reason."""
+    """Servers did not get ready, or did not go, in time; the message gives pods and reasons."""
 
 
 class FleetTripped(RuntimeError):
@@ -53,8 +53,8 @@ def kinds_of(kube: Kube) -> list[Kind]:
 
 
 def send(kube: Kube, group: Group, objects: Sequence[Object]) -> None:
-    """Apply all objects, owned by the group's lease; equal ones stay untouched. Fleets get their
-    tokens first.
+    """Create a Secret with a token for every Deployment, then apply all objects. The group's lease
+    owns them; equal ones stay unchanged.
     Errors: ConfigError, KubeError.
     """
     for obj in objects:
@@ -66,7 +66,9 @@ def send(kube: Kube, group: Group, objects: Sequence[Object]) -> None:
 
 
 def most_pods(objects: Sequence[Object]) -> int:
-    """Return how many live pods these objects can have; an autoscaler counts at its maximum."""
+    """Return the most live pods that these Deployments may have: an autoscaler counts at its
+    maximum, and a Deployment that changes has SURGE more.
+    """
     bounds = {
         obj["spec"]["scaleTargetRef"]["name"]: int(obj["spec"]["maxReplicas"])
         for obj in objects
@@ -175,7 +177,7 @@ def take_down(kube: Kube, run: str, *, timeout_s: float) -> None:
 
 
 def remaining(kube: Kube, run: str) -> list[str]:
-    """Return what has the run's label, for example `Pod env-babyai-r1-x`. Errors: KubeError."""
+    """Return objects with the run's label, for example `Pod env-babyai-r1-x`. Errors: KubeError."""
     return _left(kube, run, [*kinds_of(kube), POD, kind_of_addresses(kube)])
 
 
@@ -192,7 +194,7 @@ def _is_whole(deployment: Object) -> bool:
 
 
 def _progress(deployments: Mapping[str, Object]) -> str:
-    """Return the state, for example `babyai 1 of 2, textcraft 2 of 2`."""
+    """Return the number of ready servers, for example `babyai 1 of 2, textcraft 2 of 2`."""
     rows = [
         f"{deployment['metadata'].get('labels', {}).get(ENVIRONMENT_LABEL, name)}"
         f" {num_ready(deployment)} of {deployment['spec'].get('replicas', 1)}"

@@ -19,7 +19,7 @@ KEY_VARIABLE = "AGENTGYM_FLEET_KEY"
 
 
 def no_key() -> list[str]:
-    """Return a line if this environment lacks the key that tokens are derived from."""
+    """Return one line if this environment lacks the key that tokens are derived from, else none."""
     if os.environ.get(KEY_VARIABLE, "").strip():
         return []
     return [
@@ -37,7 +37,7 @@ def token_of_fleet(name: str) -> str:
 
 
 def give_token(kube: Kube, group: Group, name: str) -> None:
-    """Create the Secret that the fleet's pods name; the group owns it.
+    """Create the Secret with the fleet's token, which its pods read; the group owns it.
 
     A Secret that an earlier owner left is replaced unread: the flow's account may create and delete
     Secrets, and do nothing else with them.

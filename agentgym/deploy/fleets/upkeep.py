@@ -35,8 +35,8 @@ ASK_S = 5.0
 
 
 class Upkeep:
-    """Background thread. On failure it writes the reason into the listings, where clients
-    read it.
+    """Background thread that renews a group's lease and writes its servers' addresses to listings.
+    If the lease is lost or there are too many pods, it writes the reason there and ends.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Upkeep:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the thread during the block; afterwards it writes nothing."""
+        """Run the thread during the block; then stop it and remove the listings' files."""
         thread = threading.Thread(target=self._run, name=f"fleet {self._group.run}", daemon=True)
         thread.start()
         try:
@@ -122,8 +122,8 @@ class LostLease(RuntimeError):
 
 
 def first_addresses(kube: Kube, service: str, *, num: int, timeout_s: float) -> list[str]:
-    """Return the addresses of a Service's servers once `num` are ready. Errors: KubeError;
-    RuntimeError.
+    """Wait until a Service has `num` ready servers and return their addresses.
+    Errors: KubeError; RuntimeError after timeout_s.
     """
     end, kind, outside = time.monotonic() + timeout_s, kind_of_addresses(kube), Outside(kube)
     while True:

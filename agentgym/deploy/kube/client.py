@@ -63,7 +63,7 @@ def connect(
 ) -> Kube:
     """Return a client of the cluster that kubectl would use, or of the one that this pod runs in.
     No request is sent yet.
-    manager: of the fields that server-side apply sets.
+    manager: the name under which server-side apply sets fields.
 
     Errors: ConfigError without the package `kubernetes`, or without credentials.
     """
@@ -130,7 +130,7 @@ class Kube:
         """Create the object and return it. If the answer is lost, the object is recognized by a key
         of this call.
 
-        Errors: AlreadyExists if another client created one of that name.
+        Errors: AlreadyExists if another client created one of that name, or it cannot be read.
         """
         metadata, kind = wanted["metadata"], Kind.of(wanted)
         key, namespace = secrets.token_hex(8), metadata.get("namespace")
@@ -232,7 +232,7 @@ class Kube:
         grace_s: int | None = None,
     ) -> bool:
         """Delete the object. Return False if there was none.
-        uid: of the intended object; another one of that name stays (Stale).
+        uid: delete only the object with this uid; raise Stale for another one of that name.
         grace_s: seconds that a pod has instead of its own grace period.
         """
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
@@ -259,7 +259,7 @@ class Kube:
         for_s: float,
         idle_s: float = 5.0,
     ) -> Iterator[Change]:
-        """Yield what exists (as `added`), then what changes, for so many seconds or until closed.
+        """Yield what exists (as `added`), then what changes, for for_s seconds or until closed.
 
         `idle` follows the first objects, and comes whenever nothing has changed for idle_s.
         The watch recovers from dropped connections, and from versions that the API server has
@@ -359,7 +359,7 @@ class Kube:
         return True
 
     def _place(self, kind: Kind) -> Place:
-        """Return the kind's place; one request reads all kinds of a version. Errors: NotServed."""
+        """Return the kind's Place, from one cached request per API version. Errors: NotServed."""
         with self._lock:
             places = self._places.get(kind.api_version, {})
         if kind.kind not in places:
@@ -396,7 +396,7 @@ def _selected(labels: Mapping[str, str | None] | None, fields: str) -> list[tupl
 
 
 def _raise_error(event: Object, doing: str) -> None:
-    """Raise KubeError if the event is an error."""
+    """Raise KubeError if an event of a watch is an error. doing: for the message."""
     if event["type"] == "ERROR":
         status = event["object"]
         raise error_of(int(status.get("code") or 500), json.dumps(status).encode(), doing)

@@ -95,7 +95,7 @@ class Session:
             return self._api
 
     def renew(self, refused: ApiClient) -> bool:
-        """Reload the credentials after a refusal. Return False if they did not visibly change."""
+        """Reload the credentials after a refusal. Return True if the token is a new one."""
         with self._lock:
             before = dict(refused.configuration.api_key)
             if self._api is refused:
@@ -145,7 +145,7 @@ class Session:
 
 @functools.cache
 def _tell_once(source: str) -> None:
-    """Log the warning once; urllib3 would log it at each request."""
+    """Warn once that certificates are not verified; turn off urllib3's warning at every request."""
     import urllib3
 
     urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)

@@ -26,7 +26,7 @@ class ApiUnreachable(KubeError):
 
 
 class Forbidden(KubeError):
-    """The account lacks the right, the credentials are not accepted, or the quota is used up."""
+    """The account lacks the right or quota, or its credentials or the certificate are refused."""
 
 
 class NotFound(KubeError):
@@ -46,7 +46,7 @@ class FieldConflict(KubeError):
 
 
 class Stale(KubeError):
-    """The object was changed since it was read."""
+    """The object was changed or replaced since it was read."""
 
 
 class Gone(KubeError):

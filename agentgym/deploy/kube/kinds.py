@@ -33,7 +33,7 @@ class Kind(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The API server's name of a kind."""
+    """Name of a kind in the API server's paths, and whether its objects have a namespace."""
 
     plural: str
     is_namespaced: bool

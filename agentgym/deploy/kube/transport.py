@@ -76,7 +76,7 @@ class Transport:
     def ask(
         self, request: Request, *, limiter: RateLimiter | None = None, within_s: float | None = None
     ) -> Object:
-        """Return the object in the answer. Errors: as `call`."""
+        """Send a request, as `call`; return the answer's JSON object. Errors: KubeError."""
         reply = self.call(request, limiter=limiter, within_s=within_s)
         try:
             answer = json.loads(reply.body)
@@ -93,7 +93,8 @@ class Transport:
     def call(
         self, request: Request, *, limiter: RateLimiter | None = None, within_s: float | None = None
     ) -> Reply:
-        """Make one call with all its attempts. within_s: seconds for them; None: the retries' own.
+        """Send a request, repeatedly if that may help, and return the answer.
+        within_s: time for all attempts; None: the retries' deadline_s.
         Errors: KubeError; ApiUnreachable once time or attempts are used up.
         """
         if limiter is not None and (turn_s := limiter.reserve_s()) > 0:
@@ -178,7 +179,7 @@ class Transport:
             return None, f"{type(error).__name__} {_line(error)}"
 
     def _open(self, api: Any, request: Request, timeout_s: float, read_s: float) -> Any:
-        """Return urllib3's response, its body not read yet.
+        """Send the request and return urllib3's response, its body not read yet.
         Errors: OSError with a reason; Forbidden if TLS fails, which another attempt does not mend.
         """
         from kubernetes.client.exceptions import ApiException

@@ -42,7 +42,9 @@ class Distribution:
         return self._logp.gather(1, tokens[:, None])[:, 0]
 
     def draw(self, uniform: Tensor) -> Tensor:
-        """Draw tokens [R] int64, whose intervals contain `uniform`; in greedy rows the largest."""
+        """Return tokens [R] int64 whose intervals of cumulative probability contain `uniform`; in
+        greedy rows those with the largest logit.
+        """
         drawn = (
             (self._cumulative < uniform[:, None] * self._cumulative[:, -1:])
             .sum(-1)
@@ -67,7 +69,7 @@ class Distribution:
 
 def uniforms(key: SampleKey, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return `count` numbers in [0, 1) that depend only on the key, not on earlier draws.
-    Each has 53 bits of a digest of the key and the block's number.
+    Every number is 53 bits of a digest of the key and of a block's number.
     """
     blocks = (_digest(key, block) for block in range(-(-count // 8)))
     words = np.frombuffer(b"".join(blocks), dtype="<u8")[:count] >> np.uint64(11)
@@ -75,7 +77,7 @@ def uniforms(key: SampleKey, count: int) -> np.ndarray[Any, np.dtype[np.float64]
 
 
 def seed_of(key: SampleKey) -> int:
-    """Return 64 bits of the same digest, signed: a seed for an engine that samples by itself."""
+    """Return 64 bits of the key's digest, signed: a seed for an engine that samples by itself."""
     return int.from_bytes(_digest(key, 0)[:8], "little", signed=True)
 
 

@@ -99,7 +99,7 @@ def first_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def first_digest(checkpoint: Checkpoint) -> str:
-    """Return the digest of `first_weights`, empty if there are none; the store's if it has one."""
+    """Return the digest of `first_weights`, from the store if possible; empty if there are none."""
     stored = checkpoint.adapter.stored if checkpoint.adapter else checkpoint.weights
     if stored is None:
         return ""

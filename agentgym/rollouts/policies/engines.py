@@ -86,7 +86,7 @@ def open_here(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version
 
 
 def engine_class(name: str) -> type[EngineClass]:
-    """Return the class of an engine. Errors: ConfigError."""
+    """Import and return the class of an engine. Errors: ConfigError if its name is unknown."""
     return cast(type[EngineClass], _entry(name).load())
 
 
@@ -103,8 +103,8 @@ def check_engine(cfg: RunConfig) -> None:
 
 
 def engine_python(cfg: RunConfig) -> str:
-    """Return the interpreter for a hosted engine; Ray's workers use their own.
-    Errors: ConfigError.
+    """Return the engine's interpreter: `rollout.engine_python`, if set, for a hosted engine of an
+    inline run, otherwise this one. Errors: ConfigError if the set one is not trusted.
     """
     named = cfg.rollout.engine_python if cfg.rollout.engine in HOSTED else ""
     if not named or cfg.compute != "inline":
@@ -123,7 +123,7 @@ def installed(python: str, package: str) -> bool:
 
 
 def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
-    """Return the versions of the packages that an interpreter has. Errors: see `installed`."""
+    """Return name -> version of those packages that an interpreter has. Errors: see `installed`."""
     if python == sys.executable:
         return _versions(packages)
     versions: dict[str, str] = _asked(python, VERSIONS, *packages)
@@ -190,7 +190,7 @@ def engine_module(name: str) -> str:
 
 
 def engine_dtype(cfg: RunConfig, weights: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the engine computes. weights: their dtype."""
+    """Return the dtype in which the engine computes. weights: dtype of the weights, for `auto`."""
     import torch
 
     name = cfg.rollout.engine_dtype

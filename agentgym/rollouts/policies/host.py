@@ -62,7 +62,9 @@ class Host:
     """One engine, and the queue of the sessions that use it."""
 
     def __init__(self, kind: type[HostedEngine], keep_s: float = 0.0) -> None:
-        """keep_s: seconds after which an unused engine is ended; 0: never."""
+        """Prepare a host without an engine.
+        keep_s: seconds after which an unused engine is ended; 0: never.
+        """
         self.kind, self._keep_s = kind, keep_s
         self.engine: HostedEngine | None = None
         self.settings: EngineSettings | None = None
@@ -96,7 +98,7 @@ class Host:
         self.settings = settings
 
     async def unused(self) -> None:
-        """End the engine unless a session takes it in time."""
+        """End the engine after `keep_s`, if that is not 0; a session that begins cancels this."""
         if self._keep_s:
             await asyncio.sleep(self._keep_s)
             await self.drop()
@@ -130,7 +132,9 @@ class Session:
         task.add_done_callback(lambda _: self._running.pop(call["id"], None))
 
     async def end(self) -> None:
-        """Cancel the running calls, and leave the engine to the next session, asleep."""
+        """Cancel the running calls and leave the engine to the next session, asleep; end an engine
+        that failed.
+        """
         for task in [*self._running.values()]:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
@@ -178,10 +182,11 @@ class Session:
     async def begin(
         self, settings: dict[str, Any], digest: str, version: int, wait_s: float
     ) -> str:
-        """Take the engine once the session before leaves.
+        """Take the engine once the session before leaves; end an engine that these settings do
+        not fit.
 
         Result: what the client must send next: "model" (call `start`), "weights" (call `first`), or
-        "" if the engine holds these weights.
+        "" if the engine has these weights.
         Errors: HostBusy.
         """
         host = self._host
@@ -214,14 +219,14 @@ class Session:
         return ""
 
     async def start(self, settings: dict[str, Any], folder: str) -> str:
-        """Start an engine. Result: see `begin`."""
+        """Start an engine from a folder of `write_model`. Result: see `begin`."""
         wanted = EngineSettings.from_json(settings)
         self._starting = asyncio.create_task(self._host.start(wanted, Path(folder)))
         await asyncio.shield(self._starting)
         return await self._begun()
 
     async def first(self, delivery: dict[str, Any]) -> None:
-        """Begin with these weights. Errors: those of `Policy.publish`."""
+        """Begin the session with these weights. Errors: those of `Policy.publish`."""
         sent = _delivery(delivery)
         await self._engine.begin(sent.digest, sent.version, sent)
 
@@ -269,7 +274,7 @@ def _peer(writer: asyncio.StreamWriter) -> int:
 
 
 async def _run(folder: Path, host: Host) -> None:
-    """Serve until SIGTERM."""
+    """Serve on a socket in the folder until SIGTERM; then remove the folder and end the engine."""
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     with address_in(folder) as address, socket.socket(socket.AF_UNIX) as listening:

@@ -43,12 +43,12 @@ LOST = Usage(num_calls=1, num_failed=1, num_untold=1)  # may have used tokens
 
 
 class HostedError(PlayerFailed):
-    """The endpoint does not answer, or its answer is invalid."""
+    """The endpoint gave no valid answer, or no further request may be sent to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """`POST {base_url}/chat/completions`."""
+    """Address, limits and prices of one model behind an OpenAI-compatible endpoint."""
 
     base_url: str
     model: str
@@ -80,7 +80,7 @@ class Endpoint:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers with the key, which is stored nowhere else."""
+        """Headers with the key, read from the environment and not stored; empty without a key."""
         if not self.key_variable:
             return {}
         return {"Authorization": f"Bearer {os.environ[self.key_variable]}"}
@@ -211,7 +211,7 @@ class HostedModel:
         return HostedError(error, final=bool(self.stopped))
 
     def _check(self) -> None:
-        """Raise HostedError if no further request may be sent."""
+        """Raise HostedError if the client has stopped; it also stops at the cost limit."""
         limit, tariff = self._endpoint.max_cost, self._endpoint.tariff
         if limit is not None and tariff is not None and not self.stopped:
             cost, unsaid = tariff.cost(self.spent), tariff.cost(self._unsaid).amount
@@ -241,7 +241,7 @@ class HostedModel:
             self._next_at = max(self._next_at, time.monotonic() + wait_s)
 
     async def _ask(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> _Answer | _Failure:
-        """Send one request. Errors: ContextFull."""
+        """Send one request; return its answer or its failure. Errors: ContextFull."""
         try:
             status, wait_s, content = await self._post(body, headers)
         except aiohttp.ClientConnectorError as error:  # nothing was sent

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 ADDRESS = "AGENTGYM_ENGINE_HOST"  # variable with the folder of an engine that child processes use
 KEPT = "engine"  # in the state folder: a link to the folder of the host that `make up` keeps
-QUEUE_S = 10.0  # for the session before to leave an engine of the same process
+QUEUE_S = 10.0  # time for the session before to leave the engine of this process's host
 POLL_S = 0.05
 PREFIX, SWEEP_S = "agentgym-engine-", 60.0  # a younger folder may not be in use yet
 DOOR_S = 30.0
@@ -54,14 +54,14 @@ ROOT = Path(__file__).parents[3]
 
 @dataclass
 class Connection:
-    """A session that begins: one call at a time, before an event loop takes the socket over."""
+    """A socket to a host, for one call at a time, before an event loop takes it over."""
 
     socket: socket.socket
     folder: Path  # the host's
     lost: Callable[[], str]  # text of the error if the host is gone
 
     def ask(self, do: str, *given: Any, limit_s: float) -> Any:
-        """Call the host and wait. Errors: HostLost; those of the call."""
+        """Call the host and return its answer within limit_s. Errors: HostLost; the call's own."""
         self.socket.settimeout(limit_s)
         try:
             self.socket.sendall(frame([{"id": 0, "do": do, "given": given}]))
@@ -105,7 +105,7 @@ class OwnHost:
     """A host that this process starts when it is first needed, and again if it died."""
 
     def __init__(self, cfg: RunConfig) -> None:
-        """cfg: the run's configuration; the engine gets its largest sizes."""
+        """Prepare a host, not started yet. cfg: the run's; the engine gets at least its sizes."""
         self._cfg = cfg
         self._stack = contextlib.ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
@@ -148,7 +148,7 @@ class OwnHost:
         )
 
     def close(self) -> None:
-        """End the host and wait, bounded by `owned_process`."""
+        """End the host, if it runs, and wait for it as long as `owned_process` allows."""
         with self._guard:
             self._stack.close()
             self._process = None
@@ -178,9 +178,9 @@ class OwnHost:
 
 
 def new_folder() -> Path:
-    """Make a folder for a host that only its user can enter. Its path is short.
+    """Make a folder with a short path for a host; only its user can enter it.
 
-    Remove the folders of hosts that were killed together with their owner.
+    Also remove the folders of hosts that were killed together with their owner.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -244,7 +244,7 @@ def one_engine(cfg: RunConfig) -> Iterator[None]:
 
 @dataclass
 class Taken:
-    """An engine that a session has for itself."""
+    """A session that began, with what is needed to give it an engine and to end it."""
 
     connection: Connection
     needs: str  # result of `Session.begin`
@@ -256,7 +256,7 @@ def take(cfg: RunConfig, begin: Callable[[Connection, float], str]) -> Taken:
     """Begin a session: with the run's engine, with one of the parent process, or with a new one for
     this session alone.
 
-    begin: asks a connection for the engine, with the seconds to wait for it; raises HostBusy.
+    begin: called with a connection and the seconds to wait for its engine; see `Session.begin`.
     Errors: HostLost; ConfigError.
     """
     python = engine_python(cfg)

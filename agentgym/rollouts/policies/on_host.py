@@ -43,7 +43,7 @@ SLACK_S = 30.0  # beyond the host's own limit for its engine
 
 
 class HostPolicy:
-    """One session with an engine's host."""
+    """Policy with an engine in another process, its host, for one session."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class HostPolicy:
         version: int,
         close: Callable[[], None],
     ) -> None:
-        """connection: a session that has begun. close: called at the end."""
+        """Wrap a connection whose session has begun. close: called at the end of `close`."""
         self._connection, self._release = connection, close
         self._context, self._limit_s = settings.context_tokens, settings.publish_timeout_s
         self._ids = itertools.count(1)
@@ -91,7 +91,7 @@ class HostPolicy:
         self.version = delivery.version
 
     async def _shared(self, sent: FromProcess, weights: Mapping[str, Tensor]) -> bool:
-        """Publish weights that stay on the GPU. Return False if that is not possible."""
+        """Publish weights that stay on the GPU. If that fails, return False and never try again."""
         try:
             await self._call("publish", {**asdict(sent), "shared": shared_of(weights)})
         except TransportBroken as refused:
@@ -122,7 +122,7 @@ class HostPolicy:
         await asyncio.to_thread(self._release)
 
     async def _call(self, do: str, *given: Any) -> Any:
-        """Call the host. Errors: HostLost; those of the call."""
+        """Call the host and return its answer. Errors: HostLost; the call's own."""
         if self._out is None and self._failure is None:
             await self._attach()
         if self._failure is not None:
@@ -140,7 +140,7 @@ class HostPolicy:
             self._waiting.pop(number, None)
 
     async def _attach(self) -> None:
-        """Hand the socket to this event loop."""
+        """Hand the socket to this event loop, once, and start to read answers."""
         async with self._attaching:
             if self._out is None:
                 self._connection.socket.setblocking(False)
@@ -151,7 +151,7 @@ class HostPolicy:
                 self._reading = asyncio.create_task(self._read(reader, self._out))
 
     async def _read(self, reader: asyncio.StreamReader, out: Outbox) -> None:
-        """Hand out answers. Give up a host that does not answer a ping."""
+        """Resolve calls as answers arrive; fail them all if the host is lost or ignores a ping."""
         coming, is_asked = asyncio.create_task(read(reader)), False
         try:
             while True:
@@ -184,7 +184,7 @@ class HostPolicy:
             waiting.set_result(answer["done"])
 
     def _fail(self, failure: RuntimeError) -> None:
-        """End every waiting and every later call with this error."""
+        """Fail every waiting and every later call with this error, or with an earlier one."""
         self._failure = self._failure or failure
         for answer in self._waiting.values():
             if not answer.done():
@@ -194,7 +194,7 @@ class HostPolicy:
 def open_on_host(
     cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int
 ) -> HostPolicy:
-    """Begin a session with the run's engine, which then holds the checkpoint's weights.
+    """Begin a session with the run's engine, started if necessary, with the checkpoint's weights.
 
     version: their number from here on.
     Errors: HostLost; RuntimeError with the engine's error if it does not start; ConfigError;
@@ -231,7 +231,7 @@ def open_on_host(
 def _started(
     connection: Connection, settings: EngineSettings, checkpoint: Checkpoint, cfg: RunConfig
 ) -> str:
-    """Make the host start an engine. Result: see `Session.begin`."""
+    """Write the model's files and let the host start an engine. Result: see `Session.begin`."""
     folder = Path(tempfile.mkdtemp(prefix="vllm-", dir=connection.folder))
     limit_s = cfg.vllm.start_timeout_s + settings.publish_timeout_s + SLACK_S
     write_model(folder, checkpoint)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # experts and endpoints are evaluated without torch
 
 
 def open_policy(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Policy:
-    """Open the policy that `rollout.engine` names; for vLLM, begin a session with the run's engine.
+    """Open the policy that `rollout.engine` names; vLLM has its own process, started if necessary.
     Errors: ConfigError; those of the engine.
     """
     if cfg.rollout.engine not in HOSTED:

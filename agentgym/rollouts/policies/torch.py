@@ -70,7 +70,7 @@ class _Request:
 
 
 class TorchPolicy:
-    """Samples with its own copy of the weights; `publish` is the only way they change."""
+    """Policy that samples with its own copy of the weights; only `publish` changes them."""
 
     repeats_draws: ClassVar[bool] = True
     tolerances: ClassVar[Tolerances] = TORCH
@@ -233,7 +233,7 @@ class TorchPolicy:
         self._meter.requests(running=len(self._active), waiting=len(self._waiting))
 
     async def _idle(self) -> None:
-        """Return when no action is running and no forward of cancelled actions either."""
+        """Wait until no action is running, nor a forward whose actions were cancelled."""
         while True:  # each pass lets the engine do one forward
             if self._forwarding is not None:
                 await asyncio.wait([self._forwarding])
@@ -293,7 +293,9 @@ class TorchPolicy:
             self._active.append(request)
 
     def _alike(self, prompt: list[int]) -> tuple[int, int]:
-        """Return the slot that holds the longest prefix of a prompt, and its length."""
+        """Return the slot that holds the longest prefix of a prompt, and the prefix's length.
+        (-1, 0) if no slot has the prompt's first SHARED_TOKENS.
+        """
         first, limit = prompt[:SHARED_TOKENS], len(prompt) - 1  # the last token must be computed
         candidates = [
             (min(common_tokens(slot.ids, prompt), limit), index)
@@ -308,7 +310,7 @@ class TorchPolicy:
         return not self._num_publishing and self._awake.is_set()
 
     def _slot(self, owner: SampleKey) -> int:
-        """Assign a free slot to the owner and return its index."""
+        """Assign a free slot to the owner, its earlier one if possible, and return the index."""
         previous = self._slot_of.get(owner)
         if previous is not None and not self._slots[previous].busy:
             return previous
@@ -322,7 +324,8 @@ class TorchPolicy:
         return index
 
     async def _step(self) -> None:
-        """Run one forward over every active sequence and sample one token for each.
+        """Run one forward over every active sequence, sample one token for each, and resolve the
+        requests that end with it.
 
         A long forward runs in its own thread, so that environments' replies are read meanwhile.
         """

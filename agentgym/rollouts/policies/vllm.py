@@ -66,7 +66,7 @@ ENVIRONMENT = {
 
 
 def _parameters(**options: Any) -> Any:
-    """Return vLLM's parameters for a request with one answer, at its end, and without text."""
+    """Return vLLM's parameters for a request with one answer, at its end, in tokens only."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -143,8 +143,8 @@ class VllmPolicy:
     def start(cls, settings: EngineSettings, folder: Path) -> VllmPolicy:
         """Start an engine in child processes.
 
-        folder: the policy's own from here on, with config.json and weights; without weights the
-        engine starts with random ones and gets the first in `begin`.
+        folder: the policy's own from here on, with config.json and weights, deleted once read;
+        without weights the engine starts with random ones and gets the first in `begin`.
         """
         with _environment(settings, folder):
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -174,8 +174,8 @@ class VllmPolicy:
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         """Sample one action, until a stop token or `max_new_tokens`.
 
-        Errors: ValueError if prompt and action cannot fit the context; RuntimeError if the engine
-        itself fails.
+        Errors: ValueError if prompt and action cannot fit the context, or the temperature is below
+        LOWEST and not 0; RuntimeError if the engine itself fails.
         """
         sampling.require_room(prompt_ids, self._context)
         if 0 < sampling.temperature < LOWEST:
@@ -203,7 +203,7 @@ class VllmPolicy:
         return Completion(ids, logprobs, reason, version)
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
-        """Score token sequences, see `Policy.score`."""
+        """Score token sequences, see `Policy.score`. Errors: RuntimeError, also during sleep."""
         parameters = _parameters(temperature=1.0, max_tokens=1, prompt_logprobs=0)
 
         async def one(ids: list[int]) -> Tensor:
@@ -234,7 +234,7 @@ class VllmPolicy:
             await self._switch(delivery.digest, delivery.version)
 
     async def _stage(self, delivery: Delivery) -> list[str]:
-        """Bring weights to every process of the engine; return the digest that each computed.
+        """Bring weights to every process of the engine; return the digests that these computed.
 
         A broadcast, and the weights of another process, go to these processes directly; other
         weights go to this process, which shares them.
@@ -320,7 +320,7 @@ class VllmPolicy:
                 await self._within("sleep", self._engine.sleep(level=1))
 
     async def wake(self) -> None:
-        """Sample again. Errors: RuntimeError if a process of the engine is gone."""
+        """Let sampling continue. Errors: RuntimeError if a process of the engine is gone."""
         await self._within("check_health", self._engine.check_health())
         if self._can_sleep and not self._awake:
             await self._within("wake_up", self._engine.wake_up())
@@ -344,7 +344,7 @@ class VllmPolicy:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _answer(self, ids: list[int], parameters: Any) -> Any:
-        """Return vLLM's final output for a request. Errors: RuntimeError."""
+        """Return vLLM's final output for a request. Errors: RuntimeError if the engine fails."""
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -407,7 +407,7 @@ class VllmPolicy:
                 self._changed.notify_all()
 
     def _measure(self, *, running: int = 0, waiting: int = 0) -> None:
-        """Add to the number of requests. vLLM runs as many of its requests as it has slots."""
+        """Record more or fewer requests for `usage`. vLLM runs as many of them as it has slots."""
         self._num_running += running
         self._num_waiting += waiting
         begun = min(self._num_running, self._num_slots)

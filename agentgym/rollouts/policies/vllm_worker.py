@@ -39,13 +39,13 @@ class WeightReceiver:
     staged: tuple[str, dict[str, torch.Tensor]] | None = None  # digest, weights
 
     def stage_file(self, path: str, like: str) -> str:
-        """Read weights from a safetensors file. like: the sender's digest. Result: ours."""
+        """Stage the weights of a safetensors file. like: the sender's digest. Result: ours."""
         digest, weights = read_weights(Path(path), like)
         self.staged = digest, weights
         return digest
 
     def stage_shared(self, shared: dict[str, Any], like: str) -> tuple[str, str]:
-        """Open weights that lie on a GPU of this machine, see `shared_of`; the switch copies them.
+        """Stage weights that lie on a GPU of this machine, see `shared_of`; the switch copies them.
         Result: (their digest, reason if they cannot be opened).
         """
         try:
@@ -54,7 +54,7 @@ class WeightReceiver:
             return "", str(error)
 
     def stage_broadcast(self, delivery: dict[str, Any]) -> tuple[str, str]:
-        """Receive weights by broadcast.
+        """Receive weights by broadcast and stage them.
 
         delivery: a `Broadcast` with the rank of the engine's first process.
         Result: (their digest, reason if it broke). An error would lose its class in vLLM.
@@ -98,7 +98,7 @@ class WeightReceiver:
             raise RuntimeError(f"it holds adapters {sorted(loaded)} instead of {number}")
 
     def _taken(self, digest: str) -> dict[str, torch.Tensor]:
-        """Return the staged weights and forget them."""
+        """Return the staged weights and forget them. Errors: RuntimeError if others are staged."""
         if self.staged is None or self.staged[0] != digest:
             present = self.staged and self.staged[0][:12]
             raise RuntimeError(f"weights {digest[:12]} were not staged, but {present}")
@@ -124,7 +124,7 @@ def keep_weights_as_they_are() -> None:
 
 
 def end_with(owner: int) -> None:
-    """End this process when the owner dies in any way; vLLM alone would run forever."""
+    """Watch the process `owner` in a thread; end this process and vLLM's engine once it is dead."""
     try:
         handle = os.pidfd_open(owner)
     except ProcessLookupError:

@@ -39,7 +39,9 @@ class HostBusy(RuntimeError):
 
 
 def door(python: str = sys.executable) -> dict[str, Any]:
-    """First message of both sides. python: the interpreter whose packages are named."""
+    """Return the first message of either side: versions of protocol, source and packages.
+    python: the interpreter whose packages are named.
+    """
     return {
         "protocol": PROTOCOL,
         "source": source_digest(("agentgym.rollouts.policies.host",)),
@@ -55,8 +57,8 @@ def mismatch(here: Mapping[str, Any], there: Mapping[str, Any], *names: str) -> 
 
 @contextmanager
 def address_in(folder: Path) -> Iterator[str]:
-    """Yield an address of the socket in a folder that is short however long the path is. The folder
-    counts as in use meanwhile.
+    """Yield a short address of the socket in a folder, whatever the length of the folder's path.
+    The folder counts as in use meanwhile.
     """
     with _locked(folder, fcntl.LOCK_SH) as descriptor:
         yield f"/proc/self/fd/{descriptor}/{SOCKET}"
@@ -80,7 +82,9 @@ def _locked(folder: Path, how: int) -> Iterator[int]:
 
 
 def frame(message: Any) -> bytes:
-    """Encode a message. Errors: TypeError for a value that JSON has no type for."""
+    """Return a message as a frame, with bytes as base64.
+    Errors: TypeError for other values that JSON has no type for.
+    """
     return _framed(_text(message))
 
 
@@ -118,7 +122,7 @@ def parsed(text: bytes) -> Any:
 
 
 async def read(reader: asyncio.StreamReader) -> Any:
-    """Read the next frame. Errors: ConnectionError, also at the end."""
+    """Read the next frame and parse it. Errors: ConnectionError, also at the end."""
     try:
         return parsed(await reader.readexactly(_length(await reader.readexactly(4))))
     except asyncio.IncompleteReadError:
@@ -126,7 +130,7 @@ async def read(reader: asyncio.StreamReader) -> Any:
 
 
 def receive(connection: socket.socket) -> Any:
-    """Read the next frame of a blocking socket. Errors: ConnectionError; TimeoutError."""
+    """Read and parse a blocking socket's next frame. Errors: ConnectionError; TimeoutError."""
     return parsed(_exactly(connection, _length(_exactly(connection, 4))))
 
 
@@ -160,7 +164,7 @@ class Outbox:
 
 
 def sent_error(error: BaseException) -> tuple[str, str]:
-    """Return (kind, text) of an error, see `raised`; the kind is empty for most classes."""
+    """Return (kind, text) of an error, see `raised`; kind: HostBusy, a key of ERRORS or empty."""
     kind = next((name for name, known in ERRORS.items() if isinstance(error, known)), "")
     text = str(error) or type(error).__name__
     if not kind and not isinstance(error, RuntimeError):
@@ -169,6 +173,8 @@ def sent_error(error: BaseException) -> tuple[str, str]:
 
 
 def raised(sent: list[str]) -> Exception:
-    """Return the error that the other side sent. sent: [kind, text], see `sent_error`."""
+    """Return the error that the other side sent, RuntimeError for an empty kind.
+    sent: [kind, text], see `sent_error`.
+    """
     kind, text = sent
     return HostBusy(text) if kind == "HostBusy" else ERRORS.get(kind, RuntimeError)(text)

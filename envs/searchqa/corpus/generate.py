@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def passages(world: World) -> dict[str, str]:
-    """Return title -> text, in shuffled order."""
+    """Return the passages of all entities, title -> text, in shuffled order."""
     dice = Dice(SEED + 1)
     texts = {entity.name: tell.passage(entity, dice) for entity in world.entities()}
     return {title: texts[title] for title in dice.shuffled(list(texts))}

@@ -201,7 +201,7 @@ _FIELDS = ("medicine", "navigation", "law", "music", "astronomy", "mining", "dra
 
 @dataclass(slots=True, eq=False)
 class Entity:
-    """Something with a name and a passage of its own."""
+    """An invented person, place or thing, with a passage about it."""
 
     kind: str
     name: str  # unique in the world; also the title of its passage
@@ -289,7 +289,7 @@ class Names:
                 return name
 
     def place(self, twin_of: str) -> str:
-        """Return a town's name; one in eight is named after another town, in any split."""
+        """Return an unused town's name; one in eight is made of `twin_of`, another town's name."""
         if twin_of and self._dice.chance(0.125):
             name = self.unused(
                 *(

@@ -601,7 +601,7 @@ def phrase(entity: Entity) -> str:
 
 
 def ask(relation: Relation, entity: Entity, subject: str, dice: Dice) -> str:
-    """Return a question for the fact, with `subject` as the entity's name."""
+    """Return a random question for the fact, with `subject` as the entity's name."""
     return _fill(dice.pick(relation.asks), entity, subject)
 
 
@@ -624,7 +624,7 @@ def answers(value: Entity | int | str) -> list[str]:
 
 
 def _one_of(sentences: tuple[str, ...], entity: Entity, dice: Dice) -> str:
-    """Return one of the sentences, filled in; empty if one of its facts is not known."""
+    """Return a random one of the sentences, filled in; empty if it needs an unknown fact."""
     try:
         return _fill(dice.pick(sentences), entity)
     except KeyError:
