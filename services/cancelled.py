@@ -27,7 +27,7 @@ ENDED = "cancelled; its Job was deleted"
 def end_cancelled(
     api: str, login: str, kube: Kube, *, starting_s: float = STARTING_S, ending_s: float = ENDING_S
 ) -> list[str]:
-    """Delete the Jobs of runs that are cancelled, and end those runs that cannot end themselves.
+    """End runs that are cancelling for too long; delete the Jobs of these and cancelled runs.
 
     api: `http://host:port/api`; login: `user:password`. Result: the ids of the runs.
     Errors: OSError (urllib's among them), ValueError, KubeError.

@@ -144,7 +144,7 @@ def _check_params(where: str, run: Any, params: Mapping[str, Any], checks: Check
 def _check_files(
     where: str, run: Any, wanted: Mapping[str, bytes], folders: Sequence[str], checks: Checks
 ) -> None:
-    """Check the artifacts of an MLflow run. folders: those whose files other checks compare."""
+    """Compare an MLflow run's artifacts with `wanted`; other files in `folders` are ignored."""
     root = local_path(run.info.artifact_uri)
     if root is None:
         checks.skip(

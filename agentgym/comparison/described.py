@@ -169,7 +169,7 @@ class DescribedRow:
 
 
 def described_rows(comparison: Comparison) -> Iterator[DescribedRow]:
-    """Yield every row in every column. Errors: ConfigError for an unknown recipe or horizon."""
+    """Yield a row per method and environment. Errors: ConfigError for an unknown name."""
     matrix = comparison.matrix
     recipes = _known(matrix.recipes, comparison.recipes, "recipe", "matrix.recipes")
     horizons = _known(matrix.horizons, comparison.horizons, "horizon", "matrix.horizons")

@@ -16,7 +16,7 @@ def is_elsewhere(cfg: RunConfig) -> bool:
 
 
 def local_there(cfg: RunConfig) -> list[str]:
-    """Return the settings that only this machine can use, `setting value: what to name instead`."""
+    """Return a line with a remedy per setting that is of no use, or unsafe, on other machines."""
     problems = []
     if not cfg.store.uri:
         problems.append("store.uri '': name s3://bucket/prefix")

@@ -273,8 +273,8 @@ def _read_pointer(pointer: Path) -> dict[str, Any]:
 
 
 def _pinned_source(pointer: Path) -> tuple[str, str] | None:
-    """Return (url, commit) of an import, None if there is no pointer.
-    Errors: ConfigError if it pins something else.
+    """Return (url, commit) of a DVC import; None without its file.
+    Errors: ConfigError if the file is no import.
     """
     if not pointer.is_file():
         return None

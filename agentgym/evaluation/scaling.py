@@ -127,7 +127,7 @@ def values_by_turns(slots: Sequence[Slot], horizons: Sequence[int]) -> FloatArra
 
 
 def _within_turns(slots: Sequence[Slot], horizons: Sequence[int]) -> FloatArray:
-    """Success within each horizon, [horizons, slots]; NaN if a slot does not count."""
+    """Success by horizon, [horizons, slots]; NaN: unplayed, or an error came first."""
     rows = [
         [
             float(slot.success and slot.num_turns <= horizon)

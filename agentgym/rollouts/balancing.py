@@ -57,7 +57,7 @@ class Balancer:
 
     async def choose(self) -> str:
         """Return the less loaded of two servers drawn at random.
-        Errors: EnvError if the server is newer than the check and differs from the others.
+        Errors: EnvError if the server came after the others were checked and differs.
         """
         await self.resolve()
         pair = self._random.sample(self.endpoints, min(2, len(self.endpoints)))

@@ -104,7 +104,7 @@ class Holder:
         )
 
     def is_alive(self, silent_s: float, *, ttl_s: float) -> bool:
-        """Return True if its process runs; if that is not visible here, if silent_s < ttl_s."""
+        """Return True if the holder runs or, if invisible from here, if silent_s < ttl_s."""
         return self._runs() if self.is_near() else silent_s < ttl_s
 
     def is_near(self) -> bool:

@@ -515,8 +515,8 @@ class StepWriter:
         return self.head
 
     def prune(self, keep: int, *, also: int | None = None) -> int:
-        """Remove blobs that only commits older than the newest `keep` name, and leftovers of killed
-        writers. also: seq of one more commit that keeps its blobs.
+        """Remove blobs that none of the newest `keep` commits uses, and killed writers' leftovers.
+        also: seq of one more commit that keeps its blobs.
 
         Manifests and records stay.
         The first call lists the folder; later calls cost only what changed.

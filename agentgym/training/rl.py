@@ -243,7 +243,7 @@ def generation(
 def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollouts) -> None:
     """Collect `items_per_step` groups of episodes into `rollouts`.
 
-    With dynamic sampling, new groups replace those without signal, as often as the recipe allows.
+    With dynamic sampling, as many are added as lack a signal, as often as the recipe allows.
     """
     rollouts.before, began = engine.usage(), time.perf_counter()
     settings, algorithm = cfg.rollout, resolved(cfg)

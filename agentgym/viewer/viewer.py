@@ -74,7 +74,7 @@ class Viewer:
         return self.store.root
 
     def refresh(self) -> Refreshed:
-        """Bring the index, in the process that writes it, and the leases up to date.
+        """Update index and leases; return counts. Only for the index's writer.
 
         A damaged index is rebuilt once.
         """

@@ -63,7 +63,7 @@ class Group:
         )
 
     def silent_s(self, now: float) -> float:
-        """Seconds since the last renewal, by this machine's clock; infinite if it is unreadable."""
+        """Seconds from the last renewal until `now`; infinite if the renewal has no valid time."""
         try:
             return now - datetime.fromisoformat(self.renewed).timestamp()
         except ValueError:
