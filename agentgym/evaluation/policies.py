@@ -256,7 +256,9 @@ def recorded_contender(
 ) -> Contender:
     """Return a policy that repeats an evaluation's actions.
 
-    of: the evaluation's digest; records: the digest of its records; actions: by item id and sample.
+    of: the evaluation's digest.
+    records: the digest of its records.
+    actions: by item id and sample.
     """
     identity = {"kind": str(Who.RECORDED), "of": of, "records": records}
     return Contender(

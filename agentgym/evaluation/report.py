@@ -221,10 +221,11 @@ def report_html(
 ) -> str:
     """Return the whole report as one page: no script, no network, every text escaped.
 
-    facts: shown as they are, in order; figures: caption -> PNG; timings: part of the run ->
-    seconds;
-    confidence: of the intervals in `rows`; notes: things a reader must know, for example that the
-    data is a stand-in.
+    facts: shown as they are, in order.
+    figures: caption -> PNG.
+    timings: part of the run -> seconds.
+    confidence: of the intervals in `rows`.
+    notes: things a reader must know, for example that the data is a stand-in.
     """
     sections = [
         _headline(rows),

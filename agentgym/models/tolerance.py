@@ -27,12 +27,13 @@ Tolerances = Mapping[torch.dtype, Tolerance]
 # the bit: correct publishes show 0 if one process learns, and SmolLM2-135M in bfloat16 shows 0.04
 # after a missed publish at a learning rate of 1e-7. `forward` is the canary's limit if shapes
 # differ (several ranks, an adapter): SmolLM2 shows 0.06 to 0.1, wrong weights over 1.
-# In an audit forwards differ in shape, too. 2,283 tokens of SmolLM2 in bfloat16: mean 0.029 nats,
-# 0.13 % above 0.3, none above 0.39; mean 0.0017 of the probability, 0.15 % above 0.03, none above
-# 0.05. A token drawn by other random numbers differs by more than 0.12 in four of five cases. Of
-# 1,115 tokens after the warm start two differed by 0.127 and 0.133 of the probability. Beyond the
-# hard limit an audit compares with float32 arithmetic, from which the engine differed by at most
-# 0.091.
+# In an audit forwards differ in shape, too. 2,283 tokens of SmolLM2 in bfloat16 differed by
+#   nats: mean 0.029, 0.13 % above 0.3, none above 0.39
+#   probability: mean 0.0017, 0.15 % above 0.03, none above 0.05
+# Among 1,115 tokens after the warm start, two differed by 0.127 and 0.133 of the probability.
+# A token drawn by other random numbers differs by more than 0.12 in four of five cases.
+# Beyond the hard limit an audit compares with float32 arithmetic, from which the engine differed
+# by at most 0.091.
 TORCH: Tolerances = {
     torch.float32: Tolerance(forward=1e-3, canary=1e-4, mismatch_kl=0.05, nats=1e-3, mass=1e-4),
     torch.float16: Tolerance(

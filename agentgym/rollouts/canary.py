@@ -107,8 +107,9 @@ class Canary:
     ) -> Seen:
         """Compare the scores of learner and engine after a publish; return the comparison.
 
-        ours: [N] of the learner; theirs: N of the engine, in pieces; before: the comparison after
-        an earlier publish, None if there is none.
+        ours: [N] of the learner.
+        theirs: N of the engine, in pieces.
+        before: the comparison after an earlier publish, None if there is none.
         Errors: EngineMismatch if the scores differ by more than the limit, which allows for the
         noise of the engine's kernels; if the learner's scores changed and the engine's not by a
         bit; if the engine's scores followed only a part of the learner's change.

@@ -21,9 +21,11 @@ def kept(
 ) -> dict[str, str]:
     """Return digest -> reason for each head that is needed, itself or for a step that builds on it.
 
-    now: seconds since 1970; days: younger heads are needed; runs: number of newest leaves (heads
-    that nothing builds on) to keep; pinned: digest -> reason; live: digests that running steps
-    build on.
+    now: seconds since 1970.
+    days: younger heads are needed.
+    runs: number of newest leaves (heads that nothing builds on) to keep.
+    pinned: digest -> reason.
+    live: digests that running steps build on.
     Live heads, and those committed within the last hour (their run may be between two steps), keep
     every head connected with them, because only the run knows what else it needs.
     """

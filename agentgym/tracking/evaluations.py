@@ -28,7 +28,9 @@ def deliver_evaluation(
 ) -> bool:
     """Write an evaluation to its MLflow run and end the run; repeating it changes nothing.
 
-    digest: identifies the run; folder: its artifacts; at_ms: time of the evaluation's last commit.
+    digest: identifies the run.
+    folder: its artifacts.
+    at_ms: time of the evaluation's last commit.
     Result: False if MLflow could not be reached; the evaluation is complete either way.
     """
     try:

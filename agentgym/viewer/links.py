@@ -70,7 +70,9 @@ class Bundled:
     ) -> None:
         """Map addresses to files of a bundle.
 
-        episodes: address -> file; pictures: (address, turn) -> file; root: path up to these files.
+        episodes: address -> file.
+        pictures: (address, turn) -> file.
+        root: path up to these files.
         """
         self._episodes, self._pictures, self._root = episodes, pictures, root
 

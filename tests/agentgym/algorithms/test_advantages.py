@@ -50,9 +50,12 @@ def outcomes(name, returns, groups):
     return advantages(name, [[value] for value in returns], groups)
 
 
-# group 0: 1, 0, 0 -> mean 1/3, centred 2/3, -1/3, -1/3, variance (4/9 + 1/9 + 1/9) / 2 = 1/3, std
-# 0.57735 group 1: 2, 4    -> mean 3,   centred -1, 1,            variance (1 + 1) / 1 = 2,
-# std 1.41421
+# group 0: returns 1, 0, 0
+#   mean 1/3, centered 2/3, -1/3, -1/3
+#   variance (4/9 + 1/9 + 1/9) / 2 = 1/3, std 0.57735
+# group 1: returns 2, 4
+#   mean 3, centered -1, 1
+#   variance (1 + 1) / 1 = 2, std 1.41421
 RETURNS, GROUPS = [1.0, 2.0, 0.0, 4.0, 0.0], [0, 1, 0, 1, 0]
 
 
@@ -76,9 +79,13 @@ def test_rloo_compares_with_the_mean_of_the_others():
 
 
 def test_reinforce_plus_plus_discounts_over_action_tokens_and_whitens_over_the_batch():
-    # gamma 1/2; sequence 0: rewards 0, 0, 1 -> G = 1/4, 1/2, 1; sequence 1: 0.5 -> 0.5; sequence 2:
-    # 0, -1 -> -1/2, -1 G: mean 0.75 / 6 = 0.125; squares of the differences: .015625 .140625
-    # .765625 .140625 .390625 1.265625 = 2.71875, / 5 = .54375
+    # gamma 1/2
+    # sequence 0: rewards 0, 0, 1 -> G = 1/4, 1/2, 1
+    # sequence 1: rewards 0.5     -> G = 1/2
+    # sequence 2: rewards 0, -1   -> G = -1/2, -1
+    # mean of G: 0.75 / 6 = 0.125
+    # squared differences: .015625 + .140625 + .765625 + .140625 + .390625 + 1.265625 = 2.71875
+    # variance: 2.71875 / 5 = .54375
     got = advantages("reinforce++", [[0, 0, 1], [0.5], [0, -1]], [0, 1, 2], gamma=0.5)
     std = math.sqrt(0.54375)
     assert got == pytest.approx(
@@ -87,16 +94,18 @@ def test_reinforce_plus_plus_discounts_over_action_tokens_and_whitens_over_the_b
 
 
 def test_reinforce_plus_plus_sees_what_is_paid_per_token():
-    # gamma 1: a penalty of 0.1 on the first of two tokens belongs to the first alone: G = 0.9, 1.0;
-    # other sequence 0
+    # gamma 1: a penalty of 0.1 on the first of two tokens counts for that token only
+    # sequence 0: G = 0.9, 1.0
+    # sequence 1: G = 0
     got = advantages("reinforce++", [[-0.1, 1.0], [0.0]], [0, 1])
     mean, std = 1.9 / 3, math.sqrt(((0.9 - 1.9 / 3) ** 2 + (1 - 1.9 / 3) ** 2 + (1.9 / 3) ** 2) / 2)
     assert got == pytest.approx([(0.9 - mean) / std, (1 - mean) / std, -mean / std], abs=1e-5)
 
 
 def test_the_baseline_variant_takes_the_groups_mean_and_then_whitens_over_tokens():
-    # centred 0.5 (two tokens), -0.5 (one), 0, 0: tokens .5 .5 -.5 0 0, mean .1, deviation sqrt((.16
-    # + .16 + .36 + .01 + .01) / 4)
+    # centered returns: 0.5 (two tokens), -0.5 (one), 0, 0
+    # per token: .5 .5 -.5 0 0, mean .1
+    # deviation: sqrt((.16 + .16 + .36 + .01 + .01) / 4)
     got = advantages("reinforce++-baseline", [[0, 1], [0], [1], [1]], [0, 0, 1, 1])
     std = math.sqrt(0.7 / 4)
     assert got == pytest.approx(
@@ -105,9 +114,14 @@ def test_the_baseline_variant_takes_the_groups_mean_and_then_whitens_over_tokens
 
 
 def test_gae_by_hand():
-    # gamma 0.9, lambda 0.5; sequence 0: rewards 0, 1, values 0.5, 0.4, over: delta_1 = 1 - 0.4 =
-    # 0.6, delta_0 = 0.36 - 0.5 = -0.14 A_1 = 0.6, A_0 = -0.14 + 0.45 * 0.6 = 0.13; sequence 1:
-    # reward 0, value 0.2, cut, V(end) = 0.3: delta = 0.27 - 0.2 = 0.07
+    # gamma 0.9, lambda 0.5
+    # sequence 0: rewards 0, 1, values 0.5, 0.4, terminated
+    #   delta_1 = 1 - 0.4 = 0.6
+    #   delta_0 = 0.36 - 0.5 = -0.14
+    #   A_1 = 0.6
+    #   A_0 = -0.14 + 0.45 * 0.6 = 0.13
+    # sequence 1: reward 0, value 0.2, truncated, V(end) = 0.3
+    #   A = delta = 0.27 - 0.2 = 0.07
     given = experience(
         [[0, 1], [0]],
         [0, 1],
@@ -132,11 +146,14 @@ def test_with_gamma_and_lambda_one_the_critics_target_is_the_outcome_however_wro
 
 
 def test_gae_over_turns_by_hand():
-    # gamma 0.9, lambda 0.5. Sequence 0 has turns of 2 and 1 tokens that pay 0.1 + 0.2 = 0.3 and 1,
-    # states of value 0.5 and 0.4 (its second token's 9 is nobody's state), and is over:
-    # delta_1 = 1 - 0.4 = 0.6, delta_0 = 0.3 + 0.36 - 0.5 = 0.16, A_0 = 0.16 + 0.45 * 0.6 = 0.43.
-    # Sequence 1 has one turn of two tokens, pays 0, value 0.2, is cut at a state of value 0.3:
-    # A = 0.27 - 0.2 = 0.07
+    # gamma 0.9, lambda 0.5
+    # sequence 0: turns of 2 and 1 tokens, rewards 0.1 + 0.2 = 0.3 and 1, terminated
+    #   values of the states 0.5, 0.4 (a turn's later tokens have no state: their 9 is ignored)
+    #   A_1 = delta_1 = 1 - 0.4 = 0.6
+    #   delta_0 = 0.3 + 0.36 - 0.5 = 0.16
+    #   A_0 = 0.16 + 0.45 * 0.6 = 0.43
+    # sequence 1: one turn of 2 tokens, reward 0, value 0.2, truncated in a state of value 0.3
+    #   A = 0.27 - 0.2 = 0.07
     given = experience(
         [[[0.1, 0.2], [1]], [[0, 0]]],
         [0, 1],
@@ -229,8 +246,8 @@ def test_whitening_what_does_not_vary_gives_zeros():
 
 @pytest.mark.parametrize("name", ["reinforce++", "reinforce++-baseline", "gae", "turn_gae"])
 def test_each_environment_is_whitened_among_its_own(name):
-    # of each: 1 and 0, or 100 and 0, one token each; mean 1/2 (50), sample deviation 0.70711
-    # (70.711)
+    # one environment: returns 1, 0, one token each; mean 1/2, sample deviation 0.70711
+    # the other: returns 100, 0; mean 50, sample deviation 70.711
     critic = {"values": torch.zeros(4), "end_values": torch.zeros(4)} if "gae" in name else {}
     sequences, groups, envs = [[1], [0], [100], [0]], [0, 0, 1, 1], torch.tensor([0, 0, 1, 1])
     expected = [0.707107, -0.707107, 0.707107, -0.707107]

@@ -170,8 +170,9 @@ def test_k1_and_k3_are_unbiased_as_values_and_k2_is_not():
 
 
 def test_preference_loss_by_hand():
-    # beta 0.1: margins 0.1 * (2 - -1) = 0.3 and 0.1 * (0 - 1) = -0.1; log(1 + exp(-z)) = 0.554355,
-    # 0.744397
+    # beta 0.1, loss log(1 + exp(-margin))
+    # pair 0: margin 0.1 * (2 - -1) = 0.3, loss 0.554355
+    # pair 1: margin 0.1 * (0 - 1) = -0.1, loss 0.744397
     losses = preference_loss(torch.tensor([2.0, 0.0]), torch.tensor([-1.0, 1.0]), beta=0.1)
     assert losses.tolist() == pytest.approx([0.554355, 0.744397], abs=1e-5)
     # smoothing 0.1: 0.9 * 0.554355 + 0.1 * 0.854355
@@ -226,8 +227,8 @@ def test_importance_weights_are_capped_from_above_alone():
     ).tolist() == pytest.approx([1.64872, 2.0, 0.13534], abs=1e-4)
 
 
-# token weights of sequence 0: 2, 1/2, 3/2 (product 1.5, geometric mean 1.5^(1/3) = 1.144714); of
-# sequence 1: 4/5, 4/5 (product 0.64, mean 0.8)
+# sequence 0: token weights 2, 1/2, 3/2, product 1.5, geometric mean 1.5^(1/3) = 1.144714
+# sequence 1: token weights 4/5, 4/5, product 0.64, geometric mean 0.8
 WEIGHTS, OF = [2.0, 0.5, 1.5, 0.8, 0.8], [0, 0, 0, 1, 1]
 
 
@@ -264,10 +265,10 @@ def loss_of(function, ratios, advantages, sequence, **bounds):
 
 
 def test_gspo_has_one_ratio_for_a_sequence_and_clips_all_of_it():
-    # sequence 0: ratios 1.2, 1.25, mean sqrt(1.5) = 1.224745, A = 1, clipped at 1.1: loss -1.1, no
-    # gradient; though one clipped by itself, 1.2 and 1.25 lie above 1.1, too. Sequence 1: ratios
-    # 2, 1/2: mean 1, A = -2: loss 2 for each token; the mean over its two tokens is 2, whose
-    # gradient is -A s / 2 = 1 for each token
+    # sequence 0: ratios 1.2, 1.25, geometric mean sqrt(1.5) = 1.224745, A = 1
+    #   clipped at 1.1: loss -1.1, no gradient (clipped per token, 1.2 and 1.25 exceed 1.1 too)
+    # sequence 1: ratios 2, 1/2, geometric mean 1, A = -2
+    #   loss 2 per token, mean over its two tokens 2, gradient of the mean -A s / 2 = 1 per token
     bounds = {"clip_low": 0.1, "clip_high": 0.1}
     ratios, gain = [1.2, 1.25, 2.0, 0.5], [1.0, 1.0, -2.0, -2.0]
     losses, gradients, logged = loss_of(gspo, ratios, gain, [0, 0, 1, 1], **bounds)
@@ -307,8 +308,9 @@ def test_mismatch_of_equal_policies_is_nothing():
 
 
 def test_mismatch_against_hand_values():
-    # w = 2 and 0.5: kl = ((2 - 1 - ln 2) + (0.5 - 1 + ln 2)) / 2 = 0.25; ess = 2.5^2 / (2 * 4.25) =
-    # 0.735294
+    # w = 2, 0.5
+    # kl = ((2 - 1 - ln 2) + (0.5 - 1 + ln 2)) / 2 = 0.25
+    # ess = 2.5^2 / (2 * 4.25) = 0.735294
     gap = mismatch(torch.tensor([math.log(2.0), -math.log(2.0)]), torch.zeros(2), cap=1.9)
     assert gap["kl"] == pytest.approx(0.25, abs=1e-6)
     assert gap["max_abs"] == pytest.approx(math.log(2), abs=1e-6)

@@ -36,8 +36,8 @@ def interval(values, kind="share"):
 
 
 def test_seeds_that_differ_on_items_all_alike_give_the_interval_of_their_means():
-    # four seeds at -.1, .1, .2, .4: mean .15, standard error sqrt(.13 / 3 / 4); 3 degrees of
-    # freedom
+    # four seeds: -.1, .1, .2, .4
+    # mean .15, standard error sqrt(.13 / 3 / 4), 3 degrees of freedom
     found = interval(np.repeat([[-0.1], [0.1], [0.2], [0.4]], 100, axis=1), "difference")
     half = student.ppf(0.975, 3) * np.sqrt(0.13 / 12)
     assert (found.mean, found.low, found.high) == pytest.approx((0.15, 0.15 - half, 0.15 + half))

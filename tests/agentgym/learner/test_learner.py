@@ -343,8 +343,9 @@ def test_the_critic_learns_the_outcome(make_model):
     logs = [train(learner, batch, config, step=step, seed=0) for step in range(1, 81)]
     # half of the outcomes, a head of zeros: 0.5 * mean of r
     assert logs[0]["critic/loss"] == pytest.approx(0.25, abs=0.1)
-    # three of the twelve states open rows of outcomes 1, 0, 0 and three of 1, 1, 0: no critic can
-    # know; 0.5 * 6 * (2 / 9) / 12
+    # 3 of the 12 states start sequences with outcomes 1, 0, 0, and 3 with 1, 1, 0
+    # each of these 6 has variance 2 / 9, which no critic can predict
+    # loss 0.5 * 6 * (2 / 9) / 12 = 1 / 18
     assert logs[-1]["critic/loss"] == pytest.approx(1 / 18, abs=1e-3)
     assert_same(before, weights(learner))  # the policy waits for it
     assert "actor/loss" not in logs[-1]
@@ -548,8 +549,9 @@ def test_clip_fractions_of_an_update_count_only_where_clipping_binds(make_learne
 
 
 def test_groups_without_signal_thin_the_gradient_instead_of_vanishing_from_its_mean(make_learner):
-    # both groups of ROWS carry signal, 12 action tokens; a third group of equal rewards adds 7
-    # without: each weight falls from 1/12 to 1/19 and the gradient with it
+    # both groups of ROWS carry signal: 12 action tokens, weight 1/12
+    # a third group of equal rewards adds 7 tokens without signal: weight 1/19
+    # the gradient shrinks by the same factor
     batch = batch_of()
     wider = batch_of(
         ROWS + ROWS[3:] + ROWS[3:4], [*REWARDS, 1.0, 1.0, 1.0, 1.0], (0, 0, 0, 1, 1, 1, 2, 2, 2, 2)

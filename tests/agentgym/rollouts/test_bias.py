@@ -23,8 +23,9 @@ from agentgym.training.rl import Rollouts, generation
 from agentgym.types import Completion, EngineUsage, Item
 from envs.env import EnvSpec, StepResult
 
-# rewards 0, 0.25, 0.5, 0.75 and 1, equally likely: mean 0.5, variance (0 + 1 + 4 + 9 + 16) / 16 / 5
-# - 0.25 = 0.125
+# rewards 0, 0.25, 0.5, 0.75, 1, equally likely
+# mean 0.5
+# variance (0 + 1 + 4 + 9 + 16) / 16 / 5 - 0.25 = 0.125
 LEVELS = 5
 MEAN, VARIANCE = 0.5, 0.125
 BATCH, NUM_BATCHES, CONCURRENCY = 24, 20, 8

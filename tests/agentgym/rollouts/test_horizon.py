@@ -56,8 +56,11 @@ ADAPTIVE = HorizonConfig(
 
 def test_an_adaptive_horizon_grows_when_success_stops_growing():
     state, turns = HorizonState(), []
-    # 4 turns: means of pairs .15 then .35 (gain .2), .25 -> .40 (.15), .35 -> .41 (.06), .40 -> .42
-    # (.02): grows
+    # 4 turns, mean success of two windows of 2 steps, gain:
+    #   .15 -> .35, .20
+    #   .25 -> .40, .15
+    #   .35 -> .41, .06
+    #   .40 -> .42, .02 (below min_gain): the horizon grows
     for step, success in enumerate(
         [0.1, 0.2, 0.3, 0.4, 0.4, 0.42, 0.42, 0.5, 0.5, 0.5, 0.5, 0.9], 1
     ):

@@ -44,9 +44,11 @@ class FaultyLink:
     """A link to the S3 server that does to a request what `fault(method, path, number of such
     requests so far)` says:
 
-    an int: answer this status and do not pass the request on; "lost": pass it on, answer 500
-    instead of its answer; "cut": break the answer off half way; "hang": never answer; None:
-    nothing.
+    an int: respond with this status and do not forward the request.
+    "lost": forward it, and respond 500 instead of the server's response.
+    "cut": break the response off half way.
+    "hang": never respond.
+    None: forward it unchanged.
     """
 
     def __init__(self, endpoint: str) -> None:

@@ -31,8 +31,8 @@ def test_deliveries_take_a_hundredth_of_the_time_but_the_first_and_the_last_are_
         paced(ONE)
         clock.s += 0.75
     paced(LAST)
-    # 0.04 s are 1 % of 4 s: the first commit after 0.04 + 4 is the seventh, at 6 * 0.75 + 0.04, and
-    # so on
+    # a delivery of 0.04 s is 1 % of 4 s
+    # the first commit after 0.04 + 4 s is the seventh, at 6 * 0.75 + 0.04 = 4.54 s
     assert told == pytest.approx([0.0, 4.54, 9.08, 12.12])
 
 

@@ -1,10 +1,15 @@
 """60 episodes recorded on AgentGym's own BabyAI server, played again on our `/agentgym` routes;
 `-s` prints what differs, by kind.
 
-`recorded.json` holds facts only: `actions` is a table, each episode is [data_idx, goal, told,
-turns], a turn is [action, reward, score, done, *told], and told is [actions offered, [[object,
-steps ahead, steps to the side (left: negative)]], [what is faced, steps], what is carried]; an
-answer without the view tells no objects, nothing faced, nothing carried.
+`recorded.json` contains facts only; `actions` is a table.
+
+    episode  [data_idx, goal, told, turns]
+    turn     [action, reward, score, done, *told]
+    told     [available actions, objects, faced, carried]
+    objects  [[object, steps ahead, steps to the side (left: negative)], ...]
+    faced    [object in front, steps]
+
+A response without the view has no objects, nothing faced and nothing carried.
 """
 
 import asyncio
