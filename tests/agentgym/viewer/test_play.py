@@ -72,7 +72,7 @@ def test_a_policy_is_watched_turn_by_turn_to_its_end(client):
         ({"env": "/etc"}, 400, "none of those offered"),
         ({"task": "-1"}, 400, "expected a number"),
         ({"task": "9" * 30}, 400, "expected a number"),
-        ({"who": "policy", "policy": "what is this"}, 400, "is none"),
+        ({"who": "policy", "policy": "what is this"}, 400, "unknown policy"),
     ],
 )
 def test_what_cannot_be_played_is_told(client, form, status, said):
