@@ -135,5 +135,5 @@ def test_an_error_in_a_reply_of_status_200_is_named_and_ends_the_command(finishe
     named = f"model error_in_200 at {vendor.url}: error 404 with status 200: not offered to you"
     assert "This result is invalid: coverage 0.0% is below 95.0%." in ended.stdout
     *_, stopped, how, report = ended.stdout.splitlines()
-    assert stopped == f"stopped: {named}; the same command continues"
+    assert stopped == f"stopped: {named}; the same command continues it"
     assert [line.split()[0] for line in (how, report)] == ["ran:", "report"]
