@@ -122,7 +122,7 @@ def sources_in(root: Path, *folders: str) -> list[str]:
 def count(root: Path, *folders: str) -> Text:
     """Count the Python files below these folders."""
     names = folders or PACKAGES
-    simulators = sources_in(root, *(f"envs/{name}" for name in SIMULATORS)) if not folders else []
+    simulators = set() if folders else {*sources_in(root, *(f"envs/{name}" for name in SIMULATORS))}
     return text_of(
         [source for source in sources_in(root, *names) if source not in simulators], simulators
     )

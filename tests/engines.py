@@ -1,4 +1,4 @@
-"""An engine that a host process can hold where there is no vLLM: the built-in one in its place."""
+"""The built-in engine as one that a host process can run, for tests without vLLM."""
 
 import os
 import subprocess
@@ -25,8 +25,8 @@ class HostedTorch(TorchPolicy):
             print(os.getpid(), file=file)
         model = empty_model(settings.architecture, getattr(torch, settings.dtype))
         materialize(model, torch.device("cpu"))
-        for name, each in weights_of(model).items():
-            torch.nn.init.normal_(each, generator=torch.Generator().manual_seed(len(name)))
+        for name, tensor in weights_of(model).items():
+            torch.nn.init.normal_(tensor, generator=torch.Generator().manual_seed(len(name)))
         policy = cls(
             model,
             stop_ids=settings.stop_ids,

@@ -39,7 +39,7 @@ ENGINE = "tests.engines:HostedTorch"
 
 @pytest.fixture(scope="module", autouse=True)
 def room(tmp_path_factory):
-    """Where hosts have their folders; the built-in engine is in vLLM's place."""
+    """Folder of all hosts of this module. The built-in engine replaces vLLM."""
     folder = tmp_path_factory.mktemp("hosts")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(engines.BUILT_IN, "vllm", ENGINE)
@@ -116,8 +116,8 @@ class Session:
 
     def generate(self, *samples):
         async def all_of_them():
-            asked = (self.policy.generate(PROMPT, sampling(each)) for each in samples)
-            return await asyncio.gather(*asked)
+            calls = (self.policy.generate(PROMPT, sampling(sample)) for sample in samples)
+            return await asyncio.gather(*calls)
 
         return self.run(all_of_them())
 
@@ -131,8 +131,8 @@ def sampling(sample):
 
 def host():
     """The process, and all below it."""
-    (found,) = [each for each in psutil.Process().children() if is_host(each)]
-    return [found, *found.children(recursive=True)]
+    (process,) = filter(is_host, psutil.Process().children())
+    return [process, *process.children(recursive=True)]
 
 
 def is_host(process):
@@ -151,7 +151,9 @@ def expected(model, tokenizer, version, *samples):
     policy.version = version
 
     async def all_of_them():
-        return await asyncio.gather(*(policy.generate(PROMPT, sampling(each)) for each in samples))
+        return await asyncio.gather(
+            *(policy.generate(PROMPT, sampling(sample)) for sample in samples)
+        )
 
     return asyncio.run(all_of_them())
 
@@ -211,7 +213,9 @@ def test_sessions_share_one_engine_and_weights_it_holds_are_not_moved(
 ):
     moved = []
     written = on_host.write_weights
-    monkeypatch.setattr(on_host, "write_weights", lambda *each: moved.append(written(*each)))
+    monkeypatch.setattr(
+        on_host, "write_weights", lambda *arguments: moved.append(written(*arguments))
+    )
     with one_engine(cfg):
         with session(cfg, 0, version=7) as first:
             assert first.generate(1, 2, 3) == expected(make_model(0), tokenizer, 7, 1, 2, 3)
@@ -244,8 +248,8 @@ def test_a_host_that_is_killed_ends_its_session_and_the_next_one_has_another(
             for _ in range(2):
                 with pytest.raises(HostLost, match=r"host \(process \d+\) is lost, exit code -9"):
                     first.generate(1)
-            for each in below:  # vLLM's own end by themselves, see test_vllm_worker.py
-                each.kill()
+            for child in below:  # vLLM's own end by themselves, see test_vllm_worker.py
+                child.kill()
         with session(cfg) as second:
             second.generate(1)
         assert num_starts() == 2
@@ -289,7 +293,7 @@ def test_nothing_is_left_of_an_engine_whose_owner_is_killed(tmp_path):
 
 
 def test_a_kept_engine_serves_runs_and_is_ended_when_nobody_uses_it(session, num_starts, tmp_path):
-    """As `make up` keeps one: its owner and its sessions are different processes."""
+    """Own the engine in another process than its sessions, as `make up` does."""
     cfg, folder = config(tmp_path), hosts.new_folder()
     cfg.state_dir.mkdir()
     (cfg.state_dir / hosts.KEPT).symlink_to(folder)
@@ -400,7 +404,7 @@ def test_two_sessions_at_once_have_two_engines(shared, cfg, session, monkeypatch
     with session(cfg) as first, session(cfg) as second:
         assert first.generate(1) == second.generate(1)
         assert f"the engine is used by process {os.getpid()}" in caplog.text
-        folders = [each.policy._connection.folder for each in (first, second)]
+        folders = [opened.policy._connection.folder for opened in (first, second)]
         assert folders[0] != folders[1]
         connection = hosts.connect(folders[0], lambda: "", sys.executable)
         with pytest.raises(HostBusy):
@@ -451,11 +455,11 @@ def test_a_process_below_uses_the_engine_while_it_is_free(
 
 
 def test_folders_of_the_killed_are_swept(room):
-    old, used, young = (room / f"{hosts.PREFIX}{each}" for each in ("old", "used", "young"))
-    for each in (old, used, young):
-        each.mkdir()
-    for each in (old, used):
-        os.utime(each, (0, 0))
+    old, used, young = (room / f"{hosts.PREFIX}{name}" for name in ("old", "used", "young"))
+    for folder in (old, used, young):
+        folder.mkdir()
+    for folder in (old, used):
+        os.utime(folder, (0, 0))
     with wire.address_in(used):
         new = hosts.new_folder()
         assert not old.exists()
@@ -495,7 +499,7 @@ def test_a_run_has_one_engine_and_goes_on_after_any_part_is_killed(tiny_params, 
         process, before, until = run(), count(), time.monotonic() + 400
         try:
             while not (
-                count() > before and any(each.step == step for each in open_store(cfg).heads())
+                count() > before and any(head.step == step for head in open_store(cfg).heads())
             ):
                 assert process.poll() is None, f"it ended before {step}"
                 assert time.monotonic() < until
@@ -507,8 +511,8 @@ def test_a_run_has_one_engine_and_goes_on_after_any_part_is_killed(tiny_params, 
             assert process.wait(60) != 0
         finally:
             process.kill()
-        for each in stand_ins if part == "host" else ():
-            each.kill()
+        for stand_in in stand_ins if part == "host" else ():
+            stand_in.kill()
         assert not psutil.wait_procs(below, 15)[1]
     before = count()
     assert run().wait(600) == 0

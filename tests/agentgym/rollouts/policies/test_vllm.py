@@ -427,7 +427,7 @@ def of_vllm(process):
 
 
 class Session(Running):
-    """As `Running`, on the run's host."""
+    """A `Running` whose engine is in a host process."""
 
     def __init__(self, checkpoint, cfg, version=0):
         self.loop = LoopThread()
