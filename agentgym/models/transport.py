@@ -17,12 +17,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,10 +35,11 @@ from torch.nn.functional import pad
 from torch.storage import TypedStorage
 
 from agentgym.models.tensorfiles import DTYPE_NAMES, DTYPES, Shaped, TensorFile
-from agentgym.types import EngineMismatch
+from agentgym.types import Delivery, EngineMismatch
 from agentgym.types import TransportBroken as TransportBroken
 
 logger = logging.getLogger(__name__)
+Received = TypeVar("Received")
 
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch lists neither
 FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
@@ -242,6 +243,38 @@ class FromProcess:
             arrived = weights_digest(weights, self.digest)
         require_arrived(arrived, self.digest, self.version, "the engine")
         return weights
+
+
+class HandOver:
+    """Passes weights to another process of this machine: on the GPU, or else in the host's memory.
+
+    If the receiver cannot open the GPU's memory, later weights go through the host's at once.
+    """
+
+    def __init__(self) -> None:
+        self._shares = True
+
+    async def send(
+        self, delivery: Delivery, receive: Callable[[FromProcess], Awaitable[Received]]
+    ) -> Received:
+        """Return the result of `receive`, which must have copied the weights before it ends.
+        Errors: those of `receive` and of `Delivery.weights`.
+        """
+        weights: Mapping[str, Tensor]
+        if isinstance(delivery, InProcess):
+            weights = delivery.held
+        else:
+            weights = await delivery.weights()
+        sent = FromProcess(delivery.digest, delivery.version, layout_of(weights))
+        if self._shares and is_on_gpu(weights):
+            try:
+                return await receive(replace(sent, shared=shared_of(weights)))
+            except TransportBroken as refused:
+                self._shares = False
+                logger.warning("vLLM gets weights through the host's memory now: %s", refused)
+        with memory_file() as path:
+            await asyncio.to_thread(write_weights, path, weights)
+            return await receive(replace(sent, path=str(path)))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,10 @@ from agentgym.config import RunConfig
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.transport import (
     FromProcess,
+    HandOver,
     InProcess,
-    TransportBroken,
-    is_on_gpu,
     layout_of,
     memory_file,
-    shared_of,
     write_weights,
 )
 from agentgym.rollouts.policies.engine_settings import (
@@ -62,7 +60,7 @@ class HostPolicy:
         self._reading: asyncio.Task[None] | None = None
         self._attaching = asyncio.Lock()
         self._failure: RuntimeError | None = None
-        self._shares = True
+        self._handing = HandOver()
         self.version = version
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
@@ -79,25 +77,8 @@ class HostPolicy:
 
     async def publish(self, delivery: Delivery) -> None:
         """Send weights to the engine. Errors: those of `Policy.publish`; TransportBroken."""
-        if isinstance(delivery, InProcess):
-            weights: Mapping[str, Tensor] = delivery.held
-        else:
-            weights = await delivery.weights()
-        sent = FromProcess(delivery.digest, delivery.version, layout_of(weights))
-        if not (self._shares and is_on_gpu(weights) and await self._shared(sent, weights)):
-            with memory_file() as path:
-                await asyncio.to_thread(write_weights, path, weights)
-                await self._call("publish", {**asdict(sent), "path": str(path)})
+        await self._handing.send(delivery, lambda sent: self._call("publish", asdict(sent)))
         self.version = delivery.version
-
-    async def _shared(self, sent: FromProcess, weights: Mapping[str, Tensor]) -> bool:
-        """Publish weights that stay on the GPU. If that fails, return False and never try again."""
-        try:
-            await self._call("publish", {**asdict(sent), "shared": shared_of(weights)})
-        except TransportBroken as refused:
-            self._shares = False
-            logger.warning("vLLM gets weights through the host's memory from now on: %s", refused)
-        return self._shares
 
     async def usage(self) -> EngineUsage:
         """Return the usage since the session began."""

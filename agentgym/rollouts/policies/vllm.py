@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -30,14 +30,11 @@ from agentgym.models.tolerance import VLLM, Tolerances
 from agentgym.models.transport import (
     Broadcast,
     FromProcess,
-    InProcess,
+    HandOver,
     TransportBroken,
-    is_on_gpu,
-    memory_file,
     require_arrived,
     require_newer,
     shapes_of,
-    shared_of,
     write_weights,
 )
 from agentgym.rollouts.policies.draw import seed_of
@@ -113,7 +110,7 @@ class VllmPolicy:
         self._failure: RuntimeError | None = None
         self._changed = asyncio.Condition()
         self._one_change = asyncio.Lock()
-        self._awake = self._shares = True
+        self._awake, self._handing = True, HandOver()
         self.version, self.digest = 0, ""
 
     @classmethod
@@ -239,38 +236,18 @@ class VllmPolicy:
         A broadcast, and the weights of another process, go to these processes directly; other
         weights go to this process, which shares them.
         """
-        what = f"weights version {delivery.version}"
-        if isinstance(delivery, FromProcess):
-            require_fit(delivery.shapes, self._like, what)
-            if delivery.shared is None:
-                return await self._rpc("stage_file", delivery.path, delivery.digest)
-            answers = await self._rpc("stage_shared", delivery.shared, delivery.digest)
-            if refused := next((broken for _, broken in answers if broken), ""):
-                raise TransportBroken(refused)
-            return [digest for digest, _ in answers]
+        if not isinstance(delivery, Broadcast | FromProcess):
+            return await self._handing.send(delivery, self._stage)
+        require_fit(delivery.shapes, self._like, f"weights version {delivery.version}")
         if isinstance(delivery, Broadcast):
-            require_fit(delivery.shapes, self._like, what)
             answers = await self._rpc("stage_broadcast", asdict(delivery))
-            for _, broken in answers:
-                if broken:
-                    raise TransportBroken(broken)
-            return [digest for digest, _ in answers]
-        weights: Mapping[str, Tensor]
-        if isinstance(delivery, InProcess):
-            weights = delivery.held
+        elif delivery.shared is not None:
+            answers = await self._rpc("stage_shared", delivery.shared, delivery.digest)
         else:
-            weights = await delivery.weights()
-        require_fit(weights, self._like, what)
-        if self._shares and is_on_gpu(weights):
-            answers = await self._rpc("stage_shared", shared_of(weights), delivery.digest)
-            refused = next((broken for _, broken in answers if broken), "")
-            if not refused:
-                return [digest for digest, _ in answers]
-            self._shares = False
-            logger.warning("vLLM gets weights through the host's memory from now on: %s", refused)
-        with memory_file() as path:
-            await asyncio.to_thread(write_weights, path, weights)
-            return await self._rpc("stage_file", str(path), delivery.digest)
+            return await self._rpc("stage_file", delivery.path, delivery.digest)
+        if refused := next((broken for _, broken in answers if broken), ""):
+            raise TransportBroken(refused)
+        return [digest for digest, _ in answers]
 
     async def _switch(self, digest: str, version: int) -> None:
         try:

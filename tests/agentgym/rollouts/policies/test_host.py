@@ -17,6 +17,7 @@ import torch
 from agentgym.audit import audit
 from agentgym.config import ConfigError, RunConfig, load_config
 from agentgym.deploy.owned import owned_process, tail
+from agentgym.models import transport
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.model import weights_of
 from agentgym.models.transport import InProcess
@@ -198,6 +199,12 @@ with one_engine(cfg):
 """
 
 
+def write_by(monkeypatch, write):
+    """Replace the function that writes weights, first ones and published ones."""
+    for module in (on_host, transport):
+        monkeypatch.setattr(module, "write_weights", write)
+
+
 def owner(folder, *arguments):
     return subprocess.Popen(
         [sys.executable, "-c", OWNER, str(folder), *arguments],
@@ -213,9 +220,7 @@ def test_sessions_share_one_engine_and_weights_it_holds_are_not_moved(
 ):
     moved = []
     written = on_host.write_weights
-    monkeypatch.setattr(
-        on_host, "write_weights", lambda *arguments: moved.append(written(*arguments))
-    )
+    write_by(monkeypatch, lambda *arguments: moved.append(written(*arguments)))
     with one_engine(cfg):
         with session(cfg, 0, version=7) as first:
             assert first.generate(1, 2, 3) == expected(make_model(0), tokenizer, 7, 1, 2, 3)
@@ -367,7 +372,7 @@ def test_harm_on_the_way_is_found_before_a_token_is_sampled(
 
     with session(cfg, 0, version=1) as opened:
         before = opened.generate(1)
-        monkeypatch.setattr(on_host, "write_weights", write)
+        write_by(monkeypatch, write)
         with pytest.raises(EngineMismatch, match=r"weights version 2 arrived at .* sent was"):
             opened.publish(make_model(1), 2)
         assert opened.generate(1) == before  # as it was
@@ -383,7 +388,7 @@ def test_first_weights_that_were_harmed_begin_no_session(shared, cfg, session, m
         written(path, weights)
         flip(path)
 
-    monkeypatch.setattr(on_host, "write_weights", write)
+    write_by(monkeypatch, write)
     with pytest.raises(EngineMismatch, match="weights version 0"), session(cfg, 2):
         pass
 
