@@ -17,7 +17,6 @@ import torch
 from agentgym.audit import audit
 from agentgym.config import ConfigError, RunConfig, load_config
 from agentgym.deploy.owned import owned_process, tail
-from agentgym.models import transport
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.model import weights_of
 from agentgym.models.transport import InProcess
@@ -30,7 +29,7 @@ from agentgym.rollouts.policies.opening import open_policy
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.rollouts.policies.wire import HostBusy, HostLost
 from agentgym.types import EngineMismatch, SampleKey, Sampling
-from tests.engines import checkpoint
+from tests.engines import checkpoint, write_by
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[4]
@@ -197,12 +196,6 @@ with one_engine(cfg):
 
     asyncio.run(play())
 """
-
-
-def write_by(monkeypatch, write):
-    """Replace the function that writes weights, first ones and published ones."""
-    for module in (on_host, transport):
-        monkeypatch.setattr(module, "write_weights", write)
 
 
 def owner(folder, *arguments):

@@ -32,7 +32,6 @@ from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.canary import Canary
 from agentgym.rollouts.loop import LoopThread
-from agentgym.rollouts.policies import on_host
 from agentgym.rollouts.policies.draw import Distribution
 from agentgym.rollouts.policies.engine_settings import settings_of
 from agentgym.rollouts.policies.hosts import one_engine
@@ -42,6 +41,7 @@ from agentgym.rollouts.policies.vllm import VllmPolicy, _arguments
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 from agentgym.types import EngineMismatch, SampleKey, Sampling
+from tests.engines import write_by
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 ROOT = Path(__file__).parents[4]
@@ -459,7 +459,7 @@ def test_a_host_serves_sessions_with_the_weights_that_each_begins_with(
         again = opened.run(opened.policy.score([[*PROMPT, *said.ids]]))[0][len(PROMPT) - 1 :]
         assert torch.tensor(said.logprobs) == pytest.approx(again, abs=NATS)
 
-    monkeypatch.setattr(on_host, "write_weights", write)
+    write_by(monkeypatch, write)
     with one_engine(cfg):
         first = Session(new_checkpoint(make_model(0), tokenizer), cfg, version=5)
         processes = of_vllm(psutil.Process())
