@@ -158,6 +158,15 @@ def expected(model, tokenizer, version, *samples):
     return asyncio.run(all_of_them())
 
 
+def same(answers, others):
+    """Whether tokens are equal and log-probabilities too, but for the rounding of other batches."""
+    return all(
+        (one.ids, one.stop_reason, one.version) == (two.ids, two.stop_reason, two.version)
+        and one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
+        for one, two in zip(answers, others, strict=True)
+    )
+
+
 def flip(path):
     with open(path, "r+b") as file:
         file.seek(-5, os.SEEK_END)
@@ -216,17 +225,17 @@ def test_sessions_share_one_engine_and_weights_it_holds_are_not_moved(
     write_by(monkeypatch, lambda *arguments: moved.append(written(*arguments)))
     with one_engine(cfg):
         with session(cfg, 0, version=7) as first:
-            assert first.generate(1, 2, 3) == expected(make_model(0), tokenizer, 7, 1, 2, 3)
+            assert same(first.generate(1, 2, 3), expected(make_model(0), tokenizer, 7, 1, 2, 3))
             first.publish(make_model(1), 8)
-            assert first.generate(1) == expected(make_model(1), tokenizer, 8, 1)
+            assert same(first.generate(1), expected(make_model(1), tokenizer, 8, 1))
         assert len(moved) == 2
         with session(cfg, 1, version=3) as second:  # versions of another step begin anew
             assert len(moved) == 2
-            assert second.generate(1) == expected(make_model(1), tokenizer, 3, 1)
+            assert same(second.generate(1), expected(make_model(1), tokenizer, 3, 1))
             with pytest.raises(ValueError, match="versions must grow: engine holds 3, got 3"):
                 second.publish(make_model(1), 3)
         with session(cfg, 0) as third:
-            assert third.generate(1, 2) == expected(make_model(0), tokenizer, 0, 1, 2)
+            assert same(third.generate(1, 2), expected(make_model(0), tokenizer, 0, 1, 2))
         assert num_starts() == 1
         processes = host()
         assert len(processes) == 2
@@ -368,7 +377,7 @@ def test_harm_on_the_way_is_found_before_a_token_is_sampled(
         write_by(monkeypatch, write)
         with pytest.raises(EngineMismatch, match=r"weights version 2 arrived at .* sent was"):
             opened.publish(make_model(1), 2)
-        assert opened.generate(1) == before  # as it was
+        assert same(opened.generate(1), before)  # as it was
         assert opened.policy.version == 1
         monkeypatch.undo()
         opened.publish(make_model(1), 2)
@@ -400,7 +409,7 @@ def test_an_engine_grows_with_what_is_asked_and_begins_as_large_as_the_run_needs
 def test_two_sessions_at_once_have_two_engines(shared, cfg, session, monkeypatch, caplog):
     monkeypatch.setattr(hosts, "QUEUE_S", 0.1)
     with session(cfg) as first, session(cfg) as second:
-        assert first.generate(1) == second.generate(1)
+        assert same(first.generate(1), second.generate(1))
         assert f"the engine is used by process {os.getpid()}" in caplog.text
         folders = [opened.policy._connection.folder for opened in (first, second)]
         assert folders[0] != folders[1]
