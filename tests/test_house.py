@@ -24,7 +24,7 @@ LONG = {
     "agentgym/training/rl.py train_stage": 94,
     "envs/__main__.py _parser": 92,
     "envs/searchqa/corpus/lore.py _deeds": 119,
-    "envs/server.py make_app": 210,
+    "envs/server.py make_app": 146,
     "envs/webarena/__init__.py spec": 63,
     "flows/shell.py summarise": 77,
     "services/supervisor.py supervise": 82,
