@@ -32,8 +32,9 @@ from pipeline import machine
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.comparison.described import load_comparison
 from agentgym.comparison.matrix import Cell, cells_of
-from agentgym.comparison.report import AXES, result_files, table_markdown
+from agentgym.comparison.report import AXES
 from agentgym.comparison.results import CellResult, Checkpoint, Estimate, Row, read_rows, table
+from agentgym.comparison.shown import result_files, table_markdown
 from agentgym.evaluation.passk import FloatArray
 
 ROOT = Path(__file__).parents[1]

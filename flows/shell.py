@@ -23,8 +23,8 @@ from agentgym.deploy.kubernetes import check_fleets
 from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.promotion import sentence
-from agentgym.evaluation.report import label
 from agentgym.models.check import check_model
+from agentgym.pages import label
 from agentgym.pipeline.forecast import forecast
 from agentgym.pipeline.run import confirm
 from agentgym.pipeline.runs import how_to_find, keep_run

@@ -15,11 +15,9 @@ DRAWING = (ROOT / "docs/architecture.md").read_text()
 LONG = {
     "agentgym/audit/__init__.py audit": 82,
     "agentgym/audit/episodes.py check_tokens": 76,
-    "agentgym/comparison/report.py results_png": 68,
     "agentgym/data/items.py _validate": 66,
     "agentgym/data/published.py import_dataset": 68,
     "agentgym/data/trajectories.py _check_messages": 62,
-    "agentgym/evaluation/report.py learning_curve_png": 63,
     "agentgym/training/offline.py train_stage": 70,
     "agentgym/training/rl.py train_stage": 94,
     "envs/__main__.py _parser": 92,

@@ -182,7 +182,8 @@ def _check_report(
 ) -> None:
     """Make the report's page and pictures again and compare them with the committed ones."""
     from agentgym.evaluation.publish import PAGE, report_files
-    from agentgym.evaluation.report import drawn_by, picture_data
+    from agentgym.evaluation.report import drawn_by
+    from agentgym.pages import picture_data
 
     where = record.at(final)
     try:

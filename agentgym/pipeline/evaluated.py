@@ -12,7 +12,6 @@ from agentgym.evaluation.episodes import FILE as EPISODES
 from agentgym.evaluation.episodes import write_episodes
 from agentgym.evaluation.page import render
 from agentgym.evaluation.record import attempts_of, examples_of, find
-from agentgym.evaluation.report import EpisodeExample
 from agentgym.evaluation.result import RESULT, Result
 from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.table import open_store
@@ -77,11 +76,7 @@ def kept(
     result.save(folder)
     commits = store.history(manifest.step, manifest.key)
     write_episodes(folder / EPISODES, attempts_of(store, commits))
-    examples = [
-        EpisodeExample.from_trajectory(trajectory.item.env, trajectory)
-        for trajectory in examples_of(store, commits)
-    ]
-    for name, content in render(result, examples).items():
+    for name, content in render(result, examples_of(store, commits)).items():
         (folder / name).write_bytes(content)
     if tell and RESULT in manifest.blobs:
         _deliver(cfg, manifest, result, folder)

@@ -7,20 +7,20 @@ import json
 import sqlite3
 import zipfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
+from agentgym.pages import FOLDER, STATIC, Pages
 from agentgym.records import RecordError, to_json
 from agentgym.store.files import write_whole
 from agentgym.store.runstore import BlobMissing, DigestMismatch
 from agentgym.viewer.bodies import address_of
 from agentgym.viewer.episode_page import MAX_TURNS, episode_page
 from agentgym.viewer.links import Bundled
-from agentgym.viewer.lists import Lists, Page
 from agentgym.viewer.lists_page import list_page
-from agentgym.viewer.pages import FOLDER, STATIC, Pages
 from agentgym.viewer.query import Query
 from agentgym.viewer.viewer import Viewer
 
@@ -91,7 +91,8 @@ def bundle(viewer: Viewer, query: Query) -> Iterator[tuple[str, str | bytes]]:
     files = {address: f"e/{index:04d}.html" for address, index in names.items()}
     for name in STATIC:
         yield name, (FOLDER / "static" / name).read_bytes()
-    context = {**list_page(viewer, query), "page": _whole(viewer.lists, query, rows)}
+    context = list_page(viewer, query)
+    context["page"] = replace(context["page"], rows=rows, facets={})
     yield "index.html", Pages(Bundled(files, {}), is_live=False).render("episodes.html", **context)
     for row in rows:
         yield from _episode(viewer, row, files)
@@ -122,11 +123,6 @@ def _episode(
         yield pictures[address, shot.turn], shot.data
 
 
-def _whole(lists: Lists, query: Query, rows: list[sqlite3.Row]) -> Page:
-    page = lists.page(query)
-    return Page(rows, {}, page.total, page.is_more)
-
-
 def write_bundle(viewer: Viewer, query: Query, folder: Path) -> int:
     """Write the files of a bundle below `folder`. Result: the number of episodes."""
     count = 0
@@ -141,6 +137,5 @@ def write_lines(viewer: Viewer, query: Query, file: Path) -> int:
     rows = viewer.lists.all(query, MOST_LINES)
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as output:
-        for line in export(viewer, rows):
-            output.write(line)
+        output.writelines(export(viewer, rows))
     return len(rows)

@@ -15,7 +15,7 @@ from agentgym.audit.steps import read_steps
 from agentgym.cli import main
 from agentgym.config import load_config
 from agentgym.evaluation.publish import PAGE
-from agentgym.evaluation.report import picture_data
+from agentgym.pages import picture_data
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.records import TRAJECTORIES, decode_trajectories

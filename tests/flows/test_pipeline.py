@@ -4,9 +4,9 @@ import json
 import re
 import signal
 import time
-from html import escape
 
 import pytest
+from markupsafe import escape
 from mlflow import MlflowClient
 
 from agentgym.cli import main as agentgym

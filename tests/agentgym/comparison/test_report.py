@@ -3,8 +3,7 @@
 import json
 import re
 
-from agentgym.comparison.report import curves_png, result_files, results_png, table_markdown
-from agentgym.comparison.shown import logged_tables
+from agentgym.comparison.shown import logged_tables, result_files, table_markdown
 
 
 def estimate(mean, spread=0.02, sd=0.01):
@@ -148,9 +147,9 @@ def test_a_folder_gets_the_table_twice_and_its_figures():
 
 
 def test_figures_depend_on_nothing_but_the_table():
-    assert results_png(table(ROWS)) == results_png(table(ROWS))
-    assert curves_png(table(ROWS)) == curves_png(table(ROWS))
-    assert curves_png(table([row("grpo", "long", 0.9, curves=False)])) is None
+    assert result_files(table(ROWS)) == result_files(table(ROWS))
+    without = table([row("grpo", "long", 0.9, curves=False)])
+    assert list(result_files(without)) == ["few.json", "few.md", "few.png"]
 
 
 def test_names_from_a_file_are_no_markup_of_the_table():

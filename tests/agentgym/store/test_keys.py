@@ -23,6 +23,7 @@ FILES = {
     ),
     "agentgym/data.py": "def load():\n    from envs.wire import Reset\n",
     "agentgym/maths/__init__.py": "from .shared import eps\n",
+    "agentgym/maths/templates/a/page.html": "",
     "agentgym/maths/loss.py": "from . import kl\nimport torch\n",
     "agentgym/maths/kl.py": "",
     "agentgym/maths/shared.py": "eps = 1\n",
@@ -43,6 +44,7 @@ REACHED = [
     "agentgym.maths.kl",
     "agentgym.maths.loss",
     "agentgym.maths.shared",
+    "agentgym.maths/templates/a/page.html",
     "agentgym.train",
 ]
 
@@ -98,7 +100,13 @@ def test_a_named_package_brings_its_modules(folders: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["agentgym/maths/kl.py", "agentgym/maths/__init__.py", "envs/wire.py", "agentgym/train.py"],
+    [
+        "agentgym/maths/kl.py",
+        "agentgym/maths/__init__.py",
+        "agentgym/maths/templates/a/page.html",
+        "envs/wire.py",
+        "agentgym/train.py",
+    ],
 )
 def test_changing_an_imported_file_changes_the_digest(folders: dict[str, Path], name: str) -> None:
     before = digest_files(source_files(["agentgym.train"], folders))

@@ -1,21 +1,23 @@
-"""Templates, and the escaping of text from models and environments.
+"""Pages from templates: those of the viewer and its bundles, and reports that are one file.
 
-Text is escaped, invisible and directional characters are spelled out, long text is cut.
+Text from models and environments is escaped, invisible and directional characters are spelled out.
+All pages share one stylesheet.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from agentgym.viewer.query import Query
 from envs.plain import plain
 
 FOLDER = Path(__file__).parent
@@ -28,28 +30,13 @@ MAX_SHOWN = 20_000  # characters of a text on a page; the whole text has an addr
 _INVISIBLE = re.compile("[\u200b-\u200d\u2060\ufeff\u00ad]")  # characters of no width
 
 
-class Links(Protocol):
-    """Addresses of pages; an empty one means that there is no such page."""
-
-    def home(self) -> str: ...
-    def episodes(self, query: Query) -> str: ...
-    def episode(self, address: str, query: Query | None = None) -> str: ...
-    def text(self, address: str, turn: int, part: str) -> str: ...
-    def picture(self, address: str, turn: int) -> str: ...
-    def group(self, address: str) -> str: ...
-    def item(self, item: str) -> str: ...
-    def training(self, run: str) -> str: ...
-    def compare(self, a: str, b: str) -> str: ...
-    def page(self, name: str) -> str: ...
-    def static(self, name: str) -> str: ...
-
-
 class Pages:
     """Renderer of templates with one kind of links."""
 
-    def __init__(self, links: Links, *, is_live: bool) -> None:
+    def __init__(self, links: object, *, is_live: bool) -> None:
         """Use these links in all templates.
 
+        links: has a method for each kind of address; an empty address means that there is no page.
         is_live: the pages come from a running server, not from a bundle.
         """
         self._everywhere = {"link": links, "live": is_live}
@@ -64,6 +51,17 @@ class Pages:
             _environment().get_template(name)
 
 
+def single_page(template: str, **context: Any) -> bytes:
+    """Return a page that is one file, with its style: no script, no network, every text escaped.
+
+    If some text were not escaped, the page's policy would still let it run, load and send nothing.
+    """
+    style = (FOLDER / "static/view.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    own = {"style": Markup(style), "style_digest": digest}  # noqa: S704 - our own file
+    return _environment().get_template(template).render(**own, **context).encode()
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -74,7 +72,9 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= FILTERS
+    filters = (shown, marked, is_cut, number, percent, points, estimate, gain, label, moment)
+    for function in (*filters, duration, size, picture_data):
+        environment.filters[function.__name__] = function
     return environment
 
 
@@ -125,8 +125,29 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{rounded:g}" if rounded != int(rounded) else f"{int(rounded):,}"
 
 
-def percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f} %"
+def percent(share: float | None, unit: str = " %") -> str:
+    return "–" if share is None else f"{100 * share:.1f}{unit}"
+
+
+def points(difference: float) -> str:
+    """Format a difference of shares in percentage points, with its sign."""
+    return f"{100 * difference:+.1f}".replace("-", "−")
+
+
+def estimate(row: Mapping[str, float]) -> str:
+    """Format a share in percent with its interval: `50.0 [40.0, 60.0]`."""
+    mean, low, high = (percent(row[part], "") for part in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
+
+
+def gain(row: Mapping[str, float]) -> str:
+    """Format a difference in points with its interval: `+2.0 [−1.0, +5.0]`."""
+    return f"{points(row['mean'])} [{points(row['low'])}, {points(row['high'])}]"
+
+
+def label(key: str) -> str:
+    """Return a metric's name for people: `pass_at_4` -> `pass@4`."""
+    return key.replace("_at_", "@")
 
 
 def moment(seconds: float | None) -> str:
@@ -136,17 +157,19 @@ def moment(seconds: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
 def size(text: object) -> str:
     count = len(str(text))
     return f"{count:,} characters"
 
 
-FILTERS: dict[str, Callable[..., Any]] = {
-    "shown": shown,
-    "marked": marked,
-    "is_cut": is_cut,
-    "number": number,
-    "percent": percent,
-    "moment": moment,
-    "size": size,
-}
+def picture_data(png: bytes) -> str:
+    """Return a picture in base64, for embedding in a page."""
+    return base64.b64encode(png).decode()

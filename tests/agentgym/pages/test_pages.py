@@ -2,8 +2,8 @@
 
 import pytest
 
+from agentgym.pages import FOLDER, STATIC, Pages, marked, moment, number, percent, shown
 from agentgym.viewer.links import Served
-from agentgym.viewer.pages import FOLDER, STATIC, Pages, marked, moment, number, percent, shown
 from tests.agentgym.viewer.conftest import HOSTILE
 
 
