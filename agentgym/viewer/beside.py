@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from agentgym.evaluation.paired import Decision, align, compare
 from agentgym.evaluation.result import Outcome, Result, Slot
 from agentgym.viewer.bodies import Found, address_of
+from agentgym.viewer.rows import Address
 from agentgym.viewer.servers import config_of
 
 MOST = 16  # episodes side by side
@@ -133,7 +134,6 @@ class Versus:
     both: int  # number of slots that count in both results
     families: list[tuple[str, str, int, float, float]]  # env, family, slots, before, after
     why_not: str = ""  # why there is no decision; empty: there is one
-    flips: list[Flip] = field(default_factory=list)
 
 
 def results(steps: Mapping[int, sqlite3.Row]) -> list[sqlite3.Row]:
@@ -170,8 +170,8 @@ def versus(
             row["item"],
             row["sample"],
             row["family"],
-            f"{before['folder']}.{row['a_seq']}.{'tad'[row['a_file']]}{row['a_line']}",
-            f"{after['folder']}.{row['b_seq']}.{'tad'[row['b_file']]}{row['b_line']}",
+            str(Address(before["folder"], row["a_seq"], row["a_file"], row["a_line"])),
+            str(Address(after["folder"], row["b_seq"], row["b_file"], row["b_line"])),
             bool(row["new"]),
         )
         for row in rows

@@ -88,17 +88,14 @@ class Replays:
         agrees = None if row[1] is None else bool(row[1])
         return Replay(row[0], agrees, [Shot(*shot) for shot in shots])
 
-    def ask(self, entry: Found) -> str:
-        """Queue a replay, unless MAX_WAITING are queued. Result: its state, in words."""
+    def ask(self, entry: Found) -> bool:
+        """Queue a replay. Return False if MAX_WAITING others are queued."""
         key = _key(entry)
         with self._lock:
             self._waiting = {k: future for k, future in self._waiting.items() if not future.done()}
-            if key in self._waiting:
-                return "it is being played again"
-            if len(self._waiting) >= MAX_WAITING:
-                return f"{MAX_WAITING} others are being played; ask again in a moment"
-            self._waiting[key] = self._thread.submit(self._play, entry)
-        return "it is being played again"
+            if key not in self._waiting and len(self._waiting) < MAX_WAITING:
+                self._waiting[key] = self._thread.submit(self._play, entry)
+            return key in self._waiting
 
     def is_waiting(self, entry: Found) -> bool:
         with self._lock:
