@@ -32,8 +32,7 @@ from agentgym.deploy.fleets.addresses import kind_of_addresses
 from agentgym.deploy.fleets.lease import acquire
 from agentgym.deploy.fleets.sending import kinds_of, most_pods, send, take_down, wait_ready
 from agentgym.deploy.fleets.tokens import KEY_VARIABLE
-from agentgym.deploy.kube import Kind, Kube, connect
-from agentgym.deploy.kube.kinds import POD
+from agentgym.deploy.kube.client import POD, Kind, Kube, connect
 from agentgym.deploy.manifests import RUN_LABEL, Fleet, rendered_fleet
 
 ROOT = Path(__file__).parents[1]

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from agentgym.deploy.fleets.quantities import asked, lacking
-from agentgym.deploy.kube import Forbidden, Kind, Kube, KubeError, NotFound
-from agentgym.deploy.kube.kinds import NODE, RESOURCE_QUOTA, Object
+from agentgym.deploy.kube.client import NODE, RESOURCE_QUOTA, Kind, Kube, Object
+from agentgym.deploy.kube.transport import Forbidden, KubeError, NotFound
 
 GPU = "nvidia.com/gpu"
 OWN = ("get", "list", "watch", "create", "patch", "delete")
