@@ -116,11 +116,11 @@ def measure(kubeconfig: Path, count: int, threads: int) -> dict[str, Any]:
         with ThreadPoolExecutor(2) as pool:
             objects = dict(zip(runs, pool.map(rendered, runs), strict=True))
         rendered_s = time.perf_counter() - began
-        before, began = Counter(kube.calls), time.perf_counter()
+        before, began = Counter(kube.transport.calls), time.perf_counter()
         with ThreadPoolExecutor(threads) as pool:
             times = list(pool.map(lambda run: life(kube, objects[run], run), runs))
         wall_s = time.perf_counter() - began
-        calls = Counter(kube.calls) - before
+        calls = Counter(kube.transport.calls) - before
         return {
             "fleets": count,
             "at_once": threads,

@@ -64,7 +64,7 @@ def test_a_storm_of_429_is_waited_out_as_long_as_it_says(kube, api_proxy, a_map)
     assert kube.apply(a_map("told"))["data"] == {"value": "told"}
     assert time.monotonic() - began >= 3.0
     assert api_proxy.asked["PATCH", 429] == 3
-    assert kube.calls["server_side_apply"] == 4
+    assert kube.transport.calls["server_side_apply"] == 4
 
 
 @pytest.mark.parametrize("status", [500, 503, 504])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,11 +115,6 @@ class Kube:
     deletes: RateLimiter
     _resources: dict[str, dict[str, Any]] = field(default_factory=dict)  # by version and kind
 
-    @property
-    def calls(self) -> Counter[str]:
-        """Number of requests by verb, repeated ones included."""
-        return self.transport.calls
-
     def close(self) -> None:
         self.transport.session.close()
 
@@ -162,14 +156,10 @@ class Kube:
                 field_manager=f"{self.manager}-update",
             )
         except AlreadyExists:
-            existing = None
             with contextlib.suppress(Forbidden):  # an account may only create Secrets, for example
-                existing = self.find(kind, metadata["name"], namespace=namespace)
-            if (
-                existing
-                and existing["metadata"].get("annotations", {}).get(REQUEST_ANNOTATION) == key
-            ):
-                return existing
+                obj = self.find(kind, metadata["name"], namespace=namespace)
+                if obj and obj["metadata"].get("annotations", {}).get(REQUEST_ANNOTATION) == key:
+                    return obj
             raise
 
     def patch(self, kind: Kind, name: str, changes: Object, *, subresource: str = "") -> Object:
@@ -204,17 +194,10 @@ class Kube:
         """
         chosen = {"label_selector": selector(labels or {}), "field_selector": fields or None}
         items: list[Object] = []
-        more = None
+        doing, more = f"list of {kind.kind}", None
         while True:
             try:
-                page = self._ask(
-                    "get",
-                    f"list of {kind.kind}",
-                    kind,
-                    limit=PAGE,
-                    _continue=more,
-                    **chosen,
-                )
+                page = self._ask("get", doing, kind, limit=PAGE, _continue=more, **chosen)
             except Gone:
                 if more is None:
                     raise
@@ -329,15 +312,10 @@ class Kube:
         SelfSubjectAccessReview.
         """
         attributes = {"verb": verb, "group": group, "resource": plural, "subresource": subresource}
-        attributes["namespace"] = self.namespace
-        review = {
-            "apiVersion": REVIEW.api_version,
-            "kind": REVIEW.kind,
-            "spec": {"resourceAttributes": attributes},
-        }
-        answer = self._ask(
-            "create", f"question whether it may {verb} {plural}", REVIEW, body=review
-        )
+        spec = {"resourceAttributes": attributes | {"namespace": self.namespace}}
+        review = {"apiVersion": REVIEW.api_version, "kind": REVIEW.kind, "spec": spec}
+        doing = f"question whether it may {verb} {plural}"
+        answer = self._ask("create", doing, REVIEW, body=review)
         return bool(answer.get("status", {}).get("allowed"))
 
     def version(self) -> tuple[int, int]:

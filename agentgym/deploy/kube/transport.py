@@ -198,7 +198,10 @@ class Transport:
         try:
             with self._as_kube_error(doing):
                 try:
-                    yield from Watch().stream(opened, **options)
+                    for event in Watch().stream(opened, **options):
+                        if event is None:  # the package's word for a line that is no JSON
+                            raise ValueError("no JSON")
+                        yield event
                 except SILENT:
                     yield None
         except Forbidden as error:
