@@ -194,7 +194,8 @@ class Kube:
         """
         chosen = {"label_selector": selector(labels or {}), "field_selector": fields or None}
         items: list[Object] = []
-        doing, more = f"list of {kind.kind}", None
+        doing = f"list of {kind.kind}"
+        more: str | None = None
         while True:
             try:
                 page = self._ask("get", doing, kind, limit=PAGE, _continue=more, **chosen)

@@ -28,7 +28,7 @@ class Answer:
     """urllib3's response, as far as it is read."""
 
     def __init__(self, status=200, *pieces, headers=None):
-        self.status, self.headers, self.reason = status, headers or {}, "reason"
+        self.status, self.headers, self.reason = status, headers or {}, ""
         self._pieces = list(pieces)
 
     def read1(self, _):
