@@ -52,11 +52,9 @@ def unknown_kinds(kube: Kube, objects: Iterable[Object]) -> list[str]:
     unknown = [str(kind) for kind in kinds if not kube.serves(kind)]
     if not unknown:
         return []
-    major, minor = kube.version()
     return [
-        f"the cluster (Kubernetes {f'{major}.{minor}' if major else 'of unknown version'}) does not"
-        f" know {', '.join(unknown)}; use Kubernetes 1.25 or newer, install what defines it (CRD),"
-        " or another kubernetes.overlay"
+        f"the cluster (Kubernetes {kube.version()}) does not know {', '.join(unknown)}; use"
+        " Kubernetes 1.25 or newer, install what defines it (CRD), or another kubernetes.overlay"
     ]
 
 

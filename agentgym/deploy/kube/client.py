@@ -319,13 +319,11 @@ class Kube:
         answer = self._ask("create", doing, REVIEW, body=review)
         return bool(answer.get("status", {}).get("allowed"))
 
-    def version(self) -> tuple[int, int]:
-        """Return the version of Kubernetes, for example (1, 36); (0, 0) if it is unknown."""
+    def version(self) -> str:
+        """Return the version of Kubernetes, for example `v1.36.0`."""
         doing = "question for the version"
         info = self.transport.ask("request", doing, method="get", path="/version")
-        digits = ("".join(filter(str.isdigit, str(info.get(name)))) for name in ("major", "minor"))
-        major, minor = (int(number or 0) for number in digits)
-        return major, minor
+        return str(info.get("gitVersion", "of unknown version"))
 
     def serves(self, kind: Kind) -> bool:
         """Return True if the cluster knows the kind in that version."""
