@@ -25,7 +25,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export MPLCONFIGDIR = $(STATE)/matplotlib
 
-.PHONY: install pipeline real real-model real-test quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile honest coverage scale decisions gate pages versus columns engines rival drift staleness alarms unchanged check site up down ui lock sbom advisories clean kubernetes lora evaluation baselines capacity view viewer-bench viewer-beside viewer-pages
+.PHONY: install pipeline real real-model real-test quick test suite like-named slow ray vllm vllm-test chaos chaos-short cadence checkpoints packed hostile coverage scale decisions gate pages versus columns engines rival drift staleness alarms unchanged check site up down ui lock sbom advisories clean kubernetes lora baselines capacity view viewer-bench viewer-beside viewer-pages
 
 install: $(INSTALLED)
 
@@ -108,9 +108,6 @@ packed: install  ## tokens and time of an update on packed and on padded sequenc
 hostile: install  ## 20,000 actions of each environment that nobody means well; half an hour, writes docs/results/hostile.json
 	@$(BIN)/python benchmarks/hostile.py $(ARGS)
 
-honest: install  ## twenty-three honest runs of every kind, each of which its audit must pass; hours, writes docs/results/honest.json
-	@$(BIN)/python benchmarks/honest.py $(ARGS)
-
 coverage: install  ## how often intervals over seeds, items and families hold the truth; minutes, writes docs/results/coverage.json and clusters.json
 	@$(BIN)/python benchmarks/coverage.py $(ARGS)
 	@$(BIN)/python benchmarks/clusters.py $(ARGS)
@@ -147,9 +144,6 @@ drift: install  ## ten runs of the default recipe and of the former one, judged 
 
 staleness: install  ## the default task with rollouts 0, 1 and 4 updates ahead, and a run far ahead that is killed often; half an hour, writes docs/results/staleness.json
 	@$(BIN)/python benchmarks/staleness.py $(ARGS)
-
-evaluation: install  ## what an evaluation of 80,000 episodes costs beside the bare client and server; a quarter of an hour, on an idle machine, writes docs/results/evaluation.json
-	@$(BIN)/python benchmarks/evaluation.py $(ARGS)
 
 baselines: install  ## the expert and chance on all five environments by `agentgym evaluate`; an hour, needs Java and Chromium, writes docs/results/baselines.json
 	@$(BIN)/python benchmarks/baselines.py $(ARGS)
