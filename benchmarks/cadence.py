@@ -8,13 +8,10 @@ Writes docs/results/cadence.json; fails if the two differ, or if MLflow contains
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -22,12 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline import ROOT, machine
+from chaos_project import repeated_points
+from harness import ROOT, parser_of, stage_commits, write
 
 from agentgym.audit import audit
 from agentgym.config import RunConfig, load_config
 from agentgym.pipeline.run import run_with_parents
-from agentgym.pipeline.table import finished, open_store
+from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import Manifest
 
 SHORT = [
@@ -53,11 +51,10 @@ LIMIT_S = 900.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__, "cadence.json")
     parser.add_argument("--every", type=int, nargs="+", default=[1, 5, 1000])
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0, help="seed of the random kill times")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/cadence.json")
     chosen = parser.parse_args()
     os.chdir(ROOT)
     rng, rows = random.Random(chosen.seed), []  # noqa: S311  (kill times, no secrets)
@@ -75,12 +72,10 @@ def main() -> int:
             rows.append(compared(settings(twin, every), settings(victim, every), every, landed))
             sys.stdout.write(f"{rows[-1]}\n")
     result = {
-        "machine": machine(),
-        "command": " ".join(["python", *sys.argv]),
         "settings": SHORT,
         "rows": rows,
     }
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(chosen.out, result)
     fine = all(row["identical"] and not row["repeated_points"] and row["audit"] for row in rows)
     return 0 if fine else 1
 
@@ -139,17 +134,12 @@ def durable_step(cfg: RunConfig) -> int:
 
 
 def compared(twin: RunConfig, victim: RunConfig, every: int, landed: list[int]) -> dict[str, Any]:
-    victim_commits, twin_commits = history(victim), history(twin)
+    victim_commits, twin_commits = stage_commits(victim), stage_commits(twin)
     written = sum(
         blob.size
         for manifest in twin_commits
         for blob in (*manifest.blobs.values(), *manifest.records.values())
     )
-    with sqlite3.connect(victim.state_dir / "mlflow.db") as database:
-        (repeated,) = database.execute(
-            "select count(*) from (select 1 from metrics group by run_uuid, key, step"
-            " having count(*) > 1)"
-        ).fetchone()
     return {
         "commit_every": every,
         "kills": len(landed),
@@ -159,7 +149,7 @@ def compared(twin: RunConfig, victim: RunConfig, every: int, landed: list[int]) 
         "identical": [identity(manifest) for manifest in victim_commits]
         == [identity(manifest) for manifest in twin_commits],
         "final": victim_commits[-1].digest[:12],
-        "repeated_points": repeated,
+        "repeated_points": len(repeated_points(victim.state_dir / "mlflow.db")),
         "audit": audit(victim, num_episodes=8).ok,
         "mib_per_optimizer_step": round(written / len(twin_commits) / 2**20, 2),
     }
@@ -168,11 +158,6 @@ def compared(twin: RunConfig, victim: RunConfig, every: int, landed: list[int]) 
 def identity(manifest: Manifest) -> tuple[Any, ...]:
     """Return the commit's weights (if it has any), items, draws and results."""
     return manifest.digest, manifest.state, manifest.blobs
-
-
-def history(cfg: RunConfig) -> list[Manifest]:
-    store, completed = open_store(cfg), finished(cfg, open_store(cfg))
-    return [manifest for name in STAGES for manifest in store.history(name, completed[name].key)]
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,20 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos_project import POLL_S, ROOT, START_TIMEOUT_S
+from harness import POLL_S, ROOT, output_of
 
 from agentgym.deploy.manifests import ENVIRONMENT_LABEL, rendered
-from agentgym.deploy.owned import owned_process, tail
 
 USER = "agentgym"
 STATE, PREFECT, MLFLOW = (f"agentgym-{name}" for name in ("state", "prefect", "mlflow"))  # claims
 PORTS = {"prefect": 4200, "mlflow": 5000}
 BEGIN_S = 900.0  # until all three are ready on a very busy machine
-AWS = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
-    "AWS_DEFAULT_REGION": "us-east-1",
-}
 
 
 @dataclass
@@ -43,9 +35,8 @@ class Deployed:
     kubectl: Callable[..., str]
     namespace: str
     volumes: Mapping[str, Path]  # claim -> folder of this machine
-    credentials: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of flow runs, in addition to MLflow's
+    # of flow runs, in addition to MLflow's
+    credentials: Mapping[str, str] = field(default_factory=dict)
     password: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
@@ -82,9 +73,9 @@ class Deployed:
         return [
             *manifests,
             *(self._volume(claim, folder) for claim, folder in self.volumes.items()),
-            self._secret(self.flows, "agentgym-fleet-key", {"AGENTGYM_FLEET_KEY": self.token}),
+            secret_of("agentgym-fleet-key", {"AGENTGYM_FLEET_KEY": self.token}, self.flows),
             *(
-                self._secret(namespace, name, values)
+                secret_of(name, values, namespace)
                 for namespace in (self.namespace, self.flows)
                 for name, values in logins.items()
             ),
@@ -107,11 +98,6 @@ class Deployed:
                 },
             },
         }
-
-    def _secret(self, namespace: str, name: str, values: Mapping[str, str]) -> Any:
-        data = {key: base64.b64encode(value.encode()).decode() for key, value in values.items()}
-        meta = {"name": name, "namespace": namespace}
-        return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data}
 
     def bring_up(self) -> None:
         """Apply all objects; wait until all are ready. Errors: RuntimeError with the first log."""
@@ -164,18 +150,20 @@ class Deployed:
             self.kubectl("delete", "persistentvolume", f"{self.namespace}-{claim}", "--wait=false")
 
 
+def secret_of(name: str, values: Mapping[str, str], namespace: str = "") -> Any:
+    """Return a Secret. namespace: empty for that of the client that creates it."""
+    data = {key: base64.b64encode(value.encode()).decode() for key, value in values.items()}
+    meta = {"name": name, **({"namespace": namespace} if namespace else {})}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data}
+
+
 def first_process(pod: str) -> int:
     """Return the host's pid of process 1 of a pod's container. Errors: RuntimeError."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
             hosts = (path / "root/etc/hosts").read_text(encoding="utf-8").splitlines()
-            spaces = (
-                (path / "status")
-                .read_text(encoding="utf-8")
-                .partition("NSpid:")[2]
-                .splitlines()[0]
-                .split()
-            )
+            status = (path / "status").read_text(encoding="utf-8")
+            spaces = status.partition("NSpid:")[2].splitlines()[0].split()
             if len(spaces) > 1 and spaces[-1] == "1" and hosts[1].split()[1] == pod:
                 return int(path.name)
     raise RuntimeError(f"no process of pod {pod} is here")
@@ -236,54 +224,13 @@ def forwarded(deployed: Deployed, service: str) -> Iterator[str]:
             listener.shutdown(socket.SHUT_RDWR)
 
 
-@contextlib.contextmanager
-def s3_for_pods(host: str, folder: Path, bucket: str) -> Iterator[tuple[Any, dict[str, str]]]:
-    """Yield (a client, the variables of pods) of an S3 server (moto) that pods reach at that
-    address.
-    """
-    import boto3
-
-    port, log = folder / "s3-port", folder / "s3.log"
-    command = [sys.executable, "-P", str(ROOT / "tests/s3_server.py"), str(port), host]
-    with owned_process(command, log_path=log, env={}) as process:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not port.exists():
-            if time.monotonic() > deadline or process.poll() is not None:
-                raise RuntimeError(f"no S3 server\n{tail(log)}")
-            time.sleep(POLL_S)
-        variables = {**AWS, "AWS_ENDPOINT_URL": f"http://{host}:{port.read_text(encoding='utf-8')}"}
-        client = boto3.client(
-            "s3",
-            endpoint_url=variables["AWS_ENDPOINT_URL"],
-            aws_access_key_id=AWS["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=AWS["AWS_SECRET_ACCESS_KEY"],
-            region_name=AWS["AWS_DEFAULT_REGION"],
-        )
-        client.create_bucket(Bucket=bucket)
-        yield client, variables
-
-
 def prefect_command(
     words: Sequence[str], api: str, login: str, home: Path, timeout_s: float = 180.0
 ) -> str:
     """Run `prefect WORDS` as an operator does; return its output. Errors: RuntimeError."""
-    completed = subprocess.run(
-        [sys.executable, "-m", "prefect", "--no-prompt", *words],
-        env={
-            **os.environ,
-            "PREFECT_API_URL": api,
-            "PREFECT_API_AUTH_STRING": login,
-            "PREFECT_HOME": str(home),
-            "COLUMNS": "200",
-        },
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        encoding="utf-8",
+    variables = {"PREFECT_API_URL": api, "PREFECT_API_AUTH_STRING": login, "COLUMNS": "200"}
+    return output_of(
+        ["-m", "prefect", "--no-prompt", *words],
+        env={**os.environ, **variables, "PREFECT_HOME": str(home)},
+        timeout_s=timeout_s,
     )
-    if completed.returncode:
-        raise RuntimeError(
-            f"prefect {' '.join(words)}: {(completed.stdout + completed.stderr)[-2000:]}"
-        )
-    return completed.stdout

@@ -13,7 +13,6 @@ Writes docs/results/checkpoints.json; fails above the limits.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -30,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline import ROOT, machine
+from harness import machine, parser_of, read, write
 
 from agentgym.algorithms.batch import Batch
 from agentgym.config import OptimizerConfig
@@ -67,14 +66,13 @@ Start = Callable[[list[str]], Any]  # starts a process that has wait() and kill(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/checkpoints.json")
+    parser = parser_of(__doc__, "checkpoints.json")
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         result = compared(Path(folder), LARGE, ROUNDS)
     result = {"machine": machine(), "command": "python benchmarks/checkpoints.py", **result}
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(chosen.out, result)
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
     within = [
         *(ratio <= MEMORY_LIMIT for ratio in result["memory_of_two_to_one"].values()),
@@ -249,7 +247,7 @@ def asked_of(
     folder: Path, rank: int, size: int
 ) -> tuple[dict[str, Any], StorePlace, LearnerPlan, ProcessGroup]:
     """Read the request of `ranks`. Result: (request, store, learner plan, process group)."""
-    request = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
+    request = read(folder / "asked.json")
     manifest = Manifest(
         step=STEP,
         key=KEY,

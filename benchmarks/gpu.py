@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from endless import TURNS, episodes, renderer, serving
+from harness import RESULTS, ROOT, in_a_process, machine, parser_of, read, write
 from packed import batch_of, packed, padded, twin_of
-from pipeline import ROOT, in_a_process, machine  # of this folder
-from rollouts import TURNS, Latency, endless, episodes, renderer, serving
 
 from agentgym.algorithms.advantages import with_advantages
 from agentgym.algorithms.batch import Batch
@@ -53,7 +53,7 @@ from agentgym.rollouts.policies.engines import open_here
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import Completion, SampleKey, Sampling
 
-RESULTS = ROOT / "docs/results/gpu.json"
+OUT = RESULTS / "gpu.json"
 CONTEXT = 2048
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312}  # dense bfloat16, from the data sheets
 
@@ -149,7 +149,7 @@ DRY = Size(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS")
@@ -184,7 +184,7 @@ def main() -> int:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return the table of docs/operations.md. results: the content of RESULTS, or empty."""
+    """Return the table of docs/operations.md. results: the content of OUT, or empty."""
     cases = results.get("cases", {})
     rows = ["| case | what it measures | figures |", "|---|---|---|"]
     for name, case in CASES.items():
@@ -199,14 +199,11 @@ def table(results: dict[str, Any]) -> str:
 
 
 def keep(name: str, result: Any) -> None:
-    written = (
-        json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"cases": {}}
-    )
-    here = machine()
+    cases, here = read(OUT, {"cases": {}})["cases"], machine()
     here["gpu"] = torch.cuda.get_device_name()
     here["packages"] |= {"vllm": version("vllm"), "cuda": torch.version.cuda}
-    written["cases"][name] = {**result, "machine": here, "command": "python benchmarks/gpu.py"}
-    RESULTS.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    cases[name] = {**result, "machine": here, "command": "python benchmarks/gpu.py"}
+    write(OUT, {"cases": cases})
 
 
 def case_ceilings(size: Size) -> dict[str, Any]:
@@ -254,7 +251,7 @@ def case_rollouts(size: Size) -> dict[str, Any]:
         finally:
             await policy.close()
 
-    with serving(endless, Latency(0, 0)) as (endpoint, _):
+    with serving() as endpoint:
         rates = asyncio.run(measure(endpoint))
     return {
         "definition": (

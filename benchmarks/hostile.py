@@ -15,7 +15,6 @@ Writes docs/results/hostile.json; rows of environments that are not named stay.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -32,7 +31,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline import machine
+from harness import machine, parser_of, read, write
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
@@ -40,7 +39,6 @@ from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.pools import EnvPool, EnvSession
 from agentgym.types import Item
 
-ROOT = Path(__file__).parents[1]
 LIMIT_S = 1.0  # of a step, unless an ordinary one takes longer
 REPLAYS = 3  # of the episode of a slow step
 STEPS = 25  # of one episode
@@ -430,7 +428,7 @@ async def play(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "hostile.json")
     parser.add_argument(
         "cases", nargs="*", metavar="ENV", help=f"of {', '.join(CASES)}; default: all"
     )
@@ -442,15 +440,10 @@ def main() -> None:
         help="time limit of the hostile actions, per environment",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/hostile.json")
     chosen = parser.parse_args()
     if unknown := set(chosen.cases) - set(CASES):
         parser.error(f"no such environment: {', '.join(sorted(unknown))}")
-    rows = (
-        json.loads(chosen.out.read_text(encoding="utf-8"))["environments"]
-        if chosen.cases and chosen.out.exists()
-        else {}
-    )
+    rows = read(chosen.out)["environments"] if chosen.cases and chosen.out.exists() else {}
     for name in chosen.cases or CASES:
         case = CASES[name]
         with tempfile.TemporaryDirectory() as folder:
@@ -469,7 +462,7 @@ def main() -> None:
         print(name, json.dumps(row, indent=1), flush=True)
     result = {"machine": machine(), "limit_s": LIMIT_S, "environments": rows}
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(chosen.out, result)
     if problems := [
         f"{name}: {problem}" for name, row in rows.items() for problem in row["problems"]
     ]:

@@ -11,7 +11,6 @@ cells that are missing in that folder, so that hours of work can be split over m
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import itertools
 import json
@@ -27,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from pipeline import machine
+from harness import ROOT, parser_of, read
 
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.comparison.described import load_comparison
@@ -36,7 +35,6 @@ from agentgym.comparison.report import AXES, result_files, table_markdown
 from agentgym.comparison.results import CellResult, Checkpoint, Estimate, Row, read_rows, table
 from agentgym.evaluation.passk import FloatArray
 
-ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs/results"
 # success that each recipe must reach, and its largest allowed fall from its own best
 SUCCESS, FROM_BEST = 0.85, 0.10
@@ -66,7 +64,7 @@ class Verdict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--parallel", type=int, default=os.cpu_count())
     parser.add_argument(
         "--only-read", action="store_true", help="run nothing, judge the content of the store"
@@ -187,7 +185,6 @@ def write(
             if name.endswith(".png"):
                 (out / name).write_bytes(content)
     result = {
-        "machine": machine(),
         "command": command,
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "published_claims": list(claims),
@@ -238,7 +235,7 @@ def saved_rows(cells: Sequence[Cell], out: Path) -> tuple[list[Row], list[Cell]]
     saved = json.loads(gzip.decompress((out / ITEMS_FILE).read_bytes()))
     known = {
         row["name"]: row
-        for table_content in json.loads((out / "learn.json").read_text(encoding="utf-8"))["tables"]
+        for table_content in read(out / "learn.json")["tables"]
         for row in table_content["rows"]
     }
     by_row: dict[str, list[CellResult]] = {}

@@ -7,7 +7,6 @@ from this one. Needs an idle machine; writes docs/results/rival.json.
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import json
 import os
@@ -24,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from pipeline import ROOT, machine  # benchmarks/pipeline.py
+from harness import ROOT, machine, parser_of, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import load_splits, train_stream
@@ -53,7 +52,7 @@ TIMEOUT_S = 900.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--folder", type=Path, default=ROOT / "build/rival", help="TRL's packages")
@@ -73,13 +72,12 @@ def main() -> None:
                 print(name, json.dumps(run), flush=True)
     result = {
         "machine": machine() | {"rival": TRL},
-        "command": "python benchmarks/rival.py",
         "steps": arguments.steps,
         "ways": {name: _medians(measured) for name, measured in runs.items()},
         "runs": runs,
     }
     result["ratio"] = ratio(result["ways"])
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(RESULTS, result)
     print(json.dumps({name: result[name] for name in ("ways", "ratio")}, indent=1))
 
 

@@ -13,7 +13,6 @@ Writes docs/results/scale.json and the tables of docs/operations.md; fails above
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
@@ -29,9 +28,9 @@ from typing import Any
 import checkpoints
 import torch
 import torch.distributed as dist
+from harness import ROOT, parser_of, read, write
 from on_paper import HOST, Ledger, PaperHost, Traffic, paper_group
 from packed import batch_of
-from pipeline import ROOT, machine
 
 from agentgym.algorithms.batch import Batch
 from agentgym.config import LearnerConfig, OptimizerConfig
@@ -126,8 +125,7 @@ LOADS = (Load(), Load(checkpointing=False), Load(offload=True))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/scale.json")
+    parser = parser_of(__doc__, "scale.json")
     parser.add_argument("--check", type=Path, help="an earlier result whose real runs are used")
     parser.add_argument("--models", type=Path, help="an earlier result whose large models are used")
     parser.add_argument("--folder", type=Path, help="folder for the real runs' files")
@@ -138,24 +136,22 @@ def main() -> int:
     torch.set_num_threads(1)
     shape = half(MODELS["0.5B"]) if chosen.half else MODELS["0.5B"]
     if chosen.check:
-        real = json.loads(chosen.check.read_text(encoding="utf-8"))["check"]["real"]
+        real = read(chosen.check)["check"]["real"]
     else:
         with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
             real = {str(size): really(Path(folder), shape, size) for size in CHECKED}
             sys.stderr.write(f"{json.dumps(real)}\n")
     check = compared(real, {ranks: as_real(shape, int(ranks)) for ranks in real}, shape)
     sys.stdout.write(json.dumps(check, indent=1) + "\n")
-    known = json.loads(chosen.models.read_text(encoding="utf-8"))["models"] if chosen.models else {}
+    known = read(chosen.models)["models"] if chosen.models else {}
     result = {
-        "machine": machine(),
-        "command": "python benchmarks/scale.py",
         "check": check,
         "bandwidths": BANDWIDTHS,
         "sequence_tokens": SEQUENCE,
         "actions": ACTIONS,
         "models": {name: known.get(name) or at_scale(MODELS[name]) for name in SIZES},
     }
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(chosen.out, result)
     page = PAGE.read_text(encoding="utf-8")
     before, after = page.partition(BEGIN)[0], page.partition(END)[2]
     PAGE.write_text(before + BEGIN + told_of(result) + END + after, encoding="utf-8")

@@ -13,7 +13,6 @@ Writes docs/results/sciworld_engine.json.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -28,8 +27,7 @@ from unittest.mock import patch
 
 import httpx
 import psutil
-from env_servers import cpu_seconds
-from pipeline import machine
+from harness import cpu_seconds, machine, parser_of, read, write
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
@@ -39,7 +37,6 @@ from envs.sciworld.jvm import java_options
 from envs.sciworld.slots import Place, SlotPool
 from envs.sciworld.tasks import PUBLISHED, VARIATIONS, Task
 
-ROOT = Path(__file__).parents[1]
 GAMES = [Task(name, variation) for name in PUBLISHED for variation in (0, VARIATIONS[name] // 2)]
 FIRST_TASKS = (0, 120, 700, 1500, 2940, 3300, 4140, 4300)  # eight kinds
 # actions for games without a known solution
@@ -161,7 +158,7 @@ def _words(texts: tuple[str, ...]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "sciworld_engine.json")
     parser.add_argument(
         "--starts",
         type=int,
@@ -171,13 +168,8 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=["cold", "order"], help="leave the other part of the file as it is"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/sciworld_engine.json")
     arguments = parser.parse_args()
-    result = (
-        json.loads(arguments.out.read_text(encoding="utf-8"))
-        if arguments.only and arguments.out.exists()
-        else {}
-    )
+    result = read(arguments.out) if arguments.only and arguments.out.exists() else {}
     result |= {"machine": machine(), "command": "python benchmarks/sciworld.py"}
     if arguments.only != "order":
         result["cold_starts"] = [cold_start() for _ in range(arguments.starts)]
@@ -201,7 +193,7 @@ def main() -> None:
             "stock_against_stock_in_another_order_of_games": differing(forwards, backwards),
         }
         print(json.dumps(result["order"], indent=1))
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(arguments.out, result)
 
 
 if __name__ == "__main__":
