@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import uvloop
 from env_servers import ACTIONS, OPTIONS, STEPS, Connection
-from harness import cpu_seconds, parser_of, processes_at, quantile, write
+from harness import cpu_seconds, origin, parser_of, processes_at, quantile, write
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
@@ -208,12 +208,8 @@ def to_markdown(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = parser_of(__doc__, "capacity.json")
     parser.add_argument("envs", nargs="*", choices=[*COUNTS, []], help="default: all")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=5.0,
-        help="duration of each measurement; twice as long for servers with slow steps",
-    )
+    twice = "of each measurement; twice as long for servers with slow steps"
+    parser.add_argument("--seconds", type=float, default=5.0, help=twice)
     parser.add_argument("--memory", type=float, default=4096.0, help="MiB that a server may take")
     arguments = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
@@ -223,21 +219,19 @@ def main() -> None:
     limits = {}
     with tempfile.TemporaryDirectory() as folder:
         for env in arguments.envs or COUNTS:
-            measured, limit = climb(
-                env, arguments.seconds, arguments.memory, Path(folder) / f"{env}.log"
-            )
+            log = Path(folder) / f"{env}.log"
+            measured, limits[env] = climb(env, arguments.seconds, arguments.memory, log)
             rows += measured
-            limits[env] = limit
-            print(f"{env}: {limit or 'no limit was met'}", flush=True)
+            print(f"{env}: {limits[env] or 'no limit was met'}", flush=True)
     result = {
         "load_before": round(load, 1),
         "wall_s": round(time.monotonic() - began, 1),
         "limits": limits,
         "rows": [asdict(row) for row in rows],
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write(arguments.out, result)
-    arguments.out.with_suffix(".md").write_text(to_markdown(result), encoding="utf-8")
+    table = to_markdown({**origin(), **result})
+    arguments.out.with_suffix(".md").write_text(table, encoding="utf-8")
     print(f"{result['wall_s']:g} s")
 
 

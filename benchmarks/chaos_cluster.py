@@ -33,18 +33,14 @@ from chaos_kinds import (
     KILLED,
     STAGE,
     Kind,
-    MlflowServer,
     Scene,
     Setting,
     fill_disk,
     named,
-    no_mount,
-    ray_variables,
-    s3_store,
-    small_disk,
     the_command,
 )
 from chaos_project import START_TIMEOUT_S, Project
+from chaos_servers import MlflowServer, no_mount, ray_variables, s3_store, small_disk
 from harness import ROOT, free_port, output_of, read, wait_for
 
 from agentgym.deploy.kube import Kind as Resource

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import machine, parser_of, read, write
+from harness import parser_of, read, write
 
 from agentgym.algorithms.batch import Batch
 from agentgym.config import OptimizerConfig
@@ -51,6 +51,9 @@ LARGE = {  # of Qwen2.5-0.5B
     "num_hidden_layers": 24,
     "vocab_size": 151936,
 }
+SMALL = dict.fromkeys(LARGE, 1) | dict.fromkeys(
+    ("hidden_size", "intermediate_size", "vocab_size"), 16
+)
 MEMORY_LIMIT, TIME_LIMIT = 0.65, 1.5
 PHASES = ("build", "commit", "resume")
 TIMED = ("commit", "resume", "copy")
@@ -71,9 +74,8 @@ def main() -> int:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         result = compared(Path(folder), LARGE, ROUNDS)
-    result = {"machine": machine(), "command": "python benchmarks/checkpoints.py", **result}
     write(chosen.out, result)
-    sys.stdout.write(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
     within = [
         *(ratio <= MEMORY_LIMIT for ratio in result["memory_of_two_to_one"].values()),
         *(ratio <= TIME_LIMIT for row in result["ranks"] for ratio in row["time_to_copy"].values()),
@@ -94,36 +96,28 @@ def compared(
             of_round(folder / f"{num_ranks}-{number}", num_ranks, store_place, text, weights, start)
             for number in range(num_rounds)
         ]
-        seconds = {
-            phase: [round_result["seconds"][phase] for round_result in rounds] for phase in TIMED
-        }
-        medians = {phase: statistics.median(samples) for phase, samples in seconds.items()}
+        seconds = {phase: [one["seconds"][phase] for one in rounds] for phase in TIMED}
+        copy_s, *to_copy_s = (
+            statistics.median(seconds[phase]) for phase in ("copy", "commit", "resume")
+        )
+        ratios = [round(phase_s / copy_s, 2) for phase_s in to_copy_s]
         rows.append(
             {
                 "ranks": num_ranks,
                 "bytes": rounds[0]["bytes"],
                 "anonymous_mib_above_idle": {
-                    phase: [max(round_result["mib"][phase]) for round_result in rounds]
-                    for phase in PHASES
+                    phase: [max(one["mib"][phase]) for one in rounds] for phase in PHASES
                 },
                 "seconds": seconds,
-                "time_to_copy": {
-                    phase: round(medians[phase] / medians["copy"], 2)
-                    for phase in ("commit", "resume")
-                },
+                "time_to_copy": dict(zip(("commit", "resume"), ratios, strict=True)),
             }
         )
-    one, two = rows
+    one, two = (row["anonymous_mib_above_idle"] for row in rows)
     return {
         "num_parameters": sum(parameter.numel() for parameter in empty(text).parameters()),
         "ranks": rows,
         "memory_of_two_to_one": {
-            phase: round(
-                max(two["anonymous_mib_above_idle"][phase])
-                / min(one["anonymous_mib_above_idle"][phase]),
-                3,
-            )
-            for phase in PHASES
+            phase: round(max(two[phase]) / min(one[phase]), 3) for phase in PHASES
         },
     }
 
@@ -237,10 +231,7 @@ def ranks(
             process.kill()
     if any(codes):
         raise RuntimeError(f"processes ended with codes {codes}")
-    return [
-        json.loads((folder / f"told-{rank}.json").read_text(encoding="utf-8"))
-        for rank in range(size)
-    ]
+    return [read(folder / f"told-{rank}.json") for rank in range(size)]
 
 
 def asked_of(
@@ -248,17 +239,9 @@ def asked_of(
 ) -> tuple[dict[str, Any], StorePlace, LearnerPlan, ProcessGroup]:
     """Read the request of `ranks`. Result: (request, store, learner plan, process group)."""
     request = read(folder / "asked.json")
-    manifest = Manifest(
-        step=STEP,
-        key=KEY,
-        seq=0,
-        done=False,
-        parents={},
-        config={},
-        state={},
-        blobs={name: Blob(**blob) for name, blob in request["blobs"].items()},
-        results={},
-    )
+    nothing: dict[str, Any] = {name: {} for name in ("parents", "config", "state", "results")}
+    blobs = {name: Blob(**blob) for name, blob in request["blobs"].items()}
+    manifest = Manifest(step=STEP, key=KEY, seq=0, done=False, blobs=blobs, **nothing)
     store_place = StorePlace(request["root"], 30.0)
     store = store_place.open()
     states = {OPTIMIZER: StoredTensors.of(store, manifest, OPTIMIZER)} if request["resumes"] else {}
@@ -271,7 +254,7 @@ def asked_of(
     )
     group = joined(folder, rank, size)
     # warm up: code loaded at the first use is not part of a model's memory
-    LocalLearner(empty(SMALL), plan.optimizer, total_steps=1, ranks=group).snapshot()
+    LocalLearner(empty(architecture(SMALL)), plan.optimizer, total_steps=1, ranks=group).snapshot()
     return request, store_place, plan, group
 
 
@@ -291,21 +274,6 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     (folder / f"told-{rank}.json").write_text(json.dumps(measurements), encoding="utf-8")
     if size > 1:
         dist.destroy_process_group()
-
-
-SMALL = json.dumps(
-    {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "tie_word_embeddings": True,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "num_hidden_layers": 1,
-        "vocab_size": 16,
-    }
-)
 
 
 def joined(folder: Path, rank: int, size: int) -> ProcessGroup:

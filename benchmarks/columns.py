@@ -20,14 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, parser_of
+from harness import RESULTS, ROOT, parser_of, write
 
 from agentgym.comparison.described import load_comparison
 from agentgym.comparison.matrix import Cell, cells_of
-from agentgym.store.files import write_whole
 
 COMPARISON = "comparisons/three-environments.yaml"
-RESULTS = ROOT / "docs/results"
 KILL_AFTER = 4
 DEADLINE_S = 6 * 3600.0
 
@@ -60,7 +58,7 @@ def main() -> int:
         "cells_done_after": sum(cell.is_done() for cell in cells),
         "minutes": round((time.monotonic() - began) / 60, 1),
     }
-    write_whole(chosen.out / "columns.json", f"{json.dumps(result, indent=1)}\n".encode())
+    write(chosen.out / "columns.json", result)
     print(json.dumps(result, indent=1))
     return int(bool(lost) or result["cells_done_after"] < len(cells))
 

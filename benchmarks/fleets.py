@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, machine, parser_of, write
+from harness import parser_of, write
 
 from agentgym.deploy.fleets.addresses import kind_of_addresses
 from agentgym.deploy.fleets.lease import acquire
@@ -34,7 +34,6 @@ from agentgym.deploy.kube import Kind, Kube, connect
 from agentgym.deploy.kube.kinds import POD
 from agentgym.deploy.manifests import RUN_LABEL, Fleet, rendered_fleet
 
-RESULT = ROOT / "docs/results/fleets.json"
 ENV = "textcraft"
 TIMEOUT_S = 600.0
 NAMESPACE = Kind("v1", "Namespace")
@@ -144,9 +143,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with cluster() as kubeconfig:
         numbers = measure(kubeconfig, arguments.fleets, arguments.threads)
-    command = f"python benchmarks/fleets.py --fleets {arguments.fleets}"
-    result = {"machine": machine(), "command": command, **numbers}
-    write(arguments.out, result)
+    write(arguments.out, numbers)
     print(
         f"{numbers['fleets']} fleets, {numbers['at_once']} at once:"
         f" {numbers['wall_s_per_fleet']} s and"

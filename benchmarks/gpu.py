@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from endless import TURNS, episodes, renderer, serving
-from harness import RESULTS, ROOT, in_a_process, machine, parser_of, read, write
+from harness import RESULTS, ROOT, in_a_process, machine, parser_of, read, stage_points, write
 from packed import batch_of, packed, padded, twin_of
 
 from agentgym.algorithms.advantages import with_advantages
@@ -431,13 +431,7 @@ def case_step(size: Size) -> dict[str, Any]:
     rewards = torch.zeros_like(batch.rewards)
     rewards[batch.starts[1:] - 1] = won
     batch = replace(batch, group_ids=pairs, rewards=rewards)
-    learner = LocalLearner(
-        made(size).model,
-        OptimizerConfig(lr=1e-6),
-        total_steps=1000,
-        ranks=SingleProcess(size.device),
-        settings=LearnerConfig(micro_batch_tokens=size.trained[0] * 2),
-    )
+    learner = learner_of(size, LearnerConfig(micro_batch_tokens=size.trained[0] * 2))
     steps = itertools.count(1)
 
     def learn() -> None:
@@ -464,13 +458,7 @@ def case_step(size: Size) -> dict[str, Any]:
 
 def case_optimizer(size: Size) -> dict[str, Any]:
     """AdamW's step alone, clipping and rounding included, on masters of float32"""
-    learner = LocalLearner(
-        made(size).model,
-        OptimizerConfig(lr=1e-6),
-        total_steps=1000,
-        ranks=SingleProcess(size.device),
-        settings=LearnerConfig(),
-    )
+    learner = learner_of(size, LearnerConfig())
     batch = actions_of(size, (16,))
     learner.sft_step(batch, step=1)
     network = learner._policy
@@ -540,8 +528,6 @@ def staged(params: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from agentgym.audit import audit
     from agentgym.pipeline.run import run_step
     from agentgym.pipeline.table import finished, open_store, steps_of
-    from agentgym.steps.context import METRICS
-    from agentgym.tracking.points import decode_points
 
     with tempfile.TemporaryDirectory() as folder:
         cfg = load_config(params, [*overrides, f"store.path={folder}/store"])
@@ -552,10 +538,9 @@ def staged(params: Path, overrides: Sequence[str]) -> dict[str, Any]:
             took[name] = round(time.perf_counter() - began, 1)
         if not (report := audit(cfg, num_episodes=16)).ok:
             raise RuntimeError(f"the audit fails: {report.to_json()}")
-        store = open_store(cfg)
-        steps = finished(cfg, store)
+        steps = finished(cfg, open_store(cfg))
         last_stage = [step for step in steps if step.startswith("stage-")][-1]
-        last = decode_points(store.read(steps[last_stage], METRICS))[-1].metrics
+        last = stage_points(cfg)[-1].metrics
         success = {
             name.removeprefix("evaluate-"): manifest.results["summary"]
             for name, manifest in steps.items()
@@ -672,13 +657,7 @@ def case_varlen(size: Size) -> dict[str, Any]:
 
 def trained(size: Size, batch: Batch, settings: LearnerConfig) -> dict[str, float]:
     """Seconds of a forward and backward of all sequences, and their peak memory."""
-    learner = LocalLearner(
-        made(size).model,
-        OptimizerConfig(),
-        total_steps=1,
-        ranks=SingleProcess(size.device),
-        settings=settings,
-    )
+    learner = learner_of(size, settings)
     every = torch.arange(batch.num_sequences, device=size.device)
 
     def learn() -> None:
@@ -691,6 +670,12 @@ def trained(size: Size, batch: Batch, settings: LearnerConfig) -> dict[str, floa
     took = seconds(size, learn)
     peak = torch.cuda.max_memory_allocated() if size.device == "cuda" else 0
     return {"seconds": took, "peak_gib": round(peak / 2**30, 2)}
+
+
+def learner_of(size: Size, settings: LearnerConfig) -> LocalLearner:
+    ranks, optimizer = SingleProcess(size.device), OptimizerConfig(lr=1e-6)
+    model = made(size).model
+    return LocalLearner(model, optimizer, total_steps=1000, ranks=ranks, settings=settings)
 
 
 def actions_of(size: Size, lengths: Sequence[int]) -> Batch:
@@ -733,39 +718,25 @@ def sampling(sample: int, turn: int, tokens: int) -> Sampling:
     return Sampling(SampleKey(0, 1, "gpu_0", sample, turn), 1.0, tokens)
 
 
-CASES: dict[str, Callable[[Size], dict[str, Any]]] = {  # the most valuable first
-    "ceilings": case_ceilings,
-    "publish": case_publish,
-    "rollouts": case_rollouts,
-    "logprobs": case_logprobs,
-    "step": case_step,
-    "optimizer": case_optimizer,
-    "training": case_training,
-    "head": case_head,
-    "start": case_start,
-    "real": case_real,
-    "varlen": case_varlen,
-    "training_7b": case_training_7b,
-    "mismatch": case_mismatch,
-    "staged": case_staged,
-}
-# seconds on an H200, imports included; those of new cases are estimates
-EXPECTED_S = {
-    "ceilings": 15,
-    "publish": 150,
-    "rollouts": 150,
-    "logprobs": 120,
-    "step": 60,
-    "optimizer": 30,
-    "training": 120,
-    "head": 30,
-    "start": 180,
-    "real": 280,
-    "varlen": 30,
-    "training_7b": 60,
-    "mismatch": 110,
-    "staged": 700,
-}
+# the most valuable first; seconds on an H200, imports included, those of new cases are estimates
+EXPECTED: tuple[tuple[Callable[[Size], dict[str, Any]], int], ...] = (
+    (case_ceilings, 15),
+    (case_publish, 150),
+    (case_rollouts, 150),
+    (case_logprobs, 120),
+    (case_step, 60),
+    (case_optimizer, 30),
+    (case_training, 120),
+    (case_head, 30),
+    (case_start, 180),
+    (case_real, 280),
+    (case_varlen, 30),
+    (case_training_7b, 60),
+    (case_mismatch, 110),
+    (case_staged, 700),
+)
+CASES = {case.__name__.removeprefix("case_"): case for case, _ in EXPECTED}
+EXPECTED_S = {name: seconds for name, (_, seconds) in zip(CASES, EXPECTED, strict=True)}
 
 
 if __name__ == "__main__":

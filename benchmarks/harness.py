@@ -14,6 +14,7 @@ import platform
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -28,6 +29,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs/results"
+PACKAGES = ("agentgym", "envs", "sites", "services", "tasks", "flows")
 POLL_S = 0.1
 T = TypeVar("T")
 
@@ -277,6 +279,17 @@ def git(*arguments: str) -> str:
 
 def commit_of(name: str) -> str:
     return git("rev-parse", "--short=12", f"{name}^{{commit}}")
+
+
+@contextlib.contextmanager
+def tree_of(commit: str) -> Iterator[Path]:
+    """Yield a temporary folder with the files of a commit, without git's own."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive, tree = Path(folder, "tree.tar"), Path(folder, "tree")
+        git("archive", f"--output={archive}", commit)
+        with tarfile.open(archive) as content:
+            content.extractall(tree, filter="data")
+        yield tree
 
 
 @contextlib.contextmanager

@@ -78,24 +78,14 @@ def main() -> None:
 def count(tree: Path) -> dict[str, int]:
     """Number of statements of each file that ran."""
     from agentgym.config import load_config
-
-    try:
-        from agentgym.pipeline.run import run_step
-    except ImportError:  # commits before the package agentgym.pipeline
-        from agentgym.steps import run_step  # type: ignore
+    from agentgym.pipeline.run import run_step
+    from agentgym.pipeline.table import steps_of
 
     with tempfile.TemporaryDirectory() as folder:
         for seed in (1, 0):
-            cfg = load_config(
-                tree / "params.yaml",
-                [
-                    *SETTINGS,
-                    f"seed={seed}",
-                    f"store.path={folder}/{seed}/store",
-                    f"data.path={DATA}",
-                ],
-            )
-            names = [*_names(cfg)]
+            state = (f"seed={seed}", f"store.path={folder}/{seed}/store", f"data.path={DATA}")
+            cfg = load_config(tree / "params.yaml", [*SETTINGS, *state])
+            names = [*steps_of(cfg)]
             for name in names[: names.index("stage-1")]:
                 if not name.startswith("evaluate"):
                     run_step(name, cfg)
@@ -108,14 +98,6 @@ def count(tree: Path) -> dict[str, int]:
         str(path.relative_to(tree)): len({starts(path)[line] for line in line_numbers} - {0})
         for path, line_numbers in sorted(lines.items())
     }
-
-
-def _names(cfg: Any) -> list[str]:
-    try:
-        from agentgym.pipeline.table import steps_of
-    except ImportError:
-        from agentgym.steps import steps_of  # type: ignore
-    return list(steps_of(cfg))
 
 
 @contextlib.contextmanager

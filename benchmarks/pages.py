@@ -18,7 +18,6 @@ import json
 import math
 import os
 import signal
-import socket
 import statistics
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, parser_of, read, write
+from harness import RESULTS, ROOT, free_port, parser_of, read, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.deploy.owned import owned_process
@@ -40,7 +39,6 @@ from agentgym.tracking.points import Point
 from agentgym.tracking.views import VIEWS, link_to
 from envs.webarena.chromium import find_browser
 
-OUT = ROOT / "docs/results/pages.json"
 RUNS, STEPS, TURNS = 200, 50, 3
 SETTLES_MS = 15_000  # until charts are drawn
 SHOWN = {"x": 0, "y": 0, "width": 1410, "height": 1100}  # without the assistant at the right
@@ -81,7 +79,7 @@ def cost(cfg: RunConfig) -> dict[str, float]:
                 seconds = delivered_s(cfg, Path(folder), pages=pages)
             if turn:  # the first turn only imports
                 times[pages].append(seconds)
-    runs = read(ROOT / "docs/results/pipeline.json")["runs"]
+    runs = read(RESULTS / "pipeline.json")["runs"]
     whole = statistics.median(run["cpu_s"] for run in runs)
     extra = min(times[True]) - min(times[False])
     return {
@@ -115,9 +113,7 @@ def fill(tracker: Tracker) -> None:
 
 @contextlib.contextmanager
 def served(database: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}"]
     command += [f"--backend-store-uri=sqlite:///{database}", "--workers=1"]
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PATH": os.environ["PATH"]}

@@ -13,18 +13,15 @@ import io
 import json
 import random
 import re
-import subprocess
 import sys
-import tarfile
-import tempfile
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("agentgym", "envs", "sites", "services", "tasks", "flows")
+from harness import PACKAGES, RESULTS, ROOT, tree_of, write
+
 SIMULATORS = ("babyai", "sciworld", "searchqa", "textcraft", "webarena")  # prose of their own
 ANCHORS = ("starlette", "httpx", "prefect")  # other projects, as installed
 # pronouns and genitives: what follows hangs on the signature or on a noun that is not named
@@ -128,21 +125,6 @@ def count(root: Path, *folders: str) -> Text:
     )
 
 
-def count_commit(commit: str) -> Text:
-    """Count the packages of a commit."""
-    archive = subprocess.run(
-        ["git", "archive", commit, *PACKAGES],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-            files.extractall(folder, filter="data")
-        return count(Path(folder))
-
-
 def count_package(name: str) -> Text:
     """Count an installed package."""
     (installed,) = importlib.util.find_spec(name).submodule_search_locations
@@ -167,11 +149,10 @@ def main(arguments: list[str]) -> None:
         return
     counts = {"now": asdict(count(ROOT))}
     for commit in arguments:
-        counts["before"] = {"commit": commit, **asdict(count_commit(commit))}
+        with tree_of(commit) as tree:
+            counts["before"] = {"commit": commit, **asdict(count(tree))}
         counts |= {name: asdict(count_package(name)) for name in ANCHORS}
-        (ROOT / "docs/results/plain.json").write_text(
-            json.dumps(counts, indent=1) + "\n", encoding="utf-8"
-        )
+        write(RESULTS / "plain.json", counts)
     sys.stdout.write(json.dumps(counts, indent=1) + "\n")
 
 

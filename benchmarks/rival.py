@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from harness import ROOT, machine, parser_of, write
+from harness import ROOT, parser_of, wait_for, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import load_splits, train_stream
@@ -32,7 +32,6 @@ from agentgym.pipeline.table import open_store
 from agentgym.tracking.deliver import committed_points
 
 TRL = "trl==1.16.0"
-RESULTS = ROOT / "docs/results/rival.json"
 BEFORE = ("prepare", "demonstrate", "initialize", "warm-start")
 OURS = (
     "horizon.kind=fixed",
@@ -52,7 +51,7 @@ TIMEOUT_S = 900.0
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "rival.json")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--folder", type=Path, default=ROOT / "build/rival", help="TRL's packages")
@@ -71,13 +70,13 @@ def main() -> None:
                 runs.setdefault(name, []).append(run)
                 print(name, json.dumps(run), flush=True)
     result = {
-        "machine": machine() | {"rival": TRL},
+        "rival": TRL,
         "steps": arguments.steps,
         "ways": {name: _medians(measured) for name, measured in runs.items()},
         "runs": runs,
     }
     result["ratio"] = ratio(result["ways"])
-    write(RESULTS, result)
+    write(arguments.out, result)
     print(json.dumps({name: result[name] for name in ("ways", "ratio")}, indent=1))
 
 
@@ -158,12 +157,12 @@ def served(folder: Path) -> Iterator[str]:
     command += ["--port", "0", "--port-file", str(port), "--max-sessions", "256"]
     server = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
-        deadline = time.monotonic() + 60
-        while not (port.is_file() and port.read_text(encoding="utf-8").strip()):
-            if time.monotonic() > deadline or server.poll() is not None:
-                raise RuntimeError("the environment server did not start within 60 s")
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port.read_text(encoding='utf-8').strip()}"
+
+        def written() -> str:
+            return port.read_text(encoding="utf-8").strip() if port.is_file() else ""
+
+        number = wait_for(written, 60, "the environment server did not start", server)
+        yield f"http://127.0.0.1:{number}"
     finally:
         server.terminate()
         server.wait(60)

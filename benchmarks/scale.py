@@ -55,44 +55,27 @@ BANDWIDTHS = {
     "broadcast": 5e9,  # from rank 0 to the rollout workers
     "digest": 1.5e9,  # sha256 of one process
 }
+
+
+def shape_of(width: int, mlp: int, heads: int, kv: int, layers: int, vocab: int) -> dict[str, Any]:
+    """Return the sizes of a Qwen2 model; the larger vocabulary has a head of its own."""
+    return {
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "tie_word_embeddings": vocab == 151_936,
+    }
+
+
 # from the published config.json; the head is a tenth to a half of the parameters
 MODELS = {
-    "0.5B": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 24,
-        "vocab_size": 151_936,
-        "tie_word_embeddings": True,
-    },
-    "1.5B": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 28,
-        "vocab_size": 151_936,
-        "tie_word_embeddings": True,
-    },
-    "7B": {
-        "hidden_size": 3584,
-        "intermediate_size": 18_944,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 28,
-        "vocab_size": 152_064,
-        "tie_word_embeddings": False,
-    },
-    "32B": {
-        "hidden_size": 5120,
-        "intermediate_size": 27_648,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 64,
-        "vocab_size": 152_064,
-        "tie_word_embeddings": False,
-    },
+    "0.5B": shape_of(896, 4864, 14, 2, 24, 151_936),
+    "1.5B": shape_of(1536, 8960, 12, 2, 28, 151_936),
+    "7B": shape_of(3584, 18_944, 28, 4, 28, 152_064),
+    "32B": shape_of(5120, 27_648, 40, 8, 64, 152_064),
 }
 SIZES = ("1.5B", "7B", "32B")
 SEQUENCE = 2_048  # tokens
@@ -129,9 +112,7 @@ def main() -> int:
     parser.add_argument("--check", type=Path, help="an earlier result whose real runs are used")
     parser.add_argument("--models", type=Path, help="an earlier result whose large models are used")
     parser.add_argument("--folder", type=Path, help="folder for the real runs' files")
-    parser.add_argument(
-        "--half", action="store_true", help="train half of the model for real, if memory is short"
-    )
+    parser.add_argument("--half", action="store_true", help="train half of the model for real")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     shape = half(MODELS["0.5B"]) if chosen.half else MODELS["0.5B"]
@@ -140,9 +121,9 @@ def main() -> int:
     else:
         with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
             real = {str(size): really(Path(folder), shape, size) for size in CHECKED}
-            sys.stderr.write(f"{json.dumps(real)}\n")
+            print(json.dumps(real), file=sys.stderr)
     check = compared(real, {ranks: as_real(shape, int(ranks)) for ranks in real}, shape)
-    sys.stdout.write(json.dumps(check, indent=1) + "\n")
+    print(json.dumps(check, indent=1))
     known = read(chosen.models)["models"] if chosen.models else {}
     result = {
         "check": check,
@@ -173,7 +154,7 @@ def at_scale(shape: dict[str, Any]) -> dict[str, Any]:
     for ranks, load in configurations:
         paper = on_paper(shape, ranks, load)
         rows.append({"ranks": ranks, **vars(load), **paper, "seconds": seconds(paper, ranks)})
-        sys.stderr.write(f"{rows[-1]}\n")
+        print(rows[-1], file=sys.stderr)
     return {"shape": shape, "rows": rows}
 
 
@@ -362,8 +343,8 @@ def as_real(shape: dict[str, Any], ranks: int) -> dict[str, Any]:
 def compared(real: dict[str, Any], paper: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
     """Compare real runs with those on paper, multiplied by one rank's calibration factors."""
     mib = {
-        ranks: {phase: sum(traced_run["bytes"][phase].values()) / 2**20 for phase in PHASES}
-        for ranks, traced_run in paper.items()
+        ranks: {phase: sum(run["bytes"][phase].values()) / 2**20 for phase in PHASES}
+        for ranks, run in paper.items()
     }
     factors = {phase: real["1"]["mib"][phase] / mib["1"][phase] for phase in PHASES}
     off = {

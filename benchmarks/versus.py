@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, parser_of
+from harness import RESULTS, ROOT, parser_of, write
 
 from agentgym.comparison.versus import Named, versus
 from agentgym.comparison.versus_report import PAGE, files, lines
@@ -29,7 +29,6 @@ from agentgym.pipeline.table import open_store, steps_of
 from agentgym.steps.step import Kind
 from agentgym.store.files import write_whole
 
-OUT = ROOT / "docs/results"
 RECIPE = (
     "env.options.levels=[GoToRedBallNoDists]",
     "model.hidden_size=32",
@@ -111,7 +110,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each stage")
     parser.add_argument("--items", type=int, default=60)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--trained", action="store_true", help="the runs are in --state already")
     parser.add_argument("--state", type=Path, help="a folder to keep (default: none is kept)")
     chosen = parser.parse_args()
@@ -141,11 +140,7 @@ def main() -> int:
             write_whole(chosen.out / "versus" / f"{name}.html", files(comparison)[PAGE])
             result[name] = {"said": lines(comparison), "contrasts": comparison["contrasts"]}
             print("\n".join([f"{name}:", *result[name]["said"]]))
-    tree = {
-        **result,
-        "command": f"python benchmarks/versus.py --steps {chosen.steps} --items {chosen.items}",
-    }
-    write_whole(chosen.out / "versus.json", f"{json.dumps(tree, indent=1)}\n".encode())
+    write(chosen.out / "versus.json", result)
     return 0
 
 

@@ -243,7 +243,6 @@ def main() -> None:
         "steps_on_a_page_of_260_elements": on_page,
         "expert_episodes_on_the_embedded_sites": whole,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write(arguments.out, result)
 
 
