@@ -24,7 +24,6 @@ from agentgym.config import load_config  # noqa: E402
 from agentgym.evaluation.request import EvaluationRequest  # noqa: E402
 from agentgym.pipeline.evaluation import evaluate_policy  # noqa: E402
 
-RESULTS = ROOT / "docs/results/baselines.json"
 # environment -> test items, turns (`random` gets the published ROUNDS), episodes in flight
 PLAYED = {
     "babyai": (90, 60, 16),

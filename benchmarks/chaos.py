@@ -49,6 +49,7 @@ from chaos_project import (
 from harness import POLL_S, origin, parser_of, read
 
 KINDS = HERE | ON_CLUSTER
+FAILED = (RuntimeError, OSError, KeyError, subprocess.SubprocessError, psutil.Error)
 MAX_COMMANDS = 5  # repetitions; one of them must succeed
 WATCH_S = 0.25  # poll interval of an undisturbed run
 TRIES = 8  # for each fault that must hit
@@ -120,11 +121,8 @@ def attempt(
         while not (victims := kind.victims(project, process)) and process.poll() is None:
             time.sleep(POLL_S)  # this run is slower than the one observed
             project.look_at_ports()
-        trial.at_s, trial.phase, trial.hit = (
-            time.monotonic() - began,
-            project.phase(),
-            bool(victims) and process.poll() is None,
-        )
+        trial.at_s, trial.phase = time.monotonic() - began, project.phase()
+        trial.hit = bool(victims) and process.poll() is None
         if trial.hit:
             kind.strike(scene, victims)
         struck = time.monotonic()
@@ -150,11 +148,10 @@ def attempt(
             if trial.codes[-1]:
                 trial.notes.append(f"{trial.codes[-1]}: {failure(again) or last_line(again)}")
         trial.recovery_s = time.monotonic() - struck
-        trial.failures["ended"] = (
-            []
-            if trial.codes[-1] == 0
-            else [f"not after {len(trial.codes)} commands: {trial.codes}; {trial.notes}"]
-        )
+        trial.failures["ended"] = []
+        if trial.codes[-1]:
+            no_end = f"not after {len(trial.codes)} commands: {trial.codes}; {trial.notes}"
+            trial.failures["ended"].append(no_end)
         check_gone(project, trial, kind.setting.stays, kind.setting.gone_within_s)
         check_result(project, overrides, reference, trial)
     check_gone(project, trial, keep="")
@@ -213,10 +210,8 @@ def to_markdown(result: dict[str, Any]) -> str:
             where = ", ".join(
                 f"{phase} {count}" if count > 1 else phase for phase, count in places.items()
             )
-            max_commands, longest = (
-                max(len(trial.codes) for trial in kind_hits),
-                max(trial.recovery_s for trial in kind_hits),
-            )
+            max_commands = max(len(trial.codes) for trial in kind_hits)
+            longest = max(trial.recovery_s for trial in kind_hits)
             lines.append(
                 f"| {what} | {len(kind_hits)} | {where} | {max_commands} | {longest:.0f} |"
                 f" {sum(trial.ok for trial in kind_hits)} of {len(kind_hits)} |"
@@ -345,11 +340,8 @@ class Campaign:
                     if hits[kind.name] + under_way[kind.name] < self.wanted[kind.name]
                     and self.tries[kind.name] < TRIES * self.wanted[kind.name]
                 ]
-                free = [
-                    kind
-                    for kind in left
-                    if not any(self.disturb(kind, other) for other in self.at_work)
-                ]
+                at_work = self.at_work
+                free = [k for k in left if not any(self.disturb(k, other) for other in at_work)]
                 if free:
                     kind = min(free, key=lambda kind: self.tries[kind.name])
                     self.at_work.append(kind)
@@ -377,29 +369,18 @@ class Campaign:
                 if kind.setting not in self.references:
                     same = [other for other in self.kinds if other.setting == kind.setting]
                     self.references[kind.setting] = observe(lane, prepared, kind.setting, same)
-                    self.result["references"][", ".join(other.name for other in same)] = asdict(
-                        self.references[kind.setting]
-                    )
+                    names = ", ".join(other.name for other in same)
+                    self.result["references"][names] = asdict(self.references[kind.setting])
                     with self.lock:
                         self.lock.notify_all()  # others of this setting may begin
-                trial = attempt(
-                    lane, prepared, kind, self.references[kind.setting], self.seed, number
-                )
+                reference = self.references[kind.setting]
+                trial = attempt(lane, prepared, kind, reference, self.seed, number)
                 if not trial.hit:
-                    self.references[kind.setting] = self.references[kind.setting].faster(trial.at_s)
-            except (
-                RuntimeError,
-                OSError,
-                KeyError,
-                subprocess.SubprocessError,
-                psutil.Error,
-            ) as error:  # the other trials still count
+                    self.references[kind.setting] = reference.faster(trial.at_s)
+            except FAILED as error:  # the other trials still count
                 lane.end()
-                trial = Trial(
-                    kind.name,
-                    number,
-                    failures={"ended": [f"{type(error).__name__}: {error}"[-1000:]]},
-                )
+                why = f"{type(error).__name__}: {error}"[-1000:]
+                trial = Trial(kind.name, number, failures={"ended": [why]})
             with self.lock:
                 self.at_work.remove(kind)
                 if not self.stopped:
@@ -409,10 +390,8 @@ class Campaign:
     def note(self, lane: Project, kind: Kind, trial: Trial) -> None:
         """Record the trial in the report; copy the logs of a failed one next to it."""
         now = time.monotonic() - self.began
-        print(
-            f"{now:6.0f} s  {kind.what}: {'ok' if trial.ok else 'FAILED'} {asdict(trial)}",
-            flush=True,
-        )
+        verdict = "ok" if trial.ok else "FAILED"
+        print(f"{now:6.0f} s  {kind.what}: {verdict} {asdict(trial)}", flush=True)
         self.result["trials"].append(asdict(trial))
         self.result["wall_s"] = now
         save(self.out, self.result)

@@ -28,7 +28,6 @@ from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.horizon import stages
 from agentgym.types import Item, Trajectory
 
-OUT = ROOT / "docs/results/drift.json"
 EVERY, NUM_ITEMS = 5, 512
 FIRST_ID = 1_000_000  # of items outside all lists
 SUCCESS = "validation/success"

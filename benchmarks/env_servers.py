@@ -23,7 +23,6 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,9 +65,6 @@ ACTIONS = {
         "<search>founded the company</search>",
     ),
 }
-# sessions: AgentGym's own servers on 2 cores under load, one process (steps/s, two runs); they got
-# other actions
-PUBLISHED = {32: {"textcraft": (1258, 1898), "babyai": (367, 540)}, 8: {"sciworld": (2.5, 4.7)}}
 OPTIONS = {
     "babyai": {"levels": "agentgym", "view": "agentgym", "actions": "high", "reward": "minigrid"}
 }
@@ -109,11 +105,8 @@ class Connection:
     def __init__(self, url: str, token: str) -> None:
         parts = urllib.parse.urlsplit(url)
         self._bearer = f"Authorization: Bearer {token}\r\n" if token else ""
-        self._host, self._port, self._prefix = (
-            parts.hostname or "",
-            parts.port or 80,
-            parts.path.rstrip("/"),
-        )
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._prefix = parts.path.rstrip("/")
 
     async def open(self) -> None:
         self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
@@ -236,24 +229,13 @@ def engine_seconds(url: str) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__, "envs.json")
-    parser.add_argument(
-        "envs", nargs="*", choices=[*ACTIONS, []], help=f"default: {', '.join(ACTIONS)}"
-    )
+    parser.add_argument("envs", nargs="*", choices=[*ACTIONS, []], help="default: all")
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--seconds", type=float, default=5.0, help="duration of each measurement")
-    parser.add_argument(
-        "--warm",
-        type=float,
-        default=0.0,
-        help="seconds of warm-up load before each measurement, for JIT compilers",
-    )
-    parser.add_argument(
-        "--server",
-        action="append",
-        default=[],
-        metavar="NAME=DIALECT=URL",
-        help="a running server",
-    )
+    warm = "seconds of warm-up load before each measurement, for JIT compilers"
+    parser.add_argument("--warm", type=float, default=0.0, help=warm)
+    form = "NAME=DIALECT=URL"
+    parser.add_argument("--server", action="append", default=[], metavar=form, help="it runs")
     arguments = parser.parse_args()
     targets = [
         Target(env, dialect, url.rstrip("/"), url)
@@ -276,26 +258,7 @@ def main() -> None:
                     asyncio.run(measure(target, num_sessions, arguments.warm))
                 rows.append(asyncio.run(measure(target, num_sessions, arguments.seconds)))
                 print(*(f"{name} {value}" for name, value in asdict(rows[-1]).items()), sep=", ")
-    result = {
-        "rows": [asdict(row) for row in rows],
-        "published_agentgym_steps_per_s_by_sessions": PUBLISHED,
-        "ratios_to_published": published_ratios(rows),
-    }
-    write(arguments.out, result)
-    print(result["ratios_to_published"])
-
-
-def published_ratios(rows: Sequence[Measured]) -> dict[str, dict[str, float]]:
-    ratios = {}
-    for row in rows:
-        published = PUBLISHED.get(row.sessions, {})
-        if (row.dialect, row.label) == ("native", "ours") and row.env in published:
-            low, high = published[row.env]
-            ratios[row.env] = {
-                "over_agentgyms_slower_run": row.steps_per_s / low,
-                "over_its_faster_run": row.steps_per_s / high,
-            }
-    return ratios
+    write(arguments.out, {"rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

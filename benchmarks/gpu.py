@@ -21,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -132,14 +133,9 @@ DRY = Size(
     matmul=64,
     copied=1 << 20,
     staged=(
-        "rollout.engine=vllm",
-        "horizon.stage_steps=[1,1,1]",
-        "warm_start.steps=2",
-        "rollout.items_per_step=2",
-        "validation.num_items=4",
-        "evaluation.num_items=4",
-        "evaluation.num_samples=1",
-        "evaluation.k=[1]",
+        *("rollout.engine=vllm", "horizon.stage_steps=[1,1,1]", "warm_start.steps=2"),
+        *("rollout.items_per_step=2", "validation.num_items=4", "evaluation.num_items=4"),
+        *("evaluation.num_samples=1", "evaluation.k=[1]"),
     ),
     trained=(48,) * 4,
     mixed=(8, 12, 16, 48, 64),
@@ -241,15 +237,12 @@ def case_rollouts(size: Size) -> dict[str, Any]:
     """Whole episodes over HTTP against the same requests put to vLLM by hand"""
 
     async def measure(endpoint: str) -> list[tuple[float, float]]:
-        policy = opened(size, size.concurrency)
-        try:
+        async with opened(size, size.concurrency) as policy:
             await episodes(endpoint, size.concurrency, policy, concurrency=size.concurrency)
             return [
                 (await ours(policy, endpoint, size), await by_hand(policy, size))
                 for _ in range(size.rounds)
             ]
-        finally:
-            await policy.close()
 
     with serving() as endpoint:
         rates = asyncio.run(measure(endpoint))
@@ -311,9 +304,8 @@ def case_publish(size: Size) -> dict[str, Any]:
         weights = {
             name: tensor.to(size.device) for name, tensor in weights_of(checkpoint.model).items()
         }
-        policy, took, gaps = opened(size, 16), [], []
-        try:
-            ended: list[float] = []
+        took, gaps, ended = [], [], list[float]()
+        async with opened(size, 16) as policy:
             players = [asyncio.ensure_future(stream(policy, number, ended)) for number in range(8)]
             for version in range(1, 2 + size.rounds):
                 await asyncio.sleep(2.0)
@@ -326,8 +318,6 @@ def case_publish(size: Size) -> dict[str, Any]:
             for player in players:
                 player.cancel()
             await asyncio.gather(*players, return_exceptions=True)
-        finally:
-            await policy.close()
         return took, gaps
 
     took, gaps = asyncio.run(measure())
@@ -353,17 +343,14 @@ async def stream(policy: Any, number: int, ended: list[float]) -> None:
 def case_start(size: Size) -> dict[str, Any]:
     """Seconds from the start of an engine to its first token, for the first and the second start"""
 
-    async def first_token(policy: Any) -> None:
-        try:
+    async def first_token() -> None:
+        async with opened(size, 16) as policy:
             await policy.generate([5, 6, 7], sampling(0, 0, 1))
-        finally:
-            await policy.close()
 
     took = []
     for _ in range(2):
         began = time.perf_counter()
-        policy = opened(size, 16)
-        asyncio.run(first_token(policy))
+        asyncio.run(first_token())
         took.append(round(time.perf_counter() - began, 1))
     return {"first_s": took[0], "again_s": took[1]}
 
@@ -400,16 +387,13 @@ def case_logprobs(size: Size) -> dict[str, Any]:
         return size.concurrency * limit / (time.perf_counter() - began)
 
     async def measure() -> dict[str, list[float]]:
-        policy = opened(size, size.concurrency)
-        try:
+        rates_of: dict[str, list[float]] = {kind: [] for kind in kinds}
+        async with opened(size, size.concurrency) as policy:
             await rate(policy, {})
-            rates_of: dict[str, list[float]] = {kind: [] for kind in kinds}
             for _ in range(size.rounds):
                 for kind, options in kinds.items():
                     rates_of[kind].append(await rate(policy, options))
-            return rates_of
-        finally:
-            await policy.close()
+        return rates_of
 
     rates = {kind: statistics.median(rounds) for kind, rounds in asyncio.run(measure()).items()}
     return {
@@ -472,17 +456,12 @@ def case_mismatch(size: Size) -> dict[str, Any]:
     """Log-probabilities of sampled tokens: the engine's minus those of our own forward"""
 
     async def sample() -> list[Completion]:
-        policy = opened(size, size.sequences)
-        try:
-            prompts = [[*range(5, 25), number] for number in range(size.sequences)]
-            return await asyncio.gather(
-                *(
-                    policy.generate(ids, sampling(number, 0, 200))
-                    for number, ids in enumerate(prompts)
-                )
-            )
-        finally:
-            await policy.close()
+        prompts = [[*range(5, 25), number] for number in range(size.sequences)]
+        async with opened(size, size.sequences) as policy:
+            requests = [
+                policy.generate(ids, sampling(number, 0, 200)) for number, ids in enumerate(prompts)
+            ]
+            return await asyncio.gather(*requests)
 
     completions = asyncio.run(sample())
     gc.collect()
@@ -494,11 +473,9 @@ def case_mismatch(size: Size) -> dict[str, Any]:
         if completion.ids
     ]
     scores = asyncio.run(plain.score(sequences))
+    pairs = zip(completions, scores, strict=True)
     gaps = torch.cat(
-        [
-            torch.tensor(completion.logprobs) - score[-len(completion.ids) :]
-            for completion, score in zip(completions, scores, strict=True)
-        ]
+        [torch.tensor(ours.logprobs) - score[-len(ours.ids) :] for ours, score in pairs]
     ).double()
     return {
         "tokens": len(gaps),
@@ -621,9 +598,8 @@ def case_head(size: Size) -> dict[str, Any]:
     }
     small = replace(size, model=size.model.model_copy(update={"num_layers": 1}))
     for name, chunk in {"whole": batch.num_tokens, "chunked": batch.num_tokens // 4}.items():
-        figures = trained(
-            small, batch, LearnerConfig(micro_batch_tokens=1 << 30, head_chunk_tokens=chunk)
-        )
+        settings = LearnerConfig(micro_batch_tokens=1 << 30, head_chunk_tokens=chunk)
+        figures = trained(small, batch, settings)
         result |= {
             f"{name}_peak_gib": figures["peak_gib"],
             f"{name}_s": round(figures["seconds"], 4),
@@ -705,13 +681,19 @@ def made(size: Size, seed: int = 0) -> Checkpoint:
     return new_checkpoint(model.to(size.dtype), tokenizer)
 
 
-def opened(size: Size, num_slots: int) -> Any:
+@asynccontextmanager
+async def opened(size: Size, num_slots: int) -> AsyncIterator[Any]:
+    """Open vLLM with a model of random weights; close it in the end."""
     cfg = RunConfig(
         compute_device=size.device,
         rollout={"engine": "vllm", "concurrency": num_slots},
         model={"context_tokens": CONTEXT},
     )
-    return open_here(cfg, made(size), num_slots=num_slots, version=0)
+    policy = open_here(cfg, made(size), num_slots=num_slots, version=0)
+    try:
+        yield policy
+    finally:
+        await policy.close()
 
 
 def sampling(sample: int, turn: int, tokens: int) -> Sampling:

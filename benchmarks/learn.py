@@ -28,7 +28,6 @@ import numpy as np
 import yaml
 from harness import RESULTS, ROOT, origin, parser_of, read, write
 
-from agentgym.algorithms.recipe import RECIPES
 from agentgym.comparison.described import load_comparison
 from agentgym.comparison.matrix import Cell, cells_of
 from agentgym.comparison.report import AXES, result_files, table_markdown
@@ -38,6 +37,7 @@ from agentgym.evaluation.passk import FloatArray
 # success that each recipe must reach, and its largest allowed fall from its own best
 SUCCESS, FROM_BEST = 0.85, 0.10
 ITEMS, SEEDS = 512, 5
+FILES = ("comparisons/learn.yaml", "comparisons/offline.yaml", "comparisons/unlock.yaml")
 ITEMS_FILE = "learn_items.json.gz"
 SUPERVISED = ("sft", "dpo", "agent_evol")
 # arXiv:2509.08755, Qwen2.5-7B on TextCraft, BabyAI, SciWorld (points): ScalingInter minus a fixed
@@ -76,12 +76,9 @@ def main() -> int:
     # raise on SIGTERM, so that the running comparison ends with this process
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.chdir(ROOT)
-    files = ["comparisons/learn.yaml"]
-    if set(SUPERVISED) <= RECIPES.keys():
-        files += ["comparisons/offline.yaml", "comparisons/unlock.yaml"]
     rows: list[Row] = []
     tables = []
-    for file in files:
+    for file in FILES:
         comparison = load_comparison(file)
         cells: Sequence[Cell] = cells_of(comparison, arguments.overrides)
         saved: list[Row] = []
@@ -147,10 +144,7 @@ def run(file: str, missing: Sequence[Cell], parallel: int, overrides: Sequence[s
 
 
 def publish(
-    tables: Sequence[dict[str, Any]],
-    verdicts: Sequence[Verdict],
-    claims: Sequence[str],
-    out: Path,
+    tables: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], claims: Sequence[str], out: Path
 ) -> None:
     """Write one JSON file with everything, one text, and the figures of each table."""
     out.mkdir(parents=True, exist_ok=True)
@@ -164,27 +158,16 @@ def publish(
         "tables": list(tables),
     }
     write(out / "learn.json", result)
-    text = [
-        "# What it learns, and how sure that is",
-        "",
-        f"`{origin()['command']}`",
-        "",
-        "## Verdicts",
-        "",
-    ]
+    command = origin()["command"]
+    text = ["# What it learns, and how sure that is", "", f"`{command}`", "", "## Verdicts", ""]
     text += ["| point | verdict | figures |", "| --- | --- | --- |"]
     words = {True: "pass", False: "**fail**", None: "not run"}
-    text += [
-        f"| {verdict.what} | {words[verdict.ok]} | {verdict.figures} |" for verdict in verdicts
-    ]
+    text += [f"| {point.what} | {words[point.ok]} | {point.figures} |" for point in verdicts]
     text += ["", "## Published claims at this scale", "", *(f"- {claim}" for claim in claims)]
     for table_content in tables:
+        name = table_content["name"]
         text += ["", table_markdown(table_content).replace("# ", "## ", 1)]
-        text += [
-            f"![results]({table_content['name']}.png)",
-            "",
-            f"![learning curves]({table_content['name']}_curves.png)",
-        ]
+        text += [f"![results]({name}.png)", "", f"![learning curves]({name}_curves.png)"]
     (out / "learn.md").write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
@@ -203,9 +186,8 @@ def save_items(rows: Sequence[Row], out: Path) -> None:
         for cell in row.cells
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / ITEMS_FILE).write_bytes(
-        gzip.compress(json.dumps(items, separators=(",", ":")).encode(), mtime=0)
-    )
+    text = json.dumps(items, separators=(",", ":"))
+    (out / ITEMS_FILE).write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def saved_rows(cells: Sequence[Cell], out: Path) -> tuple[list[Row], list[Cell]]:

@@ -38,7 +38,6 @@ from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.types import Item
 
-OUT = ROOT / "docs/results/lora.json"
 CHANGES = ["lora.rank=16", "lora.alpha=32", "optimizer.lr=0.002"]
 PATIENCE = [  # long timeouts for a busy machine; they change no result
     "rollout.episode_timeout_s=3600",

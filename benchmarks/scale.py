@@ -290,13 +290,8 @@ def really(
     rank_results = checkpoints.ranks(folder / f"{size}", size, text, weights, {}, program, start)
     for blobs in (weights, *(rank_result["blobs"] for rank_result in rank_results)):
         checkpoints.removed(store_place, blobs)
-    return {
-        "mib": {
-            phase: max(rank_result[f"{phase}_mib"] for rank_result in rank_results)
-            for phase in PHASES
-        },
-        "moved": rank_results[0]["moved"],
-    }
+    mib = {phase: max(result[f"{phase}_mib"] for result in rank_results) for phase in PHASES}
+    return {"mib": mib, "moved": rank_results[0]["moved"]}
 
 
 def rank_main(folder: Path, rank: int, size: int) -> None:
@@ -405,7 +400,7 @@ def table(result: dict[str, Any]) -> str:
         "|---" * 10 + "|",
     ]
     for name, model in result["models"].items():
-        for row in [candidate for candidate in model["rows"] if is_usual(candidate)]:
+        for row in filter(is_usual, model["rows"]):
             took = row["seconds"]
             cells = [
                 name,
@@ -434,22 +429,10 @@ def gib(result: dict[str, Any], row: dict[str, Any], phase: str) -> str:
 
 def loads_table(result: dict[str, Any]) -> str:
     """Table of the kinds of memory in an update, at NODE ranks."""
-    kinds = (
-        "weights",
-        "master weights",
-        "moments",
-        "gradients",
-        "gathered weights",
-        "exchanged gradients",
-        "activations",
-        "logits",
-        STEP,
-        HOST,
-    )
-    lines = [
-        f"| model | tokens | blocks | {' | '.join(kinds)} |",
-        "|---" * (3 + len(kinds)) + "|",
-    ]
+    kinds = ("weights", "master weights", "moments", "gradients", "gathered weights")
+    kinds += ("exchanged gradients", "activations", "logits", STEP, HOST)
+    lines = [f"| model | tokens | blocks | {' | '.join(kinds)} |"]
+    lines += ["|---" * (3 + len(kinds)) + "|"]
     for name, model in result["models"].items():
         for row in [candidate for candidate in model["rows"] if candidate["ranks"] == NODE]:
             gib_by_kind = [row["bytes"]["update"].get(kind, 0) / 2**30 for kind in kinds]

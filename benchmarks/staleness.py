@@ -36,7 +36,6 @@ from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.horizon import stages
 from agentgym.training.ahead import Ahead
 
-OUT = ROOT / "docs/results/staleness.json"
 CASES = {
     "as it is": (0, 1, 4),
     "slow learner": (1, 4),  # at 0 a slow learner changes nothing

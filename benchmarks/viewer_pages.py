@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,9 +166,6 @@ class Walk:
             self.violations.append(
                 f"{name}: {violation['id']}: {len(violation['nodes'])} such as {where}"
             )
-
-
-Visit = Callable[[Walk, str], None]
 
 
 def looked_at(viewer: Viewer, base: str, images: Path) -> dict[str, Any]:
