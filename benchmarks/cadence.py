@@ -70,12 +70,8 @@ def main() -> int:
             alone_s = time.monotonic() - began
             landed = kill_often(victim, every, chosen.kills, alone_s, rng)
             rows.append(compared(settings(twin, every), settings(victim, every), every, landed))
-            sys.stdout.write(f"{rows[-1]}\n")
-    result = {
-        "settings": SHORT,
-        "rows": rows,
-    }
-    write(chosen.out, result)
+            print(rows[-1])
+    write(chosen.out, {"settings": SHORT, "rows": rows})
     fine = all(row["identical"] and not row["repeated_points"] and row["audit"] for row in rows)
     return 0 if fine else 1
 
@@ -85,12 +81,8 @@ def settings(folder: Path, every: int) -> RunConfig:
 
 
 def overrides(folder: Path, every: int) -> list[str]:
-    return [
-        *SHORT,
-        "store.max_mib_per_minute=0",
-        f"store.path={folder / 'store'}",
-        f"store.commit_every={every}",
-    ]
+    commits = f"store.path={folder / 'store'}", f"store.commit_every={every}"
+    return [*SHORT, "store.max_mib_per_minute=0", *commits]
 
 
 def kill_often(
@@ -102,7 +94,7 @@ def kill_often(
     landed: list[int] = []
     while len(landed) < kills:
         # with rare commits, each kill may lose a whole stage
-        process = started(folder, every)
+        process = started(overrides(folder, every))
         try:
             process.wait(rng.uniform(0.2, 0.8 * alone_s))
         except subprocess.TimeoutExpired:
@@ -113,15 +105,15 @@ def kill_often(
             if process.returncode:
                 raise RuntimeError(f"a run ended with code {process.returncode}")
             break  # the run ended before all kills were done
-    process = started(folder, every)
+    process = started(overrides(folder, every))
     if process.wait(LIMIT_S):
         raise RuntimeError(f"the run after the kills ended with code {process.returncode}")
     return landed
 
 
-def started(folder: Path, every: int) -> subprocess.Popen[bytes]:
+def started(settings: list[str]) -> subprocess.Popen[bytes]:
     """Start a run of both stages; return it once it is about to begin."""
-    command = [sys.executable, "-c", CHILD, *overrides(folder, every)]
+    command = [sys.executable, "-c", CHILD, *settings]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()

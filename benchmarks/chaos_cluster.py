@@ -10,23 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
-from chaos_deployed import MLFLOW, PREFECT, STATE, Deployed, forwarded, secret_of
+from chaos_deployed import (
+    CONTROL_PLANE,
+    MLFLOW,
+    PREFECT,
+    STATE,
+    Cluster,
+    Deployed,
+    control_plane,
+    forwarded,
+    secret_of,
+)
 from chaos_kinds import (
     FLOW,
     KILL,
@@ -41,126 +49,21 @@ from chaos_kinds import (
 )
 from chaos_project import START_TIMEOUT_S, Project
 from chaos_servers import MlflowServer, no_mount, ray_variables, s3_store, small_disk
-from harness import ROOT, free_port, output_of, read, wait_for
+from harness import ROOT, free_port, read, wait_for
 
 from agentgym.deploy.kube import Kind as Resource
 from agentgym.deploy.kube import connect
 from agentgym.deploy.kuberay import RAY_CLUSTER
-from agentgym.deploy.manifests import FLEETS, RUN_LABEL, SERVICES, find_kubectl, rendered
+from agentgym.deploy.manifests import FLEETS, SERVICES, rendered
 from agentgym.deploy.owned import owned_process
 
-CONTROL_PLANE = "AGENTGYM_TEST_CONTROL_PLANE"  # path of the program that starts one
 API_AWAY_S = 60.0
-LEFT = "deployments,services,poddisruptionbudgets,endpoints,endpointslices,leases,replicasets,pods"
 OVERRIDES = (  # small: pods and their probes use CPU time
     *("warm_start.num_demos=16", "warm_start.steps=20", "evaluation.num_items=4"),
     *("env.deploy=kubernetes", "env.replicas=2", "env.max_sessions=256"),
     *("kubernetes.overlay=test", "kubernetes.lease_s=30", "kubernetes.ready_timeout_s=300"),
 )
 BEFORE = ("before the first step", "after")  # phases in which no step is running
-
-
-@dataclass
-class Cluster:
-    """A test cluster, operated as usual: a lost node is replaced."""
-
-    folder: Path
-    stack: contextlib.ExitStack
-    programs: list[Path] = field(default_factory=list)  # folders of the programs that own nodes
-
-    @property
-    def kubeconfig(self) -> Path:
-        return self.folder / "control-plane/kubeconfig"
-
-    def kubectl(self, *words: str, objects: list[Any] | None = None) -> str:
-        """Run kubectl; return its output. Errors: RuntimeError with kubectl's message."""
-        return output_of(
-            [find_kubectl(), *words],
-            stdin=objects and json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
-            env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
-            timeout_s=START_TIMEOUT_S,
-        )
-
-    def add_nodes(self, *names: str, app: Path = ROOT) -> None:
-        """Start nodes and wait until they are ready. app: what their containers have at /app."""
-        node_folder = self.folder / f"nodes-{len(self.programs)}"
-        command = [sys.executable, str(ROOT / "tests/k8s/node"), *names, "--app", str(app)]
-        command += ["--kubeconfig", str(self.kubeconfig), "--folder", str(node_folder)]
-        command += ["--backoff", "2"]
-        log = self.folder / f"{node_folder.name}.log"
-        self.stack.enter_context(owned_process(command, log_path=log, env={}))
-        self.programs.append(node_folder)
-
-        def ready() -> bool:
-            return not (set(names) - self.nodes().keys() or self.not_ready(names))
-
-        wait_for(ready, START_TIMEOUT_S, f"nodes {names} do not come up", log=log)
-
-    def not_ready(self, names: tuple[str, ...]) -> list[str]:
-        listed = json.loads(self.kubectl("get", "nodes", "--output=json"))["items"]
-        ready = {
-            node["metadata"]["name"]
-            for node in listed
-            for condition in node["status"].get("conditions", ())
-            if (condition["type"], condition["status"]) == ("Ready", "True")
-        }
-        return [name for name in names if name not in ready]
-
-    def nodes(self) -> dict[str, psutil.Process]:
-        """Live nodes: name -> process."""
-        alive = {}
-        for program in self.programs:
-            with contextlib.suppress(OSError, ValueError):
-                pids = read(program / "nodes.json")["nodes"]
-                for name, pid in pids.items():
-                    with contextlib.suppress(psutil.Error):
-                        process = psutil.Process(pid)
-                        if process.status() != psutil.STATUS_ZOMBIE:
-                            alive[name] = process
-        return alive
-
-    def containers(self, *command: str) -> list[psutil.Process]:
-        """First processes of pods' containers whose command begins with these words."""
-        matches = []
-        for node in self.nodes().values():
-            with contextlib.suppress(psutil.Error):
-                for child in node.children(recursive=True):
-                    with contextlib.suppress(psutil.Error):
-                        if child.cmdline()[: len(command)] == list(command):
-                            matches.append(child)
-        return matches
-
-    def servers(self) -> list[psutil.Process]:
-        """The environment servers in pods."""
-        return self.containers("python", "-m", "envs", "serve")
-
-    def left(self) -> list[str]:
-        """Names of all objects that have a run's label."""
-        names = self.kubectl("get", LEFT, "-n", FLEETS, f"-l{RUN_LABEL}", "--output=name")
-        return names.split()
-
-    def check_nothing_left(self) -> None:
-        """Raise RuntimeError if an object of a run is left."""
-        if left := self.left():
-            raise RuntimeError(f"left in the cluster: {', '.join(left)}")
-
-
-@contextlib.contextmanager
-def control_plane() -> Iterator[Cluster]:
-    """Start an API server, scheduler and controllers, without a node that accepts pods."""
-    folder = Path(tempfile.mkdtemp(prefix="agentgym-cluster-"))
-    script = os.environ[CONTROL_PLANE]
-    plane = folder / "control-plane"
-    with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        stack.callback(subprocess.run, [script, "down", str(plane)], check=False, timeout=60)
-        subprocess.run(
-            [script, "up", str(plane)], check=True, timeout=START_TIMEOUT_S, capture_output=True
-        )
-        kube_cluster = Cluster(folder, stack)
-        hollow = kube_cluster.kubectl("get", "nodes", "--output=name").split()
-        kube_cluster.kubectl("cordon", *hollow)  # no container runs there
-        yield kube_cluster
 
 
 def known_to(project: Project, kube_cluster: Cluster, **variables: str) -> Any:

@@ -1,5 +1,5 @@
-"""The deployment for flow runs that k8s/README.md describes, on the tests' nodes: Prefect's server,
-its worker and MLflow as pods, with their own accounts, probes and logins.
+"""A test cluster, and the deployment for flow runs that k8s/README.md describes on it: Prefect's
+server, its worker and MLflow as pods, with their own accounts, probes and logins.
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,14 +22,123 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import POLL_S, ROOT, output_of
+import psutil
+from chaos_project import START_TIMEOUT_S
+from harness import POLL_S, ROOT, output_of, read, wait_for
 
-from agentgym.deploy.manifests import ENVIRONMENT_LABEL, rendered
+from agentgym.deploy.manifests import ENVIRONMENT_LABEL, FLEETS, RUN_LABEL, find_kubectl, rendered
+from agentgym.deploy.owned import owned_process
 
 USER = "agentgym"
 STATE, PREFECT, MLFLOW = (f"agentgym-{name}" for name in ("state", "prefect", "mlflow"))  # claims
 PORTS = {"prefect": 4200, "mlflow": 5000}
 BEGIN_S = 900.0  # until all three are ready on a very busy machine
+
+CONTROL_PLANE = "AGENTGYM_TEST_CONTROL_PLANE"  # path of the program that starts one
+LEFT = "deployments,services,poddisruptionbudgets,endpoints,endpointslices,leases,replicasets,pods"
+
+
+@dataclass
+class Cluster:
+    """A test cluster, operated as usual: a lost node is replaced."""
+
+    folder: Path
+    stack: contextlib.ExitStack
+    programs: list[Path] = field(default_factory=list)  # folders of the programs that own nodes
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.folder / "control-plane/kubeconfig"
+
+    def kubectl(self, *words: str, objects: list[Any] | None = None) -> str:
+        """Run kubectl; return its output. Errors: RuntimeError with kubectl's message."""
+        return output_of(
+            [find_kubectl(), *words],
+            stdin=objects and json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
+            env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
+            timeout_s=START_TIMEOUT_S,
+        )
+
+    def add_nodes(self, *names: str, app: Path = ROOT) -> None:
+        """Start nodes and wait until they are ready. app: what their containers have at /app."""
+        node_folder = self.folder / f"nodes-{len(self.programs)}"
+        command = [sys.executable, str(ROOT / "tests/k8s/node"), *names, "--app", str(app)]
+        command += ["--kubeconfig", str(self.kubeconfig), "--folder", str(node_folder)]
+        command += ["--backoff", "2"]
+        log = self.folder / f"{node_folder.name}.log"
+        self.stack.enter_context(owned_process(command, log_path=log, env={}))
+        self.programs.append(node_folder)
+
+        def ready() -> bool:
+            return not (set(names) - self.nodes().keys() or self.not_ready(names))
+
+        wait_for(ready, START_TIMEOUT_S, f"nodes {names} do not come up", log=log)
+
+    def not_ready(self, names: tuple[str, ...]) -> list[str]:
+        listed = json.loads(self.kubectl("get", "nodes", "--output=json"))["items"]
+        ready = {
+            node["metadata"]["name"]
+            for node in listed
+            for condition in node["status"].get("conditions", ())
+            if (condition["type"], condition["status"]) == ("Ready", "True")
+        }
+        return [name for name in names if name not in ready]
+
+    def nodes(self) -> dict[str, psutil.Process]:
+        """Live nodes: name -> process."""
+        alive = {}
+        for program in self.programs:
+            with contextlib.suppress(OSError, ValueError):
+                pids = read(program / "nodes.json")["nodes"]
+                for name, pid in pids.items():
+                    with contextlib.suppress(psutil.Error):
+                        process = psutil.Process(pid)
+                        if process.status() != psutil.STATUS_ZOMBIE:
+                            alive[name] = process
+        return alive
+
+    def containers(self, *command: str) -> list[psutil.Process]:
+        """First processes of pods' containers whose command begins with these words."""
+        matches = []
+        for node in self.nodes().values():
+            with contextlib.suppress(psutil.Error):
+                for child in node.children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        if child.cmdline()[: len(command)] == list(command):
+                            matches.append(child)
+        return matches
+
+    def servers(self) -> list[psutil.Process]:
+        """The environment servers in pods."""
+        return self.containers("python", "-m", "envs", "serve")
+
+    def left(self) -> list[str]:
+        """Names of all objects that have a run's label."""
+        names = self.kubectl("get", LEFT, "-n", FLEETS, f"-l{RUN_LABEL}", "--output=name")
+        return names.split()
+
+    def check_nothing_left(self) -> None:
+        """Raise RuntimeError if an object of a run is left."""
+        if left := self.left():
+            raise RuntimeError(f"left in the cluster: {', '.join(left)}")
+
+
+@contextlib.contextmanager
+def control_plane() -> Iterator[Cluster]:
+    """Start an API server, scheduler and controllers, without a node that accepts pods."""
+    folder = Path(tempfile.mkdtemp(prefix="agentgym-cluster-"))
+    script = os.environ[CONTROL_PLANE]
+    plane = folder / "control-plane"
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(subprocess.run, [script, "down", str(plane)], check=False, timeout=60)
+        subprocess.run(
+            [script, "up", str(plane)], check=True, timeout=START_TIMEOUT_S, capture_output=True
+        )
+        kube_cluster = Cluster(folder, stack)
+        hollow = kube_cluster.kubectl("get", "nodes", "--output=name").split()
+        kube_cluster.kubectl("cordon", *hollow)  # no container runs there
+        yield kube_cluster
 
 
 @dataclass

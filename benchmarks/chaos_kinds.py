@@ -30,6 +30,7 @@ from chaos_servers import (
     slow_disk,
     small_disk,
 )
+from harness import set_words
 
 from agentgym.store.manifest import decode_commit
 
@@ -103,10 +104,7 @@ class Setting:
         if not self.takes_overrides:
             return self.command
         if self.command[1] == "agentgym":
-            return (
-                *self.command,
-                *(word for override in overrides for word in ("--set", override)),
-            )
+            return (*self.command, *set_words(overrides))
         # a deployment takes no --set: it uses the project's own servers
         return (*self.command, *overrides)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 import yaml
-from harness import POLL_S, ROOT, completed, git, output_of
+from harness import POLL_S, ROOT, completed, git, output_of, set_words
 
 # variable in the environment of every process of a project, by which they are found
 OWNER = "AGENTGYM_CHAOS_OWNER"
@@ -320,8 +320,7 @@ def check_result(
     project: Project, overrides: Sequence[str], reference: Reference, trial: Trial
 ) -> None:
     """Check the run with its audit, and its store and MLflow database directly."""
-    settings = [word for override in overrides for word in ("--set", override)]
-    audit = ("-m", "agentgym", "audit", "--json", "--episodes", "4", *settings)
+    audit = ("-m", "agentgym", "audit", "--json", "--episodes", "4", *set_words(overrides))
     trial.failures["audit"] = audit_failures(project.completed(*audit))
     steps, items = project.lineage(overrides)
     trial.failures["steps"] = (

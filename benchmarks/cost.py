@@ -14,15 +14,15 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from harness import RESULTS, checkout, commit_of, origin, output_of, parser_of, read, write
+from harness import checkout, commit_of, origin, output_of, parser_of, pipeline_in, read, write
 
-OUT = RESULTS / "cost.json"
 RUN_S = 3600
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, "cost.json")
     parser.add_argument("before", help="a commit")
     parser.add_argument("after", nargs="?", default="HEAD", help="a commit")
     parser.add_argument("--case", required=True, help="its name in the result")
@@ -41,41 +41,21 @@ def main() -> int:
                     home = state / f"{side}-{turn}"
                     runs[side].append(run(tree, home, [f"seed={turn}", *overrides[side]]))
                     print(commits[side], runs[side][-1], flush=True)
-    cases = [
-        {"commit": commit, "set": chosen_set, "runs": case_runs}
-        for commit, chosen_set, case_runs in zip(commits, overrides, runs, strict=True)
-    ]
-    ratio = total(runs[1], "cpu_s") / total(runs[0], "cpu_s")
-    result = read(OUT, {})
-    result[chosen.case] = {
-        **origin(),
-        "before": cases[0],
-        "after": cases[1],
-        "cpu_ratio": round(ratio, 3),
-    }
-    write(OUT, result)
-    sys.stdout.write(f"{chosen.case}: {ratio:.3f} of the CPU-seconds\n")
+    before_s, after_s = (statistics.fmean(run["cpu_s"] for run in side) for side in runs)
+    case: dict[str, Any] = {"cpu_ratio": round(after_s / before_s, 3)}
+    for name, *side in zip(("before", "after"), commits, overrides, runs, strict=True):
+        case[name] = dict(zip(("commit", "set", "runs"), side, strict=True))
+    write(chosen.out, {**read(chosen.out, {}), chosen.case: {**origin(), **case}})
+    print(f"{chosen.case}: {case['cpu_ratio']} of the CPU-seconds")
     return 0
-
-
-def total(runs: list[dict[str, float]], name: str) -> float:
-    return statistics.fmean(run_numbers[name] for run_numbers in runs)
 
 
 def run(tree: Path, home: Path, overrides: list[str]) -> dict[str, float]:
     """Run a checkout's whole pipeline from an empty state. Errors: RuntimeError if it fails."""
     home.mkdir()
     output_of(["-m", "dvc", "pull", "--quiet"], cwd=tree, timeout_s=RUN_S)
-    variables = {
-        name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
-    }
     before = os.times()
-    output_of(
-        ["-m", "flows.pipeline", *overrides, f"store.path={home / 'store'}"],
-        cwd=tree,
-        env={**variables, "PYTHONPATH": str(tree), "PREFECT_HOME": str(home / "prefect")},
-        timeout_s=RUN_S,
-    )
+    pipeline_in(tree, home, *overrides)
     now = os.times()
     spent = now.children_user + now.children_system - before.children_user - before.children_system
     return {"cpu_s": round(spent, 1), "wall_s": round(now.elapsed - before.elapsed, 1)} | {

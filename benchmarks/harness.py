@@ -146,6 +146,19 @@ def output_of(words: Sequence[str | Path], **options: Any) -> str:
     return process.stdout
 
 
+def set_words(settings: Sequence[str]) -> list[str]:
+    """Return the options of `agentgym` for these overrides."""
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def pipeline_in(tree: Path, home: Path, *words: str, timeout_s: float = 3600.0) -> str:
+    """Run a checkout's whole pipeline with its state in `home`; return what it printed."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    variables = {"PYTHONPATH": str(tree), "PREFECT_HOME": str(home / "prefect")}
+    command = ["-m", "flows.pipeline", *words, f"store.path={home / 'store'}"]
+    return output_of(command, cwd=tree, env={**kept, **variables}, timeout_s=timeout_s)
+
+
 def in_a_process(arguments: list[str], *, timeout_s: float) -> Any:
     """Run a Python program that writes JSON to the path in its last argument. Return that value.
     None if the program failed.

@@ -212,17 +212,14 @@ def saved_rows(cells: Sequence[Cell], out: Path) -> tuple[list[Row], list[Cell]]
             row = known[cell.row]
             at = row["seeds"].index(cell.seed)
             curve = row["curves"][at] if "curves" in row else {"success": []}
-            axes = [
-                axis for axis in AXES if axis in curve
-            ]  # files of earlier versions contain fewer axes
+            axes = [axis for axis in AXES if axis in curve]  # earlier files contain fewer
             points = [
                 Checkpoint({axis: curve[axis][index] for axis in axes}, success)
                 for index, success in enumerate(curve["success"])
             ]
             cost = {axis: values[at] for axis, values in row.get("cost", {}).items()}
-            by_row.setdefault(cell.row, []).append(
-                CellResult(cell, after, start, tuple(points), cost, (), ())
-            )
+            result = CellResult(cell, after, start, tuple(points), cost, (), ())
+            by_row.setdefault(cell.row, []).append(result)
     return [Row(name, tuple(results)) for name, results in by_row.items()], missing
 
 
@@ -242,17 +239,10 @@ def judge(rows: Sequence[Row]) -> list[Verdict]:
     hard = next((row for row in rows if row.first.group == "hard"), None)
     verdicts.append(_gains("greedy on a level with room", hard, "greedy"))
     for name in SUPERVISED:
-        supervised_row = next(
-            (row for row in rows if row.first.cfg.algorithm.recipe == name and not row.first.group),
-            None,
-        )
-        verdicts.append(
-            _gains(
-                f"{name} improves on its own start",
-                supervised_row,
-                average(supervised_row) if supervised_row else "",
-            )
-        )
+        of_recipe = (row for row in rows if row.first.cfg.algorithm.recipe == name)
+        row = next((row for row in of_recipe if not row.first.group), None)
+        what = f"{name} improves on its own start"
+        verdicts.append(_gains(what, row, average(row) if row else ""))
     return verdicts
 
 

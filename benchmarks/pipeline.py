@@ -7,16 +7,23 @@ For a profile: `--params profiles/textcraft-cpu.yaml --seeds 0 --out docs/result
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, cpu_of_children, output_of, parser_of, peak_memory, write
+from harness import (
+    ROOT,
+    completed,
+    cpu_of_children,
+    parser_of,
+    peak_memory,
+    pipeline_in,
+    set_words,
+    write,
+)
 
 from agentgym.config import load_config
 from agentgym.pipeline.table import finished, open_store
@@ -44,16 +51,12 @@ def main() -> None:
 def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
     """Measure one whole run from an empty state, and a second one that finds everything done."""
     overrides = [f"seed={seed}", f"store.path={state / 'store'}"]
-    command = [sys.executable, "-m", "flows.pipeline", "--params", str(params), *overrides]
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
-    }
-    environment["PREFECT_HOME"] = str(state / "prefect")
+    words = ["--params", str(params), f"seed={seed}"]
     seconds, cpu, printed, peaks = [], [], [], []
     for _ in range(2):
         began, cpu_began = time.perf_counter(), cpu_of_children()
         with peak_memory() as peak:
-            printed.append(output_of(command, env=environment, timeout_s=14400))
+            printed.append(pipeline_in(ROOT, state, *words, timeout_s=14400))
         sys.stdout.write(printed[-1])
         peaks.append(round(peak["bytes"] / 2**30, 2))
         seconds.append(round(time.perf_counter() - began, 1))
@@ -63,10 +66,8 @@ def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
     assert pace is not None
     assert parts is not None
     expected = re.search(r"^the whole run takes about (.+) \(", printed[0], re.M)
-    audit = [sys.executable, "-m", "agentgym", "audit", "--episodes", "8", "--params", str(params)]
-    for override in overrides:
-        audit += ["--set", override]
-    audited = subprocess.run(audit, cwd=ROOT, env=environment, timeout=7200, check=False)
+    audit = ["-m", "agentgym", "audit", "--episodes", "8", "--params", str(params)]
+    audited = completed([*audit, *set_words(overrides)], timeout_s=7200)
     cfg = load_config(params, overrides)
     store = open_store(cfg)
     steps = finished(cfg, store)

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from harness import ROOT, parser_of, wait_for, write
+from harness import ROOT, output_of, parser_of, set_words, wait_for, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import load_splits, train_stream
@@ -97,9 +97,8 @@ def warm_started(folder: Path) -> RunConfig:
     cfg = load_config(ROOT / "params.yaml", [f"store.path={folder}/warm/store"])
     for step in BEFORE:
         run_step(step, cfg)
-    export = [sys.executable, "-m", "agentgym", "export", "warm-start", str(folder / "model")]
-    export += ["--set", f"store.path={folder}/warm/store"]
-    subprocess.run(export, cwd=ROOT, check=True, timeout=TIMEOUT_S)
+    export = ["-m", "agentgym", "export", "warm-start", str(folder / "model")]
+    output_of([*export, "--set", f"store.path={folder}/warm/store"], timeout_s=TIMEOUT_S)
     splits = load_splits(
         cfg.data.path, "babyai", validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
     )
@@ -114,11 +113,9 @@ def ours(cfg: RunConfig, folder: Path, steps: int) -> dict[str, float]:
         store = f"store.path={state}/store"
         shutil.copytree(folder / "warm/store", f"{state}/store")
         settings = [store, f"horizon.stage_steps=[{steps}]", *OURS]
-        command = [sys.executable, "-m", "agentgym", "step", "stage-1"]
-        for setting in settings:
-            command += ["--set", setting]
+        command = ["-m", "agentgym", "step", "stage-1", *set_words(settings)]
         with watched() as samples:
-            subprocess.run(command, cwd=ROOT, check=True, timeout=TIMEOUT_S)
+            output_of(command, timeout_s=TIMEOUT_S)
         opened = open_store(load_config(ROOT / "params.yaml", settings))
         heads = [head for head in opened.heads() if head.step == "stage-1"]
         (head,) = (head for head in heads if head.config["horizon"]["max_turns"] == [12])

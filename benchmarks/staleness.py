@@ -9,7 +9,6 @@ Cells that docs/results/staleness.json contains are not repeated; that file is r
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -23,11 +22,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from cadence import durable_step
-from harness import ROOT, parser_of, read, stage_commits, stage_points, write
+from cadence import durable_step, started
+from harness import ROOT, parser_of, read, stage_commits, stage_points, wait_for, write
 
 from agentgym.audit import audit
-from agentgym.config import RunConfig, load_config
+from agentgym.config import load_config
 from agentgym.data.check import load_data
 from agentgym.data.items import train_stream
 from agentgym.defaults import set_process_defaults
@@ -60,7 +59,7 @@ def main() -> int:
     result["settings"] = BUDGET
     with tempfile.TemporaryDirectory() as folder:
         state = chosen.state or folder
-        if "killed" not in result:  # first: forking is only safe in a process without threads
+        if "killed" not in result:
             result["killed"] = killed(Path(state, "killed"), chosen.kills)
             write(chosen.out, result)
             print(result["killed"])
@@ -164,28 +163,28 @@ def summary(all_cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def killed(folder: Path, kills: int) -> dict[str, Any]:
     """Kill a run four updates ahead at random moments of its training, and restart it each time."""
-    cfg = load_config(
-        overrides=[*KILLED, FAR, "store.max_mib_per_minute=0", f"store.path={folder / 'store'}"]
-    )
-    ended(started("warm-start", cfg))
+    settings = [*KILLED, FAR, "store.max_mib_per_minute=0", f"store.path={folder / 'store'}"]
+    cfg = load_config(overrides=settings)
+    run_with_parents("warm-start", cfg)
     rng, durable, ahead = random.Random(0), [0], []  # noqa: S311  (kill times, no secrets)
     while len(ahead) < kills:
         wanted = durable[-1] + rng.randint(1, 2)
-        process, deadline = started("stage-2", cfg), time.monotonic() + LIMIT_S
-        while durable_step(cfg) < wanted and process.is_alive():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"step {wanted} was not reached within {LIMIT_S:g} s")
-            time.sleep(0.05)
+        process = started(settings)
+
+        def reached(wanted: int = wanted, process: Any = process) -> bool:
+            return durable_step(cfg) >= wanted or process.poll() is not None
+
+        wait_for(reached, LIMIT_S, f"step {wanted} was not reached")
         time.sleep(rng.uniform(0.0, 2.0))
         process.kill()
-        process.join(LIMIT_S)
-        if process.exitcode == 0:
+        if process.wait(LIMIT_S) == 0:
             break  # the run ended before all kills were done
         durable.append(durable_step(cfg))
         heads = [head for head in open_store(cfg).heads() if head.step.startswith("stage")]
         last = max(heads, key=lambda head: int(head.state["global_step"]))
         ahead.append(len(last.state["ahead"]))
-    ended(started("stage-2", cfg))
+    if code := started(settings).wait(LIMIT_S):
+        raise RuntimeError(f"the run after the kills ended with code {code}")
     commits = stage_commits(cfg)
     consumed = [item for commit in commits for item in commit.state["consumed"]]
     stream = [item.item_id for item in train_stream(cfg, load_data(cfg), {}).next(len(consumed))]
@@ -201,19 +200,6 @@ def killed(folder: Path, kills: int) -> dict[str, Any]:
         "staleness_max": int(max(staleness_by_step)),
         "audit": audit(cfg, num_episodes=8).ok,
     }
-
-
-def started(step: str, cfg: RunConfig) -> Any:
-    """Start a process that completes a step and all steps before it."""
-    process = multiprocessing.get_context("fork").Process(target=run_with_parents, args=(step, cfg))
-    process.start()
-    return process
-
-
-def ended(process: Any) -> None:
-    process.join(LIMIT_S)
-    if process.exitcode != 0:
-        raise RuntimeError(f"a run ended with code {process.exitcode} (limit {LIMIT_S:g} s)")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, checkout, commit_of, output_of, parser_of, read, write
+from harness import ROOT, checkout, commit_of, parser_of, pipeline_in, read, write
 
 from agentgym.tracking.pages import successes
 
@@ -27,7 +27,6 @@ BUDGET = ("deterministic=true", "evaluation.num_items=128", "horizon.stage_steps
 RENAMED = (("initialise", "initialize"), ("optimiser", "optimizer"))  # since the first of these
 OUTCOMES, RESULT = "outcomes.json", "result.json"  # of an evaluation: before, and since
 COMPARED = (OUTCOMES, ".safetensors")  # endings of the names of files that must be equal
-RUN_S = 3600
 
 Digests = dict[str, str]  # "step/blob" -> sha256
 
@@ -68,11 +67,8 @@ def compared(case: tuple[str, int], before: Digests, after: Digests) -> dict[str
     recipe, seed = case
     names = sorted(before.keys() | after.keys())
     differ = [name for name in names if before.get(name) != after.get(name)]
-    sys.stdout.write(
-        f"{recipe} seed {seed}: {len(names) - len(differ)} of {len(names)} equal"
-        + "".join(f"\n  differs: {name}" for name in differ)
-        + "\n"
-    )
+    print(f"{recipe} seed {seed}: {len(names) - len(differ)} of {len(names)} equal")
+    print(*(f"  differs: {name}\n" for name in differ), sep="", end="")
     return {
         "recipe": recipe,
         "seed": seed,
@@ -90,10 +86,7 @@ def digests(tree: Path, recipe: str, seed: int) -> Digests:
     home.mkdir(exist_ok=True)
     digests_path = home / "digests.json"
     if not digests_path.exists():
-        command = ["-m", "flows.pipeline", *BUDGET]
-        command += [f"algorithm.recipe={recipe}", f"seed={seed}", f"store.path={home / 'store'}"]
-        variables = {"PYTHONPATH": str(tree), "PREFECT_HOME": str(home / "prefect")}
-        output_of(command, cwd=tree, env={**os.environ, **variables}, timeout_s=RUN_S)
+        pipeline_in(tree, home, *BUDGET, f"algorithm.recipe={recipe}", f"seed={seed}")
         digests_path.write_text(json.dumps(committed(home / "store"), indent=1), encoding="utf-8")
     result: Digests = read(digests_path)
     return result
@@ -105,7 +98,7 @@ def committed(store: Path) -> Digests:
     """
     result: Digests = {}
     for step in sorted((store / "steps").iterdir()):
-        manifest = json.loads(max((step / "manifests").glob("*.json")).read_text(encoding="utf-8"))
+        manifest = read(max((step / "manifests").glob("*.json")))
         for name, blob in manifest["blobs"].items():
             if name.endswith(COMPARED):
                 result[f"{manifest['step']}/{name}"] = blob["digest"]

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from harness import output_of, parser_of, write
+from harness import output_of, parser_of, set_words, write
 from scipy.stats import t as student
 from viewer import Server
 
@@ -75,13 +75,9 @@ def main() -> int:
 
 def run(step: str, state: Path, num_steps: int) -> None:
     """Run one step of the pipeline in a separate process."""
-    command = ["-m", "agentgym", "step", step, "--params", "params.yaml"]
-    for override in (
-        f"store.path={state / 'store'}",
-        "deterministic=true",
-        f"horizon.stage_steps=[{num_steps},1,1]",
-    ):
-        command += ["--set", override]
+    settings = [f"store.path={state / 'store'}", "deterministic=true"]
+    settings += [f"horizon.stage_steps=[{num_steps},1,1]"]
+    command = ["-m", "agentgym", "step", step, "--params", "params.yaml", *set_words(settings)]
     output_of(command, timeout_s=TRAINING_S)
 
 
