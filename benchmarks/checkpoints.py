@@ -43,17 +43,22 @@ from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.place import StorePlace
 from agentgym.store.runstore import folder_name
 
-LARGE = {  # of Qwen2.5-0.5B
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 24,
-    "vocab_size": 151936,
-}
-SMALL = dict.fromkeys(LARGE, 1) | dict.fromkeys(
-    ("hidden_size", "intermediate_size", "vocab_size"), 16
-)
+
+def shape_of(width: int, mlp: int, heads: int, kv: int, layers: int, vocab: int) -> dict[str, Any]:
+    """Return the sizes of a Qwen2 model; the larger vocabulary has a head of its own."""
+    return {
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "tie_word_embeddings": vocab < 152_064,
+    }
+
+
+LARGE = shape_of(896, 4864, 14, 2, 24, 151_936)  # Qwen2.5-0.5B
+SMALL = shape_of(16, 16, 1, 1, 1, 16)
 MEMORY_LIMIT, TIME_LIMIT = 0.65, 1.5
 PHASES = ("build", "commit", "resume")
 TIMED = ("commit", "resume", "copy")

@@ -80,18 +80,22 @@ class Size:
     new_tokens: int
 
 
+def shape(*, width: int, layers: int, heads: int, kv_heads: int, mlp: int) -> ModelConfig:
+    return ModelConfig(
+        hidden_size=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        mlp_size=mlp,
+        context_tokens=CONTEXT,
+    )
+
+
 # Qwen2.5-1.5B's dimensions, weights drawn at random
 GPU = Size(
     "cuda",
     torch.bfloat16,
-    ModelConfig(
-        hidden_size=1536,
-        num_layers=28,
-        num_heads=12,
-        num_kv_heads=2,
-        mlp_size=8960,
-        context_tokens=CONTEXT,
-    ),
+    shape(width=1536, layers=28, heads=12, kv_heads=2, mlp=8960),
     vocab_size=151_936,
     num_episodes=512,
     concurrency=256,
@@ -106,25 +110,11 @@ GPU = Size(
     new_tokens=200,
 )
 # Qwen2.5-7B's
-GPU_7B = ModelConfig(
-    hidden_size=3584,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    mlp_size=18_944,
-    context_tokens=CONTEXT,
-)
+GPU_7B = shape(width=3584, layers=28, heads=28, kv_heads=4, mlp=18_944)
 DRY = Size(
     "cpu",
     torch.float32,
-    ModelConfig(
-        hidden_size=64,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        mlp_size=96,
-        context_tokens=CONTEXT,
-    ),
+    shape(width=64, layers=2, heads=2, kv_heads=1, mlp=96),
     vocab_size=300,
     num_episodes=6,
     concurrency=4,

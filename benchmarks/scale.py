@@ -55,27 +55,12 @@ BANDWIDTHS = {
     "broadcast": 5e9,  # from rank 0 to the rollout workers
     "digest": 1.5e9,  # sha256 of one process
 }
-
-
-def shape_of(width: int, mlp: int, heads: int, kv: int, layers: int, vocab: int) -> dict[str, Any]:
-    """Return the sizes of a Qwen2 model; the larger vocabulary has a head of its own."""
-    return {
-        "hidden_size": width,
-        "intermediate_size": mlp,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "num_hidden_layers": layers,
-        "vocab_size": vocab,
-        "tie_word_embeddings": vocab == 151_936,
-    }
-
-
 # from the published config.json; the head is a tenth to a half of the parameters
 MODELS = {
-    "0.5B": shape_of(896, 4864, 14, 2, 24, 151_936),
-    "1.5B": shape_of(1536, 8960, 12, 2, 28, 151_936),
-    "7B": shape_of(3584, 18_944, 28, 4, 28, 152_064),
-    "32B": shape_of(5120, 27_648, 40, 8, 64, 152_064),
+    "0.5B": checkpoints.shape_of(896, 4864, 14, 2, 24, 151_936),
+    "1.5B": checkpoints.shape_of(1536, 8960, 12, 2, 28, 151_936),
+    "7B": checkpoints.shape_of(3584, 18_944, 28, 4, 28, 152_064),
+    "32B": checkpoints.shape_of(5120, 27_648, 40, 8, 64, 152_064),
 }
 SIZES = ("1.5B", "7B", "32B")
 SEQUENCE = 2_048  # tokens
