@@ -131,6 +131,48 @@ def test_no_code_asks_what_a_step_is_called():
     assert asks.search('record.name == "register"')
 
 
+# lines of Python; the most that each folder may have
+SIZES = {
+    "agentgym": 53_711,
+    "benchmarks": 12_100,
+    "envs": 13_108,
+    "flows": 984,
+    "services": 2_101,
+    "sites": 4_486,
+    "tasks": 694,
+    "tests": 67_900,
+}
+
+
+def test_no_folder_grows(found, house):
+    assert {
+        name: found.num_lines[name] for name in SIZES if found.num_lines[name] > SIZES[name]
+    } == {}
+    assert house.by_folder({"a/b.py": 2, "a/c/d.py": 3, "e.py": 1}) == {"a": 5, "all": 6}
+
+
+def test_few_modules_are_long(found):
+    assert len(found.long_modules) <= 35
+
+
+def test_few_files_of_different_folders_have_one_name(found, house):
+    assert len(found.repeated_names) <= 57
+    paths = ["a/__init__.py", "a/one.py", "b/__init__.py", "b/one.py", "b/c/one.py", "b/two.py"]
+    assert house.repeated(paths) == {"one.py": 3}
+
+
+def test_lines_of_a_renamed_file_are_moved(house, monkeypatch):
+    """Of ten lines one changed as the file moved; git lists two paths of a renamed file."""
+    listed = {"--no-renames": "10\t0\tb/x.py\00\t10\ta/x.py\0"}
+    renamed = "1\t1\t\0a/x.py\0b/x.py\0"
+    monkeypatch.setattr(house, "git", lambda *words: listed.get(words[3], renamed))
+    assert house.changed("HEAD") == {
+        "added": {"all": 1, "b": 1},
+        "removed": {"all": 1, "b": 1},
+        "moved": {"a": 10, "all": 9},
+    }
+
+
 def test_few_files_lie_at_the_root_of_agentgym(found):
     assert len(found.loose_files) <= 8
 

@@ -3,7 +3,6 @@
 import importlib
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +15,12 @@ RESULT = json.loads((ROOT / "docs/results/decisions.json").read_text())
 @pytest.fixture
 def decisions(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    monkeypatch.delitem(sys.modules, "coverage", raising=False)  # the package is not meant
     return importlib.import_module("decisions")
 
 
 @pytest.mark.parametrize(("families", "samples"), [(0, 1), (0, 4), (10, 4)])
 def test_equal_policies_are_seldom_told_apart(decisions, families, samples):
-    """A reduced twin of `make decisions`."""
+    """A reduced twin of `make measure NAME=decisions`."""
     case = decisions.Case(100, samples, families, 0.0)
     said = decisions.simulate(case, 600, np.random.Generator(np.random.Philox(7)))["said"]
     assert said["ours"] < 0.08  # three standard errors over 5 %

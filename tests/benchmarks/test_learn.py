@@ -2,9 +2,8 @@
 figures.
 """
 
-import importlib.util
+import importlib
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +20,9 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def learn():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        spec = importlib.util.spec_from_file_location("learn", FOLDER / "learn.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["learn"] = module
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(FOLDER))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        yield importlib.import_module("learn")
 
 
 def row(

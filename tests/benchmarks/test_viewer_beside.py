@@ -30,7 +30,7 @@ def test_a_fall_is_the_mean_of_the_pairs_with_students_interval(benchmark_of):
 
 def test_the_page_tells_what_was_measured(benchmark_of):
     if not RESULT.exists():
-        pytest.skip("not measured yet: make viewer-beside")
+        pytest.skip("not measured yet: make measure NAME=viewer_beside")
     result = json.loads(RESULT.read_text())
     pairs = [(pair["alone"], pair["beside"]) for pair in result["steps_per_s"]]
     assert len(pairs) >= 4
