@@ -95,9 +95,6 @@ def pytest_xdist_setupnodes(config, specs):
     config.add_cleanup(forks.close)
 
 
-COLLECTED = pytest.StashKey[list[pytest.Item]]()  # before marks select
-
-
 def file_of(nodeid):
     return nodeid.partition("::")[0]
 
@@ -113,7 +110,6 @@ def pytest_collection_modifyitems(config, items):
     processes share the work: none is left to one of them at the end. Of those that wait for one
     finished run, a single one is among the first: the others would wait beside it.
     """
-    config.stash[COLLECTED] = list(items)
     if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"a test's name differs between processes: {named[0]}")
     for item in items:
@@ -135,17 +131,6 @@ def pytest_collection_modifyitems(config, items):
         first = [each for each in groups if each not in late][: config.workerinput["workercount"]]
         place = {group: at for at, group in enumerate(dict.fromkeys([*first, *groups]))}
         items.sort(key=lambda item: place[group_of(item.nodeid)])
-
-
-@pytest.fixture(scope="session")
-def num_tests(request):
-    """How many tests `make test` has. Skips where not all files were collected."""
-    items = request.config.stash[COLLECTED]
-    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
-    if not files <= {file_of(item.nodeid) for item in items}:
-        pytest.skip("a part of the tests is run alone")
-    left_out = ("slow", "gpu", "ray", "vllm", "kubernetes")
-    return sum(not any(map(item.get_closest_marker, left_out)) for item in items)
 
 
 @pytest.fixture(scope="session")

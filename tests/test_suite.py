@@ -1,5 +1,5 @@
 """The tests stay quick to run and lie beside what they test: the committed measurements hold the
-bounds, and what was measured then is still there.
+bounds.
 """
 
 import importlib
@@ -22,11 +22,6 @@ def test_a_target_ends_in_its_time(target, most_s):
     measured = SUITE[target]
     assert measured.get("seconds", math.inf) <= most_s, f"python benchmarks/suite.py {target}"
     assert measured["tests"] == sum(each["tests"] for each in measured["files"].values())
-    assert SUITE["machine"]["cores"] == 2
-
-
-def test_no_test_was_lost_since_it_was_measured(num_tests):
-    assert num_tests >= sum(each["tests"] for each in SUITE["test"]["files"].values())
 
 
 def test_check_runs_what_is_quick():
