@@ -10,31 +10,10 @@ from agentgym.config import EnvConfig
 from agentgym.deploy.fleets.addresses import Listing
 from agentgym.rollouts import balancing
 from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.pools import EnvPool, EnvPools
+from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Endpoint, Item
 from envs.wire import InfoReply
-
-ACTIONS = ["turn left", "move forward", "turn right", "blub", "move forward"]
-
-
-def pool_of(*endpoints, **settings):
-    return EnvPool(endpoints, **{"request_timeout_s": 5.0, "patience_s": 0.0, **settings})
-
-
-async def play(pool, key, actions=ACTIONS, task_id=3):
-    async with pool.session(Item("babyai", task_id), key) as session:
-        told = [session.observation]
-        for turn, action in enumerate(actions, start=1):
-            reply = await session.step(action)
-            assert (reply.turn, session.turn, session.observation) == (
-                turn,
-                turn,
-                reply.observation,
-            )
-            told.append(reply.observation)
-            if reply.terminated:
-                break
-    return told
+from tests.agentgym.rollouts.sessions import play, pool_of
 
 
 def test_another_server_takes_what_one_refuses(serving):

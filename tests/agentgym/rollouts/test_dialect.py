@@ -212,25 +212,27 @@ def test_opening_and_resetting_are_tried_again():
     asyncio.run(main())
 
 
+WEB_OPENED = (
+    (200, '{"env_idx": 5}'),
+    (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'),
+    (200, '"a page"'),
+)
+
+
 def test_a_webarena_task_that_cannot_be_opened_is_an_env_error_and_rewards_count_at_the_end():
     failed = (200, '{"observation": "TimeoutError", "sites": "Error", "object": "Error"}')
-    opened = (
-        (200, '{"env_idx": 5}'),
-        (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'),
-        (200, '"a page"'),
-    )
     step = '{"observation": "x", "reward": 1.0, "terminated": %s, "truncated": false, "info": {}}'
 
     async def main():
         async with (
-            answering(opened[0], failed) as (endpoint, asked),
+            answering(WEB_OPENED[0], failed) as (endpoint, asked),
             pool_of(endpoint, env="webarena") as pool,
         ):
             with pytest.raises(EnvError, match="unexpected answer"):
                 async with pool.session(Item("webarena", 1), "k"):
                     pass
             assert asked == ["/create", "/reset", "/close"]
-        answers = (*opened, (200, step % "false"), (200, step % "true"))
+        answers = (*WEB_OPENED, (200, step % "false"), (200, step % "true"))
         async with answering(*answers) as (endpoint, _), pool_of(endpoint, env="webarena") as pool:
             async with pool.session(Item("webarena", 1), "k") as session:
                 replies = [await session.step("click [1]"), await session.step("stop []")]
@@ -241,11 +243,6 @@ def test_a_webarena_task_that_cannot_be_opened_is_an_env_error_and_rewards_count
 
 def test_webarenas_server_alone_tells_its_limit_from_the_end_of_the_task():
     step = '{"observation": "x", "reward": 0, "terminated": %s, "truncated": %s, "info": {}}'
-    opened = (
-        (200, '{"env_idx": 5}'),
-        (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'),
-        (200, '"a page"'),
-    )
     done = (200, '{"observation": "x", "reward": 0.0, "score": 0.0, "done": true}')
 
     async def ended(env, *answers):
@@ -258,8 +255,14 @@ def test_webarenas_server_alone_tells_its_limit_from_the_end_of_the_task():
             return reply.terminated, reply.truncated
 
     async def main():
-        assert await ended("webarena", *opened, (200, step % ("false", "true"))) == (False, True)
-        assert await ended("webarena", *opened, (200, step % ("true", "true"))) == (True, False)
+        assert await ended("webarena", *WEB_OPENED, (200, step % ("false", "true"))) == (
+            False,
+            True,
+        )
+        assert await ended("webarena", *WEB_OPENED, (200, step % ("true", "true"))) == (
+            True,
+            False,
+        )
         assert await ended("babyai", *OPENED, done) == (True, False)  # one flag for both
 
     asyncio.run(main())

@@ -6,21 +6,7 @@ import pytest
 
 import envs.textcraft
 from envs.textcraft import spec
-
-
-def world_of(**options):
-    return spec(options).make()
-
-
-def solve(world, max_turns=60):
-    """(turns, last result) of the expert."""
-    expert = world.expert()
-    for turn in range(1, max_turns + 1):
-        result = world.step(expert.next_action())
-        assert not result.observation.startswith(("Could not", "Wrong"))
-        if result.terminated:
-            return turn, result
-    raise AssertionError(f"{world.goal} not crafted in {max_turns} turns")
+from tests.envs.textcraft.test_world import solve, world_of
 
 
 def test_the_figures_of_the_readme_are_those_of_the_recipes():
