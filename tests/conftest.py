@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import Forks, popen_of
-
 # a shell's background job ignores Ctrl-C, and so would every program the tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # nor is time spent on looking for garbage among what imports leave: agentgym/defaults.py
@@ -55,14 +53,6 @@ INTEGRATION = {
 }
 SHARING = ("tests/envs/sciworld/",)
 PROCESSES = ("tests/flows/", "tests/newcomer/", "tests/services/")
-# tests of how programs begin, who owns them and how they end: there nothing begins as a copy
-OF_PROCESSES = (
-    "tests/agentgym/deploy/",
-    "tests/agentgym/rollouts/policies/test_vllm_worker.py",
-    "tests/envs/",
-    "tests/k8s/",
-    "tests/services/",
-)
 ROOT = Path(__file__).parents[1]
 SUITE = ROOT / "docs/results/suite.json"
 
@@ -84,15 +74,6 @@ def pytest_xdist_make_scheduler(config, log):
             return group_of(nodeid)
 
     return ByFile(config, log)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config, specs):
-    """The test processes, too, begin as copies: much of what they do before a test is to import."""
-    forks, patch = Forks(config._tmp_path_factory.getbasetemp() / "forks"), pytest.MonkeyPatch()
-    patch.setattr(subprocess, "Popen", popen_of(forks, lambda: True))
-    config.add_cleanup(patch.undo)
-    config.add_cleanup(forks.close)
 
 
 def file_of(nodeid):
@@ -141,34 +122,7 @@ def of_all_processes(tmp_path_factory):
     return own.parent if shares else own
 
 
-@pytest.fixture(scope="session")
-def forks(of_all_processes):
-    """A `tests/forks.py` Forks: Python commands that begin with what takes seconds to import."""
-    begun = Forks(of_all_processes / "forks")
-    yield begun
-    begun.close()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _programs_begin_as_copies(request, forks):
-    """Those that our code starts again and again, where all tests are run: to import what they need
-    is most of their work.
-    """
-    are_few = "not integration" in request.config.option.markexpr
-    if are_few or "PYTEST_XDIST_WORKER" not in os.environ:
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", popen_of(forks, lambda: _RUNNING[0]))
-        yield
-
-
-_RUNNING = [True]  # whether programs begin as copies in the test that runs
-
-
-@pytest.hookimpl(tryfirst=True)  # before what it needs is set up
 def pytest_runtest_setup(item):
-    _RUNNING[0] = not file_of(item.nodeid).startswith(OF_PROCESSES)
     if item.get_closest_marker("gpu"):
         import torch
 
@@ -307,6 +261,14 @@ ARTIFACTS = (  # where MLflow says that one lies
 )
 
 
+def forget_artifacts():
+    """Make MLflow look again where a run's artifacts lie: it caches that by the run's id, which
+    copies of a folder share.
+    """
+    if mlflow := sys.modules.get("mlflow.tracking._tracking_service.utils"):
+        mlflow._artifact_repos_cache.clear()
+
+
 @pytest.fixture(scope="session")
 def move_artifacts():
     """move_artifacts(database, old, new): the MLflow database of a copied folder names the
@@ -320,8 +282,7 @@ def move_artifacts():
                     connection.execute(
                         f"update {table} set {column} = replace({column}, ?, ?)", (before, after)
                     )
-        if mlflow := sys.modules.get("mlflow.tracking._tracking_service.utils"):
-            mlflow._artifact_repos_cache.clear()  # by a run's id, which both folders have
+        forget_artifacts()
 
     return move
 

@@ -48,6 +48,7 @@ def installed(finished, tmp_path_factory):
     assert done.returncode == 0, done.stderr
     before = finished.environment.get("PYTHONPATH", "")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finished, "is_separate", True)  # its path is not this process's
         path = os.pathsep.join(filter(None, (site, before)))
         patch.setitem(finished.environment, "PYTHONPATH", path)
         yield finished

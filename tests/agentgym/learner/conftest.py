@@ -1,35 +1,9 @@
-"""What several files of tests learn from, and the processes that learn together."""
-
-import contextlib
-import pickle
+"""What several files of tests learn from."""
 
 import pytest
 import torch
 
 from agentgym.algorithms.batch import Batch
-
-LIMIT_S = 240.0
-
-
-@pytest.fixture(scope="session")
-def together(forks):
-    """together(program, folder, size) -> what rank 0 of so many processes wrote to folder/told;
-    each runs the program's text with the folder, its rank and the size.
-    """
-
-    def start(program, folder, size):
-        with contextlib.ExitStack() as stack, (folder / "log").open("w") as log:
-            ranks = [
-                forks.start(["python", "-c", program, folder, rank, size], stdout=log)
-                for rank in range(size)
-            ]
-            for rank in ranks:
-                stack.callback(rank.kill)
-            codes = [rank.wait(LIMIT_S) for rank in ranks]
-            assert codes == [0] * size, (folder / "log").read_text()
-        return pickle.loads((folder / "told").read_bytes())
-
-    return start
 
 
 @pytest.fixture(scope="session")

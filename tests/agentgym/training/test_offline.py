@@ -3,6 +3,8 @@ that is killed on the way.
 """
 
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -304,14 +306,15 @@ def history(cfg, name="stage-1"):
 
 
 @pytest.mark.slow
-def test_a_killed_preference_stage_ends_where_an_untouched_one_does(begin, forks):
+def test_a_killed_preference_stage_ends_where_an_untouched_one_does(begin):
     untouched, params = load_config(begin("untouched")), begin("killed")
     assert str(run_step("stage-1", untouched)) == "ran"
     script = params.parent / "driver.py"
     script.write_text(DRIVER)
     # the second part of the exploration; the weights are written, their manifest is not
     for fatal in (1, 3):
-        done = forks.run(["python", script, params, fatal], timeout=300)
+        command = [sys.executable, str(script), str(params), str(fatal)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == -signal.SIGKILL, done.stderr
     cfg = load_config(params)
     assert str(run_step("stage-1", cfg)) == "resumed at commit 3"
