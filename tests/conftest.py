@@ -2,10 +2,12 @@
 ones, a store, an MLflow database, a DVC project. Servers: tests/servers.py.
 """
 
+import asyncio
 import contextlib
 import copy
 import fcntl
 import gc
+import inspect
 import json
 import os
 import shutil
@@ -60,6 +62,16 @@ SUITE = ROOT / "docs/results/suite.json"
 def pytest_sessionfinish():
     """Pytest and then Python would look for garbage among all that tests left, seconds of it."""
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine in a loop of its own."""
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+        asyncio.run(pyfuncitem.obj(**arguments))
+        return True
+    return None
 
 
 @pytest.hookimpl(optionalhook=True)

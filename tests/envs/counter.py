@@ -108,16 +108,3 @@ async def step(client, session_id, turn, action="go"):
 def refusal(reply):
     error = ErrorReply.model_validate_json(reply.content)
     return reply.status_code, error.kind.value
-
-
-def run(test):
-    """Run `test(client, sessions, simulator)` on a server with the given settings."""
-
-    def with_settings(**settings):
-        async def main():
-            async with serving(**settings) as served:
-                await test(*served)
-
-        asyncio.run(main())
-
-    return with_settings

@@ -12,13 +12,12 @@ from envs.wire import (
     CreateRequest,
     ReadyReply,
 )
-from tests.envs.counter import Counter, create, refusal, run, serving, step
+from tests.envs.counter import Counter, create, refusal, serving, step
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_a_request_key_opens_one_session_even_when_sent_many_times_at_once(blocking):
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_request_key_opens_one_session_even_when_sent_many_times_at_once(blocking):
+    async with serving(blocking=blocking) as (client, _, simulator):
         made = simulator.made
         ids = await asyncio.gather(*(create(client, "same") for _ in range(8)))
         assert len(set(ids)) == 1
@@ -27,8 +26,6 @@ def test_a_request_key_opens_one_session_even_when_sent_many_times_at_once(block
         assert await create(client, "other") != ids[0]
         await client.post("/close", json={"session_id": ids[0]})
         assert await create(client, "same") == (410, "session_gone")
-
-    test(blocking=blocking)
 
 
 def test_nothing_is_allocated_for_good_by_parsing_a_request_or_remembering_its_session():
@@ -49,27 +46,23 @@ def test_nothing_is_allocated_for_good_by_parsing_a_request_or_remembering_its_s
     assert "key 4000" not in memory
 
 
-def test_the_memory_of_closed_keys_is_bounded(monkeypatch):
+async def test_the_memory_of_closed_keys_is_bounded(monkeypatch):
     monkeypatch.setattr("envs.sessions.REMEMBERED", 3)
 
-    @run
-    async def test(client, sessions, simulator):
+    async with serving() as (client, _, _):
         for number in range(5):
             await client.post("/close", json={"session_id": await create(client, f"k{number}")})
         replies = [await create(client, f"k{number}") for number in range(2, 5)]
         assert replies == [(410, "session_gone")] * 3
         assert isinstance(await create(client, "k0"), str)
 
-    test()
-
 
 KINDS = [{}, {"blocking": True}, {"blocking": True, "awaited": True}]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_repeated_turn_gets_the_stored_reply_and_never_acts_twice(kind):
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_repeated_turn_gets_the_stored_reply_and_never_acts_twice(kind):
+    async with serving(**kind) as (client, _, simulator):
         session = await create(client)
         acted = simulator.acted
         replies = await asyncio.gather(
@@ -80,12 +73,9 @@ def test_a_repeated_turn_gets_the_stored_reply_and_never_acts_twice(kind):
         assert again.content == replies[0].content
         assert simulator.acted == acted + 1
 
-    test(**kind)
 
-
-def test_a_gap_in_turns_is_refused_with_the_expected_one():
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_gap_in_turns_is_refused_with_the_expected_one():
+    async with serving() as (client, _, _):
         session = await create(client)
         await step(client, session, 1)
         await step(client, session, 2)
@@ -94,13 +84,10 @@ def test_a_gap_in_turns_is_refused_with_the_expected_one():
             assert refusal(reply) == (409, "turn_mismatch")
             assert reply.json()["expected_turn"] == 3
 
-    test()
-
 
 @pytest.mark.parametrize("last", ["go", "cut"])
-def test_no_reward_can_be_had_after_the_end(last):
-    @run
-    async def test(client, sessions, simulator):
+async def test_no_reward_can_be_had_after_the_end(last):
+    async with serving() as (client, _, simulator):
         session = await create(client)
         turn = 1
         while True:
@@ -113,13 +100,10 @@ def test_no_reward_can_be_had_after_the_end(last):
         assert refusal(await step(client, session, turn + 1)) == (410, "session_gone")
         assert simulator.acted == acted
 
-    test()
-
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_crash_closes_its_session_and_leaves_the_others_alone(kind):
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_crash_closes_its_session_and_leaves_the_others_alone(kind):
+    async with serving(**kind) as (client, _, _):
         first, second = await create(client, "a"), await create(client, "b")
         for action in ("crash", "odd", "not a number"):
             reply = await step(client, first, 1, action)
@@ -132,12 +116,9 @@ def test_a_crash_closes_its_session_and_leaves_the_others_alone(kind):
         # a failed create does not use up its key
         assert await create(client, "c", task_id=12) not in (first, second)
 
-    test(**kind)
 
-
-def test_idle_sessions_are_reaped_and_used_ones_are_not():
-    @run
-    async def test(client, sessions, simulator):
+async def test_idle_sessions_are_reaped_and_used_ones_are_not():
+    async with serving(session_ttl_s=0.25) as (client, _, _):
         idle, used = await create(client, "idle"), await create(client, "used")
         for _ in range(10):
             await asyncio.sleep(0.06)
@@ -147,12 +128,9 @@ def test_idle_sessions_are_reaped_and_used_ones_are_not():
         assert refusal(await step(client, idle, 1)) == (410, "session_gone")
         assert "env_sessions_reaped_total 1.0" in (await client.get("/metrics")).text
 
-    test(session_ttl_s=0.25)
 
-
-def test_a_full_server_says_when_to_come_back():
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_full_server_says_when_to_come_back():
+    async with serving(max_sessions=1) as (client, _, _):
         first = await create(client, "a")
         reply = await client.post("/create", json={"request_key": "b", "task_id": 0})
         assert refusal(reply) == (503, "full")
@@ -161,12 +139,9 @@ def test_a_full_server_says_when_to_come_back():
         await client.post("/close", json={"session_id": first})
         assert isinstance(await create(client, "b"), str)
 
-    test(max_sessions=1)
 
-
-def test_a_draining_server_refuses_new_sessions_and_lets_open_ones_finish():
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_draining_server_refuses_new_sessions_and_lets_open_ones_finish():
+    async with serving(drain_timeout_s=30.0) as (client, sessions, _):
         session = await create(client)
         draining = asyncio.create_task(sessions.drain())
         await asyncio.sleep(0.05)
@@ -177,22 +152,17 @@ def test_a_draining_server_refuses_new_sessions_and_lets_open_ones_finish():
         await client.post("/close", json={"session_id": session})
         await asyncio.wait_for(draining, 1)
 
-    test(drain_timeout_s=30.0)
 
-
-def test_draining_ends_at_its_deadline_and_closes_what_is_left():
-    async def main():
-        started = time.monotonic()
-        async with serving(drain_timeout_s=0.3) as (client, _, simulator):
-            await create(client)
-        return time.monotonic() - started, simulator
-
-    elapsed, simulator = asyncio.run(main())
+async def test_draining_ends_at_its_deadline_and_closes_what_is_left():
+    started = time.monotonic()
+    async with serving(drain_timeout_s=0.3) as (client, _, simulator):
+        await create(client)
+    elapsed, simulator = time.monotonic() - started, simulator
     assert 0.3 <= elapsed < 2
     assert simulator.closed == simulator.made
 
 
-def test_many_simulators_that_are_slow_to_close_hold_up_the_end_of_a_server_but_shortly():
+async def test_many_simulators_that_are_slow_to_close_hold_up_the_end_of_a_server_but_shortly():
     class Slow(Counter):
         made = closed = acted = 0
 
@@ -200,39 +170,30 @@ def test_many_simulators_that_are_slow_to_close_hold_up_the_end_of_a_server_but_
             time.sleep(0.1)
             super().close()
 
-    async def main():
-        async with serving(blocking=True, make=Slow, drain_timeout_s=0.05) as (client, *_):
-            for number in range(64):
-                await create(client, f"k{number}")
-            ending = time.monotonic()
-        return time.monotonic() - ending
-
-    assert asyncio.run(main()) < 3  # one after the other: 6.4
+    async with serving(blocking=True, make=Slow, drain_timeout_s=0.05) as (client, *_):
+        for number in range(64):
+            await create(client, f"k{number}")
+        ending = time.monotonic()
+    assert time.monotonic() - ending < 3  # one after the other: 6.4
     assert Slow.closed == Slow.made
 
 
-def test_a_server_is_ready_once_the_scripted_episode_has_passed():
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_server_is_ready_once_the_scripted_episode_has_passed():
+    async with serving() as (client, sessions, _):
         assert ReadyReply.model_validate_json((await client.get("/readyz")).content).ready
         sessions.ready = False
         assert refusal(await client.get("/readyz")) == (503, "not_ready")
         assert (await client.get("/healthz")).text == "ok"
 
-    test()
 
-
-def test_a_scripted_episode_that_fails_is_reported_and_never_ready():
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_scripted_episode_that_fails_is_reported_and_never_ready():
+    async with serving(probe=("crash",)) as (client, _, _):
         reply = await client.get("/readyz")
         assert refusal(reply) == (503, "env_crashed")
         assert "disk on fire" in reply.json()["message"]
 
-    test(probe=("crash",))
 
-
-def test_a_server_is_ready_once_it_is_warm():
+async def test_a_server_is_ready_once_it_is_warm():
     warmed = []
     cooking = threading.Event()
 
@@ -240,28 +201,22 @@ def test_a_server_is_ready_once_it_is_warm():
         cooking.wait(10)
         warmed.append(most)
 
-    async def main():
-        # waits for readiness for a second
-        async with serving(warm=warm, max_sessions=7) as (client, sessions, _):
-            assert refusal(await client.get("/readyz")) == (503, "not_ready")
-            cooking.set()
-            async with asyncio.timeout(10):
-                while not sessions.ready:
-                    await asyncio.sleep(0.01)
-        assert warmed == [7]
-
-    asyncio.run(main())
+    # waits for readiness for a second
+    async with serving(warm=warm, max_sessions=7) as (client, sessions, _):
+        assert refusal(await client.get("/readyz")) == (503, "not_ready")
+        cooking.set()
+        async with asyncio.timeout(10):
+            while not sessions.ready:
+                await asyncio.sleep(0.01)
+    assert warmed == [7]
 
 
-def test_a_server_that_cannot_be_warmed_is_never_ready():
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_server_that_cannot_be_warmed_is_never_ready():
+    def warm(most):
+        raise MemoryError(f"no memory left for {most}")
+
+    async with serving(warm=warm) as (client, _, simulator):
         reply = await client.get("/readyz")
         assert refusal(reply) == (503, "env_crashed")
         assert "no memory left" in reply.json()["message"]
         assert simulator.made == 0
-
-    def warm(most):
-        raise MemoryError(f"no memory left for {most}")
-
-    test(warm=warm)

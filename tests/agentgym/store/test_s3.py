@@ -23,21 +23,7 @@ from agentgym.store import s3
 from agentgym.store.lease import Fenced
 from agentgym.store.manifest import ManifestError
 from agentgym.store.s3 import Bucket, S3Backend, StoreUnreachable, connect, s3_store
-
-KEY = "ab" * 32
-
-
-def commit(writer, step, model=None):
-    return writer.commit(
-        done=False,
-        state={"global_step": step},
-        parents={},
-        config={},
-        blobs={"model": model or b"weights %d" % step},
-        records={"metrics.jsonl": b"line %d\n" % step},
-        results={},
-        timings={},
-    )
+from tests.agentgym.store.steps import KEY, commit
 
 
 class FaultyLink:
