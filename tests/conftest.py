@@ -15,10 +15,11 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import wait_until
 
 # a shell's background job ignores Ctrl-C, and so would every program the tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -179,10 +180,7 @@ def stand_still():
 
     def stop(pid, number=signal.SIGSTOP):
         os.kill(pid, number)
-        deadline = time.monotonic() + 30
-        while not _stands_still(pid):
-            assert time.monotonic() < deadline, f"{pid} goes on"
-            time.sleep(0.01)
+        wait_until(lambda: _stands_still(pid), 30, why=lambda: f"{pid} goes on")
 
     return stop
 

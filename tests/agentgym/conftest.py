@@ -7,12 +7,13 @@ import json
 import secrets
 import shutil
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.waiting import text_of
 
 ROOT = Path(__file__).parents[2]
 # what recipes that explore learn from
@@ -170,7 +171,7 @@ def ray_cluster(tmp_path_factory):
     """
     import tempfile
 
-    from agentgym.deploy.owned import owned_process, tail
+    from agentgym.deploy.owned import owned_process
 
     log, place = (
         tmp_path_factory.mktemp("cluster") / "log",
@@ -190,12 +191,7 @@ def ray_cluster(tmp_path_factory):
             [sys.executable, "-c", CLUSTER, folder, str(place)], log_path=log, env=environment
         ) as process,
     ):
-        deadline = time.monotonic() + 180
-        while not place.exists():
-            assert process.poll() is None, tail(log)
-            assert time.monotonic() < deadline, tail(log)
-            time.sleep(0.1)
-        yield RayCluster(**json.loads(place.read_text()), token=token)
+        yield RayCluster(**json.loads(text_of(place, process, log)), token=token)
 
 
 CLUSTER = """

@@ -24,6 +24,7 @@ from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.horizon import stages
 from agentgym.store.lease import LeaseHeld
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -142,10 +143,11 @@ class Driver:
 
     def assert_nothing_is_left(self):
         """No process that a driver started, and nobody listening where its environments did."""
-        deadline = time.monotonic() + GONE_WITHIN_S
-        while self.processes() or self.ports():
-            assert time.monotonic() < deadline, (self.processes(), self.ports())
-            time.sleep(0.1)
+        wait_until(
+            lambda: not (self.processes() or self.ports()),
+            GONE_WITHIN_S,
+            why=lambda: (self.processes(), self.ports()),
+        )
 
     def processes(self):
         found = []

@@ -6,8 +6,9 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
+
+from tests.waiting import text_of
 
 SERVE = [sys.executable, "-m", "envs", "serve", "babyai"]
 
@@ -28,12 +29,8 @@ def started(folder, *arguments, host="127.0.0.1", token=""):
         command = [*SERVE, "--host", host, "--port-file", str(port_file), *arguments]
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
-        deadline = time.monotonic() + 30
-        while not port_file.exists():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.02)
-        yield (host if host != "0.0.0.0" else "127.0.0.1", int(port_file.read_text())), log
+        port = int(text_of(port_file, process, log))
+        yield (host if host != "0.0.0.0" else "127.0.0.1", port), log
     finally:
         process.terminate()
         process.wait(10)

@@ -15,6 +15,7 @@ from envs import __main__ as command
 from envs.__main__ import _parser
 from envs.connection import server_config
 from envs.sessions import CLOSE_S, ServerSettings
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -81,18 +82,11 @@ def started(tmp_path, *arguments, **popen):
         **popen,
     )
     try:
-        wait_for(port_file.exists)
+        wait_until(port_file.exists, 20)
         yield process, f"http://127.0.0.1:{port_file.read_text().strip()}"
     finally:
         process.kill()
         process.wait()
-
-
-def wait_for(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def call(url, body=None, token=""):
@@ -172,7 +166,7 @@ def test_the_server_ends_within_seconds_of_its_owner_being_killed_and_leaves_its
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
 
-    wait_for(is_gone, seconds=5)
+    wait_until(is_gone, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 

@@ -21,6 +21,8 @@ import yaml
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from tests.waiting import wait_until
+
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -123,10 +125,7 @@ class Deployed:
 
     def wait_for_commit(self, step, count):
         """Until there are so many."""
-        deadline = time.monotonic() + 240
-        while self.commits(step) < count:
-            assert time.monotonic() < deadline, f"{step} never committed"
-            time.sleep(0.05)
+        wait_until(lambda: self.commits(step) >= count, 240, why=lambda: f"{step} never committed")
 
     def pids(self, *words):
         return [
@@ -542,10 +541,9 @@ def test_cancel_ends_everything_the_run_owns(deployed):
     deployed.wait_for_commit("stage-1", deployed.commits("stage-1") + 1)
     assert len(deployed.pids(*RUN_PROCESSES)) >= 2
     deployed.prefect("flow-run", "cancel", run)
-    deadline = time.monotonic() + 30
-    while deployed.pids(*RUN_PROCESSES):
-        assert time.monotonic() < deadline, processes(deployed.project)
-        time.sleep(0.2)
+    wait_until(
+        lambda: not deployed.pids(*RUN_PROCESSES), 30, why=lambda: processes(deployed.project)
+    )
     seen = deployed.wait(run, "Cancelled")
     assert not {state for _, state, _ in seen["tasks"]} & {"Running", "Pending"}
 
@@ -611,10 +609,7 @@ def test_a_nightly_run_is_off_until_it_is_switched_on(deployed, switched_on):
     ((off,), planned) = schedules()
     assert (off["active"], off["schedule"]["cron"], planned) == (False, "0 2 * * *", [])
     switched_on("pipeline", "active")
-    deadline = time.monotonic() + 120
-    while not schedules()[1]:
-        assert time.monotonic() < deadline, deployed.log("prefect")
-        time.sleep(1)
+    wait_until(lambda: schedules()[1], 120, why=lambda: deployed.log("prefect"))
     ((on,), planned) = schedules()
     assert on["active"]
     assert {time_of_day[11:16] for time_of_day in planned} == {"02:00"}
@@ -662,23 +657,22 @@ def test_people_are_told_of_a_failed_run_once_that_is_switched_on(deployed, swit
     switched_on("notify", "enabled")
     nobody = deployed.request("train/local", "data.path=elsewhere")  # the block it names is none
     deployed.wait(nobody, "Failed")
-    deadline = time.monotonic() + 120
-    while not any(
-        "'slack-webhook/agentgym-failures', which cannot be used" in str(each["state"]["message"])
-        for each in deployed.api("flow_runs/filter", {"flows": {"name": {"any_": ["notify"]}}})
-    ):
-        assert time.monotonic() < deadline, deployed.log("prefect")
-        time.sleep(1)
+    wait_until(
+        lambda: any(
+            "'slack-webhook/agentgym-failures', which cannot be used"
+            in str(each["state"]["message"])
+            for each in deployed.api("flow_runs/filter", {"flows": {"name": {"any_": ["notify"]}}})
+        ),
+        120,
+        why=lambda: deployed.log("prefect"),
+    )
 
     file = deployed.project.folder / "prefect.yaml"
     file.write_text(file.read_text().replace("slack-webhook/", "custom-webhook/"))
     deployed.prefect("deploy", "--name", "notify/local")
     run = deployed.request("train/local", "data.path=nowhere")
     deployed.wait(run, "Failed")
-    deadline = time.monotonic() + 120
-    while not inbox.received:
-        assert time.monotonic() < deadline, deployed.log("prefect")
-        time.sleep(1)
+    wait_until(lambda: inbox.received, 120, why=lambda: deployed.log("prefect"))
     ((subject, text),) = (each.values() for each in inbox.received)
     assert subject == "agentgym: params.yaml data.path=nowhere failed"
     assert "failed: pull data: " in text
@@ -706,10 +700,11 @@ def test_environments_that_are_up_serve_the_next_run_and_go_down_on_request(depl
     assert int(server["held by"].removeprefix("process ")) in deployed.pids("agentgym.deploy.kept")
     down = deployed.request("envs-down/local")
     assert deployed.wait(down, "Completed", "Failed")["state"] == "Completed"
-    deadline = time.monotonic() + 30
-    while deployed.pids("agentgym.deploy.kept", "envs serve"):
-        assert time.monotonic() < deadline, processes(deployed.project)
-        time.sleep(0.2)
+    wait_until(
+        lambda: not deployed.pids("agentgym.deploy.kept", "envs serve"),
+        30,
+        why=lambda: processes(deployed.project),
+    )
 
 
 @pytest.mark.slow
@@ -733,10 +728,11 @@ def test_a_run_that_lost_its_worker_too_is_found_by_its_silence(deployed):
     deployed.wait_for_commit("stage-1", deployed.commits("stage-1") + 2)
     for pid in deployed.pids("services.supervisor worker", "prefect.engine"):
         os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while deployed.pids("envs serve"):
-        assert time.monotonic() < deadline, "an environment server outlived its run"
-        time.sleep(0.2)
+    wait_until(
+        lambda: not deployed.pids("envs serve"),
+        30,
+        why=lambda: "an environment server outlived its run",
+    )
     seen = deployed.wait(run, "Completed", "Failed", timeout_s=600)
     assert (seen["state"], seen["attempts"]) == ("Completed", 2)
     assert {state for _, state, _ in seen["tasks"]} == {"Completed", "Crashed"}
@@ -764,10 +760,7 @@ def test_a_crashed_run_that_no_automation_answers_is_found_by_the_supervisor(dep
 def test_services_end_with_a_killed_supervisor_and_come_back_with_up(deployed):
     (supervisor,) = deployed.pids("services.supervisor supervise")
     os.kill(supervisor, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while processes(deployed.project):
-        assert time.monotonic() < deadline, processes(deployed.project)
-        time.sleep(0.2)
+    wait_until(lambda: not processes(deployed.project), 30, why=lambda: processes(deployed.project))
     again = make(deployed.project, "up")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "http://127.0.0.1:" in again.stdout

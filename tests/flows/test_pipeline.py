@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import time
 from html import escape
 
 import pytest
@@ -11,6 +10,7 @@ from mlflow import MlflowClient
 
 from agentgym.config import load_config
 from agentgym.pipeline.table import steps_of
+from tests.waiting import wait_until
 
 STEPS = 14
 
@@ -173,20 +173,20 @@ def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(
     )
     set_short = [word for value in short for word in ("--set", value)]
     process = fresh.start("python", "-m", "flows.pipeline", *short)
-    deadline = time.monotonic() + 300
-    while not list((fresh.folder / ".agentgym/store").glob("steps/warm-start-*/manifests/*.json")):
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline, "the warm start never committed"
-        time.sleep(0.05)
+    wait_until(
+        lambda: list(
+            (fresh.folder / ".agentgym/store").glob("steps/warm-start-*/manifests/*.json")
+        ),
+        300,
+        process=process,
+        why=lambda: "the warm start never committed",
+    )
     assert any("envs serve" in command for command in fresh.processes())
     process.send_signal(number)
     code = process.wait(30)
     assert code == (-signal.SIGKILL if number == signal.SIGKILL else 130), process.stdout.read()
     process.stdout.close()
-    deadline = time.monotonic() + 30
-    while fresh.processes():
-        assert time.monotonic() < deadline, fresh.processes()
-        time.sleep(0.2)
+    wait_until(lambda: not fresh.processes(), 30, why=lambda: fresh.processes())
     before = fresh.manifests()
     plan = {
         step["name"]: step

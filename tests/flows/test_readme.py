@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_until
+
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 COMMANDS = [
@@ -100,10 +102,7 @@ def test_servers_of_the_readme_come_up_and_end(finished, tmp_path, command):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
         process.wait(30)
-    deadline = time.monotonic() + 30
-    while finished.processes():
-        assert time.monotonic() < deadline, finished.processes()
-        time.sleep(0.2)
+    wait_until(lambda: not finished.processes(), 30, why=lambda: finished.processes())
 
 
 def answers(url, process, within_s=120, **headers):

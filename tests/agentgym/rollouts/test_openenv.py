@@ -16,13 +16,14 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Response
 
 from agentgym.config import EnvConfig, RunConfig
-from agentgym.deploy.owned import owned_process, tail
+from agentgym.deploy.owned import owned_process
 from agentgym.rollouts import openenv as client
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.guide import Guide
 from agentgym.rollouts.openenv import OpenEnvPool
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Item
+from tests.waiting import text_of
 
 TASKS = (36, 7, 130)
 
@@ -32,12 +33,7 @@ def original(openenv, folder, name, most):
     """URL of OpenEnv's own server around our simulator, for so many connections at once."""
     command, environment = openenv("serve", name, str(folder / "port"), str(most))
     with owned_process(command, log_path=folder / "log", env=environment) as process:
-        until = time.monotonic() + 60
-        while not (folder / "port").exists():
-            assert process.poll() is None, tail(folder / "log")
-            assert time.monotonic() < until, tail(folder / "log")
-            time.sleep(0.02)
-        yield f"http://127.0.0.1:{(folder / 'port').read_text()}"
+        yield f"http://127.0.0.1:{text_of(folder / 'port', process, folder / 'log')}"
 
 
 async def follow(pools, name, task, first, turns):

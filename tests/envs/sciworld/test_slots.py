@@ -21,6 +21,7 @@ from envs.sciworld.gold import solution
 from envs.sciworld.jvm import GameFailed, JvmLost
 from envs.sciworld.slots import SlotPool
 from envs.sciworld.tasks import PUBLISHED, VARIATIONS, Task
+from tests.waiting import wait_until
 
 # 46
 GAMES = [Task(name, variation) for name in PUBLISHED for variation in (0, VARIATIONS[name] // 2)]
@@ -313,10 +314,7 @@ def test_a_process_that_died_unused_is_seen_without_a_call(small, caplog):
     slot = small.acquire()
     small.release(slot)
     os.kill(slot.process.jvm.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while not small.restarts:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: small.restarts, 10)
     assert "ended by itself with code -9" in caplog.text
     assert small.acquire().process is not slot.process
     assert small.restarts == 1

@@ -16,7 +16,7 @@ import torch
 
 from agentgym.audit import audit
 from agentgym.config import ConfigError, RunConfig, load_config
-from agentgym.deploy.owned import owned_process, tail
+from agentgym.deploy.owned import owned_process
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.model import weights_of
 from agentgym.models.transport import InProcess
@@ -30,6 +30,7 @@ from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.rollouts.policies.wire import HostBusy, HostLost
 from agentgym.types import EngineMismatch, SampleKey, Sampling
 from tests.engines import checkpoint, write_by
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[4]
@@ -306,18 +307,13 @@ def test_a_kept_engine_serves_runs_and_is_ended_when_nobody_uses_it(session, num
     (cfg.state_dir / hosts.KEPT).symlink_to(folder)
     command, log = hosts.host_command(cfg, folder, keep_s=0.5), tmp_path / "log"
     with owned_process(command, log_path=log, env=hosts.host_environment(cfg)) as process:
-        until = time.monotonic() + 60
-        while not (folder / wire.SOCKET).exists():
-            assert time.monotonic() < until, tail(log)
-            time.sleep(0.05)
+        wait_until((folder / wire.SOCKET).exists, process=process, why=log.read_text)
         below = psutil.Process(process.pid)
         for _ in range(2):
             with session(cfg) as opened:
                 opened.generate(1)
         assert num_starts() == 1
-        while below.children():
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_until(lambda: not below.children())
         with session(cfg) as opened:
             opened.generate(1)
         assert num_starts() == 2

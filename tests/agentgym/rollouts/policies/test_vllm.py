@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +41,7 @@ from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 from agentgym.types import EngineMismatch, SampleKey, Sampling
 from tests.engines import write_by
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 ROOT = Path(__file__).parents[4]
@@ -546,11 +546,12 @@ def test_a_killed_run_leaves_no_engine_and_goes_on_to_the_end(tiny_params, tmp_p
         run_step(name, cfg)
     process = subprocess.Popen([*command, "stage-1"], cwd=ROOT)
     try:
-        until = time.monotonic() + 200
-        while not any(head.step == "stage-1" for head in store.heads()):
-            assert process.poll() is None, "it ended before its first commit"
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_until(
+            lambda: any(head.step == "stage-1" for head in store.heads()),
+            200,
+            process=process,
+            why=lambda: "it ended before its first commit",
+        )
         engine = of_vllm(psutil.Process(process.pid))
         assert engine
     finally:
