@@ -1,7 +1,7 @@
 """Numbers of the documents are results, read off the file they come from; in the README every
 number is one, or a plain fact listed here.
 
-A row of BOUND names a page, a part of it (a line, or the paragraph that links the result) and the
+A row of PAGES names a part of the page (a line, or the paragraph that links the result) and the
 numbers that must stand there by the file today, in this order. The words between them are free.
 A number of the README that no row covers and FACTS does not list has no source.
 """
@@ -81,7 +81,7 @@ def pipeline_rows():
         if gain := (found["paired"] or {}).get("avg_at_4"):
             numbers.append(f"{100 * gain['mean']:+.1f}")
             numbers += [f"{100 * gain[end]:+.0f}" for end in ("low", "high")]
-        yield "README.md", line(title), numbers
+        yield line(title), numbers
 
 
 def times():
@@ -121,15 +121,8 @@ def rl_success():
     start = {percent(row["start"]["avg_at_4"]["mean"]) for row in rl}
     assert len(start) == 1
     seeds, items = {len(row["seeds"]) for row in rl}, {row["evaluation"]["num_items"] for row in rl}
-    return [
-        *map(str, seeds),
-        *map(str, items),
-        *start,
-        percent(min(means)),
-        percent(max(means)),
-        worst[1],
-        percent(worst[0]),
-    ]
+    ends = [percent(min(means)), percent(max(means))]
+    return [*map(str, (*seeds, *items)), *start, *ends, worst[1], percent(worst[0])]
 
 
 def supervised():
@@ -331,38 +324,38 @@ def paragraph(link):
     return rf"(?:^.+\n)*^.*{re.escape(f'results/{link}')}.*\n(?:^.+\n)*"
 
 
-# (page, where on it, the numbers that stand there in this order)
-BOUND = [
-    (
-        "README.md",
-        line("make pipeline"),
-        [str(math.ceil(max(runs("wall_s")) / 60)), *machine("pipeline")],
-    ),
-    *pipeline_rows(),
-    ("README.md", line("time"), times()),
-    ("README.md", line("pace"), pace()),
-    ("README.md", paragraph("pipeline.json"), [{3: "Three"}[len(runs("seed"))]]),
-    ("README.md", paragraph("drift.json"), drift()),
-    ("README.md", line("Run it again"), [str(math.ceil(max(runs("again_s"))))]),
-    (
-        "README.md",
-        paragraph("learn.md"),
-        [*rl_success(), worst_of_the_chosen(), *supervised(), *dpo(), *below_grpo()],
-    ),
-    ("README.md", paragraph("unlock.md"), unlock()),
-    ("README.md", paragraph("losses.md"), losses()),
-    ("README.md", paragraph("engines.json"), engines()),
-    ("README.md", paragraph("real-model.md"), real_model()),
-    ("README.md", paragraph("faults.md"), faults()),
-    ("docs/operations.md", paragraph("checkpoints.json"), checkpoints()),
-    ("docs/operations.md", paragraph("decisions.json"), decisions()),
-    *(("docs/operations.md", line(rf"\| {row[0]} x {row[1]}"), row) for row in powers()),
-    ("docs/operations.md", paragraph("gate.json"), gate()),
-    ("docs/operations.md", paragraph("lora.json"), lora()),
-    ("docs/operations.md", paragraph("fleets.json"), fleets()),
-    ("docs/operations.md", paragraph("rival.json"), [str(result("rival")["ratio"])]),
-    ("docs/operations.md", paragraph("packed.json"), packed()),
-]
+# page -> (where on it, the numbers that stand there in this order)
+PAGES = {
+    "README.md": [
+        (line("make pipeline"), [str(math.ceil(max(runs("wall_s")) / 60)), *machine("pipeline")]),
+        *pipeline_rows(),
+        (line("time"), times()),
+        (line("pace"), pace()),
+        (paragraph("pipeline.json"), [{3: "Three"}[len(runs("seed"))]]),
+        (paragraph("drift.json"), drift()),
+        (line("Run it again"), [str(math.ceil(max(runs("again_s"))))]),
+        (
+            paragraph("learn.md"),
+            [*rl_success(), worst_of_the_chosen(), *supervised(), *dpo(), *below_grpo()],
+        ),
+        (paragraph("unlock.md"), unlock()),
+        (paragraph("losses.md"), losses()),
+        (paragraph("engines.json"), engines()),
+        (paragraph("real-model.md"), real_model()),
+        (paragraph("faults.md"), faults()),
+    ],
+    "docs/operations.md": [
+        (paragraph("checkpoints.json"), checkpoints()),
+        (paragraph("decisions.json"), decisions()),
+        *((line(rf"\| {row[0]} x {row[1]}"), row) for row in powers()),
+        (paragraph("gate.json"), gate()),
+        (paragraph("lora.json"), lora()),
+        (paragraph("fleets.json"), fleets()),
+        (paragraph("rival.json"), [str(result("rival")["ratio"])]),
+        (paragraph("packed.json"), packed()),
+    ],
+}
+BOUND = [(page, *row) for page, rows in PAGES.items() for row in rows]
 
 
 def without(text, where, values):
@@ -391,13 +384,13 @@ def test_another_number_or_order_is_found():
 
 
 def unbound(text):
-    """Numbers of the README that no row of BOUND covers and FACTS does not list, each with the text
+    """Numbers of the README that no row of PAGES covers and FACTS does not list, each with the text
     around it.
     """
     for fact in FACTS:
         text = re.sub(re.escape(fact).replace(r"\ ", r"\s+"), "", text)
-    for page, *bound in BOUND:
-        text = without(text, *bound) if page == "README.md" else text
+    for bound in PAGES["README.md"]:
+        text = without(text, *bound)
     text = prose(text)
     return [text[max(0, found.start() - 40) : found.end() + 20] for found in NUMBER.finditer(text)]
 
@@ -434,13 +427,8 @@ def test_the_plain_facts_are_those_of_the_default_run():
     cfg = load_config(ROOT / "params.yaml")
     assert (cfg.warm_start.num_demos, cfg.horizon.max_turns) == (300, (6, 9, 12))
     settings = cfg.evaluation
-    assert (settings.num_items, settings.max_turns, settings.num_samples, settings.temperature) == (
-        512,
-        12,
-        4,
-        1.0,
-    )
-    assert settings.confidence == 0.95
+    assert (settings.num_items, settings.max_turns, settings.num_samples) == (512, 12, 4)
+    assert (settings.temperature, settings.confidence) == (1.0, 0.95)
     assert len(RECIPES) == 13
     model = cfg.model
     head = model.hidden_size // model.num_heads

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from tests.waiting import text_of
 
 SERVE = [sys.executable, "-m", "envs", "serve", "babyai"]
-
-
 CREATE = b'{"request_key": "%d", "task_id": 0}'
 
 

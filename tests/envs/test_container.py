@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.integration
-
 ROOT = Path(__file__).parents[2]
 ABSENT = ("torch", "ray", "prefect", "mlflow", "transformers", "agentgym", "dvc", "vllm")
 DOCKERFILE = (ROOT / "envs/Dockerfile").read_text()

@@ -18,7 +18,6 @@ from envs.sessions import CLOSE_S, ServerSettings
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
-
 SERVE = [sys.executable, "-m", "envs", "serve"]
 
 

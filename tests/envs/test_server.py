@@ -8,12 +8,7 @@ import pytest
 from envs.babyai import spec as babyai
 from envs.env import EnvSpec, UnknownTask
 from envs.server import ServerSettings, make_app
-from envs.wire import (
-    BatchReply,
-    ErrorReply,
-    InfoReply,
-    StepReply,
-)
+from envs.wire import BatchReply, ErrorReply, InfoReply, StepReply
 from tests.envs.counter import Counter, create, refusal, serving, step
 
 

@@ -8,10 +8,7 @@ import time
 import pytest
 
 from envs.sessions import Memory
-from envs.wire import (
-    CreateRequest,
-    ReadyReply,
-)
+from envs.wire import CreateRequest, ReadyReply
 from tests.envs.counter import Counter, create, refusal, serving, step
 
 

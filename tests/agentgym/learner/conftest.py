@@ -4,6 +4,10 @@ import pytest
 import torch
 
 from agentgym.algorithms.batch import Batch
+from agentgym.config import LearnerConfig
+from agentgym.learner.learner import LocalLearner
+from agentgym.models import networks
+from tests.agentgym.learner.learning import OPTIMIZER
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +32,26 @@ def batch_of():
             sequences // 2,
             sequences % 2 == 1,
             1.0,
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_whole(make_model):
+    """A learner with a critic that has opinions, and a reference that is another policy."""
+
+    def make(**settings):
+        critic = networks.ValueNet(make_model(7))
+        with torch.no_grad():
+            critic.head.weight.normal_(generator=torch.Generator().manual_seed(1))
+        return LocalLearner(
+            make_model(0),
+            OPTIMIZER,
+            total_steps=10,
+            critic=critic,
+            reference=make_model(3),
+            settings=LearnerConfig(**settings),
         )
 
     return make

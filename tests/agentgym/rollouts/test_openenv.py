@@ -413,7 +413,6 @@ def test_the_token_goes_to_the_named_server_and_into_no_log(monkeypatch, caplog)
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 async def test_a_connection_that_is_sent_elsewhere_is_refused(monkeypatch, status):
     monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "hush-hush")
-
     async with standing_in(BEGUN) as (elsewhere, _, stolen):
         target = f"{elsewhere.replace('http', 'ws')}/ws"
         moved = Response(status, "Moved", Headers({"Location": target, "Content-Length": "0"}), b"")
@@ -431,7 +430,6 @@ async def test_a_session_outlives_a_loop_that_is_busy_and_pings_are_answered_mea
 
     monkeypatch.setattr(connection, "PING_S", 0.1)
     monkeypatch.setattr(connection, "PONG_S", 0.8)
-
     with serving("textcraft") as (url, _):
         async with pool_of(url) as pool, pool.session(Item("textcraft", 36), "key") as session:
             await asyncio.sleep(2)  # a model thinks; nobody reads

@@ -8,9 +8,7 @@ from pathlib import Path
 import boto3
 
 from agentgym.store.posix import posix_store
-from agentgym.store.runstore import (
-    Passed,
-)
+from agentgym.store.runstore import Passed
 from agentgym.store.s3 import s3_store
 
 KEY = "ab" * 32

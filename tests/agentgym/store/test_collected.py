@@ -4,12 +4,8 @@ import pytest
 
 from agentgym.store import posix, s3
 from agentgym.store.lease import LeaseHeld
-from agentgym.store.manifest import (
-    Manifest,
-)
-from agentgym.store.runstore import (
-    BlobMissing,
-)
+from agentgym.store.manifest import Manifest
+from agentgym.store.runstore import BlobMissing
 from tests.agentgym.store.steps import KEY, commit
 
 

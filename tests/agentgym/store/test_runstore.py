@@ -19,10 +19,7 @@ from agentgym.store.manifest import (
     encode_commit,
     sha256,
 )
-from agentgym.store.runstore import (
-    BlobMissing,
-    DigestMismatch,
-)
+from agentgym.store.runstore import BlobMissing, DigestMismatch
 from tests.agentgym.store.steps import KEY, Place, commit, commit_several
 
 

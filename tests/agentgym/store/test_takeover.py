@@ -9,9 +9,7 @@ import time
 import pytest
 
 from agentgym.store.lease import Fenced, Holder, LeaseHeld
-from agentgym.store.runstore import (
-    folder_name,
-)
+from agentgym.store.runstore import folder_name
 from tests.agentgym.store.steps import KEY, commit, line
 
 
