@@ -1,5 +1,6 @@
 """Fixtures of tests/projects.py: clones of this repository, and what is typed in them."""
 
+from tests.flows.deployed import deployed, switched_on  # noqa: F401
 from tests.projects import (  # noqa: F401
     copied,
     finished,
