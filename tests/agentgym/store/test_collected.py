@@ -73,7 +73,7 @@ def test_a_step_made_anew_while_a_killed_collection_is_finished_stays(place, sto
     for kind in (posix.PosixFolder, s3.S3Folder):
 
         def has_content(self, has: object = kind.has_content):
-            found = has(self)  # type: ignore[operator]
+            found = has(self)
             with store.open("stage-1", KEY) as writer:
                 made.append(commit(writer, 5))
             return found
