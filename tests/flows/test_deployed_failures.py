@@ -3,11 +3,10 @@
 import json
 import os
 import signal
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import pytest
 
+from tests.answering import Handler, http_server
 from tests.flows.deployed import make, processes
 from tests.waiting import wait_until
 
@@ -36,24 +35,18 @@ def test_a_wrong_parameter_fails_at_once_with_one_line_and_is_not_tried_again(de
     assert seen["attempts"] == 1
 
 
-class _Inbox(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.received.append(json.loads(body))
-        self.send_response(204)
-        self.end_headers()
-
-    def log_message(self, *_): ...
-
-
 @pytest.fixture
 def inbox():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Inbox)
-    server.received = []
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    """(its address, the messages it got)"""
+    received = []
+
+    class Inbox(Handler):
+        def do_POST(self):
+            received.append(self.read_json())
+            self.send(status=204)
+
+    with http_server(Inbox) as address:
+        yield f"{address}/", received
 
 
 MAKE_BLOCK = """
@@ -71,7 +64,7 @@ def test_people_are_told_of_a_failed_run_once_that_is_switched_on(deployed, swit
         if each["name"] == "agentgym: people are told of a failed run"
     )
     assert rule["enabled"] is False
-    address = f"http://127.0.0.1:{inbox.server_port}/"
+    address, received = inbox
     made = deployed.project.run("python", "-c", MAKE_BLOCK, address)
     assert made.returncode == 0, made.stderr
     switched_on("notify", "enabled")
@@ -92,8 +85,8 @@ def test_people_are_told_of_a_failed_run_once_that_is_switched_on(deployed, swit
     deployed.prefect("deploy", "--name", "notify/local")
     run = deployed.request("train/local", "data.path=nowhere")
     deployed.wait(run, "Failed")
-    wait_until(lambda: inbox.received, 120, why=lambda: deployed.log("prefect"))
-    ((subject, text),) = (each.values() for each in inbox.received)
+    wait_until(lambda: received, 120, why=lambda: deployed.log("prefect"))
+    ((subject, text),) = (each.values() for each in received)
     assert subject == "agentgym: params.yaml data.path=nowhere failed"
     assert "failed: pull data: " in text
     assert "data.path nowhere does not exist" in text

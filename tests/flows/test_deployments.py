@@ -10,13 +10,12 @@ import time
 import urllib.error
 import urllib.request
 from base64 import b64encode
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from tests.answering import Handler, http_server
 from tests.flows.deployed import RUN_PROCESSES, make, processes
 from tests.waiting import wait_until
 
@@ -214,18 +213,12 @@ Promise.all([
 def test_a_page_of_another_origin_does_and_reads_nothing_even_in_the_owners_browser(
     deployed, browser
 ):
-    class Page(BaseHTTPRequestHandler):
+    class Page(Handler):
         def do_GET(self):
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-            self.wfile.write((FOREIGN_PAGE % json.dumps(deployed.services["prefect"])).encode())
+            page = FOREIGN_PAGE % json.dumps(deployed.services["prefect"])
+            self.send(page.encode(), Content_Type="text/html")
 
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as theirs:
-        Thread(target=theirs.serve_forever, daemon=True).start()
+    with http_server(Page) as theirs:
         context = browser.new_context()
         context.new_page().goto(logged_in(deployed.services, "prefect"), timeout=60_000)
         for host in ("127.0.0.1", "localhost"):  # of the same site, and of another
@@ -236,7 +229,7 @@ def test_a_page_of_another_origin_does_and_reads_nothing_even_in_the_owners_brow
                     reply.status
                 ),
             )
-            page.goto(f"http://{host}:{theirs.server_port}/")
+            page.goto(theirs.replace("127.0.0.1", host))
             page.wait_for_function("window.results", timeout=60_000)
             results = page.evaluate("window.results")
             assert len(results) == 5
@@ -250,7 +243,6 @@ def test_a_page_of_another_origin_does_and_reads_nothing_even_in_the_owners_brow
                 if "/api/" in url
                 for status in statuses
             } <= {403}
-        theirs.shutdown()
     assert "theirs" not in [flow["name"] for flow in deployed.api("flows/filter", {})]
 
 
@@ -276,26 +268,17 @@ def test_nobody_else_can_read_the_login(deployed):
 def test_the_login_goes_to_no_other_server(deployed, monkeypatch):
     heard = []
 
-    class Elsewhere(BaseHTTPRequestHandler):
+    class Elsewhere(Handler):
         def do_GET(self):
             heard.append(str(self.headers))
             self.send_error(404)
 
         do_POST = do_GET
 
-        def log_message(self, *_):
-            pass
-
     password = deployed.services["login"].partition(":")[2]
-    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setitem(
-            deployed.project.environment,
-            "PREFECT_API_URL",
-            f"http://127.0.0.1:{server.server_port}/api",
-        )
+    with http_server(Elsewhere) as address:
+        monkeypatch.setitem(deployed.project.environment, "PREFECT_API_URL", f"{address}/api")
         deployed.project.run("prefect", "--no-prompt", "work-pool", "ls")
-        server.shutdown()
     assert heard
     assert not any(
         password in said or b64encode(deployed.services["login"].encode()).decode() in said

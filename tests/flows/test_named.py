@@ -6,12 +6,12 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 from base64 import b64encode
 
 import pytest
 
+from tests.answering import closed_port
 from tests.flows.test_readme import COMMANDS, answers
 from tests.test_printed import NAMED, ROOT
 from tests.waiting import wait_until
@@ -155,9 +155,7 @@ def test_a_command_that_is_named_works(project, copied, tmp_path, command):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", SERVERS)
 def test_a_server_that_is_named_comes_up_and_ends(project, tmp_path, command):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(closed_port())
     words, headers = filled(command, project), {}
     with (tmp_path / "said").open("wb") as said:
         process = subprocess.Popen(

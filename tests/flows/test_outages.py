@@ -4,7 +4,6 @@ and loses nothing.
 
 import json
 import re
-import socket
 import time
 import urllib.request
 
@@ -13,6 +12,7 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
+from tests.answering import closed_port
 from tests.waiting import wait_until
 
 FEW_DEMOS = (
@@ -23,12 +23,6 @@ FEW_DEMOS = (
     "--set",
     "warm_start.batch_size=4",
 )
-
-
-def closed_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def answers(url):

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.answering import closed_port
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -62,9 +62,7 @@ def test_commands_of_the_readme_work(finished, command):
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(SERVERS)])
 def test_servers_of_the_readme_come_up_and_end(finished, tmp_path, command):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(closed_port())
     if command == "make ui":
         (finished.folder / ".venv").unlink(missing_ok=True)
         (finished.folder / ".venv").symlink_to(sys.prefix)
