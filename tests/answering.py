@@ -14,9 +14,10 @@ class Handler(BaseHTTPRequestHandler):
         return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
 
     def send(self, body=b"", status=200, **headers):
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
+        for name, value in {"Content-Length": str(len(body)), **named}.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 

@@ -4,9 +4,9 @@ import contextlib
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from agentgym.evaluation.request import EvaluationRequest
+from tests.answering import Handler, http_server
 
 OPTIONS = {"levels": ["GoToRedBallNoDists"], "view": "compact", "actions": "low"}
 NUM_ITEMS = 6
@@ -36,34 +36,30 @@ class Endpoint:
         self.num, self.told, self.untold, self.refused = 0, [0, 0, 0], 0, 0
         self.heads, self.asked = [], []
         self.lock = threading.Lock()
+
+    def __enter__(self):
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Answers(Handler):
             protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_):
-                pass
 
             def do_GET(self):
                 self.say(200, {"data": [{"id": "stub"}]})
 
             def do_POST(self):
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.answer(self, asked)
+                outer.answer(self, self.read_json())
 
             def say(self, status, tree, *, cut=False, **headers):
                 body = json.dumps(tree).encode()
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name.replace("_", "-"), value)
-                self.send_header("Content-Length", str(len(body) + 50 * cut))
-                self.end_headers()
-                self.wfile.write(body)
-                if cut:
-                    self.close_connection = True
+                self.close_connection |= cut
+                self.send(body, status, Content_Length=str(len(body) + 50 * cut), **headers)
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.server.serve_forever)
+        self.server = http_server(Answers)
+        self.url = f"{self.server.__enter__()}/v1"
+        return self
+
+    def __exit__(self, *_):
+        self.server.__exit__(None, None, None)
 
     def answer(self, handler, asked):
         with self.lock:
@@ -100,13 +96,3 @@ class Endpoint:
         choice = {"message": {"content": "move forward"}, "finish_reason": "stop"}
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             handler.say(200, {"choices": [choice], "usage": usage}, cut=now == "cut")
-
-    def __enter__(self):
-        self.thread.start()
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        return self
-
-    def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join(10)
