@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.answering import http_server
 from tests.waiting import text_of
 
 ROOT = Path(__file__).parents[1]
@@ -340,9 +341,9 @@ def hub(tmp_path):
     """A `tests/hub.py` Hub without commits."""
     from tests.hub import Hub
 
-    served = Hub(tmp_path / "hub")
-    yield served
-    served.stop()
+    made = Hub(tmp_path / "hub")
+    with http_server(made.answers()) as made.origin:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 import boto3
@@ -23,6 +22,7 @@ from agentgym.store.lease import Fenced
 from agentgym.store.manifest import ManifestError
 from agentgym.store.s3 import Bucket, S3Backend, StoreUnreachable, connect, s3_store
 from tests.agentgym.store.steps import KEY, commit
+from tests.answering import Handler, http_server
 
 
 class FaultyLink:
@@ -41,7 +41,7 @@ class FaultyLink:
         self.seen = []
         target, lock, link = urlsplit(endpoint).netloc, threading.Lock(), self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Link(Handler):
             protocol_version = "HTTP/1.1"
 
             def answer(self):
@@ -87,23 +87,15 @@ class FaultyLink:
                 self.end_headers()
                 self.wfile.write(data if sent is None else sent)
 
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.handler = Link
 
 
 @pytest.fixture
 def link(s3_uri, s3_endpoint, monkeypatch):
     made = FaultyLink(s3_endpoint)
-    thread = threading.Thread(target=made.server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
-    thread.join()
+    with http_server(made.handler) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        yield made
 
 
 def test_the_server_under_these_tests_honours_the_conditions_the_store_stands_on(s3_uri):
