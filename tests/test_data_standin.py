@@ -13,6 +13,7 @@ import yaml
 
 from agentgym.data.items import load_splits
 from envs.registry import load_spec
+from tests.completed import completed
 
 pytestmark = pytest.mark.integration
 
@@ -56,9 +57,7 @@ def pulled(tmp_path_factory):
         ),
     }
     command = [sys.executable, "-m", "dvc", "pull", "-q", f"{DATASET}.dvc"]
-    result = subprocess.run(
-        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=120
-    )
+    result = completed(*command, cwd=copy, env=environment)
     assert result.returncode == 0, result.stderr
     assert list(home.iterdir()) == [], "DVC wrote to the home directory"
     assert (copy / ".agentgym/dvc").is_dir(), "DVC's site cache belongs into the project"
@@ -104,7 +103,7 @@ def validate(*settings):
         "validate",
         *(part for each in settings for part in ("--set", each)),
     ]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return completed(*command, cwd=ROOT, timeout=300)
 
 
 @pytest.mark.usefixtures("java", "chromium")

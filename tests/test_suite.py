@@ -6,11 +6,12 @@ import importlib
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.completed import completed
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = json.loads((ROOT / "docs/results/suite.json").read_text())
@@ -32,12 +33,13 @@ def test_check_runs_what_is_quick():
 
 def test_what_is_imported_is_compiled_once_whatever_the_shell_says():
     """pip leaves that to Python; where it may not write, each process would do it anew."""
-    told = subprocess.run(
-        ["make", "--silent", "--eval=shown: ; @env", "shown"],
+    told = completed(
+        "make",
+        "--silent",
+        "--eval=shown: ; @env",
+        "shown",
         cwd=ROOT,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
         timeout=60,
         check=True,
     )

@@ -15,6 +15,7 @@ from envs import __main__ as command
 from envs.__main__ import _parser
 from envs.connection import server_config
 from envs.sessions import CLOSE_S, ServerSettings
+from tests.completed import completed
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -31,22 +32,18 @@ SERVE = [sys.executable, "-m", "envs", "serve"]
         (["babyai", "--max-sessions", "0"], "not positive"),
     ],
 )
-def test_bad_input_is_one_clear_line_and_code_2(arguments, message):
-    ended = subprocess.run([*SERVE, *arguments], capture_output=True, text=True, timeout=30)
-    assert ended.returncode == 2
-    assert message in ended.stderr.splitlines()[-1]
-    assert "Traceback" not in ended.stderr
+def test_bad_input_is_one_clear_line_and_code_2(arguments, message, capsys):
+    try:
+        code = command.main(["serve", *arguments])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def identities(name, ids, **options):
     command = [sys.executable, "-m", "envs", "identities", name, "--options", json.dumps(options)]
-    return subprocess.run(
-        command,
-        input=ids if isinstance(ids, str) else json.dumps(ids),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return completed(*command, input=ids if isinstance(ids, str) else json.dumps(ids), timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import subprocess
 import time
 
 import pytest
@@ -12,6 +11,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from envs.env import EnvSpec
+from tests.completed import completed
 from tests.envs.sockets import RESET, Broken, ask, await_none, code_of, served, socket_of, step
 
 TOKEN = "hush-hush"
@@ -26,14 +26,10 @@ def test_openenvs_own_client_plays_gold_episodes(serving, openenv, gold, name):
             for task, (_, turns) in zip((36, 7, 130), played, strict=True)
         ]
         command, environment = openenv("play")
-        done = subprocess.run(
-            command,
+        done = completed(
+            *command,
             input=json.dumps({"url": url, "token": TOKEN, "episodes": episodes}),
             env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
         )
         assert done.returncode == 0, done.stderr
         *told, again = json.loads(done.stdout)

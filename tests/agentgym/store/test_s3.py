@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from agentgym.store.manifest import ManifestError
 from agentgym.store.s3 import Bucket, S3Backend, StoreUnreachable, connect, s3_store
 from tests.agentgym.store.steps import KEY, commit
 from tests.answering import Handler, http_server
+from tests.completed import completed
 
 
 class FaultyLink:
@@ -262,9 +262,7 @@ with store.open("stage-1", "ab" * 32) as writer:
     writer.commit(done=False, state={}, parents={}, config={}, blobs={"model": bytes(12 << 20)}, \
 records={}, results={}, timings={})
 """
-    killed = subprocess.run(
-        [sys.executable, "-c", script, s3_uri], capture_output=True, text=True, timeout=120
-    )
+    killed = completed(sys.executable, "-c", script, s3_uri)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
 
     def uploads():
@@ -348,13 +346,7 @@ except ValueError as error:
         ),
     ):
         environment = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true"}
-        done = subprocess.run(
-            [sys.executable, "-c", before + child],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=environment,
-        )
+        done = completed(sys.executable, "-c", before + child, env=environment)
         assert done.stdout.startswith(expected), done.stdout + done.stderr
 
 
@@ -364,7 +356,5 @@ def test_a_store_on_disk_needs_no_boto3():
         "from agentgym.config import load_config\nfrom agentgym.pipeline.run import open_store\n"
         "print(open_store(load_config('params.yaml')).root)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
+    done = completed(sys.executable, "-c", script)
     assert done.stdout.strip() == ".agentgym/store", done.stderr

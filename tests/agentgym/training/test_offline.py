@@ -3,7 +3,6 @@ that is killed on the way.
 """
 
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -28,6 +27,7 @@ from agentgym.store.manifest import Blob, Manifest, encode_commit
 from agentgym.training import offline
 from agentgym.training.offline import dataset_of, preference_pairs, successes
 from agentgym.types import Item, Status, Trajectory
+from tests.completed import completed
 from tests.first_steps import BEFORE_AND_EVALUATED
 
 DRIVER = """
@@ -314,7 +314,7 @@ def test_a_killed_preference_stage_ends_where_an_untouched_one_does(begin):
     # the second part of the exploration; the weights are written, their manifest is not
     for fatal in (1, 3):
         command = [sys.executable, str(script), str(params), str(fatal)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = completed(*command, timeout=300)
         assert done.returncode == -signal.SIGKILL, done.stderr
     cfg = load_config(params)
     assert str(run_step("stage-1", cfg)) == "resumed at commit 3"

@@ -21,6 +21,7 @@ from envs.sciworld.gold import solution
 from envs.sciworld.jvm import GameFailed, JvmLost
 from envs.sciworld.slots import SlotPool
 from envs.sciworld.tasks import PUBLISHED, VARIATIONS, Task
+from tests.completed import completed
 from tests.waiting import wait_until
 
 # 46
@@ -106,9 +107,7 @@ def check_isolation(step, limit):
         str(limit),
     ]
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=900, env=environment, check=True
-    )
+    done = completed(*command, timeout=900, env=environment, check=True)
     assert json.loads(done.stdout) == [[list(texts) for texts in told] for told in expected]
 
 
