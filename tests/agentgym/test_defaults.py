@@ -1,11 +1,9 @@
 """Every process of ours keeps its state in the project and tells nobody of it."""
 
 import gc
-import http.server
 import io
 import os
 import sys
-import threading
 import urllib.request
 
 import httpx
@@ -14,6 +12,7 @@ import requests
 
 from agentgym.console.terminal import PlainConsole
 from agentgym.defaults import COLLECT_AFTER, set_process_defaults
+from tests.answering import Handler, http_server
 
 
 def test_state_lies_in_the_project_and_nothing_is_sent(tmp_path, monkeypatch):
@@ -44,24 +43,16 @@ def test_garbage_is_looked_for_less_often_than_imports_make_objects(tmp_path, mo
         gc.set_threshold(*before)
 
 
-class Answers(http.server.BaseHTTPRequestHandler):
+class Answers(Handler):
     def do_GET(self):
-        self.send_response(200)
-        self.send_header("Content-Length", "4")
-        self.end_headers()
-        self.wfile.write(b"here")
-
-    def log_message(self, *_):
-        """Nothing."""
+        self.send(b"here")
 
 
 @pytest.fixture
 def own_server():
     """The address of a server of ours on loopback."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with http_server(Answers) as address:
+        yield address
 
 
 @pytest.mark.parametrize("listed", [{}, {"NO_PROXY": "corp.example"}, {"no_proxy": "corp.example"}])

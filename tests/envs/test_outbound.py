@@ -1,14 +1,12 @@
 """A service that options name gets the secret; where it points on to gets nothing."""
 
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
 import pytest
 
 from envs.searchqa.retrievers import RetrieverError
 from envs.searchqa.search_r1 import SearchR1
 from envs.webarena.helpers import HelperFailed, SiteHelpers
 from envs.webarena.judge import Endpoint, JudgeFailed
+from tests.answering import Handler, http_server
 
 
 @pytest.fixture
@@ -16,34 +14,23 @@ def pointing_on(monkeypatch):
     """(URL of a server that points on, the requests that reached where it points to)."""
     reached = []
 
-    class Target(BaseHTTPRequestHandler):
+    class Target(Handler):
         def do_GET(self):
             reached.append((self.path, self.headers.get("Authorization")))
-            self.send_response(200)
-            self.end_headers()
+            self.send()
 
         do_POST = do_GET
 
-        def log_message(self, *_):
-            pass
-
-    class Pointer(Target):
+    class Pointer(Handler):
         def do_GET(self):
-            self.send_response(302)
-            self.send_header("Location", f"http://127.0.0.1:{servers[0].server_address[1]}/stolen")
-            self.end_headers()
+            self.send(status=302, Location=f"{target}/stolen")
 
         do_POST = do_GET
 
-    servers = [HTTPServer(("127.0.0.1", 0), handler) for handler in (Target, Pointer)]
-    for server in servers:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("AGENTGYM_SECRET_JUDGE", "key")
     monkeypatch.setenv("AGENTGYM_SECRET_SHOP_PASSWORD", "key")
-    yield f"http://127.0.0.1:{servers[1].server_address[1]}", reached
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with http_server(Target) as target, http_server(Pointer) as pointer:
+        yield pointer, reached
 
 
 def test_a_judge_that_points_on_is_no_judge(pointing_on):

@@ -4,60 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agentgym.algorithms.batch import Batch
-from agentgym.config import (
-    OptimizerConfig,
-)
-from agentgym.learner.learner import LocalLearner
 from agentgym.models import networks
 from agentgym.models.networks import PolicyNet
-
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0)
-# two groups of three; actions at scattered places, observations between and after them
-ROWS = [
-    ([5, 9, 33, 12, 40, 41], [0, 0, 1, 1, 0, 1]),
-    ([5, 9, 12], [0, 0, 1]),
-    ([5, 9, 18, 19, 20, 21, 22, 23], [0, 0, 1, 0, 0, 1, 1, 0]),
-    ([6, 30, 31], [0, 1, 1]),
-    ([6, 30, 7, 8, 50], [0, 1, 0, 0, 1]),
-    ([6, 35], [0, 1]),
-]
-REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
-
-
-def batch_of(rows=ROWS, rewards=REWARDS, groups=(0, 0, 0, 1, 1, 1), temperature=1.0):
-    starts = torch.cumsum(torch.tensor([0, *(len(ids) for ids, _ in rows)]), 0)
-    mask = torch.tensor([bool(m) for _, masks in rows for m in masks])
-    placed = torch.zeros(len(mask))
-    for row, (_, masks) in enumerate(rows):
-        placed[int(starts[row]) + max(index for index, m in enumerate(masks) if m)] = rewards[row]
-    ids = torch.tensor([token for ids, _ in rows for token in ids])
-    return Batch(
-        ids,
-        starts,
-        mask,
-        placed,
-        torch.zeros(len(mask)),
-        torch.tensor(groups),
-        torch.zeros(len(rows), dtype=torch.bool),
-        temperature,
-    )
-
-
-@pytest.fixture
-def make_learner(make_model):
-    return lambda config=OPTIMIZER, seed=0: LocalLearner(make_model(seed), config, total_steps=10)
-
-
-def gradients(learner):
-    return {name: parameter.grad.clone() for name, parameter in learner.model.named_parameters()}
-
-
-def assert_same(first, second, **tolerance):
-    for name, tensor in first.items():
-        torch.testing.assert_close(
-            tensor, second[name], **(tolerance or {"atol": 0, "rtol": 0}), msg=name
-        )
+from tests.agentgym.learner.learning import ROWS, assert_same, batch_of, gradients
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -3,6 +3,7 @@ that is killed on the way.
 """
 
 import signal
+import sys
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,7 @@ from agentgym.store.manifest import Blob, Manifest, encode_commit
 from agentgym.training import offline
 from agentgym.training.offline import dataset_of, preference_pairs, successes
 from agentgym.types import Item, Status, Trajectory
+from tests.completed import completed
 from tests.first_steps import BEFORE_AND_EVALUATED
 
 DRIVER = """
@@ -304,14 +306,15 @@ def history(cfg, name="stage-1"):
 
 
 @pytest.mark.slow
-def test_a_killed_preference_stage_ends_where_an_untouched_one_does(begin, forks):
+def test_a_killed_preference_stage_ends_where_an_untouched_one_does(begin):
     untouched, params = load_config(begin("untouched")), begin("killed")
     assert str(run_step("stage-1", untouched)) == "ran"
     script = params.parent / "driver.py"
     script.write_text(DRIVER)
     # the second part of the exploration; the weights are written, their manifest is not
     for fatal in (1, 3):
-        done = forks.run(["python", script, params, fatal], timeout=300)
+        command = [sys.executable, str(script), str(params), str(fatal)]
+        done = completed(*command, timeout=300)
         assert done.returncode == -signal.SIGKILL, done.stderr
     cfg = load_config(params)
     assert str(run_step("stage-1", cfg)) == "resumed at commit 3"

@@ -1,25 +1,22 @@
 """What a site's own API is asked for."""
 
 import json
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from envs.webarena.helpers import HelperFailed, SiteHelpers
+from tests.answering import Handler, http_server
 
 
 @contextmanager
 def shop_api(reviews):
-    class Handler(BaseHTTPRequestHandler):
+    class Shop(Handler):
         def _answer(self, value):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(value).encode())
+            self.send(json.dumps(value).encode())
 
         def do_POST(self):
-            login = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            login = self.read_json()
             self._answer(f"token-of-{login['username']}-{login['password']}")
 
         def do_GET(self):
@@ -31,16 +28,8 @@ def shop_api(reviews):
                 assert self.path == "/rest/default/V1/products/B00%2FX/reviews"
                 self._answer(reviews)
 
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with http_server(Shop) as address:
+        yield address
 
 
 def test_a_real_shops_orders_and_reviews_are_asked_for_over_its_api(monkeypatch):
