@@ -23,7 +23,6 @@ LONG = {
     "agentgym/training/offline.py train_stage": 70,
     "agentgym/training/rl.py train_stage": 94,
     "envs/__main__.py _parser": 92,
-    "envs/searchqa/corpus/lore.py _deeds": 119,
     "envs/server.py make_app": 210,
     "envs/webarena/__init__.py spec": 63,
     "flows/shell.py summarise": 77,
