@@ -21,7 +21,7 @@ from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import AlarmsConfig, load_config
 from agentgym.pipeline.run import run_with_parents
 from agentgym.pipeline.table import finished, open_store
-from agentgym.rollouts.horizon import stages
+from agentgym.steps.step import stages
 from agentgym.tracking.alarms import RULES, measured, tripped
 from agentgym.tracking.deliver import committed_points
 from agentgym.tracking.points import Point

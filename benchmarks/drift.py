@@ -29,8 +29,8 @@ from agentgym.data.items import splits_from_json
 from agentgym.deploy.local import task_identities
 from agentgym.pipeline.run import run_with_parents
 from agentgym.pipeline.table import finished, open_store
-from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS
+from agentgym.steps.step import stages
 from agentgym.tracking.points import decode_points
 from agentgym.types import Item, Trajectory
 

@@ -30,7 +30,7 @@ set_process_defaults()
 
 from agentgym.config import EnvConfig, load_config  # noqa: E402
 from agentgym.deploy.local import local_env  # noqa: E402
-from agentgym.evaluation.request import EvaluationRequest  # noqa: E402
+from agentgym.evaluation.protocol import EvaluationRequest  # noqa: E402
 from agentgym.pipeline.evaluation import evaluate_policy  # noqa: E402
 from agentgym.rollouts.pools import EnvPool  # noqa: E402
 from agentgym.types import Item  # noqa: E402

@@ -36,7 +36,7 @@ from agentgym.models.tensorfiles import files_of
 from agentgym.pipeline.run import run_with_parents
 from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.engine import open_engine
-from agentgym.rollouts.horizon import stages
+from agentgym.steps.step import stages
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.types import Item

@@ -36,8 +36,8 @@ from agentgym.data.items import train_stream
 from agentgym.defaults import set_process_defaults
 from agentgym.pipeline.run import run_with_parents
 from agentgym.pipeline.table import finished, open_store
-from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS
+from agentgym.steps.step import stages
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import decode_points
 from agentgym.training.ahead import Ahead

@@ -73,7 +73,7 @@ def main() -> int:
 
 def make_runs(cfg: RunConfig) -> None:
     """Run a training and ten evaluations; finished ones are not repeated."""
-    from agentgym.evaluation.request import EvaluationRequest
+    from agentgym.evaluation.protocol import EvaluationRequest
     from agentgym.pipeline.evaluation import evaluate_policy
     from agentgym.pipeline.run import run_with_parents
 

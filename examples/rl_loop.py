@@ -20,10 +20,10 @@ from agentgym.learner.learner import LocalLearner
 from agentgym.learner.process_group import SingleProcess
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.model import load_weights, set_threads
+from agentgym.rollouts.collect import success_share
 from agentgym.rollouts.engine import LocalEngine, open_engine
-from agentgym.rollouts.horizon import max_turns
-from agentgym.rollouts.metrics import success_share
 from agentgym.rollouts.players import ExpertPlayer
+from agentgym.steps.step import max_turns
 from agentgym.training.demonstrations import demonstrate, expert_items, tokenized
 from agentgym.training.initial import first_checkpoint
 from agentgym.training.rl import with_limit

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 import agentgym.rollouts.engine as inline
-from agentgym.algorithms.batch import Batch
-from agentgym.algorithms.experience import Experience
+from agentgym.algorithms.batch import Batch, Experience
 from agentgym.config import ConfigError, PolicyGradientConfig, RunConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.learner.process_group import SingleProcess

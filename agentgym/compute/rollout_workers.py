@@ -18,16 +18,16 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from agentgym.compute.actors import (
+from agentgym.compute.learner_ranks import RankLost, RayLearner
+from agentgym.compute.sending import (
     SLACK_S,
+    Sender,
     cause_of,
     end,
     first_line,
     node_address,
     node_id,
 )
-from agentgym.compute.learner_ranks import RankLost, RayLearner
-from agentgym.compute.sending import Sender
 from agentgym.config import RunConfig
 from agentgym.models.adapter import Adapter
 from agentgym.models.checkpoint import (
@@ -39,11 +39,16 @@ from agentgym.models.checkpoint import (
 from agentgym.models.model import set_threads
 from agentgym.models.tensorfiles import StoredTensors
 from agentgym.models.transport import TransportBroken, use_interface_of
-from agentgym.rollouts.canary import Seen
 from agentgym.rollouts.collect import Attempts, Lockstep, in_order, require_valid, samples
-from agentgym.rollouts.engine import canary_of, episode_settings, openings, shares_device
+from agentgym.rollouts.engine import (
+    LoopThread,
+    Seen,
+    canary_of,
+    episode_settings,
+    openings,
+    shares_device,
+)
 from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
 from agentgym.rollouts.policies.engines import num_processes, open_here, start_timeout_s
 from agentgym.rollouts.pools import EnvPools

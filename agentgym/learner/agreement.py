@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from agentgym.algorithms.batch import Batch
-from agentgym.algorithms.experience import Experience
+from agentgym.algorithms.batch import Batch, Experience
 from agentgym.algorithms.losses import corrections, kl_penalty, mismatch
 from agentgym.config import PolicyGradientConfig
 from agentgym.types import EngineMismatch

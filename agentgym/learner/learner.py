@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agentgym.algorithms.batch import Batch
-from agentgym.algorithms.experience import Experience
+from agentgym.algorithms.batch import Batch, Experience
 from agentgym.algorithms.losses import (
     POLICY_LOSSES,
     Actions,
@@ -34,16 +33,19 @@ from agentgym.config import (
     PolicyGradientConfig,
 )
 from agentgym.learner.agreement import corrections_of, scored
-from agentgym.learner.budget import TokenBudget, head_chunk_tokens
-from agentgym.learner.flops import TrainingFlops, device_peak_tflops
-from agentgym.learner.micro_batches import Dealt
+from agentgym.learner.micro_batches import (
+    Dealt,
+    TokenBudget,
+    TrainingFlops,
+    device_peak_tflops,
+    head_chunk_tokens,
+)
 from agentgym.learner.optimizer import OptimizedNetwork
 from agentgym.learner.process_group import ProcessGroup, SingleProcess
 from agentgym.models.adapter import Adapter, is_matrix, merged_weights, without_adapter
-from agentgym.models.blocks import checkpoint_blocks, compile_blocks
 from agentgym.models.checkpoint import ADAPTER, CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
 from agentgym.models.memory import return_memory
-from agentgym.models.networks import PolicyNet, ValueNet
+from agentgym.models.networks import PolicyNet, ValueNet, checkpoint_blocks, compile_blocks
 from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
 
 # (sequences of one micro-batch, whether they count); a rank without work still runs the forward

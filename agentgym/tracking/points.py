@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 SPOOL = "metrics.jsonl"  # name among a manifest's records
@@ -69,3 +69,26 @@ def _encode(point: Point) -> bytes:
         ).encode()
         + b"\n"
     )
+
+
+PROGRESS = "progress/"
+TURNS, TOKENS = f"{PROGRESS}turns", f"{PROGRESS}tokens"
+_PER_EPISODE = {TURNS: "rollout/turns_mean", TOKENS: "rollout/tokens_mean"}
+
+
+def progressed(before: Sequence[Point], point: Point) -> dict[str, float]:
+    """Return turns and tokens (observations and actions) of the episodes that count, so far.
+
+    Empty if the point has no episodes. before: the run's training points so far, in order.
+    """
+    metric_of = point.metrics.get
+    if metric_of("rollout/num_episodes") is None:
+        return {}
+    last = next((earlier.metrics for earlier in reversed(before) if TURNS in earlier.metrics), {})
+    played = metric_of("rollout/num_episodes", 0.0) * (
+        1.0 - metric_of("rollout/env_error_frac", 0.0)
+    )
+    return {
+        name: last.get(name, 0.0) + round(played * metric_of(metric, 0.0))
+        for name, metric in _PER_EPISODE.items()
+    }

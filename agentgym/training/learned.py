@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentgym.algorithms.experience import Experience
+from agentgym.algorithms.batch import Experience
 from agentgym.compute.placement import Learner
 from agentgym.config import RunConfig
 from agentgym.types import Learned, Trajectory

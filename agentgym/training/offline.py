@@ -37,9 +37,9 @@ from agentgym.models.checkpoint import (
 )
 from agentgym.models.model import set_threads
 from agentgym.records import TRAJECTORIES, decode_trajectories
-from agentgym.rollouts.horizon import Stage
-from agentgym.rollouts.metrics import rollout_metrics, success_share, validation_metrics
+from agentgym.rollouts.collect import rollout_metrics, success_share, validation_metrics
 from agentgym.steps.context import StepContext, now_ms
+from agentgym.steps.step import Stage
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
 from agentgym.training.demonstrations import demonstrations, tokenized_demonstrations

@@ -33,10 +33,10 @@ from agentgym.models.checkpoint import (
     load_checkpoint,
 )
 from agentgym.models.model import set_threads
-from agentgym.rollouts.horizon import HorizonState, Stage, advance, max_turns
-from agentgym.rollouts.metrics import rollout_metrics, success_share, validation_metrics
+from agentgym.rollouts.collect import rollout_metrics, success_share, validation_metrics
 from agentgym.rollouts.policies.engines import tolerance_of
 from agentgym.steps.context import StepContext, StepReader, now_ms
+from agentgym.steps.step import HorizonState, Stage, advance, max_turns
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.alarms import AlarmStop
 from agentgym.tracking.points import Point

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import requests
 
-from agentgym.console.terminal import PlainConsole
+from agentgym.console.progress import PlainConsole
 from agentgym.defaults import COLLECT_AFTER, set_process_defaults
 
 

@@ -22,7 +22,7 @@ from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
-from agentgym.rollouts.horizon import stages
+from agentgym.steps.step import stages
 from agentgym.store.lease import LeaseHeld
 
 pytestmark = pytest.mark.integration

@@ -13,8 +13,8 @@ from agentgym.data.items import ItemStream, load_splits
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.records import TRAJECTORIES, decode_trajectories
-from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS
+from agentgym.steps.step import stages
 from agentgym.tracking.points import decode_points
 from tests.first_steps import BEFORE_AND_EVALUATED
 

@@ -13,7 +13,7 @@ from agentgym.config import OptimizerConfig, RunConfig
 from agentgym.learner.learner import LocalLearner
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.transport import TransportBroken
-from agentgym.rollouts.loop import LoopThread
+from agentgym.rollouts.engine import LoopThread
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import EngineMismatch, EngineUsage, Item, Status, Trajectory
 

@@ -20,7 +20,7 @@ from agentgym.commands.evaluate import INVALID, code_of
 from agentgym.config import ConfigError, load_config
 from agentgym.evaluation.episodes import read_episodes
 from agentgym.evaluation.paired import align
-from agentgym.evaluation.request import EvaluationRequest
+from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.evaluation.result import Outcome, Result
 from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.contenders import invite

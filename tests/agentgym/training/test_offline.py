@@ -19,8 +19,8 @@ from agentgym.models.model import weights_of
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajectories
-from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import StepContext
+from agentgym.steps.step import stages
 from agentgym.store.keys import package_folders, source_files
 from agentgym.store.manifest import Blob, Manifest, encode_commit
 from agentgym.training import offline

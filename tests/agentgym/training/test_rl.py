@@ -16,7 +16,7 @@ from agentgym.config import load_config
 from agentgym.data.check import load_data
 from agentgym.data.items import ItemStream, train_stream
 from agentgym.learner.learner import LocalLearner
-from agentgym.models.tolerance import TORCH
+from agentgym.models.fidelity import TORCH
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.records import TRAJECTORIES, decode_trajectories

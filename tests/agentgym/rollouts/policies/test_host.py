@@ -21,11 +21,10 @@ from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.model import weights_of
 from agentgym.models.transport import InProcess
 from agentgym.pipeline.table import open_store
-from agentgym.rollouts.loop import LoopThread
+from agentgym.rollouts.engine import LoopThread, open_policy
 from agentgym.rollouts.policies import engines, hosts, on_host, wire
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosts import one_engine
-from agentgym.rollouts.policies.opening import open_policy
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.rollouts.policies.wire import HostBusy, HostLost
 from agentgym.types import EngineMismatch, SampleKey, Sampling
@@ -185,7 +184,7 @@ from agentgym.deploy.owned import owned_process, tail
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.rollouts.policies import engines
 from agentgym.rollouts.policies.hosts import one_engine
-from agentgym.rollouts.policies.opening import open_policy
+from agentgym.rollouts.engine import open_policy
 from tests.agentgym.rollouts.policies.test_host import ENGINE, PROMPT, config, sampling
 from tests.engines import checkpoint
 from pathlib import Path

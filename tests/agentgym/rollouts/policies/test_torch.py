@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from agentgym.models.attention import PackedSequences
+from agentgym.models.fidelity import TORCH
 from agentgym.models.half import widen_linear_layers
 from agentgym.models.model import weights_of
-from agentgym.models.tolerance import TORCH
 from agentgym.models.transport import InProcess
 from agentgym.rollouts.policies.draw import Distribution, uniforms
 from agentgym.rollouts.policies.torch import TorchPolicy
