@@ -29,6 +29,7 @@ from agentgym.data.items import splits_from_json
 from agentgym.deploy.local import task_identities
 from agentgym.pipeline.run import run_with_parents
 from agentgym.pipeline.table import finished, open_store
+from agentgym.rollouts.engine import RolloutRequest
 from agentgym.steps.context import METRICS
 from agentgym.steps.step import stages
 from agentgym.tracking.points import decode_points
@@ -111,7 +112,7 @@ def run(name: str, seed: int, folder: str) -> dict[str, Any]:
     items = unlisted(cfg)
 
     def play(cfg: RunConfig, engine: Engine, _: Sequence[Item], step: int) -> list[Trajectory]:
-        return engine.collect(
+        request = RolloutRequest(
             items,
             num_samples=1,
             step=step,
@@ -119,6 +120,7 @@ def run(name: str, seed: int, folder: str) -> dict[str, Any]:
             temperature=1.0,
             seed=cfg.evaluation.seed,
         )
+        return engine.collect(request)
 
     with mock.patch("agentgym.training.rl.play_validation", play):
         run_with_parents(last, cfg, wait_s=3600)

@@ -42,9 +42,9 @@ from agentgym.models.transport import TransportBroken, use_interface_of
 from agentgym.rollouts.collect import Attempts, Lockstep, in_order, require_valid, samples
 from agentgym.rollouts.engine import (
     LoopThread,
+    RolloutRequest,
     Seen,
     canary_of,
-    episode_settings,
     openings,
     shares_device,
 )
@@ -205,30 +205,13 @@ class RayEngine:
         self._run(all_of_them())
 
     def collect(
-        self,
-        items: Sequence[Item],
-        *,
-        num_samples: int,
-        step: int,
-        max_turns: int,
-        temperature: float,
-        seed: int,
-        read_last: bool = False,
-        progress: Callable[[int], None] = lambda _: None,
+        self, request: RolloutRequest, progress: Callable[[int], None] = lambda _: None
     ) -> list[Trajectory]:
         """Collect trajectories in admission order, see `Engine.collect`.
         Errors: RolloutError, WorkersLost.
         """
         rollout = self._cfg.rollout
-        settings = episode_settings(
-            self._cfg,
-            instructions=self.instructions,
-            seed=seed,
-            step=step,
-            max_turns=max_turns,
-            temperature=temperature,
-            read_last=read_last,
-        )
+        settings = request.settings(self._cfg, self.instructions)
         slots = asyncio.Semaphore(rollout.concurrency)
 
         async def one(item: Item, sample: int) -> Trajectory:
@@ -238,7 +221,7 @@ class RayEngine:
             return trajectory
 
         async def all_of_them() -> list[Trajectory]:
-            admitted = samples(items, num_samples)
+            admitted = samples(request.items, request.num_samples)
             await self._between_updates("wake")
             played = await in_order([one(item, sample) for item, sample in admitted])
             await self._between_updates("sleep")

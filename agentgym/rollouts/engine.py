@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -33,6 +33,32 @@ from agentgym.types import Endpoints, EngineMismatch, EngineUsage, Item, Policy,
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """Request to an engine: episodes of these items, `num_samples` of each."""
+
+    items: Sequence[Item]
+    _: KW_ONLY
+    num_samples: int
+    step: int  # optimizer step the episodes are for
+    max_turns: int
+    temperature: float
+    seed: int
+    read_last: bool = False  # see `EpisodeSettings`
+
+    def settings(self, cfg: RunConfig, instructions: Mapping[str, str]) -> EpisodeSettings:
+        """Return the settings of these episodes. instructions: by environment."""
+        return episode_settings(
+            cfg,
+            instructions=instructions,
+            step=self.step,
+            max_turns=self.max_turns,
+            temperature=self.temperature,
+            seed=self.seed,
+            read_last=self.read_last,
+        )
 
 
 class HasWeights(Protocol):
@@ -61,38 +87,20 @@ class LocalEngine:
         return canary_of(self.cfg, self.checkpoint)
 
     def collect(
-        self,
-        items: Sequence[Item],
-        *,
-        num_samples: int,
-        step: int,
-        max_turns: int,
-        temperature: float,
-        seed: int,
-        read_last: bool = False,
-        progress: Callable[[int], None] = lambda _: None,
+        self, request: RolloutRequest, progress: Callable[[int], None] = lambda _: None
     ) -> list[Trajectory]:
         """Collect trajectories in admission order, see `agentgym.rollouts.collect.collect`.
         The policy wakes for it and sleeps afterwards if it shares a device with the learner.
         """
         rollout = self.cfg.rollout
-        settings = episode_settings(
-            self.cfg,
-            instructions=self.instructions,
-            seed=seed,
-            step=step,
-            max_turns=max_turns,
-            temperature=temperature,
-            read_last=read_last,
-        )
         if shares_device(self.cfg):
             self.loop.run(self.policy.wake())
         trajectories = self.loop.run(
             collect(
-                samples(items, num_samples),
+                samples(request.items, request.num_samples),
                 pool=self.pool,
                 player_of=token_players(self.policy, self.checkpoint.renderer),
-                settings=settings,
+                settings=request.settings(self.cfg, self.instructions),
                 concurrency=rollout.concurrency,
                 episode_timeout_s=rollout.episode_timeout_s,
                 max_attempts=rollout.max_attempts,

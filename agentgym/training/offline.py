@@ -38,6 +38,7 @@ from agentgym.models.checkpoint import (
 from agentgym.models.model import set_threads
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.collect import rollout_metrics, success_share, validation_metrics
+from agentgym.rollouts.engine import RolloutRequest
 from agentgym.steps.context import StepContext, now_ms
 from agentgym.steps.step import Stage
 from agentgym.store.manifest import Manifest
@@ -282,15 +283,15 @@ def _explore(
     ctx.progress.advance(len(episodes))
     for begin in range(first, len(items), algorithm.chunk_items):
         chunk = items[begin : begin + algorithm.chunk_items]
-        collected = engine.collect(
+        request = RolloutRequest(
             chunk,
             num_samples=cfg.rollout.group_size,
             step=stage.first_step,
             max_turns=stage.max_turns,
             temperature=cfg.rollout.temperature,
             seed=cfg.seed,
-            progress=ctx.progress.advance,
         )
+        collected = engine.collect(request, progress=ctx.progress.advance)
         ctx.commit(
             done=False,
             state={

@@ -34,6 +34,7 @@ from agentgym.models.checkpoint import (
 )
 from agentgym.models.model import set_threads
 from agentgym.rollouts.collect import rollout_metrics, success_share, validation_metrics
+from agentgym.rollouts.engine import RolloutRequest
 from agentgym.rollouts.policies.engines import tolerance_of
 from agentgym.steps.context import StepContext, StepReader, now_ms
 from agentgym.steps.step import HorizonState, Stage, advance, max_turns
@@ -252,7 +253,7 @@ def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollo
     for _ in range(1 + max_refills(algorithm)):
         new = stream.next(missing)
         rollouts.items += new
-        rollouts.trajectories += engine.collect(
+        request = RolloutRequest(
             new,
             num_samples=settings.group_size,
             step=rollouts.step,
@@ -261,6 +262,7 @@ def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollo
             seed=cfg.seed,
             read_last=reads_last(cfg),
         )
+        rollouts.trajectories += engine.collect(request)
         rollouts.reasons = why_not(rollouts.trajectories, truncated=truncated, signal=signal)
         teaching = {
             trajectory.item

@@ -62,9 +62,9 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def counted_collect(self, items, **settings):
-    now.update(step=settings["step"], acts=0, collections=now["collections"] + 1)
-    return collect(self, items, **settings)
+def counted_collect(self, request, **progress):
+    now.update(step=request.step, acts=0, collections=now["collections"] + 1)
+    return collect(self, request, **progress)
 
 
 async def fatal_act(self, action):

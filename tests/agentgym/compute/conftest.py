@@ -50,16 +50,16 @@ def kill_worker_at(monkeypatch):
     def prepare(step, count):
         killed, collect = [], RayEngine.collect
 
-        def collecting(self, items, **settings):
+        def collecting(self, request):
             finished = []
 
             def progress(number):
                 finished.append(number)
-                if settings["step"] == step and len(finished) == count and not killed:
+                if request.step == step and len(finished) == count and not killed:
                     killed.append(self.workers[0].where)
                     os.kill(int(killed[0].split()[1]), signal.SIGKILL)
 
-            return collect(self, items, **settings, progress=progress)
+            return collect(self, request, progress=progress)
 
         monkeypatch.setattr(RayEngine, "collect", collecting)
         return killed

@@ -52,7 +52,8 @@ class ScriptedEngine:
     def usage(self):
         return EngineUsage()
 
-    def collect(self, items, *, num_samples, step, max_turns, **_):
+    def collect(self, request):
+        step, num_samples = request.step, request.num_samples
         return [
             played(
                 item,
@@ -62,9 +63,9 @@ class ScriptedEngine:
                 success=sample < num_samples * self.success(step)
                 if self.teaches(item, step)
                 else False,
-                max_turns=max_turns,
+                max_turns=request.max_turns,
             )
-            for item in items
+            for item in request.items
             for sample in range(num_samples)
         ]
 
@@ -203,11 +204,11 @@ def far(tmp_path_factory, tiny_params, tiny_endpoint):
     ready, changed = set(), threading.Condition()
     collect, update = LocalEngine.collect, LocalLearner.update
 
-    def told(self, items, *, step, **settings):
-        trajectories = collect(self, items, step=step, **settings)
-        if items[0].split == "train":
+    def told(self, request):
+        trajectories = collect(self, request)
+        if request.items[0].split == "train":
             with changed:
-                ready.add(step)
+                ready.add(request.step)
                 changed.notify_all()
         return trajectories
 
