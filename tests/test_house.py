@@ -21,7 +21,6 @@ LONG = {
     "agentgym/data/trajectories.py _check_messages": 62,
     "agentgym/evaluation/report.py learning_curve_png": 63,
     "agentgym/training/offline.py train_stage": 70,
-    "agentgym/training/rl.py train_stage": 94,
     "envs/__main__.py _parser": 92,
     "envs/server.py make_app": 210,
     "envs/webarena/__init__.py spec": 63,

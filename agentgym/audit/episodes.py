@@ -22,7 +22,7 @@ from agentgym.rollouts.pools import EnvPools
 from agentgym.steps.step import Kind, Stage
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.training.rl import reads_last
+from agentgym.training.ahead import reads_last
 from agentgym.types import Item, Status, Trajectory
 from envs.wire import FAMILY, INVALID, PARTS
 

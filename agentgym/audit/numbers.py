@@ -45,7 +45,7 @@ from agentgym.training.demonstrations import (
     replies_of,
     tokenized_demonstrations,
 )
-from agentgym.training.learned import update_metrics
+from agentgym.training.observation import update_metrics
 from agentgym.training.offline import (
     dataset_of,
     exploration_metrics,

@@ -23,8 +23,8 @@ from agentgym.steps.step import Stage, Step, advance, max_turns
 from agentgym.store.manifest import Manifest, ManifestError
 from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
 from agentgym.tracking.points import Point, decode_points
+from agentgym.training.ahead import horizon_state
 from agentgym.training.offline import commits_at, explored_items
-from agentgym.training.rl import horizon_state
 from agentgym.types import Trajectory
 
 

@@ -297,8 +297,7 @@ def _training(cfg: RunConfig) -> Work:
     passes += bool(getattr(algorithm, "kl_coef", 0))
     at_once = rollout.items_per_step * rollout.group_size
     episodes = [
-        ((stage.last_step - stage.first_step + 1) * at_once, OF_TURNS * stage.max_turns)
-        for stage in stages(cfg.horizon)
+        (stage.num_steps * at_once, OF_TURNS * stage.max_turns) for stage in stages(cfg.horizon)
     ]
     group = rollout.group_size
     through = sum(count * passes * _length(cfg, played, group) for count, played in episodes)

@@ -29,6 +29,10 @@ class Stage:
     def name(self) -> str:
         return f"stage-{self.index}"
 
+    @property
+    def num_steps(self) -> int:
+        return self.last_step - self.first_step + 1
+
 
 def stages(config: HorizonConfig) -> tuple[Stage, ...]:
     """Return the stages in order; together they cover every optimizer step once."""

@@ -17,8 +17,7 @@ from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.engine import LocalEngine, LoopThread
 from agentgym.rollouts.pools import EnvPool
 from agentgym.steps.step import HorizonState
-from agentgym.training.ahead import Ahead
-from agentgym.training.rl import Rollouts, generation
+from agentgym.training.ahead import Ahead, Rollouts, generation
 from agentgym.types import Completion, EngineUsage, Item
 from envs.env import EnvSpec, StepResult
 

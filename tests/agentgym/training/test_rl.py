@@ -24,8 +24,7 @@ from agentgym.rollouts.engine import LocalEngine
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 from agentgym.training import rl
-from agentgym.training.ahead import Ahead
-from agentgym.training.rl import Rollouts, generation, horizon_state, state_after
+from agentgym.training.ahead import Ahead, Rollouts, generation, horizon_state, state_after
 from agentgym.types import EngineUsage, Item, Status, Trajectory, Turn
 
 PATIENCE_S = 60.0
