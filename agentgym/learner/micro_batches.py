@@ -1,4 +1,4 @@
-"""Distribution of a batch's sequences over ranks, and there over micro-batches."""
+"""Distribution of a batch over ranks, there over micro-batches, and the passes over these."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from agentgym.algorithms.batch import Batch
 from agentgym.config import LearnerConfig
 from agentgym.learner.process_group import ProcessGroup
-from agentgym.models.networks import Prefixes
+from agentgym.models.networks import PolicyNet, Prefixes, ValueNet
+
+# (sequences of one micro-batch, whether they count); a rank without work still runs the forward
+Share = tuple[Tensor, bool]
+# (micro-batch, its action tokens among the batch's, [n] bool) -> its share of the loss and of the
+# logged values
+LossFunction = Callable[[Batch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 # Dense bfloat16 TFLOP/s from the makers' data sheets (rates with sparsity are twice as high). The
 # first row whose words are all in the device's name applies.
@@ -278,3 +285,103 @@ class TokenBudget:
             of_ranks[self._ranks.rank] = fitting
             fitting = int(self._ranks.all_sum(of_ranks).min())
         self.tokens = max(FIRST_TOKENS, fitting)
+
+
+class Passes:
+    """Forward and backward passes over this rank's share of a batch, in micro-batches."""
+
+    def __init__(self, settings: LearnerConfig, ranks: ProcessGroup) -> None:
+        self._settings, self._ranks = settings, ranks
+        self._budget = TokenBudget(settings, ranks)
+
+    def deal(self, batch: Batch, sequences: Tensor, unit: int = 1) -> Dealt:
+        """Distribute sequences of a batch, [R] int64, over ranks and micro-batches.
+
+        unit: number of neighboring sequences that stay together.
+        """
+        return Dealt(
+            batch,
+            sequences.tolist(),
+            num_ranks=self._ranks.size,
+            tokens=self._budget.tokens,
+            unit=unit,
+            padded=self._ranks.device.type == "cpu",
+            share_prefixes=self._settings.share_prefixes,
+        )
+
+    def shares(self, dealt: Dealt) -> Iterator[Share]:
+        """Yield this rank's micro-batches as ([R] sequences, False if they must not count).
+
+        Their number is equal on all ranks, because a forward of sharded weights needs every rank.
+        """
+        of_rank = dealt.ranks[self._ranks.rank]
+        for index in range(max(map(len, dealt.ranks))):
+            counts = index < len(of_rank)
+            chosen = of_rank[index] if counts else dealt.idle
+            yield torch.tensor(chosen, device=self._ranks.device), counts
+
+    def forward_backward(
+        self, batch: Batch, dealt: Dealt, loss_of: LossFunction
+    ) -> dict[str, float]:
+        """Add the gradient of a loss, in micro-batches; nothing is updated.
+
+        dealt: of `deal`, the sequences of the batch that take part.
+        Result: the loss and the logged values, summed over all ranks.
+        """
+        sums: dict[str, Tensor] = {}
+        sequence = batch.sequence[batch.action_mask]
+        self._budget.begin()
+        for chosen, counts in self.shares(dealt):
+            loss, logged = loss_of(batch.select(chosen), torch.isin(sequence, chosen))
+            (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
+            for name, value in {"loss": loss.detach(), **logged}.items():
+                sums[name] = sums.get(name, loss.new_zeros(())) + value.sum() * counts
+        self._budget.end(dealt.largest(self._ranks.rank))
+        totals = self._ranks.all_sum(torch.stack([value.float() for value in sums.values()]))
+        return dict(zip(sums, totals.tolist(), strict=True))
+
+    @torch.no_grad()
+    def scores(self, network: PolicyNet, batch: Batch, sequences: Tensor | None = None) -> Tensor:
+        """Return [2, N] log-probabilities and entropies, nats; 0 except at action tokens.
+
+        sequences: [R] int64, those to score; None: all.
+        """
+        result = batch.rewards.new_zeros(2, len(batch.input_ids))
+        dealt = self.deal(batch, all_sequences(batch) if sequences is None else sequences)
+        for chosen, counts in self.shares(dealt):
+            scores = torch.stack(network(batch.select(chosen)))
+            if counts:
+                result[:, torch.isin(batch.sequence, chosen) & batch.action_mask] = scores
+        return self._ranks.all_sum(result)
+
+    @torch.no_grad()
+    def values(self, critic: ValueNet, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return ([n] values of the action tokens' states, [B] of the sequences' ends)."""
+        values = batch.rewards.new_zeros(len(batch.input_ids))
+        ends = batch.rewards.new_zeros(batch.num_sequences)
+        for chosen, counts in self.shares(self.deal(batch, all_sequences(batch))):
+            at_tokens, at_ends = critic(batch.select(chosen))
+            if counts:
+                values[torch.isin(batch.sequence, chosen) & batch.action_mask] = at_tokens
+                ends[chosen] = at_ends
+        return self._ranks.all_sum(values)[batch.action_mask], self._ranks.all_sum(ends)
+
+
+def all_sequences(batch: Batch) -> Tensor:
+    """Return the indices of all sequences of a batch, [B]."""
+    return torch.arange(batch.num_sequences, device=batch.starts.device)
+
+
+def minibatches(
+    sequences: Tensor, epochs: int, count: int, *, key: tuple[int, int]
+) -> Iterator[Tensor]:
+    """Yield each epoch's sequences in `count` random parts, ascending; empty parts are left out.
+
+    key: of the random generator.
+    """
+    order = np.random.Generator(np.random.Philox(key=list(key)))
+    for _ in range(epochs):
+        shuffled = torch.from_numpy(order.permutation(len(sequences))).to(sequences.device)
+        for chosen in sequences[shuffled].tensor_split(count):
+            if len(chosen):
+                yield chosen.sort().values

@@ -131,7 +131,7 @@ def make_whole(make_model):
 
 
 def num_micro_batches(learner, batch):
-    return len(learner.deal(batch, torch.arange(batch.num_sequences)).ranks[0])
+    return len(learner.passes.deal(batch, torch.arange(batch.num_sequences)).ranks[0])
 
 
 def all_gradients(learner):
