@@ -114,10 +114,6 @@ class EnvProtocol(Section):
         return self
 
     @property
-    def num_episodes_per_item(self) -> int:
-        return self.num_samples + self.greedy
-
-    @property
     def most_in_flight(self) -> int:
         """Maximum number of episodes that its servers play at a time."""
         return self.env.max_sessions * max(1, len(self.env.endpoints))
