@@ -28,6 +28,7 @@ from agentgym.config import (
     OptimizerConfig,
     PolicyGradientConfig,
 )
+from agentgym.defaults import return_memory
 from agentgym.learner.micro_batches import (
     Dealt,
     LossFunction,
@@ -43,7 +44,6 @@ from agentgym.learner.optimizer import OptimizedNetwork
 from agentgym.learner.process_group import ProcessGroup, SingleProcess
 from agentgym.models.adapter import Adapter, is_matrix, merged_weights, without_adapter
 from agentgym.models.checkpoint import ADAPTER, CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
-from agentgym.models.memory import return_memory
 from agentgym.models.networks import PolicyNet, ValueNet, checkpoint_blocks, compile_blocks
 from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
 
