@@ -16,16 +16,16 @@ from rich.table import Table
 
 from agentgym.config import RunConfig, load_config
 from agentgym.console.guard import guarded
+from agentgym.console.progress import PlainConsole
 from agentgym.console.reference import reference_s
-from agentgym.console.terminal import PlainConsole
 from agentgym.data.check import load_data, load_recorded
 from agentgym.deploy.kubernetes import check_fleets
 from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.passk import FAILED, Interval
 from agentgym.evaluation.promotion import sentence
 from agentgym.evaluation.report import label
-from agentgym.models.check import check_model
 from agentgym.pipeline.forecast import forecast
+from agentgym.pipeline.plan import check_model
 from agentgym.pipeline.run import confirm
 from agentgym.pipeline.runs import how_to_find, keep_run
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of

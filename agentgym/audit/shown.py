@@ -22,6 +22,7 @@ from agentgym.tracking.deliver import (
     run_tags,
     run_title,
 )
+from agentgym.tracking.inputs import OF_MACHINE, OURS
 from agentgym.tracking.mlflow import Tracker, flat_params, local_path, pipeline_name
 from agentgym.tracking.pages import (
     MANIFEST,
@@ -32,7 +33,6 @@ from agentgym.tracking.pages import (
     table_of,
     table_tags,
 )
-from agentgym.tracking.source import OF_MACHINE, OURS
 from agentgym.tracking.views import tags_of_experiment
 from envs.plain import plain
 

@@ -18,16 +18,16 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from agentgym.compute.actors import (
+from agentgym.compute.learner_ranks import RankLost, RayLearner
+from agentgym.compute.sending import (
     SLACK_S,
+    Sender,
     cause_of,
     end,
     first_line,
     node_address,
     node_id,
 )
-from agentgym.compute.learner_ranks import RankLost, RayLearner
-from agentgym.compute.sending import Sender
 from agentgym.config import RunConfig
 from agentgym.models.adapter import Adapter
 from agentgym.models.checkpoint import (
@@ -39,11 +39,16 @@ from agentgym.models.checkpoint import (
 from agentgym.models.model import set_threads
 from agentgym.models.tensorfiles import StoredTensors
 from agentgym.models.transport import TransportBroken, use_interface_of
-from agentgym.rollouts.canary import Seen
 from agentgym.rollouts.collect import Attempts, Lockstep, in_order, require_valid, samples
-from agentgym.rollouts.engine import canary_of, episode_settings, openings, shares_device
+from agentgym.rollouts.engine import (
+    LoopThread,
+    RolloutRequest,
+    Seen,
+    canary_of,
+    openings,
+    shares_device,
+)
 from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
 from agentgym.rollouts.policies.engines import num_processes, open_here, start_timeout_s
 from agentgym.rollouts.pools import EnvPools
@@ -200,30 +205,13 @@ class RayEngine:
         self._run(all_of_them())
 
     def collect(
-        self,
-        items: Sequence[Item],
-        *,
-        num_samples: int,
-        step: int,
-        max_turns: int,
-        temperature: float,
-        seed: int,
-        read_last: bool = False,
-        progress: Callable[[int], None] = lambda _: None,
+        self, request: RolloutRequest, progress: Callable[[int], None] = lambda _: None
     ) -> list[Trajectory]:
         """Collect trajectories in admission order, see `Engine.collect`.
         Errors: RolloutError, WorkersLost.
         """
         rollout = self._cfg.rollout
-        settings = episode_settings(
-            self._cfg,
-            instructions=self.instructions,
-            seed=seed,
-            step=step,
-            max_turns=max_turns,
-            temperature=temperature,
-            read_last=read_last,
-        )
+        settings = request.settings(self._cfg, self.instructions)
         slots = asyncio.Semaphore(rollout.concurrency)
 
         async def one(item: Item, sample: int) -> Trajectory:
@@ -233,7 +221,7 @@ class RayEngine:
             return trajectory
 
         async def all_of_them() -> list[Trajectory]:
-            admitted = samples(items, num_samples)
+            admitted = samples(request.items, request.num_samples)
             await self._between_updates("wake")
             played = await in_order([one(item, sample) for item, sample in admitted])
             await self._between_updates("sleep")

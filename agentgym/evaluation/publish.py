@@ -40,9 +40,8 @@ from agentgym.evaluation.report import (
 )
 from agentgym.evaluation.stored import NumbersChanged, stored_result
 from agentgym.models.checkpoint import policy_digest, save_pretrained
-from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import StepContext
-from agentgym.steps.step import Kind, Step
+from agentgym.steps.step import Kind, Step, stages
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import (

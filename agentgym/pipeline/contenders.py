@@ -21,8 +21,7 @@ from agentgym.evaluation.policies import (
     folder_contender,
     plain_contender,
 )
-from agentgym.evaluation.protocol import EvaluationProtocol
-from agentgym.evaluation.request import EvaluationRequest
+from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
 from agentgym.pipeline.table import open_store
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosted import Endpoint, only_model

@@ -14,8 +14,8 @@ from typing import Any
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig, is_elsewhere
 from agentgym.data.kept import keep_data
+from agentgym.defaults import keep_blocks, return_memory
 from agentgym.deploy.environment import environment_servers
-from agentgym.models.memory import keep_blocks, return_memory
 from agentgym.pipeline.runs import keep_run
 from agentgym.pipeline.table import (
     finished,

@@ -22,8 +22,7 @@ from agentgym.store.place import StorePlace, Writable
 from agentgym.store.runstore import Passed, RunStore, StepWriter
 from agentgym.tracking.alarms import Watch
 from agentgym.tracking.deliver import committed_points
-from agentgym.tracking.points import Point, decode_points, encode_points
-from agentgym.tracking.system import SystemMetrics
+from agentgym.tracking.points import Point, SystemMetrics, decode_points, encode_points
 from agentgym.types import Endpoints, Trajectory
 
 if TYPE_CHECKING:

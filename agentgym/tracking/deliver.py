@@ -17,6 +17,7 @@ from agentgym.defaults import VIEWER_PORT
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.alarms import Alarm, begun, raised
+from agentgym.tracking.inputs import packages
 from agentgym.tracking.mlflow import (
     SUPERSEDED,
     LedgerUnavailable,
@@ -33,7 +34,6 @@ from agentgym.tracking.pages import (
     show_tables,
 )
 from agentgym.tracking.points import SPOOL, LedgerError, Point, decode_points
-from agentgym.tracking.source import packages
 
 logger = logging.getLogger(__name__)
 

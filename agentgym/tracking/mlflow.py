@@ -23,9 +23,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from agentgym.private import own_login, with_login, without_login
-from agentgym.tracking.inputs import DatasetInput
+from agentgym.tracking.inputs import DatasetInput, source_tags
 from agentgym.tracking.points import LedgerError, Point
-from agentgym.tracking.source import source_tags
 from agentgym.tracking.traces import EpisodeTrace
 from agentgym.tracking.views import tags_of_experiment
 from envs.plain import plain

@@ -224,7 +224,7 @@ def followed(make_copy, tmp_path_factory):
                 "agentgym/steps/step.py",
             },
         ),
-        ("A metric", {"agentgym/rollouts/metrics.py"}),
+        ("A metric", {"agentgym/rollouts/collect.py"}),
     ],
 )
 def test_a_guide_alone_touches_these_files_and_leaves_nothing_undefined(copy, guide, files):

@@ -22,7 +22,7 @@ from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
-from agentgym.rollouts.horizon import stages
+from agentgym.steps.step import stages
 from agentgym.store.lease import LeaseHeld
 from tests.waiting import wait_until
 
@@ -63,9 +63,9 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def counted_collect(self, items, **settings):
-    now.update(step=settings["step"], acts=0, collections=now["collections"] + 1)
-    return collect(self, items, **settings)
+def counted_collect(self, request, **progress):
+    now.update(step=request.step, acts=0, collections=now["collections"] + 1)
+    return collect(self, request, **progress)
 
 
 async def fatal_act(self, action):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agentgym.config import LearnerConfig
-from agentgym.models.empty import empty_model
+from agentgym.models.model import empty_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "docs/results/scale.json").read_text())

@@ -29,7 +29,7 @@ OUT_OF_REACH = {
     r"make (install|lock sbom|pipeline TORCH=)": "an index of packages; CI calls the first",
     r"make (vllm|vllm-test)\b": "vLLM from PyPI; CI calls `make vllm-test`",
     r"make real(-model)?$": "a model from PyPI, most of an hour; CI calls `make real-test`",
-    r"python -m envs.textcraft.make_recipes": "a package that is not installed",
+    r"python -m tools.textcraft_recipes": "a package that is not installed",
     r"python -m flows.compare": "hours; test_compare.py has a small one",
     r"make measure NAME=": "minutes to hours; docs/results has what it wrote",
 }

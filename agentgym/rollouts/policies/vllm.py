@@ -24,9 +24,9 @@ from torch import Tensor
 
 from agentgym.config import RunConfig, VllmConfig
 from agentgym.models.checkpoint import SHARD_BYTES, WEIGHTS, Checkpoint, save_adapter
+from agentgym.models.fidelity import VLLM, Tolerances
 from agentgym.models.model import weights_of
 from agentgym.models.tensorfiles import StoredTensors, export_tensors, require_fit
-from agentgym.models.tolerance import VLLM, Tolerances
 from agentgym.models.transport import (
     Broadcast,
     FromProcess,
@@ -39,8 +39,7 @@ from agentgym.models.transport import (
 )
 from agentgym.rollouts.policies.draw import seed_of
 from agentgym.rollouts.policies.engine_settings import EngineSettings, settings_of, write_model
-from agentgym.rollouts.policies.engines import VLLM_RANKS
-from agentgym.rollouts.policies.meter import Meter
+from agentgym.rollouts.policies.engines import VLLM_RANKS, Meter
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
 from agentgym.types import Completion, Delivery, EngineUsage, Sampling
 

@@ -35,7 +35,7 @@ SAMPLING = sorted(name for name in RECIPES if issubclass(family_of(name), Policy
 
 
 def num_micro_batches(learner, batch):
-    return len(learner.deal(batch, torch.arange(batch.num_sequences)).ranks[0])
+    return len(learner.passes.deal(batch, torch.arange(batch.num_sequences)).ranks[0])
 
 
 def all_gradients(learner):

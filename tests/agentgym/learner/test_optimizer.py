@@ -13,7 +13,8 @@ from agentgym.config import (
     OptimizerConfig,
 )
 from agentgym.learner.learner import LocalLearner
-from agentgym.learner.optimizer import learning_rate
+from agentgym.learner.optimizer import HostMemory, learning_rate
+from agentgym.learner.process_group import SingleProcess
 from agentgym.models import checkpoint, networks
 from agentgym.models.model import load_weights, weights_of
 from tests.agentgym.learner.learning import (
@@ -229,3 +230,60 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_unchanged(make_learner
     hook.remove()
     learner.sft_step(batch_of(), step=1)  # nothing of it is left behind
     assert all(torch.isfinite(tensor).all() for tensor in weights(learner).values())
+
+
+@pytest.fixture
+def offloading(make_model):
+    def make(offload, dtype=torch.float32, seed=0):
+        return LocalLearner(
+            make_model(seed).to(dtype),
+            OPTIMIZER,
+            total_steps=10,
+            settings=LearnerConfig(offload_optimizer=offload),
+        )
+
+    return make
+
+
+def test_a_tensor_that_waits_keeps_its_values_and_no_memory():
+    tensor, host = torch.arange(12.0).view(3, 4), HostMemory(SingleProcess())
+    host.put(tensor)
+    assert tensor.untyped_storage().nbytes() == 0
+    assert tensor.shape == (3, 4)
+    assert torch.equal(host[tensor], torch.arange(12.0).view(3, 4))
+    waiting = host[tensor]
+    for expected in (torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4) + 1):
+        host.fetch(tensor)
+        assert torch.equal(tensor, expected)
+        tensor += 1
+        host.put(tensor)
+    assert host[tensor] is waiting  # no memory is asked for twice
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_update_is_that_of_states_on_the_device_to_the_bit(offloading, content, batch_of, dtype):
+    batch = batch_of([7, 12, 5], 60)
+    plain, offloaded = offloading(False, dtype), offloading(True, dtype)
+    for step in (1, 2, 3):
+        metrics = [each.sft_step(batch, step=step) for each in (plain, offloaded)]
+        assert metrics[0] == metrics[1]
+    assert content(plain) == content(offloaded)
+    kept = offloaded._policy._host._hosts
+    keys = 4 if dtype == torch.bfloat16 else 3  # step and moments, and the master weight
+    assert len(kept) == keys * len(weights_of(plain.model))
+    assert all(each.untyped_storage().nbytes() == 0 for each in kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("first", [True, False], ids=["from the host", "from the device"])
+def test_a_commit_goes_on_with_and_without(offloading, stored, content, batch_of, dtype, first):
+    batch = batch_of([7, 12, 5], 60)
+    whole, resumed = offloading(first, dtype), offloading(not first, dtype, seed=1)
+    whole.sft_step(batch, step=1)
+    saved = stored(whole.snapshot())
+    load_weights(resumed.model, saved[checkpoint.WEIGHTS].load())
+    resumed.load_optimizers(saved)
+    assert content(resumed) == content(whole)
+    for each in (whole, resumed):
+        each.sft_step(batch, step=2)
+    assert content(resumed) == content(whole)

@@ -15,7 +15,7 @@ import pytest
 from agentgym.commands.evaluate import code_of
 from agentgym.config import ConfigError, load_config
 from agentgym.evaluation.episodes import read_episodes
-from agentgym.evaluation.request import EvaluationRequest
+from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.evaluation.result import Result
 from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.contenders import invite

@@ -13,7 +13,7 @@ import pytest
 
 from agentgym.config import load_config
 from agentgym.deploy.owned import owned_process, tail
-from agentgym.evaluation.request import EvaluationRequest
+from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.pipeline.evaluation import evaluate_policy
 from agentgym.pipeline.export import export
 from agentgym.rollouts.policies.vllm import ENVIRONMENT

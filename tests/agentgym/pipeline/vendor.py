@@ -5,7 +5,7 @@ import json
 import threading
 import time
 
-from agentgym.evaluation.request import EvaluationRequest
+from agentgym.evaluation.protocol import EvaluationRequest
 from tests.answering import Handler, http_server
 
 OPTIONS = {"levels": ["GoToRedBallNoDists"], "view": "compact", "actions": "low"}

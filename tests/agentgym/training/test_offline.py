@@ -20,8 +20,8 @@ from agentgym.models.model import weights_of
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajectories
-from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import StepContext
+from agentgym.steps.step import stages
 from agentgym.store.keys import package_folders, source_files
 from agentgym.store.manifest import Blob, Manifest, encode_commit
 from agentgym.training import offline
@@ -220,7 +220,7 @@ def test_one_preference_step_has_the_gradient_of_the_formula(learner_and_pairs, 
 def test_micro_batches_keep_pairs_together_and_change_no_gradient(learner_and_pairs, tokens):
     (whole, batch), (split, _) = learner_and_pairs(), learner_and_pairs(micro_batch_tokens=tokens)
     metrics = whole.dpo_step(batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=1)
-    parts = [part for part, _ in split._shares(split.deal(batch, torch.arange(6), 2))]
+    parts = [part for part, _ in split.passes.shares(split.passes.deal(batch, torch.arange(6), 2))]
     assert len(parts) > 1
     assert all(part[0] % 2 == 0 and len(part) % 2 == 0 for part in parts)
     assert split.dpo_step(

@@ -114,7 +114,7 @@ from agentgym.deploy.owned import owned_process, tail
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.rollouts.policies import engines
 from agentgym.rollouts.policies.hosts import one_engine
-from agentgym.rollouts.policies.opening import open_policy
+from agentgym.rollouts.engine import open_policy
 from tests.agentgym.rollouts.policies.hosting import ENGINE, PROMPT, config, sampling
 from tests.engines import checkpoint
 from pathlib import Path

@@ -8,7 +8,7 @@ import torch
 from agentgym.config import RunConfig
 from agentgym.models.adapter import is_matrix
 from agentgym.models.checkpoint import new_checkpoint
-from agentgym.rollouts.loop import LoopThread
+from agentgym.rollouts.engine import LoopThread
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.rollouts.policies.vllm import VllmPolicy
 from agentgym.types import SampleKey, Sampling

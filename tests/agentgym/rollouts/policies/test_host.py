@@ -18,11 +18,10 @@ from agentgym.config import ConfigError, load_config
 from agentgym.deploy.owned import owned_process
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.pipeline.table import open_store
-from agentgym.rollouts.loop import LoopThread
+from agentgym.rollouts.engine import LoopThread, open_policy
 from agentgym.rollouts.policies import engines, hosts, on_host, wire
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosts import one_engine
-from agentgym.rollouts.policies.opening import open_policy
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.rollouts.policies.wire import HostBusy, HostLost
 from agentgym.types import EngineMismatch

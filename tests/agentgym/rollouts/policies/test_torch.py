@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from agentgym.models.attention import PackedSequences
-from agentgym.models.tolerance import TORCH
+from agentgym.models.fidelity import TORCH
 from agentgym.rollouts.policies.draw import Distribution, uniforms
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import Sampling

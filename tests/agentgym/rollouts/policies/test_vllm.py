@@ -8,15 +8,19 @@ import psutil
 import pytest
 import torch
 
-from agentgym.config import LoraConfig, OptimizerConfig, VllmConfig
+from agentgym.config import (
+    LoraConfig,
+    OptimizerConfig,
+    VllmConfig,
+)
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.adapter import Adapter, chosen_modules
 from agentgym.models.checkpoint import ADAPTER, new_checkpoint
+from agentgym.models.fidelity import VLLM
 from agentgym.models.model import weights_of
 from agentgym.models.tensorfiles import Snapshot, TensorFile
-from agentgym.models.tolerance import VLLM
 from agentgym.models.transport import InProcess
-from agentgym.rollouts.canary import Canary
+from agentgym.rollouts.engine import Canary
 from agentgym.rollouts.policies.draw import Distribution
 from agentgym.rollouts.policies.engine_settings import settings_of
 from agentgym.rollouts.policies.vllm import _arguments

@@ -11,20 +11,18 @@ import torch
 
 from agentgym.audit import audit
 from agentgym.config import LoraConfig, OptimizerConfig, load_config
-from agentgym.config.sections import StoreConfig
+from agentgym.config.operation import StoreConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.adapter import Adapter, chosen_modules
 from agentgym.models.checkpoint import ADAPTER, new_checkpoint
+from agentgym.models.fidelity import VLLM
 from agentgym.models.model import weights_of
 from agentgym.models.tensorfiles import Snapshot, TensorFile
-from agentgym.models.tolerance import VLLM
 from agentgym.models.transport import InProcess, write_weights
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
-from agentgym.rollouts.canary import Canary
-from agentgym.rollouts.loop import LoopThread
+from agentgym.rollouts.engine import Canary, LoopThread, open_policy
 from agentgym.rollouts.policies.hosts import one_engine
-from agentgym.rollouts.policies.opening import open_policy
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 from agentgym.types import EngineMismatch

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from envs.searchqa import questions, retrievers
-from envs.searchqa.corpus import generate
+from tools.searchqa_corpus import generate
 
 
 def lines(path):
@@ -21,10 +21,10 @@ def told():
 
 def test_the_generator_reproduces_the_files_byte_for_byte():
     for name, content in generate.build().items():
-        stored = (generate.HERE / name).read_bytes()
+        stored = (generate.CORPUS / name).read_bytes()
         assert stored[4:8] == b"\0\0\0\0"  # no time stamp
         assert gzip.decompress(stored) == content, (
-            f"{name} is not what the generator writes: python -m envs.searchqa.corpus.generate"
+            f"{name} is not what the generator writes: python -m tools.searchqa_corpus.generate"
         )
 
 

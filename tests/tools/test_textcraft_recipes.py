@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from envs.textcraft.make_recipes import condense, dump, factor, main, read
 from envs.textcraft.recipes import SHIPPED, load_book
+from tools.textcraft_recipes import condense, dump, factor, main, read
 
 NAMES = dict(
     enumerate(
@@ -118,13 +118,15 @@ def test_the_file_that_ships_is_what_the_script_makes(tmp_path, monkeypatch):
     pytest.importorskip(
         "minecraft_data", reason="the script's own tool: pip install minecraft-data==3.20.0"
     )
-    monkeypatch.setattr("sys.argv", ["make_recipes", "--target", str(tmp_path / "recipes.json")])
+    monkeypatch.setattr(
+        "sys.argv", ["textcraft_recipes", "--target", str(tmp_path / "recipes.json")]
+    )
     assert main() == 0
     assert (tmp_path / "recipes.json").read_text() == SHIPPED.read_text()
 
 
 def test_without_its_tool_the_script_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "minecraft_data", None)
-    monkeypatch.setattr("sys.argv", ["make_recipes"])
+    monkeypatch.setattr("sys.argv", ["textcraft_recipes"])
     assert main() == 2
     assert "pip install minecraft-data==3.20.0" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Script that writes the embedded corpus: `python -m envs.searchqa.corpus.generate`.
+"""Script that writes the embedded corpus: `python -m tools.searchqa_corpus.generate`.
 Its output is equal on every machine and Python version.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from envs.searchqa.corpus import tell
-from envs.searchqa.corpus.lore import SEED, Dice, Entity, World
-from envs.searchqa.corpus.tell import RELATIONS, Relation
+from tools.searchqa_corpus import tell
+from tools.searchqa_corpus.lore import SEED, Dice, Entity, World
+from tools.searchqa_corpus.tell import RELATIONS, Relation
 
-HERE = Path(__file__).resolve().parent
+CORPUS = Path(__file__).resolve().parents[2] / "envs/searchqa/corpus"
 NUM_QUESTIONS = {"train": 4_000, "eval": 1_200}  # half of them take one search, half two
 # these phrases give the profession away
 _IMPLIED = ("maker", "architect", "inventor", "finder", "climber", "victor")
@@ -64,7 +64,7 @@ def build() -> dict[str, bytes]:
     }
 
 
-def write(folder: Path = HERE) -> None:
+def write(folder: Path = CORPUS) -> None:
     """Write the data files.
     Their compressed bytes depend on the zlib version, their content does not.
     """

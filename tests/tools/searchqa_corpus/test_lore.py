@@ -1,6 +1,6 @@
 """The invented world is consistent, and its two halves do not meet."""
 
-from envs.searchqa.corpus.lore import World
+from tools.searchqa_corpus.lore import World
 
 
 def test_no_fact_links_the_worlds_of_the_two_splits():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from envs.searchqa.corpus.lore import Dice, Entity
+from tools.searchqa_corpus.lore import Dice, Entity
 
 # kind -> groups of sentences; a passage has one sentence of each group, beginning with the first
 # group, the others in random order

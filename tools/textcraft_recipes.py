@@ -2,7 +2,7 @@
 the PyPI package `minecraft-data`.
 
 Only this script needs the package, no server does: `pip install minecraft-data==3.20.0`, then
-`python -m envs.textcraft.make_recipes`.
+`python -m tools.textcraft_recipes`.
 The package lists a recipe once for every combination of concrete ingredients; this script merges
 recipes that differ in one ingredient only:
 
@@ -35,15 +35,13 @@ Slots = tuple[frozenset[str], ...]
 VERSION = "1.16.2"
 MANY = 4
 NAMES = {"slab": "wooden_slab"}  # `slab` alone would include stone slabs
-TARGET = Path(__file__).with_name("recipes.json")
+TARGET = Path(__file__).resolve().parents[1] / "envs/textcraft/recipes.json"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write the recipe file that ships.")
     parser.add_argument("--version", default=VERSION, help="of Minecraft (default: %(default)s)")
-    parser.add_argument(
-        "--target", type=Path, default=TARGET, help="(default: next to this script)"
-    )
+    parser.add_argument("--target", type=Path, default=TARGET, help="(default: the shipped file)")
     arguments = parser.parse_args()
     try:
         minecraft_data: Any = importlib.import_module("minecraft_data")
