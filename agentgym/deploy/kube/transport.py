@@ -284,7 +284,7 @@ def error_of(status: int, body: str, doing: str) -> KubeError:
         conflict = AlreadyExists, "one of that name is there already"
     renew = "renew them, as `kubectl get pods` with the same kubeconfig shows"
     invalid = KubeError, f"the cluster refuses it as invalid: {message}"
-    error, text = {
+    answers: dict[int, tuple[type[KubeError], str]] = {
         400: invalid,
         UNAUTHORIZED: (
             Forbidden,
@@ -295,7 +295,9 @@ def error_of(status: int, body: str, doing: str) -> KubeError:
         CONFLICT: conflict,
         GONE: (Gone, message),
         422: invalid,
-    }.get(status, (KubeError, f"the API server answered {status}: {message}"))
+    }
+    unexpected = KubeError, f"the API server answered {status}: {message}"
+    error, text = answers.get(status, unexpected)
     return error(f"{doing}: {text}", status)
 
 
