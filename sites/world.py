@@ -57,7 +57,8 @@ class Content:
     def world(self, login: bool = True) -> World:
         """Return a new state with this content; with `login`, a user is logged in on each site."""
         sites = ("shopping", "shopping_admin", "reddit", "gitlab")
-        logins: dict[str, int | None] = dict.fromkeys(sites, DEMO if login else None)
+        user: int | None = DEMO if login else None
+        logins = dict.fromkeys(sites, user)
         return World(fresh(self.store), fresh(self.forum), fresh(self.hub), logins)
 
 

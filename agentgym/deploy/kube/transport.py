@@ -296,8 +296,8 @@ def error_of(status: int, body: str, doing: str) -> KubeError:
         GONE: (Gone, message),
         422: invalid,
     }
-    unexpected = KubeError, f"the API server answered {status}: {message}"
-    error, text = answers.get(status, unexpected)
+    other = KubeError, f"the API server answered {status}: {message}"
+    error, text = answers.get(status, other)
     return error(f"{doing}: {text}", status)
 
 
