@@ -270,17 +270,29 @@ def s3_bucket(
 @contextlib.contextmanager
 def peak_memory(every_s: float = 1.0) -> Iterator[dict[str, int]]:
     """Measure the peak memory of all children of this process. Yield a dict; `bytes` has it."""
-    peak, ended = {"bytes": 0}, threading.Event()
+    peak = {"bytes": 0}
+
+    def look() -> None:
+        children = psutil.Process().children(recursive=True)
+        peak["bytes"] = max(peak["bytes"], pss_bytes(children))
+
+    with repeated(look, every_s):
+        yield peak
+
+
+@contextlib.contextmanager
+def repeated(look: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Call `look` from a thread, every so many seconds, until the block ends."""
+    ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(every_s):
-            children = psutil.Process().children(recursive=True)
-            peak["bytes"] = max(peak["bytes"], pss_bytes(children))
+            look()
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        yield peak
+        yield
     finally:
         ended.set()
         watcher.join()
