@@ -163,7 +163,7 @@ def test_few_files_of_different_folders_have_one_name(found, house):
 
 def test_lines_of_a_renamed_file_are_moved(house, monkeypatch):
     """Of ten lines one changed as the file moved; git lists two paths of a renamed file."""
-    listed = {"--no-renames": "10\t0\tb/x.py\00\t10\ta/x.py\0"}
+    listed = {"--no-renames": "\0".join(["10\t0\tb/x.py", "0\t10\ta/x.py", ""])}
     renamed = "1\t1\t\0a/x.py\0b/x.py\0"
     monkeypatch.setattr(house, "git", lambda *words: listed.get(words[3], renamed))
     assert house.changed("HEAD") == {
