@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any
 import psutil
 import yaml
 from chaos_project import GONE_WITHIN_S, START_TIMEOUT_S, Project
-from harness import completed, free_port, read, s3_bucket, wait_for
+from harness import completed, free_port, read, s3_bucket, wait_for, wait_for_url
 
 
 @dataclass
@@ -271,17 +270,3 @@ def no_mount() -> str:
             return f"a disk of its own cannot be mounted here ({why}); run as root"
         subprocess.run(["umount", folder], check=True)
     return ""
-
-
-def wait_for_url(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until the server answers. Errors: RuntimeError if it does not."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def answers() -> bool:
-        try:
-            with opener.open(url, timeout=5) as reply:
-                return bool(reply.status == 200)
-        except OSError:
-            return False
-
-    wait_for(answers, START_TIMEOUT_S, f"no answer from {url}", process, log)

@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import parser_of, read, write
+from harness import parser_of, read, repeated, write
 
 from agentgym.algorithms.batch import Batch
 from agentgym.config import OptimizerConfig
@@ -306,21 +305,15 @@ def measured(measurements: dict[str, Any], phase: str) -> Iterator[None]:
     first block.
     """
     measurements.setdefault("idle_kib", anonymous_kib())
-    peak, over = [anonymous_kib()], threading.Event()
+    peak, began = [anonymous_kib()], time.perf_counter()
 
-    def watch() -> None:
-        while not over.wait(SAMPLE_S):
-            peak[0] = max(peak[0], anonymous_kib())
+    def look() -> None:
+        peak[0] = max(peak[0], anonymous_kib())
 
-    watcher, began = threading.Thread(target=watch), time.perf_counter()
-    watcher.start()
-    try:
+    with repeated(look, SAMPLE_S):
         yield
-    finally:
         measurements[f"{phase}_s"] = round(time.perf_counter() - began, 2)
-        over.set()
-        watcher.join()
-        measurements[f"{phase}_mib"] = round((peak[0] - measurements["idle_kib"]) / 1024)
+    measurements[f"{phase}_mib"] = round((peak[0] - measurements["idle_kib"]) / 1024)
 
 
 def anonymous_kib() -> int:

@@ -18,6 +18,7 @@ import tarfile
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
@@ -189,6 +190,43 @@ def wait_for(
     return result
 
 
+def wait_for_url(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until the server answers. Errors: RuntimeError if it does not."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def answers() -> bool:
+        try:
+            with opener.open(url, timeout=5) as reply:
+                return bool(reply.status == 200)
+        except OSError:
+            return False
+
+    wait_for(answers, 300.0, f"no answer from {url}", process, log)
+
+
+@contextlib.contextmanager
+def serving_app(app_of: Callable[[int], Any]) -> Iterator[str]:
+    """Serve an ASGI application from a thread of this process; yield its address.
+    app_of: makes the application for a port.
+    """
+    import uvicorn
+
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        bound.listen()
+        port = bound.getsockname()[1]
+        config = uvicorn.Config(app_of(port), log_level="warning", ws="none")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            wait_for(lambda: server.started, 60.0, "no server")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.should_exit = True
+            thread.join(30)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -232,17 +270,29 @@ def s3_bucket(
 @contextlib.contextmanager
 def peak_memory(every_s: float = 1.0) -> Iterator[dict[str, int]]:
     """Measure the peak memory of all children of this process. Yield a dict; `bytes` has it."""
-    peak, ended = {"bytes": 0}, threading.Event()
+    peak = {"bytes": 0}
+
+    def look() -> None:
+        children = psutil.Process().children(recursive=True)
+        peak["bytes"] = max(peak["bytes"], pss_bytes(children))
+
+    with repeated(look, every_s):
+        yield peak
+
+
+@contextlib.contextmanager
+def repeated(look: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Call `look` from a thread, every so many seconds, until the block ends."""
+    ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(every_s):
-            children = psutil.Process().children(recursive=True)
-            peak["bytes"] = max(peak["bytes"], pss_bytes(children))
+            look()
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        yield peak
+        yield
     finally:
         ended.set()
         watcher.join()

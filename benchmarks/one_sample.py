@@ -9,7 +9,6 @@ BEFORE: a commit, counted in a separate checkout. Writes docs/results/one_sample
 from __future__ import annotations
 
 import ast
-import asyncio
 import contextlib
 import json
 import os
@@ -22,8 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import uvicorn
-from harness import RESULTS, ROOT, checkout, commit_of, output_of, parser_of, write
+from harness import RESULTS, ROOT, checkout, commit_of, output_of, parser_of, serving_app, write
 
 SETTINGS = (
     "warm_start.num_demos=16",
@@ -80,6 +78,8 @@ def count(tree: Path) -> dict[str, int]:
     from agentgym.config import load_config
     from agentgym.pipeline.run import run_step
     from agentgym.pipeline.table import steps_of
+    from envs.registry import load_spec
+    from envs.server import ServerSettings, make_app
 
     with tempfile.TemporaryDirectory() as folder:
         for seed in (1, 0):
@@ -89,7 +89,8 @@ def count(tree: Path) -> dict[str, int]:
             for name in names[: names.index("stage-1")]:
                 if not name.startswith("evaluate"):
                     run_step(name, cfg)
-            with traced(tree) as (lines, active), served(cfg.env) as url:
+            app = make_app(load_spec(cfg.env.name, cfg.env.options), ServerSettings())
+            with traced(tree) as (lines, active), serving_app(lambda _, app=app: app) as url:
                 active.set()
                 run_step(
                     "stage-1", cfg, environment=lambda _: contextlib.nullcontext({"babyai": [url]})
@@ -98,28 +99,6 @@ def count(tree: Path) -> dict[str, int]:
         str(path.relative_to(tree)): len({starts(path)[line] for line in line_numbers} - {0})
         for path, line_numbers in sorted(lines.items())
     }
-
-
-@contextlib.contextmanager
-def served(env: Any) -> Iterator[str]:
-    """Run an environment server in a thread of this process; yield its address."""
-    from envs.registry import load_spec
-    from envs.server import ServerSettings, make_app
-
-    server = uvicorn.Server(
-        uvicorn.Config(
-            make_app(load_spec(env.name, env.options), ServerSettings()), port=0, log_level="error"
-        )
-    )
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
-    thread.start()
-    try:
-        while not server.started:
-            thread.join(0.05)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(30)
 
 
 @contextlib.contextmanager

@@ -22,12 +22,11 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import RESULTS, ROOT, free_port, parser_of, read, write
+from harness import RESULTS, ROOT, free_port, parser_of, read, wait_for_url, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.deploy.owned import owned_process
@@ -119,14 +118,7 @@ def served(database: Path) -> Iterator[str]:
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PATH": os.environ["PATH"]}
     log = database.with_name("log")
     with owned_process(command, log_path=log, env=environment) as process:
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except OSError:
-                if process.poll() is not None:
-                    raise RuntimeError(log.read_text(encoding="utf-8")[-2000:]) from None
-                time.sleep(0.2)
+        wait_for_url(f"http://127.0.0.1:{port}/health", process, log)
         yield f"http://127.0.0.1:{port}"
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import venv
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from harness import ROOT, output_of, parser_of, set_words, wait_for, write
+from harness import ROOT, output_of, parser_of, repeated, set_words, wait_for, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import load_splits, train_stream
@@ -174,25 +173,19 @@ Samples = list[tuple[float, float, int]]  # time, CPU seconds so far, bytes
 def watched() -> Iterator[Samples]:
     """Record the CPU time and the resident memory of all children of this process."""
     samples: Samples = []
-    ended, cpu = threading.Event(), dict[int, float]()
+    cpu: dict[int, float] = {}
 
-    def watch() -> None:
-        while not ended.wait(SAMPLE_S):
-            resident = 0
-            for child in psutil.Process().children(recursive=True):
-                with suppress(psutil.Error), child.oneshot():
-                    times = child.cpu_times()
-                    cpu[child.pid] = max(cpu.get(child.pid, 0.0), times.user + times.system)
-                    resident += child.memory_info().rss
-            samples.append((time.time(), sum(cpu.values()), resident))
+    def look() -> None:
+        resident = 0
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error), child.oneshot():
+                times = child.cpu_times()
+                cpu[child.pid] = max(cpu.get(child.pid, 0.0), times.user + times.system)
+                resident += child.memory_info().rss
+        samples.append((time.time(), sum(cpu.values()), resident))
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
+    with repeated(look, SAMPLE_S):
         yield samples
-    finally:
-        ended.set()
-        watcher.join()
 
 
 def rates(rows: Sequence[dict[str, float]], samples: Samples) -> dict[str, float]:

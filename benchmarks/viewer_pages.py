@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-import socket
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-from harness import ROOT, parser_of, write
+from harness import ROOT, parser_of, serving_app, wait_for, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.defaults import set_process_defaults
@@ -97,24 +93,11 @@ def make_runs(cfg: RunConfig) -> None:
 @contextlib.contextmanager
 def served(cfg: RunConfig) -> Iterator[tuple[Viewer, str]]:
     """Yield a viewer that has read its store, and the address of its pages."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        bound.listen()
-        port = bound.getsockname()[1]
-        with Viewer.open(cfg) as viewer:
-            app = Guard(make_app(viewer), LOOPBACK, port, TOKEN)
-            server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none"))
-            thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-            thread.start()
-            try:
-                deadline = time.monotonic() + 300
-                while viewer.indexing is not None or not server.started:
-                    assert time.monotonic() < deadline, "the store is not read"
-                    time.sleep(0.05)
-                yield viewer, f"http://127.0.0.1:{port}"
-            finally:
-                server.should_exit = True
-                thread.join(30)
+    with Viewer.open(cfg) as viewer:
+        app = make_app(viewer)
+        with serving_app(lambda port: Guard(app, LOOPBACK, port, TOKEN)) as base:
+            wait_for(lambda: viewer.indexing is None, 300.0, "the store is not read")
+            yield viewer, base
 
 
 def replays(viewer: Viewer) -> dict[str, Any]:

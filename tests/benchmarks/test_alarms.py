@@ -1,6 +1,5 @@
 """Recorded runs of every recipe against the alarms as they are by default."""
 
-import importlib
 import itertools
 import json
 from pathlib import Path
@@ -8,18 +7,19 @@ from pathlib import Path
 import pytest
 
 from agentgym.tracking.alarms import RULES
+from tests.benchmarks.conftest import imported
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "docs/results/alarms.json"
 
 
+alarms = imported("alarms")
+
+
 @pytest.fixture(scope="module")
-def ordinary():
+def ordinary(alarms):
     """(the benchmark, what it recorded)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        module = importlib.import_module("alarms")
-    return module, json.loads(RESULT.read_text())
+    return alarms, json.loads(RESULT.read_text())
 
 
 def test_an_ordinary_run_of_every_recipe_trips_none(ordinary):

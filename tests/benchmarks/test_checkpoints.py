@@ -1,19 +1,17 @@
 """Two processes hold half of a model each, also while it is built, committed and resumed."""
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.conftest import imported
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "docs/results/checkpoints.json").read_text())
 
 
-@pytest.fixture
-def checkpoints(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("checkpoints")
+checkpoints = imported("checkpoints")
 
 
 @pytest.mark.integration

@@ -1,20 +1,18 @@
 """A comparison of equal policies is rarely a verdict, and what was measured of it is committed."""
 
-import importlib
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.benchmarks.conftest import imported
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "docs/results/decisions.json").read_text())
 
 
-@pytest.fixture
-def decisions(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("decisions")
+decisions = imported("decisions")
 
 
 @pytest.mark.parametrize(("families", "samples"), [(0, 1), (0, 4), (10, 4)])

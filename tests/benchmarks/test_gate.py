@@ -1,22 +1,18 @@
 """The gate seldom promotes a model that is no better, and what was measured of it is committed."""
 
-import importlib
 import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from agentgym.config import load_config
+from tests.benchmarks.conftest import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "docs/results/gate.json").read_text())
 
 
-@pytest.fixture
-def gate(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("gate")
+gate = imported("gate")
 
 
 def test_equal_models_are_seldom_promoted_and_better_ones_are(gate):

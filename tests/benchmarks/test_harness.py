@@ -1,22 +1,22 @@
 """Every result names its origin, and every benchmark is in the list that `make measure` prints."""
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.conftest import imported
+
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def harness(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+harness = imported("harness")
+
+
+def test_a_result_has_machine_command_and_date_and_a_line_for_each_row(
+    harness, tmp_path, monkeypatch
+):
     monkeypatch.setattr("sys.argv", [str(ROOT / "benchmarks/gate.py"), "--seed", "2"])
-    return importlib.import_module("harness")
-
-
-def test_a_result_has_machine_command_and_date_and_a_line_for_each_row(harness, tmp_path):
     path = tmp_path / "new/result.json"
     assert harness.read(path, {}) == {}
     harness.write(path, {"machine": "another", "cases": [{"a": 1}, {"b": 2}]}, rows=("cases",))

@@ -2,7 +2,6 @@
 figures.
 """
 
-import importlib
 import json
 from pathlib import Path
 
@@ -14,15 +13,12 @@ from agentgym.comparison.described import Comparison, load_comparison
 from agentgym.comparison.matrix import Cell, cells_of
 from agentgym.comparison.results import CellResult, Checkpoint, Row, table
 from agentgym.config import RunConfig
+from tests.benchmarks.conftest import imported
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def learn():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDER)
-        yield importlib.import_module("learn")
+learn = imported("learn")
 
 
 def row(

@@ -1,19 +1,17 @@
 """An adapter learns the default task with every seed, and its merged weights act as it does."""
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.conftest import imported
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "docs/results/lora.json").read_text())
 
 
-@pytest.fixture
-def lora(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("lora")
+lora = imported("lora")
 
 
 @pytest.mark.parametrize(

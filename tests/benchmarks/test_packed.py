@@ -1,19 +1,17 @@
 """Packing computes at most half the tokens that padding does, on episodes as long as real ones."""
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.conftest import imported
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "docs/results/packed.json").read_text())
 
 
-@pytest.fixture
-def packed(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("packed")
+packed = imported("packed")
 
 
 def test_the_figures_follow_from_the_lengths_and_hold_the_limit(packed):

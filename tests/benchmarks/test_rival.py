@@ -1,20 +1,16 @@
 """Episodes per second beside another trainer are counted alike for both."""
 
-import importlib
 import json
 import statistics
 from pathlib import Path
 
-import pytest
+from tests.benchmarks.conftest import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "docs/results/rival.json").read_text())
 
 
-@pytest.fixture
-def rival(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("rival")
+rival = imported("rival")
 
 
 def test_rates_begin_with_the_end_of_the_first_optimizer_step(rival):

@@ -12,6 +12,7 @@ import torch
 
 from agentgym.config import LearnerConfig
 from agentgym.models.model import empty_model
+from tests.benchmarks.conftest import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "docs/results/scale.json").read_text())
@@ -34,10 +35,7 @@ TINY = SMALL | {
 }
 
 
-@pytest.fixture
-def scale(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("scale")
+scale = imported("scale")
 
 
 @pytest.fixture

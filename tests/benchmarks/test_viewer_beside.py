@@ -1,25 +1,17 @@
 """What was measured of a training beside the viewer, and that the page tells it."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.benchmarks.conftest import imported
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "docs/results/viewer_beside.json"
 
 
-@pytest.fixture(scope="module")
-def benchmark_of():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module("viewer_beside")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-        for name in ("viewer", "viewer_beside"):
-            sys.modules.pop(name, None)
+benchmark_of = imported("viewer_beside")
 
 
 def test_a_fall_is_the_mean_of_the_pairs_with_students_interval(benchmark_of):
