@@ -26,8 +26,8 @@ from agentgym.evaluation.scaling import Curve, by_turns, obstacle, within
 from agentgym.evaluation.stored import NumbersChanged, stored_result
 from agentgym.pipeline.export import commit_of
 from agentgym.pipeline.table import open_store
-from agentgym.store.manifest import Manifest
-from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
+from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest
+from agentgym.store.runstore import RunStore
 
 SCHEMA_VERSION = 1
 ITEMS = (100, 200, 500)  # numbers of items for which the smallest detectable difference is reported

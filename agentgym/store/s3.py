@@ -31,9 +31,9 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Self, TypeVar
 
 from agentgym.config import ConfigError
-from agentgym.store.lease import Fenced, Holder, Lease, Tenure
+from agentgym.store.lease import Content, Fenced, Holder, Lease, Tenure
 from agentgym.store.manifest import Blob, ManifestError
-from agentgym.store.runstore import Content, RunStore, digest_of
+from agentgym.store.runstore import RunStore, digest_of
 
 logger = logging.getLogger(__name__)
 

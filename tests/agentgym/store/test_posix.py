@@ -13,9 +13,10 @@ import pytest
 
 from agentgym.store.files import StoreFull, full_disk_told
 from agentgym.store.lease import Fenced
-from agentgym.store.manifest import Blob, Manifest
+from agentgym.store.manifest import Blob, DigestMismatch, Manifest
 from agentgym.store.posix import SHARED_BYTES, PosixFolder, posix_store
-from agentgym.store.runstore import DigestMismatch, RunStore, StepWriter
+from agentgym.store.runstore import RunStore
+from agentgym.store.writer import StepWriter
 
 KEY = "ab" * 32
 

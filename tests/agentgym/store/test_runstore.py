@@ -25,6 +25,8 @@ from agentgym.store.lease import Fenced, Holder, LeaseHeld
 from agentgym.store.manifest import (
     NOT_IDENTITY,
     Blob,
+    BlobMissing,
+    DigestMismatch,
     Manifest,
     ManifestError,
     canonical_json,
@@ -32,15 +34,9 @@ from agentgym.store.manifest import (
     sha256,
 )
 from agentgym.store.posix import posix_store
-from agentgym.store.runstore import (
-    BlobMissing,
-    DigestMismatch,
-    Passed,
-    RunStore,
-    StepWriter,
-    folder_name,
-)
+from agentgym.store.runstore import RunStore, folder_name
 from agentgym.store.s3 import s3_store
+from agentgym.store.writer import Passed, StepWriter
 
 KEY = "ab" * 32
 

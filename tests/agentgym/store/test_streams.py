@@ -7,9 +7,9 @@ import pytest
 
 from agentgym.store import s3
 from agentgym.store.files import TEMP_PREFIX, StoreFull
-from agentgym.store.manifest import Blob
+from agentgym.store.manifest import Blob, BlobMissing
 from agentgym.store.place import StorePlace
-from agentgym.store.runstore import BlobMissing, RunStore, digest_of
+from agentgym.store.runstore import RunStore, digest_of
 
 STEP, KEY = "stage-1", "ab" * 32
 
