@@ -36,7 +36,7 @@ from agentgym.steps.step import Kind, Step
 from agentgym.store.files import full_disk_told
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.deliver import committed_alarms
-from agentgym.tracking.mlflow import check_server
+from agentgym.tracking.reaching import check_server
 from envs.plain import PlainFormatter
 from flows.run import RunRequest, Wanted, check_parents
 from services.prefect_server import prefect_api

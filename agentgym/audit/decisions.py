@@ -35,7 +35,8 @@ from agentgym.steps.step import Kind
 from agentgym.store.manifest import sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import has_file, tracker_of
-from agentgym.tracking.mlflow import local_path, reaching
+from agentgym.tracking.mlflow import local_path
+from agentgym.tracking.reaching import reaching
 from agentgym.tracking.registry import alias_version, all_models, version_run, version_tags
 
 

@@ -20,8 +20,8 @@ from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import tracker_of
-from agentgym.tracking.mlflow import LedgerUnavailable, reaching
 from agentgym.tracking.points import Point
+from agentgym.tracking.reaching import LedgerUnavailable, reaching
 
 How = Literal["done", "resumed", "ran"]
 

@@ -45,7 +45,7 @@ from agentgym.tracking.deliver import (
     registry_identity,
     tracker_of,
 )
-from agentgym.tracking.mlflow import LedgerUnavailable, import_client, reaching
+from agentgym.tracking.reaching import LedgerUnavailable, import_client, reaching
 from agentgym.tracking.registry import model_tags
 from agentgym.types import Endpoints
 
