@@ -12,6 +12,7 @@ from pathlib import Path
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.data.items import splits_from_json
+from agentgym.evaluation.decision import sentence, summary
 from agentgym.evaluation.evidence import (
     PlayAnew,
     first_evidence,
@@ -24,7 +25,7 @@ from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import HistoryElsewhere, Version, me
 from agentgym.evaluation.paired import Incomparable
 from agentgym.evaluation.passk import FAILED, Interval
-from agentgym.evaluation.promotion import Promotions, sentence, summary
+from agentgym.evaluation.promotion import Promotions
 from agentgym.evaluation.question import TAG as QUESTION
 from agentgym.evaluation.question import question_of_evaluation
 from agentgym.evaluation.record import examples_of

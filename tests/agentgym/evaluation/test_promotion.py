@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from agentgym.config import ConfigError
+from agentgym.evaluation.decision import DECISION, judged_again, sentence, summary
 from agentgym.evaluation.history import RECORD, History
-from agentgym.evaluation.promotion import DECISION, judged_again, sentence, summary
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.registry import version_tags
 from tests.registries import RULES, Registry

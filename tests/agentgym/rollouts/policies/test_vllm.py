@@ -32,10 +32,10 @@ from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.engine import Canary, LoopThread, open_policy
 from agentgym.rollouts.policies.draw import Distribution
-from agentgym.rollouts.policies.engine_settings import settings_of
+from agentgym.rollouts.policies.engine_settings import engine_arguments, settings_of
 from agentgym.rollouts.policies.hosts import one_engine
 from agentgym.rollouts.policies.torch import TorchPolicy
-from agentgym.rollouts.policies.vllm import VllmPolicy, _arguments
+from agentgym.rollouts.policies.vllm import VllmPolicy
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 from agentgym.types import EngineMismatch, SampleKey, Sampling
@@ -296,7 +296,7 @@ def test_several_processes_of_an_engine_are_its_own_and_no_actors(
     for size, executor in ((1, "uni"), (2, "mp")):
         cfg = of_run().model_copy(update={"vllm": VllmConfig(tensor_parallel_size=size)})
         settings = settings_of(cfg, new_checkpoint(make_model(0), tokenizer), 4)
-        asked = _arguments(settings, tmp_path).distributed_executor_backend
+        asked = engine_arguments(settings, tmp_path).distributed_executor_backend
         chosen = ParallelConfig(tensor_parallel_size=size, distributed_executor_backend=asked)
         assert chosen.distributed_executor_backend == executor
 
