@@ -12,13 +12,7 @@ from typing import Any
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.evaluation.episodes import FILE, read_episodes
-from agentgym.evaluation.paired import (
-    Decision,
-    Incomparable,
-    align,
-    compare,
-    detectable_with,
-)
+from agentgym.evaluation.paired import Decision, Incomparable, align, compare, detectable_with
 from agentgym.evaluation.policies import PolicyName
 from agentgym.evaluation.record import find
 from agentgym.evaluation.result import RESULT, Result, ResultError, Slot

@@ -10,24 +10,15 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from agentgym.compute.sending import (
-    node_address,
-    node_id,
-)
+from agentgym.compute.sending import node_address, node_id
 from agentgym.config import RunConfig
 from agentgym.models.adapter import Adapter
-from agentgym.models.checkpoint import (
-    ARCHITECTURE,
-    TOKENIZER,
-    stored_checkpoint,
-)
+from agentgym.models.checkpoint import ARCHITECTURE, TOKENIZER, stored_checkpoint
 from agentgym.models.model import set_threads
 from agentgym.models.tensorfiles import StoredTensors
 from agentgym.models.transport import use_interface_of
 from agentgym.rollouts.collect import Attempts
-from agentgym.rollouts.engine import (
-    openings,
-)
+from agentgym.rollouts.engine import openings
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.players import token_players
 from agentgym.rollouts.policies.engines import open_here

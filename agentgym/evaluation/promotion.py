@@ -27,12 +27,7 @@ from agentgym.evaluation.history import (
     champion_of,
     me,
 )
-from agentgym.evaluation.question import (
-    Question,
-    other_question,
-    question_of_version,
-    unlike_parts,
-)
+from agentgym.evaluation.question import Question, other_question, question_of_version, unlike_parts
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.mlflow import Tracker

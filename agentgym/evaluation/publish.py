@@ -45,12 +45,7 @@ from agentgym.steps.context import StepContext
 from agentgym.steps.step import Kind, Step, stages
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.deliver import (
-    committed_alarms,
-    committed_points,
-    parent_run,
-    tracker_of,
-)
+from agentgym.tracking.deliver import committed_alarms, committed_points, parent_run, tracker_of
 from agentgym.tracking.points import LedgerError
 from agentgym.tracking.registry import RECORD, find_version, lasting_files, register_model
 

@@ -6,9 +6,7 @@ import pytest
 
 from agentgym.config import ConfigError, load_config
 from agentgym.data.check import load_data, repeated_tasks
-from agentgym.data.items import (
-    DataError,
-)
+from agentgym.data.items import DataError
 from agentgym.pipeline.run import run_step
 from agentgym.types import Item
 

@@ -10,12 +10,7 @@ from safetensors.torch import save
 
 from agentgym.algorithms.advantages import with_advantages
 from agentgym.algorithms.batch import Batch
-from agentgym.config import (
-    ActorCriticConfig,
-    LearnerConfig,
-    OptimizerConfig,
-    algorithm_config,
-)
+from agentgym.config import ActorCriticConfig, LearnerConfig, OptimizerConfig, algorithm_config
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.optimizer import HostMemory, learning_rate
 from agentgym.learner.process_group import SingleProcess

@@ -5,9 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentgym.algorithms.batch import Batch
-from agentgym.config import (
-    OptimizerConfig,
-)
+from agentgym.config import OptimizerConfig
 from agentgym.learner.learner import LocalLearner
 from agentgym.models import networks
 from agentgym.models.attention import PackedSequences

@@ -13,13 +13,7 @@ import pytest
 import torch
 
 from agentgym.audit import audit
-from agentgym.config import (
-    LoraConfig,
-    OptimizerConfig,
-    RunConfig,
-    VllmConfig,
-    load_config,
-)
+from agentgym.config import LoraConfig, OptimizerConfig, RunConfig, VllmConfig, load_config
 from agentgym.config.operation import StoreConfig
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.adapter import Adapter, chosen_modules, is_matrix
