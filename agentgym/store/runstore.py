@@ -81,10 +81,6 @@ class RunStore:
         later = [[manifest for manifest in commit if manifest.seq > after] for commit in loaded]
         return [commit for commit in later if commit]
 
-    def keys(self, step: str) -> list[Manifest]:
-        """Return the head of every key that has commits of this step name, oldest first."""
-        return self.heads(step)
-
     def heads(self, step: str | None = None, key: str = "") -> list[Manifest]:
         """Return the head of every key, oldest first. step: only this one; key: a prefix."""
 

@@ -214,7 +214,7 @@ def registered_files(store: RunStore, name: str, version: str) -> dict[str, str]
     """
     commits = [
         commit
-        for commit in store.keys(REGISTER)
+        for commit in store.heads(REGISTER)
         if RECORD in commit.records
         and (commit.results["model"], str(commit.results["version"])) == (name, version)
     ]

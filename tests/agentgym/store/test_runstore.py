@@ -328,7 +328,7 @@ def test_keys_lists_every_key_of_one_step_name(store: RunStore) -> None:
     ):
         with store.open(step, key) as writer:
             commit(writer, 1)
-    assert [(head.step, head.key) for head in store.keys("stage-1")] == [
+    assert [(head.step, head.key) for head in store.heads("stage-1")] == [
         ("stage-1", KEY),
         ("stage-1", "cd" * 32),
     ]
