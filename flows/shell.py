@@ -21,8 +21,8 @@ from agentgym.console.reference import reference_s
 from agentgym.data.check import load_data, load_recorded
 from agentgym.deploy.kubernetes import check_fleets
 from agentgym.deploy.local import check_local_env
+from agentgym.evaluation.decision import sentence
 from agentgym.evaluation.passk import FAILED, Interval
-from agentgym.evaluation.promotion import sentence
 from agentgym.evaluation.report import label
 from agentgym.pipeline.forecast import forecast
 from agentgym.pipeline.plan import check_model
