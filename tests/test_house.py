@@ -16,7 +16,6 @@ LONG = {
     "agentgym/audit/__init__.py audit": 82,
     "agentgym/audit/episodes.py check_tokens": 76,
     "agentgym/comparison/report.py results_png": 68,
-    "agentgym/data/items.py _validate": 66,
     "agentgym/data/published.py import_dataset": 68,
     "agentgym/data/trajectories.py _check_messages": 62,
     "agentgym/evaluation/report.py learning_curve_png": 63,

@@ -10,7 +10,7 @@ from typing import Any
 from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord
 from agentgym.config import RunConfig
-from agentgym.evaluation.promotion import FOLDER
+from agentgym.evaluation.decision import FOLDER
 from agentgym.steps.step import Kind
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.alarms import raised

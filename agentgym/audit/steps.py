@@ -20,8 +20,8 @@ from agentgym.records import DEMOS, TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.collect import success_share
 from agentgym.steps.context import METRICS
 from agentgym.steps.step import Stage, Step, advance, max_turns
-from agentgym.store.manifest import Manifest, ManifestError
-from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
+from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, ManifestError
+from agentgym.store.runstore import RunStore
 from agentgym.tracking.points import Point, decode_points
 from agentgym.training.ahead import horizon_state
 from agentgym.training.offline import commits_at, explored_items

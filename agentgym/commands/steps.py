@@ -70,7 +70,7 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.runs import require_run
     from agentgym.pipeline.table import open_store
     from agentgym.store.files import write_whole
-    from agentgym.tracking.mlflow import check_server
+    from agentgym.tracking.reaching import check_server
 
     if arguments.out is not None:
         require_current(cfg, arguments.params)

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from agentgym.compute.learner_ranks import LearnerRank, RayLearner
-from agentgym.compute.rollout_workers import RayEngine, RolloutWorker, WorkerPlan
+from agentgym.compute.rollout_workers import RayEngine
 from agentgym.compute.sending import SENDING, end, node_id
+from agentgym.compute.worker import RolloutWorker, WorkerPlan
 from agentgym.config import ConfigError, RunConfig
 from agentgym.deploy.attempts import RayUnreachable
 from agentgym.deploy.rayjobs import auth_headers, forget_token

@@ -30,11 +30,7 @@ from agentgym.rollouts.players import (
     TextPlayer,
     token_players,
 )
-from agentgym.rollouts.policies.engines import (
-    engine_module,
-    engine_python,
-    versions_in,
-)
+from agentgym.rollouts.policies.engines import engine_module, engine_python, versions_in
 from agentgym.rollouts.policies.hosted import Endpoint, HostedModel
 from agentgym.store.keys import environment_modules, source_digest
 from agentgym.store.manifest import Manifest, canonical_json, sha256

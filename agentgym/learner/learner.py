@@ -16,18 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from agentgym.algorithms.batch import Batch, Experience
-from agentgym.algorithms.losses import (
-    aggregation_weights,
-    kl_penalty,
-    preference_loss,
-)
+from agentgym.algorithms.losses import aggregation_weights, kl_penalty, preference_loss
 from agentgym.algorithms.recipe import recipe_of
-from agentgym.config import (
-    ActorCriticConfig,
-    LearnerConfig,
-    OptimizerConfig,
-    PolicyGradientConfig,
-)
+from agentgym.config import ActorCriticConfig, LearnerConfig, OptimizerConfig, PolicyGradientConfig
 from agentgym.defaults import return_memory
 from agentgym.learner.micro_batches import (
     Dealt,

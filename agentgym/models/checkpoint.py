@@ -36,8 +36,8 @@ from agentgym.models.tensorfiles import (
     export_tensors,
     files_of,
 )
-from agentgym.store.manifest import Digest, Manifest, sha256
-from agentgym.store.runstore import BlobMissing, RunStore
+from agentgym.store.manifest import BlobMissing, Digest, Manifest, sha256
+from agentgym.store.runstore import RunStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

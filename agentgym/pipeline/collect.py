@@ -21,7 +21,7 @@ from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import tracker_of
-from agentgym.tracking.mlflow import LedgerUnavailable, reaching
+from agentgym.tracking.reaching import LedgerUnavailable, reaching
 
 logger = logging.getLogger(__name__)
 

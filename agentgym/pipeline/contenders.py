@@ -181,7 +181,7 @@ def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
     from agentgym.evaluation.promotion import Promotions
     from agentgym.evaluation.registered import fetch_registered
     from agentgym.tracking.deliver import tracker_of
-    from agentgym.tracking.mlflow import reaching
+    from agentgym.tracking.reaching import reaching
     from agentgym.tracking.registry import ModelChanged, version_meant
 
     with reaching(cfg.tracking_uri):

@@ -20,8 +20,10 @@ from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import tracker_of
-from agentgym.tracking.mlflow import LedgerUnavailable, reaching
 from agentgym.tracking.points import Point
+from agentgym.tracking.reaching import LedgerUnavailable, reaching
+
+logger = logging.getLogger(__name__)
 
 How = Literal["done", "resumed", "ran"]
 
@@ -111,9 +113,6 @@ def _deliver(cfg: RunConfig, manifest: Manifest, result: Result, folder: Path) -
         at_ms=int(manifest.created_at * 1000),
         folder=folder,
     )
-
-
-logger = logging.getLogger(__name__)
 
 
 def deliver_evaluation(

@@ -86,7 +86,7 @@ def _plan_step(
             step.name, step.title, "skip", f"done, manifest {done[step.name].digest[:12]}"
         )
     waiting = [parent for parent in step.parents if parent not in done]
-    known = store.keys(step.name)
+    known = store.heads(step.name)
     if waiting:
         # this step's key follows from its parents' digests, which are not known yet
         changed = _differences(step, cfg, known[-1]) if known else []

@@ -21,7 +21,7 @@ from agentgym.pipeline.table import open_store, semantic_of, steps_of
 from agentgym.steps.context import Progress
 from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import canonical_json, sha256
-from agentgym.tracking.mlflow import reaching
+from agentgym.tracking.reaching import reaching
 
 
 def play_anew(cfg: RunConfig, progress: Progress | None = None) -> PlayAnew:

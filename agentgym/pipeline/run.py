@@ -31,8 +31,9 @@ from agentgym.rollouts.policies.hosts import one_engine
 from agentgym.steps.context import METRICS, Environment, ForGate, NoProgress, Progress, StepContext
 from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.lease import LeaseHeld, when_free
-from agentgym.store.manifest import Manifest, sha256
-from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore, StepWriter
+from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, sha256
+from agentgym.store.runstore import RunStore
+from agentgym.store.writer import StepWriter
 from agentgym.tracking.alarms import AlarmStop
 from agentgym.tracking.dead import close_dead
 from agentgym.tracking.deliver import (
@@ -44,7 +45,7 @@ from agentgym.tracking.deliver import (
     registry_identity,
     tracker_of,
 )
-from agentgym.tracking.mlflow import LedgerUnavailable, import_client, reaching
+from agentgym.tracking.reaching import LedgerUnavailable, import_client, reaching
 from agentgym.tracking.registry import model_tags
 from agentgym.types import Endpoints
 

@@ -22,14 +22,7 @@ from pydantic import ValidationError
 
 from agentgym.private import token_of
 from envs.plain import plain, whole
-from envs.wire import (
-    MAX_BATCH,
-    BatchReply,
-    ErrorKind,
-    ErrorReply,
-    InfoReply,
-    Message,
-)
+from envs.wire import MAX_BATCH, BatchReply, ErrorKind, ErrorReply, InfoReply, Message
 
 M = TypeVar("M", bound=Message)
 Bundle = list[tuple[bytes, asyncio.Future[Message]]]  # requests, and futures of their answers

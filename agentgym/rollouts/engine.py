@@ -34,6 +34,9 @@ from agentgym.types import Endpoints, EngineMismatch, EngineUsage, Item, Policy,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
@@ -236,7 +239,6 @@ def open_pool(
         loop.close()
 
 
-T = TypeVar("T")
 CLOSE_TIMEOUT_S = 30.0
 
 
@@ -283,8 +285,6 @@ class LoopThread:
             if not self._thread.is_alive():
                 self._loop.close()
 
-
-logger = logging.getLogger(__name__)
 
 STALE_SHARE = 0.1  # of the limit: a smaller change of the learner may be noise
 NUM_TEXTS, TEXT_TOKENS = 4, 128  # of the run's own text, which is used if noise is high

@@ -18,12 +18,7 @@ from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.alarms import Alarm, begun, raised
 from agentgym.tracking.inputs import packages
-from agentgym.tracking.mlflow import (
-    SUPERSEDED,
-    LedgerUnavailable,
-    Tracker,
-    reaching,
-)
+from agentgym.tracking.mlflow import SUPERSEDED, Tracker
 from agentgym.tracking.pages import (
     MANIFEST,
     describe,
@@ -34,6 +29,7 @@ from agentgym.tracking.pages import (
     show_tables,
 )
 from agentgym.tracking.points import SPOOL, LedgerError, Point, decode_points
+from agentgym.tracking.reaching import LedgerUnavailable, reaching
 
 logger = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ def prepared_by(store: RunStore, manifest: Manifest) -> Manifest | None:
         return manifest
     for name, digest in manifest.parents.items():
         parent = next(
-            (candidate for candidate in store.keys(name) if candidate.digest == digest), None
+            (candidate for candidate in store.heads(name) if candidate.digest == digest), None
         )
         if parent is not None and LISTS in parent.blobs:
             return parent

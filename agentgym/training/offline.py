@@ -19,22 +19,12 @@ import torch
 from agentgym.algorithms.batch import learnable, to_batch
 from agentgym.algorithms.recipe import recipe_of
 from agentgym.algorithms.signal import differ
-from agentgym.compute.placement import (
-    Engine,
-    Learner,
-    open_compute,
-    play_validation,
-)
+from agentgym.compute.placement import Engine, Learner, open_compute, play_validation
 from agentgym.config import ExplorationConfig, OptimizerConfig, PreferenceConfig, RunConfig
 from agentgym.data.items import Splits, splits_from_json, train_stream
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models.chat import ChatRenderer
-from agentgym.models.checkpoint import (
-    OPTIMIZER,
-    Checkpoint,
-    has_weights,
-    load_checkpoint,
-)
+from agentgym.models.checkpoint import OPTIMIZER, Checkpoint, has_weights, load_checkpoint
 from agentgym.models.model import set_threads
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.collect import rollout_metrics, success_share, validation_metrics

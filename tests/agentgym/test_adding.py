@@ -134,7 +134,7 @@ class Copy:
         store = open_store(load_config(self.folder / "params.yaml"))
         (head,) = (
             each
-            for each in store.keys(step)
+            for each in store.heads(step)
             if algorithm.items() <= each.config.get("algorithm", {}).items()
         )
         return [

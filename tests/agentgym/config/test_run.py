@@ -3,12 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from agentgym.config import (
-    ConfigError,
-    config_digest,
-    is_elsewhere,
-    load_config,
-)
+from agentgym.config import ConfigError, config_digest, is_elsewhere, load_config
 
 
 def refusal(path, *overrides):

@@ -8,8 +8,8 @@ from pathlib import Path
 import boto3
 
 from agentgym.store.posix import posix_store
-from agentgym.store.runstore import Passed
 from agentgym.store.s3 import s3_store
+from agentgym.store.writer import Passed
 
 KEY = "ab" * 32
 # what every child process begins with

@@ -12,9 +12,8 @@ import pytest
 
 from agentgym.store.files import StoreFull, full_disk_told
 from agentgym.store.lease import Fenced
-from agentgym.store.manifest import Blob
+from agentgym.store.manifest import Blob, DigestMismatch
 from agentgym.store.posix import SHARED_BYTES, PosixFolder, posix_store
-from agentgym.store.runstore import DigestMismatch
 
 KEY = "ab" * 32
 

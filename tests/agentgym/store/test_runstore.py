@@ -14,12 +14,13 @@ import pytest
 from agentgym.store.manifest import (
     NOT_IDENTITY,
     Blob,
+    BlobMissing,
+    DigestMismatch,
     ManifestError,
     canonical_json,
     encode_commit,
     sha256,
 )
-from agentgym.store.runstore import BlobMissing, DigestMismatch
 from tests.agentgym.store.steps import KEY, Place, commit, commit_several
 
 
@@ -154,7 +155,7 @@ def test_keys_lists_every_key_of_one_step_name(store):
     ):
         with store.open(step, key) as writer:
             commit(writer, 1)
-    assert [(head.step, head.key) for head in store.keys("stage-1")] == [
+    assert [(head.step, head.key) for head in store.heads("stage-1")] == [
         ("stage-1", KEY),
         ("stage-1", "cd" * 32),
     ]

@@ -16,10 +16,11 @@ import pytest
 from botocore.exceptions import ClientError
 
 from agentgym.config import ConfigError
-from agentgym.store import s3
+from agentgym.store import bucket, s3
+from agentgym.store.bucket import Bucket, StoreUnreachable, connect
 from agentgym.store.lease import Fenced
 from agentgym.store.manifest import ManifestError
-from agentgym.store.s3 import Bucket, S3Backend, StoreUnreachable, connect, s3_store
+from agentgym.store.s3 import S3Backend, s3_store
 from tests.agentgym.store.steps import KEY, commit
 from tests.answering import Handler, http_server
 from tests.completed import completed
@@ -179,7 +180,7 @@ def test_conditional_writes_that_met_others_are_made_again_and_not_forever(s3_ur
 
 
 def test_a_commit_whose_fate_is_unknown_is_not_made_twice(s3_uri, link, monkeypatch):
-    monkeypatch.setattr(s3, "MAX_ATTEMPTS", 1)
+    monkeypatch.setattr(bucket, "MAX_ATTEMPTS", 1)
     store = s3_store(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         link.fault = lambda method, path, number: (
@@ -215,8 +216,8 @@ def test_an_answer_that_breaks_off_is_asked_for_again(s3_uri, link):
 
 
 def test_a_server_that_does_not_answer_is_an_error_in_time(s3_uri, link, monkeypatch):
-    monkeypatch.setattr(s3, "MAX_ATTEMPTS", 2)
-    monkeypatch.setattr(s3, "READ_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(bucket, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(bucket, "READ_TIMEOUT_S", 0.5)
     link.fault = lambda *_: "hang"
     began = time.monotonic()
     with pytest.raises(
@@ -236,7 +237,7 @@ def test_a_server_that_does_not_answer_is_an_error_in_time(s3_uri, link, monkeyp
 
 
 def test_a_heart_that_cannot_beat_for_a_while_goes_on(s3_uri, link, monkeypatch):
-    monkeypatch.setattr(s3, "MAX_ATTEMPTS", 1)
+    monkeypatch.setattr(bucket, "MAX_ATTEMPTS", 1)
     with s3_store(s3_uri, lease_ttl_s=0.4).open("stage-1", KEY) as writer:
         link.fault = lambda *_: 503
         time.sleep(0.5)
@@ -248,12 +249,12 @@ def test_a_heart_that_cannot_beat_for_a_while_goes_on(s3_uri, link, monkeypatch)
 
 
 def test_large_content_travels_in_parts_and_half_an_upload_is_pruned(s3_uri, monkeypatch):
-    monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(bucket, "PART_BYTES", 5 << 20)
     weights = os.urandom(1 << 20) * 12
     script = """
 import os, signal, sys
-from agentgym.store import s3
-s3.PART_BYTES = 5 << 20
+from agentgym.store import bucket, s3
+bucket.PART_BYTES = 5 << 20
 store = s3.s3_store(sys.argv[1], lease_ttl_s=30.0)
 with store.open("stage-1", "ab" * 32) as writer:
     writer._folder.bucket._client.meta.events.register(

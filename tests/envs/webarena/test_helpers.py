@@ -5,7 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from envs.searchqa.retrievers import RetrieverError
+from envs.searchqa.search_r1 import SearchR1
 from envs.webarena.helpers import HelperFailed, SiteHelpers
+from envs.webarena.judge import Endpoint, JudgeFailed
 from tests.answering import Handler, http_server
 
 
@@ -49,3 +52,48 @@ def test_a_real_shops_orders_and_reviews_are_asked_for_over_its_api(monkeypatch)
         assert helpers.call("shopping_get_sku_latest_review_rating", ["B00/X"], None) == "80"
     with pytest.raises(HelperFailed, match="shopping_get_latest_order_url"):
         helpers.call("shopping_get_latest_order_url", [], None)
+
+
+@pytest.fixture
+def pointing_on(monkeypatch):
+    """(URL of a server that points on, the requests that reached where it points to)."""
+    reached = []
+
+    class Target(Handler):
+        def do_GET(self):
+            reached.append((self.path, self.headers.get("Authorization")))
+            self.send()
+
+        do_POST = do_GET
+
+    class Pointer(Handler):
+        def do_GET(self):
+            self.send(status=302, Location=f"{target}/stolen")
+
+        do_POST = do_GET
+
+    monkeypatch.setenv("AGENTGYM_SECRET_JUDGE", "key")
+    monkeypatch.setenv("AGENTGYM_SECRET_SHOP_PASSWORD", "key")
+    with http_server(Target) as target, http_server(Pointer) as pointer:
+        yield pointer, reached
+
+
+def test_a_judge_that_points_on_is_no_judge(pointing_on):
+    url, reached = pointing_on
+    with pytest.raises(JudgeFailed, match="302"):
+        Endpoint(url, "m", "AGENTGYM_SECRET_JUDGE").same_answer("q", "r", "a")
+    assert reached == []
+
+
+def test_a_shop_that_points_on_is_no_shop(pointing_on):
+    url, reached = pointing_on
+    with pytest.raises(HelperFailed, match="302"):
+        SiteHelpers({"shopping": url}).call("shopping_get_latest_order_url", [], None)
+    assert reached == []
+
+
+def test_a_retriever_that_points_on_is_no_retriever(pointing_on):
+    url, reached = pointing_on
+    with pytest.raises(RetrieverError, match="302"):
+        SearchR1(url, 5.0).search("town", 1)
+    assert reached == []

@@ -22,8 +22,7 @@ from agentgym.models.tensorfiles import Snapshot, TensorFile
 from agentgym.models.transport import InProcess
 from agentgym.rollouts.engine import Canary
 from agentgym.rollouts.policies.draw import Distribution
-from agentgym.rollouts.policies.engine_settings import settings_of
-from agentgym.rollouts.policies.vllm import _arguments
+from agentgym.rollouts.policies.engine_settings import engine_arguments, settings_of
 from agentgym.types import EngineMismatch
 from tests.agentgym.rollouts.policies.running import (
     NATS,
@@ -247,7 +246,7 @@ def test_several_processes_of_an_engine_are_its_own_and_no_actors(
     for size, executor in ((1, "uni"), (2, "mp")):
         cfg = of_run().model_copy(update={"vllm": VllmConfig(tensor_parallel_size=size)})
         settings = settings_of(cfg, new_checkpoint(make_model(0), tokenizer), 4)
-        asked = _arguments(settings, tmp_path).distributed_executor_backend
+        asked = engine_arguments(settings, tmp_path).distributed_executor_backend
         chosen = ParallelConfig(tensor_parallel_size=size, distributed_executor_backend=asked)
         assert chosen.distributed_executor_backend == executor
 
