@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from agentgym.evaluation.passk import Interval
 from agentgym.pages import label
-from agentgym.rollouts.horizon import Stage
+from agentgym.steps.step import Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from agentgym.config import ConfigError
 from agentgym.pages import FOLDER, STATIC, Pages
 from agentgym.records import RecordError
 from agentgym.rollouts.client import EnvError
-from agentgym.store.runstore import BlobMissing, DigestMismatch
+from agentgym.store.manifest import BlobMissing, DigestMismatch
 from agentgym.viewer.bodies import Gone
 from agentgym.viewer.episode_page import add_episode
 from agentgym.viewer.export import add_export

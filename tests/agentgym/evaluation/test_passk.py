@@ -12,10 +12,8 @@ from agentgym.evaluation.passk import Interval, curves, wilson_interval
 
 
 def pass_at_k(n, c, k):
-    """Last column of `curves`, for one item or several."""
-    n, c = np.broadcast_arrays(np.atleast_1d(n), np.atleast_1d(c))
-    found = curves(n, c, k)[0][:, -1]
-    return found if len(found) > 1 else float(found[0])
+    n, c = np.broadcast_arrays(np.atleast_1d(n), c)
+    return np.squeeze(curves(n, c, k)[0][:, -1])
 
 
 def test_pass_at_k_agrees_with_numbers_worked_out_on_paper() -> None:

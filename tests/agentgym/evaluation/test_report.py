@@ -19,7 +19,7 @@ from agentgym.evaluation.report import (
     learning_curve_png,
 )
 from agentgym.pages import single_page
-from agentgym.rollouts.horizon import Stage
+from agentgym.steps.step import Stage
 from agentgym.types import Item, Status, Trajectory, Turn
 
 BEFORE = EvaluationRow(
