@@ -96,7 +96,7 @@ def lines_png(
     size = (max(7.0, 3.4 * len(by_title)), 3.4)
     figure, ((*grid,),) = panels(size, 1, len(by_title), sharey=True)
     draws, fills = ({"drawstyle": "steps-post"}, {"step": "post"}) if stepped else ({}, {})
-    lines = {}
+    lines: dict[str, Any] = {}
     for axes, (title, curves) in zip(grid, by_title.items(), strict=True):
         for name, (x, success) in curves.items():
             colour = COLOURS[1:][names.index(name) % (len(COLOURS) - 1)]

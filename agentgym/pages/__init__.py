@@ -10,7 +10,7 @@ import base64
 import hashlib
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (shown, marked, is_cut, number, percent, points, estimate, gain, label, moment)
-    for function in (*filters, duration, size, picture_data):
-        environment.filters[function.__name__] = function
+    environment.filters |= FILTERS
     return environment
 
 
@@ -173,3 +171,20 @@ def size(text: object) -> str:
 def picture_data(png: bytes) -> str:
     """Return a picture in base64, for embedding in a page."""
     return base64.b64encode(png).decode()
+
+
+FILTERS: dict[str, Callable[..., Any]] = {
+    "shown": shown,
+    "marked": marked,
+    "is_cut": is_cut,
+    "number": number,
+    "percent": percent,
+    "points": points,
+    "estimate": estimate,
+    "gain": gain,
+    "label": label,
+    "moment": moment,
+    "duration": duration,
+    "size": size,
+    "picture_data": picture_data,
+}
