@@ -156,8 +156,8 @@ def curves_png(table: Table) -> bytes | None:
                 horizons = {row["horizon"] for row in rows}
                 if title == _OTHERS and len(horizons) == 1:
                     title = f"{title}, {horizons.pop()}" if len(rows) > 1 else rows[0]["name"]
-                pen = {"fontsize": 10.5, "color": INK, "fontweight": "bold"}
-                axes.set_title(drawn(title), loc="left", **pen)
+                font = {"fontsize": 10.5, "color": INK, "fontweight": "bold"}
+                axes.set_title(drawn(title), loc="left", **font)
             if number == len(shown) - 1 and len(rows) > 1:
                 axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)
     figure.tight_layout(w_pad=0.8, h_pad=0.8)

@@ -153,16 +153,17 @@ def panels(
     columns: int = 1,
     *,
     grid: Literal["x", "y"] = "y",
-    **shared: bool,
+    sharex: bool = False,
+    sharey: bool = False,
 ) -> tuple[Any, Any]:
     """Return a white figure and its axes, [rows, columns]: one muted spine, a grid in one way.
 
-    size: width and height, inches; shared: `sharex` or `sharey`.
+    size: width and height, inches; sharex, sharey: all panels have the same axis.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, facecolor="white")
-    panel_grid = figure.subplots(rows, columns, squeeze=False, **shared)
+    panel_grid = figure.subplots(rows, columns, squeeze=False, sharex=sharex, sharey=sharey)
     for axes in panel_grid.flat:
         axes.grid(axis=grid, color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
