@@ -5,7 +5,6 @@ together; and the proof that the weights it samples with are the learner's.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import math
 import threading
@@ -197,14 +196,11 @@ def open_engine(
     """
     with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, guides):
         policy = open_policy(cfg, checkpoint, num_slots=cfg.rollout.concurrency, version=version)
-        # spare the garbage collector a million imported objects, which stay alive anyway
-        gc.freeze()
         try:
             yield LocalEngine(cfg, checkpoint, policy, pool, loop, openings(cfg, guides))
         finally:
             loop.cancel()  # abandoned rollouts
             loop.run(policy.close())
-            gc.unfreeze()  # gigabytes of weights become garbage with the step
 
 
 def open_policy(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Policy:
