@@ -47,8 +47,8 @@ from chaos_kinds import (
 )
 from chaos_project import POLL_S, ROOT, START_TIMEOUT_S, Project
 
-from agentgym.deploy.kube import Kind as Resource
-from agentgym.deploy.kube import connect
+from agentgym.deploy.kube.client import Kind as Resource
+from agentgym.deploy.kube.client import connect
 from agentgym.deploy.kuberay import RAY_CLUSTER
 from agentgym.deploy.manifests import FLEETS, SERVICES
 from agentgym.deploy.owned import owned_process, tail

@@ -26,7 +26,8 @@ import yaml
 
 from agentgym.config import ConfigError
 from agentgym.console.guard import guarded
-from agentgym.deploy.kube import KubeError, connect
+from agentgym.deploy.kube.client import connect
+from agentgym.deploy.kube.transport import KubeError
 from agentgym.deploy.manifests import FLOWS
 from services.cancelled import end_cancelled
 from services.overdue import bring_back

@@ -25,15 +25,13 @@ from agentgym.deploy.attempts import (
     RayUnreachable,
     numbered,
 )
-from agentgym.deploy.kube import (
+from agentgym.deploy.kube.client import Kind, Kube, connect
+from agentgym.deploy.kube.transport import (
     AlreadyExists,
     ApiUnreachable,
-    Kind,
-    Kube,
     KubeError,
     NotFound,
     NotServed,
-    connect,
 )
 from agentgym.deploy.manifests import RUN_LABEL
 from agentgym.deploy.rayjob import STEP_LABEL, image_of, rayjob

@@ -38,9 +38,8 @@ from agentgym.deploy.fleets.sending import (
 )
 from agentgym.deploy.fleets.tokens import no_key, token_of_fleet
 from agentgym.deploy.fleets.upkeep import Upkeep, first_addresses, reach
-from agentgym.deploy.kube import Kube, KubeError, connect
-from agentgym.deploy.kube.kinds import DEPLOYMENT, LEASE, Object
-from agentgym.deploy.kube.pace import Retries
+from agentgym.deploy.kube.client import DEPLOYMENT, LEASE, Kube, Object, connect
+from agentgym.deploy.kube.transport import KubeError, Retries
 from agentgym.deploy.manifests import MANIFESTS, RUN_LABEL, Fleet, rendered_fleet
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.types import Endpoint

@@ -32,4 +32,4 @@ def test_a_few_fleets_at_once_come_up_and_leave_nothing(kubeconfig, benchmark):
     assert set(found["left_over"].values()) == {0}
     # a watch, or a look for what is left, more where the machine is busy
     assert found["all_calls_per_fleet"] <= 2 * MEASURED["all_calls_per_fleet"]
-    assert found["calls_per_fleet"]["patch"] == found["objects_per_fleet"] - 1
+    assert found["calls_per_fleet"]["server_side_apply"] == found["objects_per_fleet"] - 1

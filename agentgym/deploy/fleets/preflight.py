@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from agentgym.deploy.fleets.quantities import asked, lacking
-from agentgym.deploy.kube import Forbidden, Kind, Kube, KubeError, NotFound
-from agentgym.deploy.kube.kinds import NODE, RESOURCE_QUOTA, Object
+from agentgym.deploy.kube.client import NODE, RESOURCE_QUOTA, Kind, Kube, Object
+from agentgym.deploy.kube.transport import Forbidden, KubeError, NotFound
 
 GPU = "nvidia.com/gpu"
 OWN = ("get", "list", "watch", "create", "patch", "delete")
@@ -56,11 +56,9 @@ def unknown_kinds(kube: Kube, objects: Iterable[Object]) -> list[str]:
     unknown = [str(kind) for kind in kinds if not kube.serves(kind)]
     if not unknown:
         return []
-    major, minor = kube.version()
     return [
-        f"the cluster (Kubernetes {f'{major}.{minor}' if major else 'of unknown version'}) does not"
-        f" know {', '.join(unknown)}; use Kubernetes 1.25 or newer, install what defines it (CRD),"
-        " or another kubernetes.overlay"
+        f"the cluster (Kubernetes {kube.version()}) does not know {', '.join(unknown)}; use"
+        " Kubernetes 1.25 or newer, install what defines it (CRD), or another kubernetes.overlay"
     ]
 
 

@@ -10,8 +10,8 @@ import os
 
 from agentgym.config import ConfigError
 from agentgym.deploy.fleets.lease import OWNED, Group
-from agentgym.deploy.kube import AlreadyExists, Kube
-from agentgym.deploy.kube.kinds import SECRET
+from agentgym.deploy.kube.client import SECRET, Kube
+from agentgym.deploy.kube.transport import AlreadyExists
 from agentgym.deploy.manifests import RUN_LABEL
 from envs.wire import TOKEN_VARIABLE
 

@@ -18,7 +18,7 @@ import pytest
 from agentgym.audit import audit
 from agentgym.config import load_config
 from agentgym.deploy import rayjobs
-from agentgym.deploy.kube import Kind, connect
+from agentgym.deploy.kube.client import Kind, connect
 from agentgym.deploy.kuberay import RAY_CLUSTER, RAY_JOB
 from agentgym.pipeline.run import STAYS_HERE, run_step
 from agentgym.pipeline.table import finished, open_store, run_label, steps_of

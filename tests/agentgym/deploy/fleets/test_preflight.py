@@ -8,9 +8,8 @@ import pytest
 from agentgym.deploy.fleets import preflight
 from agentgym.deploy.fleets.addresses import kind_of_addresses
 from agentgym.deploy.fleets.preflight import lacks, takes, terms
-from agentgym.deploy.kube import Forbidden, KubeError
-from agentgym.deploy.kube.client import connect
-from agentgym.deploy.kube.kinds import NODE, RESOURCE_QUOTA, SERVICE
+from agentgym.deploy.kube.client import NODE, RESOURCE_QUOTA, SERVICE, connect
+from agentgym.deploy.kube.transport import Forbidden, KubeError
 from agentgym.deploy.manifests import Fleet, rendered_fleet
 
 

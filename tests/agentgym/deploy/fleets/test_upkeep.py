@@ -9,8 +9,7 @@ from agentgym.deploy.fleets import upkeep
 from agentgym.deploy.fleets.addresses import ADDRESS, Listing, listed
 from agentgym.deploy.fleets.lease import acquire, groups
 from agentgym.deploy.fleets.upkeep import Upkeep, first_addresses, reach
-from agentgym.deploy.kube import Kind
-from agentgym.deploy.kube.kinds import ENDPOINTS, LEASE, POD, SERVICE
+from agentgym.deploy.kube.client import ENDPOINTS, LEASE, POD, SERVICE, Kind
 
 pytestmark = pytest.mark.kubernetes
 
