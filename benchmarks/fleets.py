@@ -30,8 +30,14 @@ from pipeline import machine
 
 from agentgym.deploy.fleets.addresses import kind_of_addresses
 from agentgym.deploy.fleets.lease import acquire
-from agentgym.deploy.fleets.sending import kinds_of, most_pods, send, take_down, wait_ready
-from agentgym.deploy.fleets.tokens import KEY_VARIABLE
+from agentgym.deploy.fleets.sending import (
+    KEY_VARIABLE,
+    kinds_of,
+    most_pods,
+    send,
+    take_down,
+    wait_ready,
+)
 from agentgym.deploy.kube.client import POD, Kind, Kube, connect
 from agentgym.deploy.manifests import RUN_LABEL, Fleet, rendered_fleet
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentgym.config import ConfigError, EnvConfig, KubernetesConfig, RunConfig
-from agentgym.deploy.capacity import replicas_for
 from agentgym.deploy.fleets.addresses import Listing, kind_of_addresses
 from agentgym.deploy.fleets.lease import (
     KEPT,
@@ -32,15 +31,16 @@ from agentgym.deploy.fleets.preflight import lacks
 from agentgym.deploy.fleets.sending import (
     kinds_of,
     most_pods,
+    no_key,
     send,
     take_down,
+    token_of_fleet,
     wait_ready,
 )
-from agentgym.deploy.fleets.tokens import no_key, token_of_fleet
 from agentgym.deploy.fleets.upkeep import Upkeep, first_addresses, reach
 from agentgym.deploy.kube.client import DEPLOYMENT, LEASE, Kube, Object, connect
 from agentgym.deploy.kube.transport import KubeError, Retries
-from agentgym.deploy.manifests import MANIFESTS, RUN_LABEL, Fleet, rendered_fleet
+from agentgym.deploy.manifests import MANIFESTS, RUN_LABEL, Fleet, rendered_fleet, replicas_for
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.types import Endpoint
 

@@ -24,9 +24,11 @@ from agentgym.deploy.attempts import (
     Phase,
     RayJobFailed,
     RayUnreachable,
+    arguments,
     numbered,
+    params_text,
+    sent_config,
 )
-from agentgym.deploy.sent import arguments, params_text, sent_config
 from agentgym.store.keys import package_folders
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ its remedy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
-from agentgym.deploy.fleets.quantities import asked, lacking
 from agentgym.deploy.kube.client import NODE, RESOURCE_QUOTA, Kind, Kube, Object
 from agentgym.deploy.kube.transport import Forbidden, KubeError, NotFound
 
@@ -111,6 +111,56 @@ def no_room(kube: Kube, objects: Sequence[Object]) -> list[str]:
 
 def _is_new(kube: Kube, obj: Object) -> bool:
     return kube.find(Kind.of(obj), obj["metadata"]["name"]) is None
+
+
+def asked(objects: Iterable[Object]) -> dict[str, float]:
+    """Return the amounts that a ResourceQuota counts for these objects, by resource name.
+    The extra pod of a Deployment that changes is not counted.
+    """
+    total: defaultdict[str, float] = defaultdict(float)
+    for obj in objects:
+        if obj["kind"] == "Service":
+            total["services"] += 1
+        if obj["kind"] != "Deployment":
+            continue
+        replicas = obj["spec"].get("replicas", 1)
+        total["pods"] += replicas
+        for kind in ("requests", "limits"):
+            for container in obj["spec"]["template"]["spec"]["containers"]:
+                for name, quantity in container.get("resources", {}).get(kind, {}).items():
+                    total[f"{kind}.{name}"] += replicas * _amount(quantity)
+    for name in ("cpu", "memory"):  # a quota may use either name
+        total[name] = total[f"requests.{name}"]
+    return total
+
+
+def lacking(quotas: Sequence[Object], needed: Mapping[str, float]) -> list[str]:
+    """Return a sentence for each resource of which a quota has less left than needed."""
+    lines = []
+    for quota in quotas:
+        status = quota.get("status", {})
+        hard, used = status.get("hard", {}), status.get("used", {})
+        for name in sorted(hard.keys() & needed.keys()):
+            rest = _amount(hard[name]) - _amount(used.get(name, 0))
+            if needed[name] > rest:
+                lines.append(
+                    f"quota {quota['metadata']['name']}: {name} {_shown(name, needed[name])} is"
+                    f" needed, {_shown(name, max(0.0, rest))} of {hard[name]} is left; end what is"
+                    " no longer needed (agentgym envs gc), lower env.replicas or"
+                    " rollout.concurrency, or raise the quota"
+                )
+    return lines
+
+
+def _amount(quantity: str | int | float) -> float:
+    """Convert Kubernetes' `500m`, `2Gi` or `1e3` to a number. Errors: ValueError."""
+    from kubernetes.utils import parse_quantity
+
+    return float(parse_quantity(quantity))
+
+
+def _shown(name: str, number: float) -> str:
+    return f"{number / 2**20:.0f}Mi" if "memory" in name else f"{number:g}"
 
 
 def no_nodes(kube: Kube, objects: Sequence[Object]) -> list[str]:

@@ -1,14 +1,21 @@
-"""Bringing the servers of a group up, waiting for them, and taking them down."""
+"""Bringing the servers of a group up, waiting for them, and taking them down.
+
+The bearer token of each fleet is derived from a key in the flow's environment, so that every
+attempt at a run derives it again and reads no Secret. Servers know only their own fleet's token,
+and the key is sent nowhere.
+"""
 
 from __future__ import annotations
 
+import hmac
 import logging
+import os
 import time
 from collections.abc import Sequence
 
 from agentgym.config import ConfigError
 from agentgym.deploy.fleets.addresses import kind_of_addresses
-from agentgym.deploy.fleets.lease import Group, lease_name
+from agentgym.deploy.fleets.lease import OWNED, Group, lease_name
 from agentgym.deploy.fleets.readiness import (
     Trouble,
     is_live,
@@ -16,7 +23,6 @@ from agentgym.deploy.fleets.readiness import (
     of_deployment,
     troubles,
 )
-from agentgym.deploy.fleets.tokens import give_token
 from agentgym.deploy.kube.client import (
     DEPLOYMENT,
     EVENT,
@@ -28,11 +34,13 @@ from agentgym.deploy.kube.client import (
     Kube,
     Object,
 )
-from agentgym.deploy.kube.transport import Forbidden, KubeError, Stale
+from agentgym.deploy.kube.transport import AlreadyExists, Forbidden, KubeError, Stale
 from agentgym.deploy.manifests import ENVIRONMENT_LABEL, RUN_LABEL
+from envs.wire import TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
 
+KEY_VARIABLE = "AGENTGYM_FLEET_KEY"
 BUDGETS = tuple(Kind(f"policy/{version}", "PodDisruptionBudget") for version in ("v1", "v1beta1"))
 AUTOSCALERS = tuple(
     Kind(f"autoscaling/{version}", "HorizontalPodAutoscaler") for version in ("v2", "v2beta2")
@@ -59,6 +67,50 @@ def kinds_of(kube: Kube) -> list[Kind]:
         for versions in (BUDGETS, AUTOSCALERS)
     ]
     return [LEASE, DEPLOYMENT, SERVICE, *(kind for kind in newest if kind)]
+
+
+def no_key() -> list[str]:
+    """Return one line if this environment lacks the key that tokens are derived from, else none."""
+    if os.environ.get(KEY_VARIABLE, "").strip():
+        return []
+    return [
+        f"{KEY_VARIABLE} is not set; the token of each fleet is made of it:"
+        f" export {KEY_VARIABLE}=$(openssl rand -hex 32), and keep it (k8s/README.md)"
+    ]
+
+
+def token_of_fleet(name: str) -> str:
+    """Return a fleet's token. name: of the fleet's Service. Errors: ConfigError without a key."""
+    if missing := no_key():
+        raise ConfigError(missing[0])
+    key = os.environ[KEY_VARIABLE].strip().encode()
+    return hmac.new(key, f"fleet {name}".encode(), "sha256").hexdigest()
+
+
+def give_token(kube: Kube, group: Group, name: str) -> None:
+    """Create the Secret with the fleet's token, which its pods read; the group owns it.
+
+    A Secret that an earlier owner left is replaced unread: the flow's account may create and delete
+    Secrets, and do nothing else with them.
+    The Secret of a kept fleet is shared, and stays the same.
+    Errors: ConfigError, KubeError.
+    """
+    secret = {
+        "apiVersion": SECRET.api_version,
+        "kind": SECRET.kind,
+        "metadata": {
+            "name": name,
+            "labels": {**OWNED, RUN_LABEL: group.run},
+            "ownerReferences": [group.owner()],
+        },
+        "stringData": {TOKEN_VARIABLE: token_of_fleet(name)},
+    }
+    try:
+        kube.create(secret)
+    except AlreadyExists:
+        if not group.is_kept:
+            kube.delete(SECRET, name)
+            kube.create(secret)
 
 
 def send(kube: Kube, group: Group, objects: Sequence[Object]) -> None:

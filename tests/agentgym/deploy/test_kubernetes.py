@@ -14,7 +14,6 @@ import pytest
 from agentgym.cli import main
 from agentgym.config import ConfigError, EnvConfig, load_config
 from agentgym.deploy import kubernetes
-from agentgym.deploy.capacity import CAPACITIES
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.fleets.addresses import listed
 from agentgym.deploy.fleets.lease import HOLDER, KEPT, acquire, groups
@@ -30,6 +29,7 @@ from agentgym.deploy.kubernetes import (
     keep_up,
     orphans,
 )
+from agentgym.deploy.manifests import CAPACITIES
 
 
 def load(*overrides):

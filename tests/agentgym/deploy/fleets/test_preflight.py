@@ -1,4 +1,6 @@
-"""What a cluster lacks is told before anything is sent, a line for each thing."""
+"""What a cluster lacks is told before anything is sent, a line for each thing; what pods ask for is
+added up as a quota counts it.
+"""
 
 import copy
 import secrets
@@ -7,7 +9,7 @@ import pytest
 
 from agentgym.deploy.fleets import preflight
 from agentgym.deploy.fleets.addresses import kind_of_addresses
-from agentgym.deploy.fleets.preflight import lacks, takes, terms
+from agentgym.deploy.fleets.preflight import asked, lacking, lacks, takes, terms
 from agentgym.deploy.kube.client import NODE, RESOURCE_QUOTA, SERVICE, connect
 from agentgym.deploy.kube.transport import Forbidden, KubeError
 from agentgym.deploy.manifests import Fleet, rendered_fleet
@@ -150,3 +152,35 @@ def test_a_namespace_that_is_missing_is_one_line(kubeconfig, admin):
     ]
     assert kube.list(NODE).items
     kube.close()
+
+
+def sized(replicas, **requests):
+    container = {"resources": {"requests": requests, "limits": {"memory": "1Gi"}}}
+    return {
+        "kind": "Deployment",
+        "spec": {"replicas": replicas, "template": {"spec": {"containers": [container]}}},
+    }
+
+
+def test_a_quota_is_asked_for_all_servers_together():
+    objects = [
+        sized(3, cpu="500m", memory="512Mi"),
+        sized(2, cpu="1", memory="1Gi"),
+        {"kind": "Service"},
+    ]
+    needed = asked(objects)
+    assert needed["pods"] == 5
+    assert needed["requests.cpu"] == needed["cpu"] == 3.5
+    assert needed["requests.memory"] == 3.5 * 2**30
+    assert needed["limits.memory"] == 5 * 2**30
+    assert needed["services"] == 1
+    quota = {
+        "metadata": {"name": "q"},
+        "status": {
+            "hard": {"pods": "8", "requests.cpu": "4", "requests.memory": "64Gi"},
+            "used": {"pods": "4", "requests.cpu": "500m"},
+        },
+    }
+    (line,) = lacking([quota], needed)
+    assert line.startswith("quota q: pods 5 is needed, 4 of 8 is left; end what is no longer")
+    assert lacking([], needed) == []
