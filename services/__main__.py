@@ -229,8 +229,8 @@ def _listener(
         if wanted is None:
             return listener(0)
         raise ConfigError(
-            f"port {wanted} cannot be used ({error.strerror}); choose another with {command}"
-            f" {variable}=..."
+            f"port {wanted} cannot be used ({os.strerror(error.errno or 0)}); choose another with"
+            f" {command} {variable}=..."
         ) from None
 
 

@@ -18,7 +18,7 @@ POOL = "local"
 PARAMS = Path("params.yaml")
 
 START_TIMEOUT_S = 300.0
-POLL_S = 0.3
+POLL_S = 0.1
 
 
 @dataclass(frozen=True)
