@@ -26,22 +26,18 @@ RIGHTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("get",), "", "pods/log"),
     (("list",), "", "events"),
     (("list",), "", "resourcequotas"),
+    (("list", "watch"), "discovery.k8s.io", "endpointslices"),
 )
-SLICE_RIGHTS = (("list", "watch"), "discovery.k8s.io", "endpointslices")
-ENDPOINT_RIGHTS = (("list", "watch"), "", "endpoints")
 
 
-def lacks(kube: Kube, objects: Sequence[Object], addresses: Kind) -> list[str]:
+def lacks(kube: Kube, objects: Sequence[Object]) -> list[str]:
     """Return a line for each obstacle to sending these objects; empty: none. Unknown kinds, then
     missing rights, end the check early.
-    addresses: the kind that has the servers' addresses.
-
     Errors: ApiUnreachable, Forbidden if the cluster cannot be asked at all.
     """
     if missing := unknown_kinds(kube, objects):
         return missing
-    rights = [*RIGHTS, SLICE_RIGHTS if addresses.group else ENDPOINT_RIGHTS]
-    if refused := missing_rights(kube, rights):
+    if refused := missing_rights(kube):
         return refused
     return [
         *refusals(kube, objects),
@@ -62,10 +58,10 @@ def unknown_kinds(kube: Kube, objects: Iterable[Object]) -> list[str]:
     ]
 
 
-def missing_rights(kube: Kube, rights: Iterable[tuple[tuple[str, ...], str, str]]) -> list[str]:
+def missing_rights(kube: Kube) -> list[str]:
     """Return a line for each resource on which this account lacks a needed right."""
     lines = []
-    for verbs, group, name in rights:
+    for verbs, group, name in RIGHTS:
         plural, _, subresource = name.partition("/")
         refused = [
             verb for verb in verbs if not kube.may(verb, group, plural, subresource=subresource)

@@ -51,23 +51,16 @@ class Kind(NamedTuple):
     def of(cls, obj: Object) -> Kind:
         return cls(obj["apiVersion"], obj["kind"])
 
-    @property
-    def group(self) -> str:
-        """API group; empty for the core group."""
-        return self.api_version.rpartition("/")[0]
-
     def __str__(self) -> str:
         return f"{self.kind} ({self.api_version})"
 
 
 DEPLOYMENT = Kind("apps/v1", "Deployment")
-REPLICA_SET = Kind("apps/v1", "ReplicaSet")
 POD = Kind("v1", "Pod")
 SECRET = Kind("v1", "Secret")
 SERVICE = Kind("v1", "Service")
 EVENT = Kind("v1", "Event")
 NODE = Kind("v1", "Node")
-ENDPOINTS = Kind("v1", "Endpoints")
 RESOURCE_QUOTA = Kind("v1", "ResourceQuota")
 LEASE = Kind("coordination.k8s.io/v1", "Lease")
 REVIEW = Kind("authorization.k8s.io/v1", "SelfSubjectAccessReview")

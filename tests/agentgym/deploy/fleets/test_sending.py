@@ -20,7 +20,7 @@ from agentgym.deploy.fleets.sending import (
     take_down,
     wait_ready,
 )
-from agentgym.deploy.kube.client import DEPLOYMENT, LEASE, NODE, POD, REPLICA_SET, Kind, connect
+from agentgym.deploy.kube.client import DEPLOYMENT, LEASE, NODE, POD, Kind, connect
 from agentgym.deploy.kube.transport import FieldConflict
 from agentgym.deploy.manifests import Fleet, rendered_fleet
 
@@ -102,7 +102,7 @@ def test_a_fleet_comes_up_changes_its_size_and_goes_without_a_trace(admin, run, 
     with pytest.raises(FleetTripped, match=f"run {run} has 3 live pods, and at most 2 are its own"):
         check_breaker(admin, run, 2)
     take_down(admin, run, timeout_s=60.0)
-    kinds = [*kinds_of(admin), POD, REPLICA_SET, Kind("v1", "Endpoints")]
+    kinds = [*kinds_of(admin), POD, Kind("apps/v1", "ReplicaSet"), Kind("v1", "Endpoints")]
     left = {kind.kind: admin.list(kind, labels={"agentgym.io/run": run}).items for kind in kinds}
     assert left == {kind.kind: [] for kind in kinds}
     take_down(admin, run, timeout_s=60.0)  # what is gone may be taken down again
