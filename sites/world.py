@@ -15,6 +15,8 @@ from sites.hub.records import Hub
 from sites.store import content as store_content
 from sites.store.records import Store
 
+DEMO = 1  # id of the demo user of each site
+
 
 @dataclass(frozen=True)
 class Note:
@@ -53,13 +55,8 @@ class Content:
 
     def world(self, login: bool = True) -> World:
         """Return a new state with this content; with `login`, a user is logged in on each site."""
-        users = {
-            "shopping": self.store.demo_customer,
-            "shopping_admin": 1,
-            "reddit": self.forum.demo_member,
-            "gitlab": self.hub.demo_account,
-        }
-        logins = {site: user if login else None for site, user in users.items()}
+        sites = ("shopping", "shopping_admin", "reddit", "gitlab")
+        logins = dict.fromkeys(sites, DEMO if login else None)
         return World(self.store.fresh(), self.forum.fresh(), self.hub.fresh(), logins)
 
 

@@ -35,7 +35,6 @@ class Content:
     comments: Seed[Comment]
     votes: Seed[Vote]
     subscriptions: Seed[Subscription]
-    demo_member: int = 1
 
     def fresh(self) -> Forum:
         return Forum(

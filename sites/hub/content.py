@@ -46,7 +46,6 @@ class Content:
     merge_requests: Seed[MergeRequest]
     memberships: Seed[Membership]
     stars: Seed[Star]
-    demo_account: int = 1
 
     def fresh(self) -> Hub:
         return Hub(

@@ -44,7 +44,6 @@ class Content:
     orders: Seed[Order]
     cart: Seed[CartLine]
     wishes: Seed[Wish]
-    demo_customer: int = 1
 
     def fresh(self) -> Store:
         return Store(
