@@ -9,7 +9,6 @@ an answer.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 import sys
@@ -34,7 +33,7 @@ from starlette.types import ASGIApp
 
 from agentgym.private import STATE, new_login, own_login
 from services.gate import Gate, listener, serve
-from services.state import is_stale, running
+from services.state import is_stale, locked, running
 from services.supervisor import CHECK_S, Service, server_environment, wait_until_healthy
 
 COMMAND = (sys.executable, "-m", "services.prefect_server")  # and the descriptor of a bound socket
@@ -62,7 +61,8 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
         bound = stack.enter_context(listener(0))
         address, login = f"http://127.0.0.1:{bound.getsockname()[1]}", new_login()
         environment = {**server_environment(address, login), "PREFECT_UI_ENABLED": "0"}
-        with _alone(state_dir / "logs" / "prefect-server.lock"):
+        # one starts at a time: two would create the tables of their shared database at once
+        with locked(state_dir / "logs" / "prefect-server.lock"):
             service = Service(
                 "the Prefect server", [*COMMAND, str(bound.fileno())], log_path, environment, bound
             )
@@ -111,17 +111,6 @@ def _kept(service: Service) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Let one server of a project start at a time: two would create the tables of their shared
-    database at once, and one would fail.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # ends with its process, which has START_TIMEOUT_S
-        yield
 
 
 def lock_first() -> None:
