@@ -14,6 +14,7 @@ from sites.hub import content as hub_content
 from sites.hub.records import Hub
 from sites.store import content as store_content
 from sites.store.records import Store
+from sites.table import fresh
 
 DEMO = 1  # id of the demo user of each site
 
@@ -49,15 +50,16 @@ class World:
 class Content:
     """The generated content of all sites for one seed; sessions do not change it."""
 
-    store: store_content.Content
-    forum: forum_content.Content
-    hub: hub_content.Content
+    store: Store
+    forum: Forum
+    hub: Hub
 
     def world(self, login: bool = True) -> World:
         """Return a new state with this content; with `login`, a user is logged in on each site."""
         sites = ("shopping", "shopping_admin", "reddit", "gitlab")
-        logins = dict.fromkeys(sites, DEMO if login else None)
-        return World(self.store.fresh(), self.forum.fresh(), self.hub.fresh(), logins)
+        user: int | None = DEMO if login else None
+        logins = dict.fromkeys(sites, user)
+        return World(fresh(self.store), fresh(self.forum), fresh(self.hub), logins)
 
 
 @lru_cache(maxsize=4)

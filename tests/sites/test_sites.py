@@ -21,7 +21,7 @@ from sites.server import _BY_HOST
 from sites.world import content
 
 # of the content of seed 0; tasks.json and gold.json are true of this content alone
-DIGEST = "26bd97538ed5d458"
+DIGEST = "26f90729ec605f3d"
 MUG = "/product/2/halden-ember-enamel-mug"
 
 
@@ -136,16 +136,14 @@ def test_without_a_known_session_or_site_there_is_nothing(server, visitor):
 def test_the_content_of_a_seed_is_the_same_on_every_machine():
     digest = hashlib.sha256()
     for part in (content(0).store, content(0).forum, content(0).hub):
-        for _, value in sorted(vars(part).items()):
-            digest.update(
-                repr(list(value.rows.values()) if hasattr(value, "rows") else value).encode()
-            )
+        for _, records in sorted(vars(part).items()):
+            digest.update(repr(list(records)).encode() if len(records) else b"")
     assert digest.hexdigest()[:16] == DIGEST
 
 
 def test_another_seed_has_other_content():
-    assert [p.name for p in content(1).store.fresh().products] != [
-        p.name for p in content(0).store.fresh().products
+    assert [p.name for p in content(1).store.products] != [
+        p.name for p in content(0).store.products
     ]
 
 
