@@ -21,6 +21,11 @@ POLL_S = 1.0
 STOP_TIMEOUT_S = 60.0
 STATE = Path(".agentgym")  # on a machine that does not have our folders
 STOP_GRACE_S = 20  # whole seconds a job has to end in order
+VARIABLES = {  # of a job's processes
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S),
+    "OMP_NUM_THREADS": "1",
+}
 
 
 class RayUnreachable(RuntimeError):

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentgym.config import ConfigError, KubeRayConfig, RunConfig
-from agentgym.deploy.attempts import STOP_GRACE_S, Job, arguments, params_text, sent_config
+from agentgym.deploy.attempts import VARIABLES, Job, arguments, params_text, sent_config
 from agentgym.deploy.manifests import RUN_LABEL
 from agentgym.private import token_variable
 from envs.wire import TOKEN_VARIABLE
@@ -49,7 +49,9 @@ def rayjob(job: Job, name: str, image: str) -> Object:
         STEP_LABEL: job.step,
     }
     variables = [
-        *_literals(cfg),
+        *({"name": name, "value": value} for name, value in VARIABLES.items()),
+        # the environment must agree: agentgym/trust.py
+        {"name": "MLFLOW_TRACKING_URI", "value": cfg.tracking.uri},
         *_tokens(cfg),
         # Kubernetes reads $(NAME) as a variable and $$ as $
         {"name": PARAMS_VARIABLE, "value": params_text(inner).replace("$", "$$")},
@@ -199,17 +201,6 @@ def _submitter(settings: KubeRayConfig, image: str, labels: Mapping[str, str]) -
     pod["spec"]["restartPolicy"] = "Never"
     del pod["spec"]["containers"][0]["envFrom"]
     return {"submitterConfig": {"backoffLimit": 2}, "submitterPodTemplate": pod}
-
-
-def _literals(cfg: RunConfig) -> list[Object]:
-    """Return variables with literal values; none of them is secret."""
-    values = {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S),
-        "OMP_NUM_THREADS": "1",
-        "MLFLOW_TRACKING_URI": cfg.tracking.uri,  # the environment must agree: agentgym/trust.py
-    }
-    return [{"name": name, "value": value} for name, value in values.items()]
 
 
 def _tokens(cfg: RunConfig) -> list[Object]:
