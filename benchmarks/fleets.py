@@ -12,9 +12,7 @@ Writes docs/results/fleets.json.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import secrets
 import subprocess
@@ -26,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pipeline import machine
+from harness import parser_of, write
 
 from agentgym.deploy.fleets.addresses import kind_of_addresses
 from agentgym.deploy.fleets.lease import acquire
@@ -41,8 +39,6 @@ from agentgym.deploy.fleets.sending import (
 from agentgym.deploy.kube.client import POD, Kind, Kube, connect
 from agentgym.deploy.manifests import RUN_LABEL, Fleet, rendered_fleet
 
-ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "docs/results/fleets.json"
 ENV = "textcraft"
 TIMEOUT_S = 600.0
 NAMESPACE = Kind("v1", "Namespace")
@@ -146,16 +142,13 @@ def _median(values: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, "fleets.json")
     parser.add_argument("--fleets", type=int, default=50)
     parser.add_argument("--threads", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     with cluster() as kubeconfig:
         numbers = measure(kubeconfig, arguments.fleets, arguments.threads)
-    command = f"python benchmarks/fleets.py --fleets {arguments.fleets}"
-    result = {"machine": machine(), "command": command, **numbers}
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(arguments.out, numbers)
     print(
         f"{numbers['fleets']} fleets, {numbers['at_once']} at once:"
         f" {numbers['wall_s_per_fleet']} s and"

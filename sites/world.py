@@ -57,8 +57,7 @@ class Content:
     def world(self, login: bool = True) -> World:
         """Return a new state with this content; with `login`, a user is logged in on each site."""
         sites = ("shopping", "shopping_admin", "reddit", "gitlab")
-        user: int | None = DEMO if login else None
-        logins = dict.fromkeys(sites, user)
+        logins: dict[str, int | None] = dict.fromkeys(sites, DEMO if login else None)
         return World(fresh(self.store), fresh(self.forum), fresh(self.hub), logins)
 
 

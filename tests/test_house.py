@@ -16,14 +16,11 @@ LONG = {
     "agentgym/audit/__init__.py audit": 82,
     "agentgym/audit/episodes.py check_tokens": 76,
     "agentgym/comparison/report.py results_png": 68,
-    "agentgym/data/items.py _validate": 66,
     "agentgym/data/published.py import_dataset": 68,
     "agentgym/data/trajectories.py _check_messages": 62,
     "agentgym/evaluation/report.py learning_curve_png": 63,
     "agentgym/training/offline.py train_stage": 70,
-    "agentgym/training/rl.py train_stage": 94,
     "envs/__main__.py _parser": 92,
-    "envs/searchqa/corpus/lore.py _deeds": 119,
     "envs/server.py make_app": 210,
     "envs/webarena/__init__.py spec": 63,
     "flows/shell.py summarise": 77,
@@ -129,6 +126,48 @@ def test_no_code_asks_what_a_step_is_called():
     assert asks.search('if name.startswith("evaluate-"):')
     assert asks.search('ctx.parents["prepare"]')
     assert asks.search('record.name == "register"')
+
+
+# lines of Python; the most that each folder may have
+SIZES = {
+    "agentgym": 53_711,
+    "benchmarks": 11_900,
+    "envs": 13_108,
+    "flows": 984,
+    "services": 2_101,
+    "sites": 4_486,
+    "tasks": 694,
+    "tests": 67_610,
+}
+
+
+def test_no_folder_grows(found, house):
+    assert {
+        name: found.num_lines[name] for name in SIZES if found.num_lines[name] > SIZES[name]
+    } == {}
+    assert house.by_folder({"a/b.py": 2, "a/c/d.py": 3, "e.py": 1}) == {"a": 5, "all": 6}
+
+
+def test_few_modules_are_long(found):
+    assert len(found.long_modules) <= 35
+
+
+def test_few_files_of_different_folders_have_one_name(found, house):
+    assert len(found.repeated_names) <= 57
+    paths = ["a/__init__.py", "a/one.py", "b/__init__.py", "b/one.py", "b/c/one.py", "b/two.py"]
+    assert house.repeated(paths) == {"one.py": 3}
+
+
+def test_lines_of_a_renamed_file_are_moved(house, monkeypatch):
+    """Of ten lines one changed as the file moved; git lists two paths of a renamed file."""
+    listed = {"--no-renames": "\0".join(["10\t0\tb/x.py", "0\t10\ta/x.py", ""])}
+    renamed = "1\t1\t\0a/x.py\0b/x.py\0"
+    monkeypatch.setattr(house, "git", lambda *words: listed.get(words[3], renamed))
+    assert house.changed("HEAD") == {
+        "added": {"all": 1, "b": 1},
+        "removed": {"all": 1, "b": 1},
+        "moved": {"a": 10, "all": 9},
+    }
 
 
 def test_few_files_lie_at_the_root_of_agentgym(found):

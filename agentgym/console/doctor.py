@@ -79,7 +79,7 @@ def _profiles(folder: Path = Path("profiles/small")) -> Finding:
 def _aliases(cfg: RunConfig) -> list[Finding]:
     """Check that aliases of registered models are where the gate's rules allow them."""
     from agentgym.audit.decisions import misplaced_aliases
-    from agentgym.tracking.mlflow import LedgerUnavailable
+    from agentgym.tracking.reaching import LedgerUnavailable
 
     try:
         lines = misplaced_aliases(cfg)

@@ -1,5 +1,5 @@
 """Pages in Chromium: scripts, keys, forms, both schemes, a phone's width, and what axe-core says.
-One server and one browser for the file; `make viewer-pages` does more, on real runs.
+One server and one browser for the file; `make measure NAME=viewer_pages` does more, on real runs.
 """
 
 import importlib
