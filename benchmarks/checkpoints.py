@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,6 @@ SPARED_BYTES = 1 << 30  # free memory that stays untouched
 TOUCHED = 8  # multiple of the weights' size: two copies of weights and optimizer, and a reserve
 LIMIT_S = 1800.0
 ROUNDS = 3
-Start = Callable[[list[str]], Any]  # starts a process that has wait() and kill()
 
 
 def main() -> int:
@@ -87,9 +86,7 @@ def main() -> int:
     return 0 if all(within) else 1
 
 
-def compared(
-    folder: Path, size: dict[str, int], num_rounds: int, start: Start = subprocess.Popen
-) -> dict[str, Any]:
+def compared(folder: Path, size: dict[str, int], num_rounds: int) -> dict[str, Any]:
     """Measure one process, then two, on a model of this size."""
     text = architecture(size)
     store_place = StorePlace(str(folder / "store"), 30.0)
@@ -97,7 +94,7 @@ def compared(
     rows = []
     for num_ranks in (1, 2):
         rounds = [
-            of_round(folder / f"{num_ranks}-{number}", num_ranks, store_place, text, weights, start)
+            of_round(folder / f"{num_ranks}-{number}", num_ranks, store_place, text, weights)
             for number in range(num_rounds)
         ]
         seconds = {phase: [one["seconds"][phase] for one in rounds] for phase in TIMED}
@@ -132,13 +129,12 @@ def of_round(
     store_place: StorePlace,
     architecture: str,
     weights: dict[str, Any],
-    start: Start,
 ) -> dict[str, Any]:
     """Measure one commit, copy and resume. folder: prefix of the created folders' names."""
 
     def measurements(phase: str, blobs: dict[str, Any]) -> list[dict[str, Any]]:
         rank_folder = folder.with_name(f"{folder.name}-{phase}")
-        return ranks(rank_folder, num_ranks, architecture, weights, blobs, start=start)
+        return ranks(rank_folder, num_ranks, architecture, weights, blobs)
 
     first = measurements("first", {})
     blobs = {name: blob for rank_result in first for name, blob in rank_result["blobs"].items()}
@@ -209,11 +205,10 @@ def ranks(
     weights: dict[str, Any],
     blobs: dict[str, Any],
     program: Path = Path(__file__),
-    start: Start = subprocess.Popen,
 ) -> list[dict[str, Any]]:
     """Run the processes; return each one's measurements of a step from these weights, or of a
     resume from `blobs` if there are any.
-    program: the script that accepts `--rank FOLDER RANK SIZE`; start: starts a process.
+    program: the script that accepts `--rank FOLDER RANK SIZE`.
     """
     folder.mkdir()
     request = {
@@ -225,7 +220,9 @@ def ranks(
     }
     (folder / "asked.json").write_text(json.dumps(request), encoding="utf-8")
     processes = [
-        start([sys.executable, str(program), "--rank", str(folder), str(rank), str(size)])
+        subprocess.Popen(
+            [sys.executable, str(program), "--rank", str(folder), str(rank), str(size)]
+        )
         for rank in range(size)
     ]
     try:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -261,18 +260,13 @@ def seconds(measurements: dict[str, Any], ranks: int) -> dict[str, float]:
 # for real
 
 
-def really(
-    folder: Path,
-    shape: dict[str, Any],
-    size: int,
-    start: checkpoints.Start = subprocess.Popen,
-) -> dict[str, Any]:
+def really(folder: Path, shape: dict[str, Any], size: int) -> dict[str, Any]:
     """Peaks of each phase in MiB, of the rank with the most, and the bytes that a rank moved."""
     text = checkpoints.architecture(shape)
     store_place = checkpoints.StorePlace(str(folder / "store"), 30.0)
     weights = checkpoints.made(store_place, text)
     program = Path(__file__).resolve()
-    rank_results = checkpoints.ranks(folder / f"{size}", size, text, weights, {}, program, start)
+    rank_results = checkpoints.ranks(folder / f"{size}", size, text, weights, {}, program)
     for blobs in (weights, *(rank_result["blobs"] for rank_result in rank_results)):
         checkpoints.removed(store_place, blobs)
     mib = {phase: max(result[f"{phase}_mib"] for result in rank_results) for phase in PHASES}

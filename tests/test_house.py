@@ -1,12 +1,12 @@
 """The house stays in order: what benchmarks/house.py counts is bounded, and the drawing is true."""
 
-import importlib
 import re
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.benched import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWING = (ROOT / "docs/architecture.md").read_text()
@@ -27,17 +27,8 @@ LONG = {
 
 
 @pytest.fixture(scope="module")
-def benchmark_named():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-
-
-@pytest.fixture(scope="module")
-def house(benchmark_named):
-    return benchmark_named("house")
+def house():
+    return benchmark("house")
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +82,8 @@ def test_few_signatures_say_any(found, house):
     ]
 
 
-def test_the_language_is_plain(benchmark_named):
-    plain = benchmark_named("plain")
+def test_the_language_is_plain():
+    plain = benchmark("plain")
     counts = plain.count(ROOT)
     assert counts.num_docstrings > 3000
     assert counts.openers_frac <= 0.03

@@ -2,15 +2,14 @@
 bounds.
 """
 
-import importlib
 import json
 import math
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.benched import benchmark
 from tests.completed import completed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,11 +48,7 @@ def test_what_is_imported_is_compiled_once_whatever_the_shell_says():
 
 @pytest.fixture(scope="module")
 def like_named():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module("like_named")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    return benchmark("like_named")
 
 
 def test_most_modules_have_a_test_of_their_name_that_runs_most_of_their_lines(like_named):

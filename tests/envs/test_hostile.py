@@ -4,10 +4,8 @@ to what judges it.
 
 import contextlib
 import dataclasses
-import importlib
 import random
 import re
-import sys
 import time
 from pathlib import Path
 from urllib.parse import quote
@@ -17,6 +15,7 @@ from pydantic import ValidationError
 
 from envs.registry import load_spec
 from envs.wire import StepReply, StepRequest
+from tests.benched import benchmark
 
 pytestmark = pytest.mark.integration
 FOLDER = Path(__file__).parents[2]
@@ -25,11 +24,7 @@ SLOW_S = 1.5  # on a busy machine; what is quadratic takes minutes
 
 @pytest.fixture(scope="module")
 def bench():
-    sys.path.insert(0, str(FOLDER / "benchmarks"))
-    try:
-        yield importlib.import_module("hostile")
-    finally:
-        sys.path.remove(str(FOLDER / "benchmarks"))
+    return benchmark("hostile")
 
 
 def storm(bench, name, number):

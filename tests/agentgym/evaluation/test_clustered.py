@@ -2,7 +2,6 @@
 truth is known.
 """
 
-import importlib
 import json
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from scipy.stats import t as student
 
 from agentgym.evaluation.clustered import clustered_interval, family_codes, moments
+from tests.benched import benchmark
 
 NAN = float("nan")
 ROOT = Path(__file__).parents[3]
@@ -18,9 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def intervals():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        yield importlib.import_module("intervals")
+    return benchmark("intervals")
 
 
 def test_without_families_it_is_the_t_interval_everybody_knows():

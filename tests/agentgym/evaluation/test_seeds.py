@@ -2,25 +2,20 @@
 truth is known.
 """
 
-import importlib
-from pathlib import Path
-
 import numpy as np
 import pytest
 from scipy.stats import t as student
 
 from agentgym.evaluation.clustered import clustered_interval, clustered_intervals
 from agentgym.evaluation.seeds import crossed_interval, crossed_intervals
+from tests.benched import benchmark
 
 NAN = float("nan")
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def intervals():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module("intervals")
+    return benchmark("intervals")
 
 
 def interval(values, kind="share"):
