@@ -17,7 +17,7 @@ from harness import ROOT, origin, parser_of, read, stage_points
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import AlarmsConfig, load_config
 from agentgym.pipeline.run import run_with_parents
-from agentgym.rollouts.horizon import stages
+from agentgym.steps.step import stages
 from agentgym.tracking.alarms import RULES, measured, tripped
 from agentgym.tracking.points import Point
 

@@ -21,7 +21,7 @@ from agentgym.defaults import set_process_defaults
 set_process_defaults()
 
 from agentgym.config import load_config  # noqa: E402
-from agentgym.evaluation.request import EvaluationRequest  # noqa: E402
+from agentgym.evaluation.protocol import EvaluationRequest  # noqa: E402
 from agentgym.pipeline.evaluation import evaluate_policy  # noqa: E402
 
 # environment -> test items, turns (`random` gets the published ROUNDS), episodes in flight

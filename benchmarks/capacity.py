@@ -5,8 +5,8 @@ connections. All sessions are opened first; then each sends its next action as s
 answer, and replaces an ended episode by a new session. For each number of sessions it measures
 steps per second, latency, errors and memory.
 A server has reached its limit if a session is refused, an action fails, or its memory is used up.
-Writes docs/results/capacity.json, with which agentgym/deploy/capacity.py must agree, and next to it
-a table.
+Writes docs/results/capacity.json, with which agentgym/deploy/manifests.py must agree, and a table
+next to it.
 """
 
 from __future__ import annotations

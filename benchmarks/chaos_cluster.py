@@ -51,8 +51,8 @@ from chaos_project import START_TIMEOUT_S, Project
 from chaos_servers import MlflowServer, no_mount, ray_variables, s3_store, small_disk
 from harness import ROOT, free_port, read, wait_for
 
-from agentgym.deploy.kube import Kind as Resource
-from agentgym.deploy.kube import connect
+from agentgym.deploy.kube.client import Kind as Resource
+from agentgym.deploy.kube.client import connect
 from agentgym.deploy.kuberay import RAY_CLUSTER
 from agentgym.deploy.manifests import FLEETS, SERVICES, rendered
 from agentgym.deploy.owned import owned_process

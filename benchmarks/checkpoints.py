@@ -36,7 +36,7 @@ from agentgym.learner.learner import LocalLearner
 from agentgym.learner.plan import LearnerPlan
 from agentgym.learner.process_group import ProcessGroup, SingleProcess
 from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS
-from agentgym.models.empty import empty_model
+from agentgym.models.model import empty_model
 from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.place import StorePlace

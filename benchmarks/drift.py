@@ -25,7 +25,8 @@ from agentgym.data.items import splits_from_json
 from agentgym.deploy.local import task_identities
 from agentgym.pipeline.run import run_with_parents
 from agentgym.pipeline.table import finished, open_store
-from agentgym.rollouts.horizon import stages
+from agentgym.rollouts.engine import RolloutRequest
+from agentgym.steps.step import stages
 from agentgym.types import Item, Trajectory
 
 EVERY, NUM_ITEMS = 5, 512
@@ -96,7 +97,7 @@ def run(name: str, seed: int, folder: str) -> dict[str, Any]:
     items = unlisted(cfg)
 
     def play(cfg: RunConfig, engine: Engine, _: Sequence[Item], step: int) -> list[Trajectory]:
-        return engine.collect(
+        request = RolloutRequest(
             items,
             num_samples=1,
             step=step,
@@ -104,6 +105,7 @@ def run(name: str, seed: int, folder: str) -> dict[str, Any]:
             temperature=1.0,
             seed=cfg.evaluation.seed,
         )
+        return engine.collect(request)
 
     with mock.patch("agentgym.training.rl.play_validation", play):
         run_with_parents(last, cfg, wait_s=3600)

@@ -28,10 +28,15 @@ from harness import parser_of, write
 
 from agentgym.deploy.fleets.addresses import kind_of_addresses
 from agentgym.deploy.fleets.lease import acquire
-from agentgym.deploy.fleets.sending import kinds_of, most_pods, send, take_down, wait_ready
-from agentgym.deploy.fleets.tokens import KEY_VARIABLE
-from agentgym.deploy.kube import Kind, Kube, connect
-from agentgym.deploy.kube.kinds import POD
+from agentgym.deploy.fleets.sending import (
+    KEY_VARIABLE,
+    kinds_of,
+    most_pods,
+    send,
+    take_down,
+    wait_ready,
+)
+from agentgym.deploy.kube.client import POD, Kind, Kube, connect
 from agentgym.deploy.manifests import RUN_LABEL, Fleet, rendered_fleet
 
 ENV = "textcraft"
@@ -107,11 +112,11 @@ def measure(kubeconfig: Path, count: int, threads: int) -> dict[str, Any]:
         with ThreadPoolExecutor(2) as pool:
             objects = dict(zip(runs, pool.map(rendered, runs), strict=True))
         rendered_s = time.perf_counter() - began
-        before, began = Counter(kube.calls), time.perf_counter()
+        before, began = Counter(kube.transport.calls), time.perf_counter()
         with ThreadPoolExecutor(threads) as pool:
             times = list(pool.map(lambda run: life(kube, objects[run], run), runs))
         wall_s = time.perf_counter() - began
-        calls = Counter(kube.calls) - before
+        calls = Counter(kube.transport.calls) - before
         return {
             "fleets": count,
             "at_once": threads,

@@ -627,8 +627,10 @@ def trained(size: Size, batch: Batch, settings: LearnerConfig) -> dict[str, floa
     every = torch.arange(batch.num_sequences, device=size.device)
 
     def learn() -> None:
-        dealt = learner.deal(batch, every)
-        learner.forward_backward(batch, dealt, lambda part, _: (-learner._net(part)[0].mean(), {}))
+        dealt = learner.passes.deal(batch, every)
+        learner.passes.forward_backward(
+            batch, dealt, lambda part, _: (-learner._net(part)[0].mean(), {})
+        )
         learner._policy.zero_grad()
 
     if size.device == "cuda":

@@ -372,7 +372,7 @@ def checkout(commit: str, state: Path) -> Iterator[Path]:
 def stage_commits(cfg: Any, names: Sequence[str] = ()) -> list[Any]:
     """Manifests of the finished stages, in order. names: only of these stages."""
     from agentgym.pipeline.table import finished, open_store
-    from agentgym.rollouts.horizon import stages
+    from agentgym.steps.step import stages
 
     store = open_store(cfg)
     done = finished(cfg, store)

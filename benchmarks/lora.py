@@ -32,8 +32,8 @@ from agentgym.models.model import set_threads
 from agentgym.models.tensorfiles import files_of
 from agentgym.pipeline.run import run_with_parents
 from agentgym.pipeline.table import finished, open_store
-from agentgym.rollouts.engine import open_engine
-from agentgym.rollouts.horizon import stages
+from agentgym.rollouts.engine import RolloutRequest, open_engine
+from agentgym.steps.step import stages
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.types import Item
@@ -150,7 +150,7 @@ def actions(cfg: RunConfig, checkpoint: Checkpoint, items: Sequence[Item]) -> li
         environment_servers(cfg, False) as endpoints,
         open_engine(cfg, checkpoint, endpoints, version=0) as engine,
     ):
-        played = engine.collect(
+        request = RolloutRequest(
             items,
             num_samples=1,
             step=0,
@@ -158,6 +158,7 @@ def actions(cfg: RunConfig, checkpoint: Checkpoint, items: Sequence[Item]) -> li
             temperature=0.0,
             seed=cfg.evaluation.seed,
         )
+        played = engine.collect(request)
     return [[turn.action for turn in trajectory.turns] for trajectory in played]
 
 

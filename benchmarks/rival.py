@@ -1,8 +1,9 @@
 """Episodes per second of ours and of Hugging Face TRL's GRPO: `python benchmarks/rival.py`.
 
 Both train the same warm-started model on the same BabyAI server, items, loss and optimizer, on the
-same cores, in alternation. TRL has its own Python environment, which takes torch and transformers
-from this one. Needs an idle machine; writes docs/results/rival.json.
+same cores. The first round measures each of TRL's ways; later ones alternate ours and its fastest.
+TRL has its own Python environment, which takes torch and transformers from this one. Needs an idle
+machine; writes docs/results/rival.json.
 """
 
 from __future__ import annotations
@@ -60,14 +61,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         cfg = warm_started(folder)
+        ways: Sequence[tuple[str, int]] = WAYS
         for _ in range(arguments.rounds):
             measured = {"ours": ours(cfg, folder, arguments.steps)}
-            for way, threads in WAYS:
-                name = f"{way}, {threads} threads"
-                measured[name] = trl(python, folder, way, threads, arguments.steps)
+            for way, threads in ways:
+                measured[_name(way, threads)] = trl(python, folder, way, threads, arguments.steps)
             for name, run in measured.items():
                 runs.setdefault(name, []).append(run)
                 print(name, json.dumps(run), flush=True)
+            ways = [max(ways, key=lambda way: runs[_name(*way)][0]["episodes_per_s"])]
     result = {
         "rival": TRL,
         "steps": arguments.steps,
@@ -209,6 +211,10 @@ def ratio(ways: dict[str, dict[str, float]]) -> float:
     """Return episodes per second of ours over the best of TRL's ways."""
     best = max(way["episodes_per_s"] for name, way in ways.items() if name != "ours")
     return round(ways["ours"]["episodes_per_s"] / best, 2)
+
+
+def _name(way: str, threads: int) -> str:
+    return f"{way}, {threads} threads"
 
 
 def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -37,7 +37,7 @@ from agentgym.config import LearnerConfig, OptimizerConfig
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.plan import LearnerPlan
 from agentgym.models import attention
-from agentgym.models.empty import empty_model
+from agentgym.models.model import empty_model
 
 PAGE = ROOT / "docs/operations.md"
 BEGIN, END = "<!-- written by benchmarks/scale.py -->", "<!-- to here -->"

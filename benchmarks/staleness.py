@@ -32,7 +32,7 @@ from agentgym.data.items import train_stream
 from agentgym.defaults import set_process_defaults
 from agentgym.pipeline.run import run_with_parents
 from agentgym.pipeline.table import finished, open_store
-from agentgym.rollouts.horizon import stages
+from agentgym.steps.step import stages
 from agentgym.training.ahead import Ahead
 
 CASES = {

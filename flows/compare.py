@@ -25,13 +25,12 @@ from agentgym.comparison.matrix import Cell, cells_of, contrast_rows
 from agentgym.comparison.results import write_comparison
 from agentgym.comparison.shown import table_markdown
 from agentgym.console.guard import guarded
-from agentgym.console.progress import Bars
-from agentgym.console.terminal import PlainConsole
+from agentgym.console.progress import Bars, PlainConsole
 from agentgym.data.check import load_data
 from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.protocol import items_of
-from agentgym.models.check import check_model
 from agentgym.pipeline.contenders import playing_config
+from agentgym.pipeline.plan import check_model
 from agentgym.private import private_state
 from agentgym.store.files import full_disk_told
 from agentgym.tracking.deliver import tracker_of

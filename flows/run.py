@@ -15,8 +15,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentgym.config import ConfigError, RunConfig, load_config
-from agentgym.console.progress import Bars
-from agentgym.console.terminal import PlainConsole
+from agentgym.console.progress import Bars, PlainConsole
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.kuberay import end_jobs
 from agentgym.deploy.kubernetes import end_run, of_fleets

@@ -16,16 +16,16 @@ from rich.table import Table
 
 from agentgym.config import RunConfig, load_config
 from agentgym.console.guard import guarded
+from agentgym.console.progress import PlainConsole
 from agentgym.console.reference import reference_s
-from agentgym.console.terminal import PlainConsole
 from agentgym.data.check import load_data, load_recorded
 from agentgym.deploy.kubernetes import check_fleets
 from agentgym.deploy.local import check_local_env
+from agentgym.evaluation.decision import sentence
 from agentgym.evaluation.passk import FAILED, Interval
-from agentgym.evaluation.promotion import sentence
 from agentgym.evaluation.report import label
-from agentgym.models.check import check_model
 from agentgym.pipeline.forecast import forecast
+from agentgym.pipeline.plan import check_model
 from agentgym.pipeline.run import confirm
 from agentgym.pipeline.runs import how_to_find, keep_run
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of
@@ -36,7 +36,7 @@ from agentgym.steps.step import Kind, Step
 from agentgym.store.files import full_disk_told
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.deliver import committed_alarms
-from agentgym.tracking.mlflow import check_server
+from agentgym.tracking.reaching import check_server
 from envs.plain import PlainFormatter
 from flows.run import RunRequest, Wanted, check_parents
 from services.prefect_server import prefect_api

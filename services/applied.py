@@ -47,25 +47,27 @@ def set_up(env: Mapping[str, str]) -> None:
     except yaml.YAMLError as error:
         raise ConfigError(f"{FILE} is not valid YAML: {' '.join(str(error).split())}") from None
     image = {"AGENTGYM_IMAGE": os.environ.get("AGENTGYM_IMAGE", "agentgym:latest")}
-    for command in (
-        ["services.supervisor", "pools"],
-        ["prefect", "--no-prompt", "deploy", "--all"],
-    ):
-        result = subprocess.run(
-            [sys.executable, "-m", *command],
-            env={**os.environ, **image, **env},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            timeout=START_TIMEOUT_S,
-            check=False,
+    run_module("services.supervisor", "pools", env={**image, **env})
+    run_module("prefect", "--no-prompt", "deploy", "--all", env={**image, **env})
+
+
+def run_module(*command: str, env: Mapping[str, str]) -> None:
+    """Run `python -m COMMAND` with these variables. Errors: RuntimeError with its output's end."""
+    result = subprocess.run(
+        [sys.executable, "-m", *command],
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=START_TIMEOUT_S,
+        check=False,
+    )
+    if result.returncode:
+        raise RuntimeError(
+            f"`python -m {' '.join(command)}` failed"
+            f" ({result.returncode}):\n{(result.stdout + result.stderr)[-2000:]}"
         )
-        if result.returncode:
-            raise RuntimeError(
-                f"`python -m {' '.join(command)}` failed"
-                f" ({result.returncode}):\n{(result.stdout + result.stderr)[-2000:]}"
-            )
 
 
 def apply(services: Services) -> list[str]:

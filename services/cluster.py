@@ -13,12 +13,11 @@ import json
 import logging
 import os
 import secrets
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,16 +25,14 @@ import yaml
 
 from agentgym.config import ConfigError
 from agentgym.console.guard import guarded
-from agentgym.deploy.kube import KubeError, connect
+from agentgym.deploy.kube.client import connect
+from agentgym.deploy.kube.transport import KubeError
 from agentgym.deploy.manifests import FLOWS
+from services.applied import run_module
 from services.cancelled import end_cancelled
 from services.overdue import bring_back
-from services.supervisor import (
-    JOB_TEMPLATE,
-    KUBERNETES_POOL,
-    OVERDUE_CHECK_S,
-    healthy,
-)
+from services.state import START_TIMEOUT_S
+from services.supervisor import JOB_TEMPLATE, KUBERNETES_POOL, OVERDUE_CHECK_S, healthy
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +47,6 @@ MIN_PASSWORD = 16  # characters
 DEPLOYMENTS = Path("prefect.yaml")
 SIGNING = "MLFLOW_FLASK_SERVER_SECRET_KEY"  # signs what MLflow's forms hand out
 POLL_S = 1.0
-START_TIMEOUT_S = 300.0  # of the server, and of one deployment
 
 
 def prefect(host: str, port: int) -> int:
@@ -169,20 +165,17 @@ def set_up() -> int:
     if not image:
         raise ConfigError(f"{IMAGE} names no image; deployments would run none")
     _wait_for_server(os.environ[API])
-    from prefect import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
 
-    from services.recovery import apply_automations, automations
+    from services.recovery import install
 
     template = job_template(os.environ.get(NAMESPACE, ""))
-    with get_client(sync_client=True) as client:
-        client.create_work_pool(
-            WorkPoolCreate(name=KUBERNETES_POOL, type="kubernetes", base_job_template=template),
-            overwrite=True,
-        )
-    apply_automations(automations())
-    _deploy(deployments())
-    logger.info("%d deployments run %s", len(deployments()), image)
+    install(WorkPoolCreate(name=KUBERNETES_POOL, type="kubernetes", base_job_template=template))
+    names = deployments()
+    # once for all names: its import takes seconds
+    chosen = [word for name in names for word in ("--name", name)]
+    run_module("prefect", "--no-prompt", "deploy", *chosen, env={"PWD": str(Path.cwd())})
+    logger.info("%d deployments run %s", len(names), image)
     return 0
 
 
@@ -202,23 +195,6 @@ def deployments() -> list[str]:
         for deployment in tree["deployments"]
         if deployment["name"] == KUBERNETES_POOL
     ]
-
-
-def _deploy(names: Sequence[str]) -> None:
-    """Run `prefect deploy` once for all names: its import takes seconds. Errors: RuntimeError."""
-    chosen = [word for name in names for word in ("--name", name)]
-    result = subprocess.run(
-        [sys.executable, "-m", "prefect", "--no-prompt", "deploy", *chosen],
-        env={**os.environ, "PWD": str(Path.cwd())},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=START_TIMEOUT_S,
-        check=False,
-        encoding="utf-8",
-    )
-    if result.returncode:
-        raise RuntimeError(f"`prefect deploy` failed:\n{(result.stdout + result.stderr)[-2000:]}")
 
 
 def _wait_for_server(api: str) -> None:

@@ -121,16 +121,8 @@ def listener(port: int) -> socket.socket:
 
     port: 0 for any. Errors: OSError.
     """
-    bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind(("127.0.0.1", port))
-        # at once: until then another socket with SO_REUSEADDR may bind here and listen first
-        bound.listen()
-    except OSError:
-        bound.close()
-        raise
-    return bound
+    # it listens at once: until then another socket with SO_REUSEADDR may bind here and listen first
+    return socket.create_server(("127.0.0.1", port))
 
 
 def serve(app: ASGIApp, bound: socket.socket, *, owned: bool = True) -> None:

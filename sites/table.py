@@ -8,6 +8,7 @@ table before or after a write.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,6 +19,7 @@ class Record(Protocol):
 
 
 R = TypeVar("R", bound=Record)
+S = TypeVar("S")
 
 
 class Seed(Generic[R]):
@@ -44,15 +46,15 @@ class Table(Generic[R]):
     marks a removed record.
     """
 
-    __slots__ = ("_own", "_seed")
+    __slots__ = ("_own", "seed")
 
     def __init__(self, seed: Seed[R]) -> None:
-        self._seed = seed
+        self.seed = seed
         self._own: dict[int, R | None] = {}
 
     def get(self, id: int) -> R | None:
         changes = self._own
-        return changes[id] if id in changes else self._seed.rows.get(id)
+        return changes[id] if id in changes else self.seed.rows.get(id)
 
     def __getitem__(self, id: int) -> R:
         """Return the record of an id. Errors: KeyError if there is no such record."""
@@ -63,7 +65,7 @@ class Table(Generic[R]):
 
     def __iter__(self) -> Iterator[R]:
         """Yield all records: the seed's by id, then the session's new ones in order of addition."""
-        changes, rows = self._own, self._seed.rows
+        changes, rows = self._own, self.seed.rows
         if not changes:
             yield from rows.values()
             return
@@ -76,7 +78,7 @@ class Table(Generic[R]):
         )
 
     def __len__(self) -> int:
-        changes, rows = self._own, self._seed.rows
+        changes, rows = self._own, self.seed.rows
         return len(rows) + sum(
             (record is not None) - (id in rows) for id, record in changes.items()
         )
@@ -84,9 +86,7 @@ class Table(Generic[R]):
     def where(self, field: str, value: Any) -> list[R]:
         """The records whose `field` is `value`, sorted by id."""
         changes = self._own
-        unchanged = [
-            self._seed.rows[id] for id in self._seed.ids(field, value) if id not in changes
-        ]
+        unchanged = [self.seed.rows[id] for id in self.seed.ids(field, value) if id not in changes]
         changed = [
             record
             for record in changes.values()
@@ -99,7 +99,7 @@ class Table(Generic[R]):
 
     def next_id(self) -> int:
         """An id that no record has had before, removed ones included."""
-        return max(self._seed.last_id, max(self._own, default=0)) + 1
+        return max(self.seed.last_id, max(self._own, default=0)) + 1
 
     def put(self, record: R) -> R:
         """Add the record, or replace the one with the same id. Return the record."""
@@ -108,3 +108,14 @@ class Table(Generic[R]):
 
     def remove(self, id: int) -> None:
         self._own = {**self._own, id: None}
+
+
+def fresh(state: S) -> S:
+    """Return a copy of a session's state without the session's changes; the copy shares the
+    generated records.
+    """
+    copied = copy.copy(state)
+    for name, table in vars(state).items():
+        if isinstance(table, Table):
+            setattr(copied, name, Table(table.seed))
+    return copied

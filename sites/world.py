@@ -14,6 +14,9 @@ from sites.hub import content as hub_content
 from sites.hub.records import Hub
 from sites.store import content as store_content
 from sites.store.records import Store
+from sites.table import fresh
+
+DEMO = 1  # id of the demo user of each site
 
 
 @dataclass(frozen=True)
@@ -47,20 +50,15 @@ class World:
 class Content:
     """The generated content of all sites for one seed; sessions do not change it."""
 
-    store: store_content.Content
-    forum: forum_content.Content
-    hub: hub_content.Content
+    store: Store
+    forum: Forum
+    hub: Hub
 
     def world(self, login: bool = True) -> World:
         """Return a new state with this content; with `login`, a user is logged in on each site."""
-        users = {
-            "shopping": self.store.demo_customer,
-            "shopping_admin": 1,
-            "reddit": self.forum.demo_member,
-            "gitlab": self.hub.demo_account,
-        }
-        logins = {site: user if login else None for site, user in users.items()}
-        return World(self.store.fresh(), self.forum.fresh(), self.hub.fresh(), logins)
+        sites = ("shopping", "shopping_admin", "reddit", "gitlab")
+        logins: dict[str, int | None] = dict.fromkeys(sites, DEMO if login else None)
+        return World(fresh(self.store), fresh(self.forum), fresh(self.hub), logins)
 
 
 @lru_cache(maxsize=4)

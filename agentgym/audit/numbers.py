@@ -32,22 +32,20 @@ from agentgym.evaluation.stored import plan_of, stored_result
 from agentgym.learner.optimizer import learning_rate
 from agentgym.pipeline.table import run_key, steps_of
 from agentgym.records import TRAJECTORIES
-from agentgym.rollouts.metrics import rollout_metrics, validation_metrics
+from agentgym.rollouts.collect import rollout_metrics, validation_metrics
 from agentgym.steps.context import METRICS
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.alarms import LIMIT, PREFIX, RULES, measured
-from agentgym.tracking.points import Point
-from agentgym.tracking.progress import PREFIX as PROGRESS
-from agentgym.tracking.progress import progressed
+from agentgym.tracking.points import PROGRESS, Point, progressed
 from agentgym.training.demonstrations import (
     expert_items,
     recorded_for,
     replies_of,
     tokenized_demonstrations,
 )
-from agentgym.training.learned import update_metrics
+from agentgym.training.observation import update_metrics
 from agentgym.training.offline import (
     dataset_of,
     exploration_metrics,

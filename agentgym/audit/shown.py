@@ -10,7 +10,7 @@ from typing import Any
 from agentgym.audit.report import Checks
 from agentgym.audit.steps import StepRecord
 from agentgym.config import RunConfig
-from agentgym.evaluation.promotion import FOLDER
+from agentgym.evaluation.decision import FOLDER
 from agentgym.steps.step import Kind
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.alarms import raised
@@ -22,6 +22,7 @@ from agentgym.tracking.deliver import (
     run_tags,
     run_title,
 )
+from agentgym.tracking.inputs import OF_MACHINE, OURS
 from agentgym.tracking.mlflow import Tracker, flat_params, local_path, pipeline_name
 from agentgym.tracking.pages import (
     MANIFEST,
@@ -32,7 +33,6 @@ from agentgym.tracking.pages import (
     table_of,
     table_tags,
 )
-from agentgym.tracking.source import OF_MACHINE, OURS
 from agentgym.tracking.views import tags_of_experiment
 from envs.plain import plain
 

@@ -17,15 +17,14 @@ from agentgym.data.items import ItemStream, Splits, train_stream
 from agentgym.models.checkpoint import Checkpoint, load_checkpoint
 from agentgym.pipeline.table import key_of, semantic_of, steps_of
 from agentgym.records import DEMOS, TRAJECTORIES, decode_trajectories
-from agentgym.rollouts.horizon import Stage, advance, max_turns
-from agentgym.rollouts.metrics import success_share
+from agentgym.rollouts.collect import success_share
 from agentgym.steps.context import METRICS
-from agentgym.steps.step import Step
-from agentgym.store.manifest import Manifest, ManifestError
-from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
+from agentgym.steps.step import Stage, Step, advance, max_turns
+from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, ManifestError
+from agentgym.store.runstore import RunStore
 from agentgym.tracking.points import Point, decode_points
+from agentgym.training.ahead import horizon_state
 from agentgym.training.offline import commits_at, explored_items
-from agentgym.training.rl import horizon_state
 from agentgym.types import Trajectory
 
 

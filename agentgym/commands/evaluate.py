@@ -16,7 +16,7 @@ from agentgym.config import ConfigError, RunConfig
 from agentgym.console.guard import say
 
 if TYPE_CHECKING:
-    from agentgym.evaluation.request import EvaluationRequest
+    from agentgym.evaluation.protocol import EvaluationRequest
     from agentgym.pipeline.evaluated import Evaluated
 
 INVALID = 3  # exit code of a result whose coverage is below the floor
@@ -120,7 +120,7 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
 
     from agentgym.config import first_line
     from agentgym.evaluation.asking import OWN
-    from agentgym.evaluation.request import EvaluationRequest
+    from agentgym.evaluation.protocol import EvaluationRequest
 
     settings = {override.partition("=")[0] for override in _overrides(arguments)}
     items = {"num": arguments.num_items, "split": arguments.split, "file": arguments.items}
@@ -161,8 +161,7 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.console.progress import Bars
-    from agentgym.console.terminal import PlainConsole
+    from agentgym.console.progress import Bars, PlainConsole
     from agentgym.pipeline.evaluated import show
     from agentgym.pipeline.evaluation import evaluate_policy, regrade
     from agentgym.pipeline.runs import how_to_find

@@ -57,8 +57,7 @@ def add(commands: Commands) -> None:
 
 
 def _promote(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.console.progress import Bars
-    from agentgym.console.terminal import PlainConsole
+    from agentgym.console.progress import Bars, PlainConsole
     from agentgym.pipeline.promotion import force, promote
 
     if arguments.force:

@@ -62,16 +62,15 @@ def add(commands: Commands) -> None:
 
 
 def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.console.progress import Bars
-    from agentgym.console.terminal import PlainConsole
+    from agentgym.console.progress import Bars, PlainConsole
     from agentgym.data.kept import fetch_data
-    from agentgym.models.check import check_model
     from agentgym.pipeline.dvc import files_of, numbers, require_current
+    from agentgym.pipeline.plan import check_model
     from agentgym.pipeline.run import require_key, run_when_free, run_with_parents
     from agentgym.pipeline.runs import require_run
     from agentgym.pipeline.table import open_store
     from agentgym.store.files import write_whole
-    from agentgym.tracking.mlflow import check_server
+    from agentgym.tracking.reaching import check_server
 
     if arguments.out is not None:
         require_current(cfg, arguments.params)

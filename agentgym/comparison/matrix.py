@@ -19,8 +19,7 @@ import yaml
 
 from agentgym.comparison.described import Comparison, DescribedRow, described_rows
 from agentgym.config import ConfigError, RunConfig, config_digest, load_config
-from agentgym.evaluation.protocol import EvaluationProtocol
-from agentgym.evaluation.request import EvaluationRequest
+from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
 from agentgym.evaluation.result import differences
 from agentgym.pipeline.child import run_child, run_command
 from agentgym.pipeline.evaluation import answered, protocol_for

@@ -12,13 +12,7 @@ from typing import Any
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.evaluation.episodes import FILE, read_episodes
-from agentgym.evaluation.paired import (
-    Decision,
-    Incomparable,
-    align,
-    compare,
-    detectable_with,
-)
+from agentgym.evaluation.paired import Decision, Incomparable, align, compare, detectable_with
 from agentgym.evaluation.policies import PolicyName
 from agentgym.evaluation.record import find
 from agentgym.evaluation.result import RESULT, Result, ResultError, Slot
@@ -26,8 +20,8 @@ from agentgym.evaluation.scaling import Curve, by_turns, obstacle, within
 from agentgym.evaluation.stored import NumbersChanged, stored_result
 from agentgym.pipeline.export import commit_of
 from agentgym.pipeline.table import open_store
-from agentgym.store.manifest import Manifest
-from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
+from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest
+from agentgym.store.runstore import RunStore
 
 SCHEMA_VERSION = 1
 ITEMS = (100, 200, 500)  # numbers of items for which the smallest detectable difference is reported

@@ -20,15 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentgym.algorithms.batch import Batch
-from agentgym.algorithms.experience import Experience
-from agentgym.compute.actors import SLACK_S, cause_of, end, first_line, node_address
+from agentgym.algorithms.batch import Batch, Experience
 from agentgym.compute.sending import (
+    SLACK_S,
     BroadcastSender,
     InObjectStore,
     ObjectStoreSender,
     Outbox,
     Sender,
+    cause_of,
+    end,
+    first_line,
+    node_address,
     put,
 )
 from agentgym.config import PolicyGradientConfig

@@ -5,6 +5,7 @@ or by collective broadcast.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import hashlib
 import secrets
@@ -19,7 +20,6 @@ import torch
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from agentgym.compute.actors import SLACK_S, node_address
 from agentgym.models.tensorfiles import TensorFile
 from agentgym.models.transport import (
     Broadcast,
@@ -157,3 +157,39 @@ class Outbox:
                 f"weights version {broadcast.version} are sent no more: {version} took their place"
             )
         broadcast.send(weights, self._device, meeting)
+
+
+SLACK_S = 30.0  # on top of a remote call's own deadline
+
+
+def node_id() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def node_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def end(actors: Sequence[Any]) -> None:
+    import ray
+
+    if not ray.is_initialized():  # ray.kill would start a cluster
+        return
+    for actor in actors:
+        with contextlib.suppress(Exception):  # already gone, or ends with the cluster
+            ray.kill(actor, no_restart=True)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the exception raised inside the actor, or the error itself if there is none."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, BaseException) else error
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else "no reason given"

@@ -1,14 +1,36 @@
-"""The section `learner` of params.yaml."""
+"""The sections `optimizer`, `lora` and `learner` of params.yaml: how weights are updated."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from agentgym.config.section import Section, operational, setting
 
 USUAL_TOKENS, USUAL_CHUNK = 16_384, 4_096
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat = setting(
+        5e-4, "AdamW's learning rate after the warm-up; lower it if training is unstable"
+    )
+    warmup_steps: NonNegativeInt = setting(
+        10, "optimizer steps in which the learning rate grows linearly from 0 to lr"
+    )
+    schedule: Literal["constant", "cosine", "linear"] = setting(
+        "constant", "shape of the learning rate after the warm-up"
+    )
+    final_lr_fraction: float = setting(
+        0.1, "learning rate of the last step as a fraction of lr (cosine, linear)", ge=0, le=1
+    )
+    betas: tuple[float, float] = setting(
+        (0.9, 0.99), "AdamW's decay rates of the running averages of the gradient and of its square"
+    )
+    weight_decay: float = setting(0.0, "AdamW's weight decay", ge=0)
+    grad_clip: PositiveFloat = setting(
+        0.3, "gradients with a larger global norm are scaled down to this norm"
+    )
 
 
 class LearnerConfig(Section):
@@ -56,3 +78,36 @@ class LearnerConfig(Section):
             USUAL_TOKENS if tokens == "auto" else tokens,
             USUAL_CHUNK if chunk == "auto" else chunk,
         )
+
+
+class LoraConfig(Section):
+    """Low-rank matrices trained in addition to frozen weights (LoRA, arXiv:2106.09685).
+    The warm start of a tiny model, which stands in for pretraining, trains all weights anyway.
+    """
+
+    rank: NonNegativeInt = setting(
+        0, "rank of the matrices trained for each frozen weight; 0: all weights are trained"
+    )
+    alpha: PositiveInt = setting(32, "the product of the matrices counts alpha / rank")
+    dropout: float = setting(0.0, "0: the engine samples without")
+    target_modules: tuple[str, ...] = setting(
+        (), "linear layers of the blocks, for example q_proj; empty: all of them"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.dropout:
+            raise ValueError(
+                f"lora.dropout {self.dropout:g}: the engine samples without dropout, and ratios"
+                " would be of two policies; leave it at 0"
+            )
+        if len(set(self.target_modules)) < len(self.target_modules):
+            raise ValueError(
+                f"lora.target_modules {list(self.target_modules)} names a layer twice; remove one"
+            )
+        if self.target_modules and not self.rank:
+            raise ValueError(
+                f"lora.target_modules {list(self.target_modules)} with lora.rank 0 trains no"
+                " adapter; give a rank, for example 16"
+            )
+        return self

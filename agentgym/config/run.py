@@ -8,31 +8,32 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, PositiveFloat, SerializeAsAny, model_validator
 
 from agentgym.algorithms.recipe import recipe_of
-from agentgym.config.alarms import AlarmsConfig
 from agentgym.config.algorithm import AlgorithmConfig, algorithm_config
-from agentgym.config.gate import GateConfig
-from agentgym.config.learner import LearnerConfig
-from agentgym.config.lora import LoraConfig
+from agentgym.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
+from agentgym.config.operation import (
+    AlarmsConfig,
+    GateConfig,
+    KubeRayConfig,
+    KubernetesConfig,
+    PipelineConfig,
+    RayConfig,
+    RegistryConfig,
+    StoreConfig,
+    TrackingConfig,
+)
 from agentgym.config.section import Section, Seed, operational, setting
 from agentgym.config.sections import (
     DataConfig,
     EnvConfig,
     EvaluationConfig,
     HorizonConfig,
-    KubeRayConfig,
-    KubernetesConfig,
     ModelConfig,
-    OptimizerConfig,
-    PipelineConfig,
-    RayConfig,
-    RegistryConfig,
     RolloutConfig,
-    StoreConfig,
-    TrackingConfig,
     ValidationConfig,
     VllmConfig,
     WarmStartConfig,
 )
+from agentgym.trust import is_here
 
 
 def _of_recipe(value: Any) -> Any:
@@ -342,3 +343,48 @@ class RunConfig(Section):
     def tracking_uri(self) -> str:
         """URI of MLflow's store; by default absolute, as MLflow freezes relative artifact roots."""
         return self.tracking.uri or f"sqlite:///{(self.state_dir / 'mlflow.db').resolve()}"
+
+
+def is_elsewhere(cfg: RunConfig) -> bool:
+    """Return True if steps compute on machines that do not have this machine's paths."""
+    if cfg.compute == "kuberay":
+        return True
+    return cfg.compute == "ray-job" and not (cfg.ray.shared_paths or is_here(cfg.ray.address))
+
+
+def local_there(cfg: RunConfig) -> list[str]:
+    """Return a line with a remedy per setting that is of no use, or unsafe, on other machines."""
+    problems = []
+    if not cfg.store.uri:
+        problems.append("store.uri '': name s3://bucket/prefix")
+    uri = cfg.tracking.uri
+    if not uri.startswith(("http://", "https://")) or is_here(uri):
+        problems.append(f"tracking.uri {uri!r}: name an MLflow server that other machines reach")
+    if "@" in uri:
+        problems.append("tracking.uri with a password: it belongs into a secret")
+    for env in cfg.envs:
+        problems += [
+            f"env.endpoints {url} ({env.name}): name servers that other machines reach"
+            for url in env.endpoints
+            if is_here(url)
+        ]
+    name = cfg.model.name
+    if cfg.model.source == "hub" and (Path(name).is_dir() or name.startswith(("/", ".", "~"))):
+        problems.append(f"model.name {name}: name a repository of the Hub")
+    return problems
+
+
+def refused_elsewhere(cfg: RunConfig) -> str | None:
+    """Return the error text for settings that steps on other machines cannot use, or None."""
+    local = local_there(cfg) if is_elsewhere(cfg) else []
+    if not local:
+        return None
+    shared = (
+        "; where the cluster has the same paths, set ray.shared_paths"
+        if cfg.compute == "ray-job"
+        else ""
+    )
+    return (
+        f"compute {cfg.compute} sends steps to other machines, where this would be local:"
+        f" {'; '.join(local)}{shared}"
+    )

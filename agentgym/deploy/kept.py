@@ -125,19 +125,15 @@ def end_all(state: Path) -> list[Kept]:
 
 
 def _end(server: Kept) -> None:
-    deadline = time.monotonic() + END_TIMEOUT_S
-    with suppress(ProcessLookupError):
-        os.kill(server.pid, signal.SIGTERM)
-    while server.is_alive:
-        if time.monotonic() > deadline:
-            with suppress(ProcessLookupError):
-                os.kill(
-                    server.pid, signal.SIGKILL
-                )  # its server watches a pipe from it, and ends too
-            return
-        with suppress(ChildProcessError):
-            os.waitpid(server.pid, os.WNOHANG)  # only if it is a child of this process
-        time.sleep(POLL_S)
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        keeper = psutil.Process(server.pid)
+        keeper.terminate()
+        try:
+            keeper.wait(END_TIMEOUT_S)
+        except psutil.TimeoutExpired:
+            keeper.kill()  # its server watches a pipe from it, and ends too
 
 
 def _read(file: Path) -> Kept | None:

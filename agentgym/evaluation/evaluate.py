@@ -30,9 +30,8 @@ from agentgym.evaluation.result import Result, Slot, coverage_of, expected_slots
 from agentgym.evaluation.stored import stored_result
 from agentgym.models.model import set_threads
 from agentgym.rollouts.collect import Attempts, RolloutError
-from agentgym.rollouts.engine import open_pool
+from agentgym.rollouts.engine import LoopThread, open_pool
 from agentgym.rollouts.episode import Player
-from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.policies.prices import Tariff
 from agentgym.rollouts.pools import EnvPools
 from agentgym.steps.context import Progress, StepContext, now_ms

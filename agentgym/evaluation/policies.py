@@ -32,7 +32,6 @@ from agentgym.rollouts.players import (
 )
 from agentgym.rollouts.policies.engines import engine_module, engine_python, versions_in
 from agentgym.rollouts.policies.hosted import Endpoint, HostedModel
-from agentgym.rollouts.policies.opening import open_policy
 from agentgym.store.keys import environment_modules, source_digest
 from agentgym.store.manifest import Manifest, canonical_json, sha256
 from agentgym.store.runstore import RunStore
@@ -132,6 +131,8 @@ async def seated(contender: Contender, cfg: RunConfig, spent: Usage) -> AsyncIte
         assert contender.player_of is not None
         yield Seat(contender.player_of)
     else:
+        from agentgym.rollouts.engine import open_policy  # imports torch, which is slow
+
         policy = open_policy(
             cfg,
             contender.checkpoint,
@@ -220,7 +221,7 @@ def checkpoint_contender(cfg: RunConfig, store: RunStore, manifest: Manifest) ->
 
 def folder_contender(folder: Path, cfg: RunConfig, about: str) -> Contender:
     """Return the model in a folder of the Hugging Face layout. Errors: ConfigError, ValueError."""
-    from agentgym.models.folder import folder_digest, is_of_ours, load_folder
+    from agentgym.models.checkpoint import folder_digest, is_of_ours, load_folder
 
     checkpoint = load_folder(folder, cfg.model)
     contender = weights_contender(checkpoint, folder_digest(folder), cfg, about)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.data.items import splits_from_json
+from agentgym.evaluation.decision import sentence, summary
 from agentgym.evaluation.evidence import (
     PlayAnew,
     first_evidence,
@@ -24,7 +25,7 @@ from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import HistoryElsewhere, Version, me
 from agentgym.evaluation.paired import Incomparable
 from agentgym.evaluation.passk import FAILED, Interval
-from agentgym.evaluation.promotion import Promotions, sentence, summary
+from agentgym.evaluation.promotion import Promotions
 from agentgym.evaluation.question import TAG as QUESTION
 from agentgym.evaluation.question import question_of_evaluation
 from agentgym.evaluation.record import examples_of
@@ -40,17 +41,11 @@ from agentgym.evaluation.report import (
 )
 from agentgym.evaluation.stored import NumbersChanged, stored_result
 from agentgym.models.checkpoint import policy_digest, save_pretrained
-from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import StepContext
-from agentgym.steps.step import Kind, Step
+from agentgym.steps.step import Kind, Step, stages
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.deliver import (
-    committed_alarms,
-    committed_points,
-    parent_run,
-    tracker_of,
-)
+from agentgym.tracking.deliver import committed_alarms, committed_points, parent_run, tracker_of
 from agentgym.tracking.points import LedgerError
 from agentgym.tracking.registry import RECORD, find_version, lasting_files, register_model
 

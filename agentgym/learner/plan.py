@@ -12,7 +12,7 @@ from agentgym.learner.learner import LocalLearner
 from agentgym.learner.process_group import ProcessGroup
 from agentgym.models.adapter import Adapter, is_matrix, plain_name
 from agentgym.models.checkpoint import ADAPTER_RECORD, AdapterRecord
-from agentgym.models.empty import empty_model
+from agentgym.models.model import empty_model
 from agentgym.models.networks import ValueNet
 from agentgym.models.tensorfiles import StoredTensors
 

@@ -29,8 +29,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future
 
-from agentgym.models.blocks import blocks
-from agentgym.models.empty import materialize
+from agentgym.models.model import materialize
+from agentgym.models.networks import blocks
 from agentgym.models.tensorfiles import Part, StoredTensors, TensorFile, file_name
 
 T = TypeVar("T")

@@ -15,7 +15,6 @@ from agentgym.models.files import require_weights, require_whole
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-
 # keys of a config.json that select code to run, on the Hub or in the model's folder; we choose the
 # code ourselves
 _NAMES_CODE = re.compile(r"_?(attn|experts)_implementation(_internal)?|auto_map|custom_pipelines")

@@ -21,8 +21,7 @@ from agentgym.evaluation.policies import (
     folder_contender,
     plain_contender,
 )
-from agentgym.evaluation.protocol import EvaluationProtocol
-from agentgym.evaluation.request import EvaluationRequest
+from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
 from agentgym.pipeline.table import open_store
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosted import Endpoint, only_model
@@ -182,7 +181,7 @@ def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
     from agentgym.evaluation.promotion import Promotions
     from agentgym.evaluation.registered import fetch_registered
     from agentgym.tracking.deliver import tracker_of
-    from agentgym.tracking.mlflow import reaching
+    from agentgym.tracking.reaching import reaching
     from agentgym.tracking.registry import ModelChanged, version_meant
 
     with reaching(cfg.tracking_uri):

@@ -28,13 +28,13 @@ from agentgym.evaluation.evaluate import (
 from agentgym.evaluation.policies import PolicyName, Who, recorded_contender
 from agentgym.evaluation.protocol import (
     EvaluationProtocol,
+    EvaluationRequest,
     items_of,
     load_protocol,
     owned_protocol,
     protocol_of_run,
 )
 from agentgym.evaluation.record import STEP, Ledger, attempts_of, find, read_plan
-from agentgym.evaluation.request import EvaluationRequest
 from agentgym.evaluation.result import Result, digest_of
 from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.contenders import Invited, contender_of, invite, playing_config

@@ -16,12 +16,8 @@ from agentgym.evaluation.stored import is_evaluation
 from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.inputs import LISTS
-from agentgym.tracking.mlflow import reaching
-from agentgym.tracking.registry import (
-    all_versions,
-    version_run_tags,
-    version_tags,
-)
+from agentgym.tracking.reaching import reaching
+from agentgym.tracking.registry import all_versions, version_run_tags, version_tags
 
 SHORT = 12
 # tags of a version's run that identify the source code

@@ -1,14 +1,16 @@
-"""The plan of a run: which steps would run and why. Nothing runs."""
+"""The plan of a run: which steps would run and why, and whether its model can be used.
+Nothing runs.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from agentgym.config import RunConfig
+from agentgym.config import LoraConfig, ModelConfig, RunConfig
+from agentgym.models.architecture import published_architecture
 from agentgym.pipeline.table import finished, key_of, open_store, semantic_of, steps_of
-from agentgym.rollouts.horizon import stages
-from agentgym.steps.step import Kind, Step
+from agentgym.steps.step import Kind, Step, stages
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 
@@ -84,7 +86,7 @@ def _plan_step(
             step.name, step.title, "skip", f"done, manifest {done[step.name].digest[:12]}"
         )
     waiting = [parent for parent in step.parents if parent not in done]
-    known = store.keys(step.name)
+    known = store.heads(step.name)
     if waiting:
         # this step's key follows from its parents' digests, which are not known yet
         changed = _differences(step, cfg, known[-1]) if known else []
@@ -145,3 +147,16 @@ def _few(texts: list[str], num: int = 3) -> str:
     """Join the first `num` texts, and state how many more there are."""
     more = f" and {len(texts) - num} more" if len(texts) > num else ""
     return ", ".join(text if len(text) <= 80 else f"{text[:77]}..." for text in texts[:num]) + more
+
+
+def check_model(config: ModelConfig, lora: LoraConfig) -> None:
+    """Raise ConfigError if a published model is missing or not supported, or if the model lacks
+    the layers that `lora` names.
+    """
+    published = published_architecture(config) if config.source == "hub" else None
+    if lora.rank:
+        from agentgym.models.adapter import chosen_modules
+        from agentgym.models.model import empty_model, tiny_architecture
+
+        architecture = published or tiny_architecture(config, vocab_size=config.vocab_size)
+        chosen_modules(empty_model(architecture.to_json_string()), lora)

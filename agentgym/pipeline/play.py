@@ -13,8 +13,12 @@ from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.play import Table
 from agentgym.evaluation.policies import Contender
-from agentgym.evaluation.protocol import EvaluationProtocol, items_of, protocol_of_run
-from agentgym.evaluation.request import EvaluationRequest
+from agentgym.evaluation.protocol import (
+    EvaluationProtocol,
+    EvaluationRequest,
+    items_of,
+    protocol_of_run,
+)
 from agentgym.pipeline.contenders import Invited, invite, playing_config
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.episode import Episode, Player, Said, environment_waits

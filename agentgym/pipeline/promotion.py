@@ -11,17 +11,17 @@ from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import Entry, Version
 from agentgym.evaluation.paired import Incomparable
 from agentgym.evaluation.promotion import Standing
+from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.evaluation.publish import evidence_anew, promotions_of
 from agentgym.evaluation.question import question_asked
 from agentgym.evaluation.registered import told_of_files
-from agentgym.evaluation.request import EvaluationRequest
 from agentgym.evaluation.result import Result
 from agentgym.pipeline.audited import audit_for_gate
 from agentgym.pipeline.table import open_store, semantic_of, steps_of
 from agentgym.steps.context import Progress
 from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import canonical_json, sha256
-from agentgym.tracking.mlflow import reaching
+from agentgym.tracking.reaching import reaching
 
 
 def play_anew(cfg: RunConfig, progress: Progress | None = None) -> PlayAnew:

@@ -14,8 +14,8 @@ from typing import Any
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig, is_elsewhere
 from agentgym.data.kept import keep_data
+from agentgym.defaults import keep_blocks, return_memory
 from agentgym.deploy.environment import environment_servers
-from agentgym.models.memory import keep_blocks, return_memory
 from agentgym.pipeline.runs import keep_run
 from agentgym.pipeline.table import (
     finished,
@@ -31,8 +31,9 @@ from agentgym.rollouts.policies.hosts import one_engine
 from agentgym.steps.context import METRICS, Environment, ForGate, NoProgress, Progress, StepContext
 from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.lease import LeaseHeld, when_free
-from agentgym.store.manifest import Manifest, sha256
-from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore, StepWriter
+from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, sha256
+from agentgym.store.runstore import RunStore
+from agentgym.store.writer import StepWriter
 from agentgym.tracking.alarms import AlarmStop
 from agentgym.tracking.dead import close_dead
 from agentgym.tracking.deliver import (
@@ -44,7 +45,7 @@ from agentgym.tracking.deliver import (
     registry_identity,
     tracker_of,
 )
-from agentgym.tracking.mlflow import LedgerUnavailable, import_client, reaching
+from agentgym.tracking.reaching import LedgerUnavailable, import_client, reaching
 from agentgym.tracking.registry import model_tags
 from agentgym.types import Endpoints
 

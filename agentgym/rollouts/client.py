@@ -1,14 +1,18 @@
 """Requests to environment servers: retries never act twice, and concurrent requests to one server
-are sent as one batch.
+are sent as one batch. Clients of foreign servers share the last part: choice of server, headers,
+parsing, errors.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import json
+import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 from urllib.parse import urlsplit
@@ -17,15 +21,8 @@ import aiohttp
 from pydantic import ValidationError
 
 from agentgym.private import token_of
-from envs.plain import plain
-from envs.wire import (
-    MAX_BATCH,
-    BatchReply,
-    ErrorKind,
-    ErrorReply,
-    InfoReply,
-    Message,
-)
+from envs.plain import plain, whole
+from envs.wire import MAX_BATCH, BatchReply, ErrorKind, ErrorReply, InfoReply, Message
 
 M = TypeVar("M", bound=Message)
 Bundle = list[tuple[bytes, asyncio.Future[Message]]]  # requests, and futures of their answers
@@ -295,3 +292,81 @@ def give_up(endpoint: str, route: str, session_id: str, attempt: int, error: Ret
     raise EnvError(
         endpoint, route, session_id, error.kind, f"{error} (tried {attempt + 1} times)"
     ) from error
+
+
+_SHOWN = 200  # characters of an answer in an error
+
+
+class ForeignPool:
+    """Base of the pools of foreign servers of one environment. Use as `async with`."""
+
+    def __init__(self, endpoints: Sequence[str], *, max_retries: int) -> None:
+        self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
+        self._headers = {
+            endpoint.rstrip("/"): request_headers(token_of(endpoint)) for endpoint in endpoints
+        }
+        self._max_retries = max_retries
+        self._open = dict.fromkeys(self.endpoints, 0)  # our own sessions
+        self._random = random.SystemRandom()  # unseeded: the choice of server changes no result
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Do nothing: no connection stays open between sessions."""
+
+    def _less_used(self) -> str:
+        """Return the one of two random servers that has fewer sessions of ours."""
+        pair = self._random.sample(self.endpoints, min(2, len(self.endpoints)))
+        return min(pair, key=self._open.__getitem__)
+
+    @contextmanager
+    def _counted(self, endpoint: str) -> Iterator[None]:
+        """Count one open session of ours at the endpoint."""
+        self._open[endpoint] += 1
+        try:
+            yield
+        finally:
+            self._open[endpoint] -= 1
+
+
+def text_of(answer: Any) -> str:
+    """Return a text of a server's answer, with lone surrogates replaced.
+    Errors: TypeError if it is no text.
+    """
+    if not isinstance(answer, str):
+        raise TypeError(f"{type(answer).__name__} is no text")
+    return whole(answer)
+
+
+def flag_of(answer: Any) -> bool:
+    """Return a boolean of a server's answer; the string "false" is refused, not read as true.
+    Errors: TypeError.
+    """
+    if not isinstance(answer, bool):
+        raise TypeError(f"{type(answer).__name__} is no flag")
+    return answer
+
+
+def number_of(answer: Any) -> float:
+    """Return a finite number of a server's answer. Errors: TypeError, ValueError."""
+    if not isinstance(answer, int | float):
+        raise TypeError(f"{type(answer).__name__} is no number")
+    if not math.isfinite(answer):
+        raise ValueError(f"{answer} is not finite")
+    return float(answer)
+
+
+def unreachable(endpoint: str, route: str, error: Exception) -> EnvError:
+    return EnvError(endpoint, route, "", "unreachable", f"{type(error).__name__} {error}".strip())
+
+
+def unexpected(endpoint: str, route: str, answer: Any) -> EnvError:
+    """Return the error for an unexpected answer. answer: JSON types."""
+    excerpt = json.dumps(answer)[:_SHOWN]
+    return EnvError(endpoint, route, "", "protocol", f"unexpected answer {excerpt}")

@@ -23,9 +23,11 @@ from typing import Any, Self
 import aiohttp
 
 from agentgym.config import ConfigError, EnvConfig
-from agentgym.rollouts.client import CLOSE_TIMEOUT_S, EnvError, backoff_s
-from agentgym.rollouts.foreign import (
+from agentgym.rollouts.client import (
+    CLOSE_TIMEOUT_S,
+    EnvError,
     ForeignPool,
+    backoff_s,
     flag_of,
     number_of,
     text_of,

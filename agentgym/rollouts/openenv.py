@@ -26,9 +26,11 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from agentgym.config import EnvConfig
-from agentgym.rollouts.client import CLOSE_TIMEOUT_S, EnvError, backoff_s
-from agentgym.rollouts.foreign import (
+from agentgym.rollouts.client import (
+    CLOSE_TIMEOUT_S,
+    EnvError,
     ForeignPool,
+    backoff_s,
     flag_of,
     number_of,
     text_of,

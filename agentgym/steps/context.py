@@ -19,11 +19,11 @@ from agentgym.records import TRAJECTORIES, encode_trajectories
 from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.place import StorePlace, Writable
-from agentgym.store.runstore import Passed, RunStore, StepWriter
+from agentgym.store.runstore import RunStore
+from agentgym.store.writer import Passed, StepWriter
 from agentgym.tracking.alarms import Watch
 from agentgym.tracking.deliver import committed_points
-from agentgym.tracking.points import Point, decode_points, encode_points
-from agentgym.tracking.system import SystemMetrics
+from agentgym.tracking.points import Point, SystemMetrics, decode_points, encode_points
 from agentgym.types import Endpoints, Trajectory
 
 if TYPE_CHECKING:

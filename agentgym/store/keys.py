@@ -25,6 +25,7 @@ STATE_ONLY = (
     "agentgym.config",
     "agentgym.steps.context",
     "agentgym.private",
+    "agentgym.defaults",
     "agentgym.console.progress",
 )
 

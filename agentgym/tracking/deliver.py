@@ -17,12 +17,8 @@ from agentgym.defaults import VIEWER_PORT
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.alarms import Alarm, begun, raised
-from agentgym.tracking.mlflow import (
-    SUPERSEDED,
-    LedgerUnavailable,
-    Tracker,
-    reaching,
-)
+from agentgym.tracking.inputs import packages
+from agentgym.tracking.mlflow import SUPERSEDED, Tracker
 from agentgym.tracking.pages import (
     MANIFEST,
     describe,
@@ -33,7 +29,7 @@ from agentgym.tracking.pages import (
     show_tables,
 )
 from agentgym.tracking.points import SPOOL, LedgerError, Point, decode_points
-from agentgym.tracking.source import packages
+from agentgym.tracking.reaching import LedgerUnavailable, reaching
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from agentgym.steps.context import StepContext, StepReader, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
 from agentgym.training.demonstrations import tokenized_demonstrations
-from agentgym.training.speed import clock_of
+from agentgym.training.observation import clock_of
 from agentgym.types import Trajectory
 
 logger = logging.getLogger(__name__)

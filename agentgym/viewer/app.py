@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from agentgym.config import ConfigError
 from agentgym.records import RecordError
 from agentgym.rollouts.client import EnvError
-from agentgym.store.runstore import BlobMissing, DigestMismatch
+from agentgym.store.manifest import BlobMissing, DigestMismatch
 from agentgym.viewer.bodies import Gone
 from agentgym.viewer.episode_page import add_episode
 from agentgym.viewer.export import add_export

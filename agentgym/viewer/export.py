@@ -14,7 +14,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from agentgym.records import RecordError, to_json
 from agentgym.store.files import write_whole
-from agentgym.store.runstore import BlobMissing, DigestMismatch
+from agentgym.store.manifest import BlobMissing, DigestMismatch
 from agentgym.viewer.bodies import address_of
 from agentgym.viewer.episode_page import MAX_TURNS, episode_page
 from agentgym.viewer.links import Bundled

@@ -17,8 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.evaluation.asking import told_by
 from agentgym.evaluation.policies import Contender, PolicyName, seated
-from agentgym.evaluation.protocol import EnvProtocol
-from agentgym.evaluation.request import EvaluationRequest
+from agentgym.evaluation.protocol import EnvProtocol, EvaluationRequest
 from agentgym.pipeline.contenders import invite
 from agentgym.pipeline.evaluation import protocol_for
 from agentgym.rollouts.client import EnvError

@@ -14,8 +14,8 @@ from dataclasses import astuple, dataclass
 from agentgym.pipeline.runs import STEP as RUNS
 from agentgym.records import DAMAGE, RecordError, checked_row, lines_of
 from agentgym.steps.context import METRICS
-from agentgym.store.manifest import Manifest, ManifestError
-from agentgym.store.runstore import FOLDER, BlobMissing, DigestMismatch, RunStore
+from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, ManifestError
+from agentgym.store.runstore import FOLDER, RunStore
 from agentgym.viewer.index import Index
 from agentgym.viewer.rows import COLUMNS, DECISION, FILES, TOKENIZER, Row, row_of, words_of
 from envs.plain import plain

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse
 
 from agentgym.evaluation.result import differences
-from agentgym.store.runstore import BlobMissing, DigestMismatch
+from agentgym.store.manifest import BlobMissing, DigestMismatch
 from agentgym.viewer.beside import MOST, attempts_of, beside, group_of, results, versus
 from agentgym.viewer.bodies import Found, Gone
 from agentgym.viewer.episode_page import address_in

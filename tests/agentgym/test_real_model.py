@@ -16,13 +16,11 @@ from agentgym.cli import main
 from agentgym.config import ModelConfig, OptimizerConfig, RunConfig, load_config
 from agentgym.learner.learner import LocalLearner
 from agentgym.models.checkpoint import new_checkpoint
-from agentgym.models.fidelity import HALF_KL, differences, half_precision_kl
+from agentgym.models.fidelity import HALF_KL, TORCH, differences, half_precision_kl
 from agentgym.models.model import load_hub
-from agentgym.models.tolerance import TORCH
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import open_store
-from agentgym.rollouts.engine import LocalEngine
-from agentgym.rollouts.loop import LoopThread
+from agentgym.rollouts.engine import LocalEngine, LoopThread
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import EngineMismatch
 

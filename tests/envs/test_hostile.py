@@ -19,7 +19,6 @@ from envs.registry import load_spec
 from envs.wire import StepReply, StepRequest
 
 pytestmark = pytest.mark.integration
-
 FOLDER = Path(__file__).parents[2]
 SLOW_S = 1.5  # on a busy machine; what is quadratic takes minutes
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from agentgym.config import load_config
-from agentgym.deploy.kube import ApiUnreachable
+from agentgym.deploy.kube.transport import ApiUnreachable
 from flows import run as flow_run
 from flows.evaluate import evaluate
 from flows.pipeline import pipeline

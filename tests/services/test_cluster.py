@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from agentgym.config import ConfigError
-from agentgym.deploy.kube import Kind, connect
+from agentgym.deploy.kube.client import Kind, connect
 from agentgym.deploy.owned import owned_process, tail
 from services.cluster import deployments, job_template, main, mlflow_environment, rollout_login
 

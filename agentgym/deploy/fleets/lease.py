@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
-from agentgym.deploy.kube import AlreadyExists, Kube
-from agentgym.deploy.kube.errors import Stale
-from agentgym.deploy.kube.kinds import LEASE, Object
+from agentgym.deploy.kube.client import LEASE, Kube, Object
+from agentgym.deploy.kube.transport import AlreadyExists, Stale
 from agentgym.deploy.manifests import RUN_LABEL
 from agentgym.store.lease import Holder, LeaseHeld
 

@@ -1,14 +1,21 @@
-"""Bringing the servers of a group up, waiting for them, and taking them down."""
+"""Bringing the servers of a group up, waiting for them, and taking them down.
+
+The bearer token of each fleet is derived from a key in the flow's environment, so that every
+attempt at a run derives it again and reads no Secret. Servers know only their own fleet's token,
+and the key is sent nowhere.
+"""
 
 from __future__ import annotations
 
+import hmac
 import logging
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from agentgym.config import ConfigError
 from agentgym.deploy.fleets.addresses import kind_of_addresses
-from agentgym.deploy.fleets.lease import Group, lease_name
+from agentgym.deploy.fleets.lease import OWNED, Group, lease_name
 from agentgym.deploy.fleets.readiness import (
     Trouble,
     is_live,
@@ -16,14 +23,24 @@ from agentgym.deploy.fleets.readiness import (
     of_deployment,
     troubles,
 )
-from agentgym.deploy.fleets.tokens import give_token
-from agentgym.deploy.kube import Forbidden, Kind, Kube, KubeError
-from agentgym.deploy.kube.errors import Stale
-from agentgym.deploy.kube.kinds import DEPLOYMENT, EVENT, LEASE, POD, SECRET, SERVICE, Object
+from agentgym.deploy.kube.client import (
+    DEPLOYMENT,
+    EVENT,
+    LEASE,
+    POD,
+    SECRET,
+    SERVICE,
+    Kind,
+    Kube,
+    Object,
+)
+from agentgym.deploy.kube.transport import AlreadyExists, Forbidden, KubeError, Stale
 from agentgym.deploy.manifests import ENVIRONMENT_LABEL, RUN_LABEL
+from envs.wire import TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
 
+KEY_VARIABLE = "AGENTGYM_FLEET_KEY"
 BUDGETS = tuple(Kind(f"policy/{version}", "PodDisruptionBudget") for version in ("v1", "v1beta1"))
 AUTOSCALERS = tuple(
     Kind(f"autoscaling/{version}", "HorizontalPodAutoscaler") for version in ("v2", "v2beta2")
@@ -50,6 +67,50 @@ def kinds_of(kube: Kube) -> list[Kind]:
         for versions in (BUDGETS, AUTOSCALERS)
     ]
     return [LEASE, DEPLOYMENT, SERVICE, *(kind for kind in newest if kind)]
+
+
+def no_key() -> list[str]:
+    """Return one line if this environment lacks the key that tokens are derived from, else none."""
+    if os.environ.get(KEY_VARIABLE, "").strip():
+        return []
+    return [
+        f"{KEY_VARIABLE} is not set; the token of each fleet is made of it:"
+        f" export {KEY_VARIABLE}=$(openssl rand -hex 32), and keep it (k8s/README.md)"
+    ]
+
+
+def token_of_fleet(name: str) -> str:
+    """Return a fleet's token. name: of the fleet's Service. Errors: ConfigError without a key."""
+    if missing := no_key():
+        raise ConfigError(missing[0])
+    key = os.environ[KEY_VARIABLE].strip().encode()
+    return hmac.new(key, f"fleet {name}".encode(), "sha256").hexdigest()
+
+
+def give_token(kube: Kube, group: Group, name: str) -> None:
+    """Create the Secret with the fleet's token, which its pods read; the group owns it.
+
+    A Secret that an earlier owner left is replaced unread: the flow's account may create and delete
+    Secrets, and do nothing else with them.
+    The Secret of a kept fleet is shared, and stays the same.
+    Errors: ConfigError, KubeError.
+    """
+    secret = {
+        "apiVersion": SECRET.api_version,
+        "kind": SECRET.kind,
+        "metadata": {
+            "name": name,
+            "labels": {**OWNED, RUN_LABEL: group.run},
+            "ownerReferences": [group.owner()],
+        },
+        "stringData": {TOKEN_VARIABLE: token_of_fleet(name)},
+    }
+    try:
+        kube.create(secret)
+    except AlreadyExists:
+        if not group.is_kept:
+            kube.delete(SECRET, name)
+            kube.create(secret)
 
 
 def send(kube: Kube, group: Group, objects: Sequence[Object]) -> None:
@@ -103,21 +164,14 @@ def wait_ready(kube: Kube, run: str, *, timeout_s: float, most: int) -> None:
     Errors: FleetNotReady past the deadline, or if waiting does not help; ConfigError if a server
     refuses its options; FleetTripped above `most` live pods; KubeError.
     """
-    labels: dict[str, str | None] = {RUN_LABEL: run}
     end, looked_at, last_state = time.monotonic() + timeout_s, 0.0, ""
-    deployments: dict[str, Object] = {}
+    deployments: Sequence[Object] = ()
     reasons: list[Trouble] = []
-    for change in kube.watch(DEPLOYMENT, labels=labels, for_s=timeout_s, idle_s=1.0):
-        if change.what == "deleted":
-            deployments.pop(change.object["metadata"]["name"], None)
-        elif change.what != "idle":
-            deployments[change.object["metadata"]["name"]] = change.object
-        if deployments and all(_is_whole(deployment) for deployment in deployments.values()):
-            if change.what == "idle" or last_state:  # not before the first list is complete
-                logger.info("servers of %s are ready: %s", run, _progress(deployments))
-                return
-            continue
-        if change.what == "idle" and time.monotonic() - looked_at >= min(LOOK_S, timeout_s / 4):
+    for deployments in kube.watch(DEPLOYMENT, labels={RUN_LABEL: run}, for_s=timeout_s, idle_s=1.0):
+        if deployments and all(_is_whole(deployment) for deployment in deployments):
+            logger.info("servers of %s are ready: %s", run, _progress(deployments))
+            return
+        if time.monotonic() - looked_at >= min(LOOK_S, timeout_s / 4):
             looked_at = time.monotonic()
             check_breaker(kube, run, most)
             reasons = reasons_of(kube, run, deployments)
@@ -135,10 +189,10 @@ def wait_ready(kube: Kube, run: str, *, timeout_s: float, most: int) -> None:
     )
 
 
-def reasons_of(kube: Kube, run: str, deployments: Mapping[str, Object]) -> list[Trouble]:
+def reasons_of(kube: Kube, run: str, deployments: Sequence[Object]) -> list[Trouble]:
     """Return the reasons why servers are not ready, the worst first. Errors: KubeError."""
     pods = kube.list(POD, labels={RUN_LABEL: run}).items
-    reasons = [found for deployment in deployments.values() if (found := of_deployment(deployment))]
+    reasons = [found for deployment in deployments if (found := of_deployment(deployment))]
     try:
         events = kube.list(EVENT, fields="involvedObject.kind=Pod,type=Warning").items
     except Forbidden:
@@ -193,13 +247,13 @@ def _is_whole(deployment: Object) -> bool:
     return num_ready(deployment) >= max(1, int(deployment["spec"].get("replicas", 1)))
 
 
-def _progress(deployments: Mapping[str, Object]) -> str:
+def _progress(deployments: Sequence[Object]) -> str:
     """Return the number of ready servers, for example `babyai 1 of 2, textcraft 2 of 2`."""
-    rows = [
-        f"{deployment['metadata'].get('labels', {}).get(ENVIRONMENT_LABEL, name)}"
-        f" {num_ready(deployment)} of {deployment['spec'].get('replicas', 1)}"
-        for name, deployment in sorted(deployments.items())
-    ]
+    rows = []
+    for deployment in sorted(deployments, key=lambda deployment: deployment["metadata"]["name"]):
+        metadata, num = deployment["metadata"], deployment["spec"].get("replicas", 1)
+        name = metadata.get("labels", {}).get(ENVIRONMENT_LABEL, metadata["name"])
+        rows.append(f"{name} {num_ready(deployment)} of {num}")
     return ", ".join(rows) or "nothing yet"
 
 

@@ -13,8 +13,8 @@ from agentgym.comparison.results import read_rows, table
 from agentgym.comparison.shown import result_files, table_markdown
 from agentgym.config import load_config
 from agentgym.evaluation.clustered import clustered_interval
+from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.evaluation.record import attempts_of
-from agentgym.evaluation.request import EvaluationRequest
 from agentgym.evaluation.scaling import truncate
 from agentgym.pipeline.evaluation import answered, evaluate_policy
 from agentgym.pipeline.table import open_store

@@ -6,7 +6,7 @@ from agentgym.config import load_config
 from agentgym.data.items import DataError
 from agentgym.data.kept import STEP, fetch_data, keep_data
 from agentgym.data.trajectories import input_digest
-from agentgym.deploy.sent import sent_config
+from agentgym.deploy.attempts import sent_config
 from agentgym.pipeline.run import require_key
 from agentgym.pipeline.table import open_store
 

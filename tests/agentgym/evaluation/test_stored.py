@@ -9,9 +9,9 @@ from agentgym.cli import main
 from agentgym.comparison.versus import find_result, versus
 from agentgym.config import ConfigError, load_config
 from agentgym.evaluation.paired import align, compare
+from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.evaluation.publish import evidence_anew, promotions_of
 from agentgym.evaluation.record import PLAN
-from agentgym.evaluation.request import EvaluationRequest
 from agentgym.evaluation.result import CLOCK, RESULT, outcome_table
 from agentgym.evaluation.stored import OUTCOMES, NumbersChanged, plan_of, stored_result
 from agentgym.pipeline.evaluation import evaluate_policy, regrade

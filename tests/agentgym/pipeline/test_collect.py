@@ -7,11 +7,12 @@ from mlflow import MlflowClient
 
 from agentgym.cli import main
 from agentgym.config import load_config
-from agentgym.pipeline.collect import collect, survey
+from agentgym.pipeline import collect as collecting
+from agentgym.pipeline.collect import DAY_S, collect, connected, kept, survey
 from agentgym.pipeline.plan import plan
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
-from agentgym.store import retention
+from agentgym.store.manifest import Manifest
 
 pytestmark = pytest.mark.integration
 
@@ -23,7 +24,7 @@ NONE = "no such folder"
 @pytest.fixture
 def copied(copy_run, tmp_path, tiny_params, monkeypatch):
     """Parameters of a run that is done, in a store of its own, two hours ago."""
-    monkeypatch.setattr(retention, "FRESH_S", -7200.0)
+    monkeypatch.setattr(collecting, "FRESH_S", -7200.0)
     return tiny_params(copy_run(tmp_path / "run"), deterministic=True)
 
 
@@ -120,3 +121,78 @@ def test_a_step_that_runs_now_keeps_what_is_connected_with_it(copied, tmp_path):
         gone = [each.step for each in collect(cfg, [held])]
     assert gone == []
     assert store.head(held.step, held.key) == held
+
+
+NOW = 1_000 * DAY_S
+
+
+def head(step, *parents, days=100.0):
+    return Manifest(
+        step=step,
+        key="ab" * 32,
+        seq=0,
+        done=True,
+        parents={parent.step: parent.digest for parent in parents},
+        config={},
+        state={},
+        blobs={},
+        results={},
+        created_at=NOW - days * DAY_S,
+    )
+
+
+DATA = head("prepare", days=300)
+WARM = head("warm-start", DATA, days=290)
+OLD = head("stage-1", WARM, days=200)
+NEW = head("stage-2", WARM, days=20)
+UNRELATED_DATA = head("other-data", days=300)
+UNRELATED = head("other-stage", UNRELATED_DATA, days=299)
+ALL = (DATA, WARM, OLD, NEW, UNRELATED_DATA, UNRELATED)
+
+
+def needed(days=0.0, runs=0, pinned=(), live=()):
+    found = kept(
+        ALL,
+        now=NOW,
+        days=days,
+        runs=runs,
+        pinned={each.digest: "named" for each in pinned},
+        live={each.digest for each in live},
+    )
+    return {each.step: found[each.digest] for each in ALL if each.digest in found}
+
+
+def test_nothing_is_needed_that_nobody_needed():
+    assert needed() == {}
+
+
+def test_what_is_young_keeps_what_it_builds_on():
+    assert needed(days=30) == {
+        "stage-2": "younger than 30 days",
+        "warm-start": f"stage-2 ({'ab' * 6}) builds on it",
+        "prepare": f"warm-start ({'ab' * 6}) builds on it",
+    }
+
+
+def test_the_newest_ends_of_runs_are_needed():
+    assert needed(runs=1).keys() == {"stage-2", "warm-start", "prepare"}
+    assert needed(runs=2).keys() == {"stage-1", "stage-2", "warm-start", "prepare"}
+    assert needed(runs=99).keys() == {each.step for each in ALL}
+
+
+def test_what_is_named_is_needed_and_its_descendants_are_not():
+    assert needed(pinned=[WARM]).keys() == {"warm-start", "prepare"}
+    assert needed(pinned=[WARM])["warm-start"] == "named"
+
+
+def test_what_a_running_step_builds_on_keeps_all_that_is_connected_with_it():
+    assert needed(live=[DATA]).keys() == {"prepare", "warm-start", "stage-1", "stage-2"}
+    assert connected(ALL, ["nothing that is there"]) == set()
+
+
+def test_what_was_committed_within_the_hour_keeps_all_that_is_connected_with_it():
+    found = kept(
+        [*ALL, head("stage-3", WARM, days=0.01)], now=NOW, days=0, runs=0, pinned={}, live=()
+    )
+    assert set(found) >= {each.digest for each in (DATA, WARM, OLD, NEW)}
+    assert UNRELATED.digest not in found

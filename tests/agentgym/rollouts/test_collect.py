@@ -5,30 +5,27 @@ hangs, nobody jumps the queue.
 import asyncio
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import pytest
 
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.collect import RolloutError, collect, samples
+from agentgym.rollouts.collect import (
+    RolloutError,
+    collect,
+    rollout_metrics,
+    samples,
+    validation_metrics,
+)
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.players import EngineStalled, token_players
-from agentgym.types import Completion, Item, SampleKey, Status
+from agentgym.types import Completion, Item, SampleKey, Status, Trajectory, Turn
+from tests.agentgym.rollouts.test_episode import Reply
 
 SETTINGS = EpisodeSettings(
     seed=0, step=1, max_turns=3, temperature=1.0, max_new_tokens=6, context_tokens=256
 )
-
-
-@dataclass
-class Reply:
-    reward: float = 0.0
-    terminated: bool = False
-    success: bool = False
-    truncated: bool = False
-    observation: str = "you see a red ball"
-    info: dict = field(default_factory=dict)
 
 
 class Pool:
@@ -158,7 +155,7 @@ def test_latency_that_grows_with_reward_does_not_bias_the_batch(renderer, determ
     async def behave(item, attempt, turn):
         won = item.task_id % 2 == 1
         await asyncio.sleep(0.1 if won else 0)
-        return Reply(float(won), terminated=True, success=won)
+        return Reply(reward=float(won), terminated=True, success=won)
 
     trajectories, _, _ = gather(
         renderer, behave, items=20, concurrency=6, deterministic=deterministic
@@ -180,7 +177,7 @@ def test_a_failure_that_passes_is_tried_again(renderer, deterministic):
     async def behave(item, attempt, turn):
         if item.task_id == 3 and attempt < 3:
             raise broken()
-        return Reply(1.0, terminated=True, success=True)
+        return Reply(reward=1.0, terminated=True, success=True)
 
     trajectories, pool, _ = gather(renderer, behave, deterministic=deterministic)
     assert [(t.status, t.num_attempts, t.reward, t.error) for t in trajectories] == [
@@ -194,7 +191,7 @@ def test_a_lasting_failure_is_no_reward_of_zero(renderer, deterministic):
     async def behave(item, attempt, turn):
         if item.task_id == 3:
             raise broken()
-        return Reply(1.0, terminated=True, success=True)
+        return Reply(reward=1.0, terminated=True, success=True)
 
     trajectories, pool, _ = gather(renderer, behave, items=10, deterministic=deterministic)
     failed = trajectories[3]
@@ -246,7 +243,7 @@ def test_an_episode_that_hangs_times_out_alone(renderer, deterministic):
     async def behave(item, attempt, turn):
         if item.task_id == 3 and turn == 2:
             await asyncio.sleep(3600)
-        return Reply(1.0, terminated=turn == 3)
+        return Reply(reward=1.0, terminated=turn == 3)
 
     began = time.monotonic()
     trajectories, _, _ = gather(
@@ -301,7 +298,7 @@ def test_an_engine_without_any_answer_ends_the_collection_and_is_named(renderer,
 def test_an_environment_that_hangs_beside_a_slow_engine_times_out(renderer):
     async def behave(item, attempt, turn):
         await asyncio.sleep(3600 if item.task_id == 3 and turn == 2 else 0)
-        return Reply(1.0, terminated=turn == 3)
+        return Reply(reward=1.0, terminated=turn == 3)
 
     trajectories, _, _ = gather(
         renderer,
@@ -329,7 +326,7 @@ def test_an_episode_that_has_ended_keeps_its_outcome_however_long_its_session_ta
                 await asyncio.sleep(3600)
 
     async def behave(item, attempt, turn):
-        return Reply(1.0, terminated=turn == 2, success=True)
+        return Reply(reward=1.0, terminated=turn == 2, success=True)
 
     collection = collect(
         [(Item("babyai", 0), 0)],
@@ -353,7 +350,7 @@ def test_an_episode_that_has_ended_keeps_its_outcome_however_long_its_session_ta
 
 def test_statuses_of_horizon_and_end(renderer):
     async def behave(item, attempt, turn):
-        return Reply(0.25, terminated=item.task_id == 1 and turn == 2, success=True)
+        return Reply(reward=0.25, terminated=item.task_id == 1 and turn == 2, success=True)
 
     never, ends = gather(renderer, behave, items=2)[0]
     assert (never.status, len(never.turns), never.reward, never.success) == (
@@ -436,3 +433,82 @@ def test_lockstep_asks_in_one_order_whatever_the_environments_latency(renderer):
 
         free.append(gather(renderer, behave, items=6)[2].keys)
     assert free[0] != free[1]
+
+
+def trajectory(env, reward, *, num_turns=1, status=Status.TERMINATED):
+    return Trajectory(
+        item=Item(env, 0),
+        sample=0,
+        step=1,
+        max_turns=4,
+        status=status,
+        reward=reward if status.is_valid else None,
+        success=reward == 1.0,
+        first_observation="",
+        turns=(Turn("go", "gone", 0.0, 0, 1, 0),) * num_turns,
+        input_ids=(1, 2),
+        action_mask=(False, True),
+        logprobs=(0.0, -0.5),
+        temperature=1.0,
+    )
+
+
+def test_environments_that_meet_have_figures_of_their_own():
+    both = [
+        trajectory("babyai", 1.0),
+        trajectory("babyai", 0.0, num_turns=3),
+        trajectory("textcraft", 0.5, num_turns=2),
+    ]
+    metrics = rollout_metrics([*both, trajectory("textcraft", 0.0, status=Status.ENV_ERROR)])
+    assert metrics["rollout/success"] == pytest.approx(1 / 3)
+    assert metrics["rollout/env_error_frac"] == pytest.approx(1 / 4)
+    own = {name: value for name, value in metrics.items() if name.count("/") == 2}
+    assert own == {
+        "rollout/babyai/num_episodes": 2,
+        "rollout/babyai/success": 0.5,
+        "rollout/babyai/reward_mean": 0.5,
+        "rollout/babyai/turns_mean": 2,
+        "rollout/textcraft/num_episodes": 1,
+        "rollout/textcraft/success": 0,
+        "rollout/textcraft/reward_mean": 0.5,
+        "rollout/textcraft/turns_mean": 2,
+    }
+    assert validation_metrics(both) == {
+        "validation/success": pytest.approx(1 / 3),
+        "validation/babyai/success": 0.5,
+        "validation/textcraft/success": 0,
+    }
+
+
+def test_groups_of_equal_rewards_are_counted_up_to_rounding():
+    def frac(*groups):
+        rows = [
+            replace(trajectory("sciworld", reward), item=Item("sciworld", i))
+            for i, rewards in enumerate(groups)
+            for reward in rewards
+        ]
+        return rollout_metrics(rows)["rollout/equal_reward_groups_frac"]
+
+    assert frac([0.66, 0.6600000000000001], [0.0, 0.0], [0.66, 0.67], [0.5]) == 0.75
+    assert frac([0.0, 1.0], [66.0, 66.00000000000001]) == 0.5
+
+
+def test_one_environment_has_no_second_set_of_figures():
+    assert not [name for name in rollout_metrics([trajectory("babyai", 1.0)]) if "babyai" in name]
+
+
+def test_each_kind_of_cut_is_counted_by_its_name():
+    ends = (
+        Status.MAX_TURNS,
+        Status.MAX_TOKENS,
+        Status.ENV_LIMIT,
+        Status.ENV_LIMIT,
+        Status.TERMINATED,
+        Status.TIMEOUT,
+    )
+    metrics = rollout_metrics([trajectory("babyai", 0.0, status=status) for status in ends])
+    shares = {
+        name: metrics[f"rollout/{name}"]
+        for name in ("max_turns_frac", "max_tokens_frac", "env_limit_frac")
+    }
+    assert shares == {"max_turns_frac": 1 / 5, "max_tokens_frac": 1 / 5, "env_limit_frac": 2 / 5}

@@ -19,8 +19,8 @@ def pool_of(endpoint, env="babyai", **settings):
     return AgentGymPool(env, [endpoint], **{"request_timeout_s": 5.0, "max_retries": 1, **settings})
 
 
-def test_an_episode_is_played_in_agentgyms_protocol_and_closed(serving):
-    async def main(endpoint, sessions):
+async def test_an_episode_is_played_in_agentgyms_protocol_and_closed(serving):
+    with serving("babyai", {"view": "compact"}) as (endpoint, sessions):
         env = EnvConfig(name="babyai", dialect="agentgym", endpoints=(f"{endpoint}/agentgym",))
         async with EnvPools.of([env], {"babyai": env.endpoints}) as pools:
             assert await pools.check([env], allow_expert=False) == {"babyai": Guide()}
@@ -36,9 +36,6 @@ def test_an_episode_is_played_in_agentgyms_protocol_and_closed(serving):
                 assert sessions.info().active_sessions == 1
         assert sessions.info().active_sessions == 0
 
-    with serving("babyai", {"view": "compact"}) as (endpoint, sessions):
-        asyncio.run(main(endpoint, sessions))
-
 
 @pytest.mark.parametrize(
     ("name", "task", "actions"),
@@ -48,11 +45,11 @@ def test_an_episode_is_played_in_agentgyms_protocol_and_closed(serving):
         ("webarena", 0, ["scroll [down]", "stop [$12.50]"]),
     ],
 )
-def test_the_other_servers_are_driven_too(serving, name, task, actions, request):
+async def test_the_other_servers_are_driven_too(serving, name, task, actions, request):
     if name == "webarena":
         request.getfixturevalue("chromium")
 
-    async def main(endpoint, sessions):
+    with serving(name) as (endpoint, sessions):
         async with AgentGymPool(name, [f"{endpoint}/agentgym"], request_timeout_s=60) as pool:
             await pool.check(EnvConfig(name=name), allow_expert=False)
             async with pool.session(Item(name, task), "key") as session:
@@ -65,13 +62,10 @@ def test_the_other_servers_are_driven_too(serving, name, task, actions, request)
             ]
         assert sessions.info().active_sessions == 0
 
-    with serving(name) as (endpoint, sessions):
-        asyncio.run(main(endpoint, sessions))
-
 
 @pytest.mark.usefixtures("java")
-def test_part_credit_is_scaled_and_neither_ends_nor_wins_an_episode(serving):
-    async def main(endpoint):
+async def test_part_credit_is_scaled_and_neither_ends_nor_wins_an_episode(serving):
+    with serving("sciworld", max_sessions=2) as (endpoint, _):
         async with AgentGymPool("sciworld", [f"{endpoint}/agentgym"], request_timeout_s=60) as pool:
             await pool.check(EnvConfig(name="sciworld"), allow_expert=False)
             async with pool.session(Item("sciworld", 2939), "won") as session:
@@ -98,9 +92,6 @@ def test_part_credit_is_scaled_and_neither_ends_nor_wins_an_episode(serving):
                     replies[1].success,
                     sum(reply.reward for reply in replies),
                 ) == (True, False, 0.0)
-
-    with serving("sciworld", max_sessions=2) as (endpoint, _):
-        asyncio.run(main(endpoint))
 
 
 def test_other_servers_are_refused_by_what_they_say(serving):
@@ -166,19 +157,16 @@ OPENED = ((200, '{"id": 5}'), (200, '{"observation": "a room"}'))
         ((503, "full"), "full"),
     ],
 )
-def test_a_step_that_fails_is_an_environment_error_and_never_sent_twice(answer, kind):
-    async def main():
-        async with answering(*OPENED, answer) as (endpoint, asked), pool_of(endpoint) as pool:
-            async with pool.session(Item("babyai", 1), "key") as session:
-                with pytest.raises(EnvError) as caught:
-                    await session.step("turn left")
-            assert caught.value.kind == kind
-            assert asked == ["/create", "/reset", "/step", "/close"]
-
-    asyncio.run(main())
+async def test_a_step_that_fails_is_an_environment_error_and_never_sent_twice(answer, kind):
+    async with answering(*OPENED, answer) as (endpoint, asked), pool_of(endpoint) as pool:
+        async with pool.session(Item("babyai", 1), "key") as session:
+            with pytest.raises(EnvError) as caught:
+                await session.step("turn left")
+        assert caught.value.kind == kind
+        assert asked == ["/create", "/reset", "/step", "/close"]
 
 
-def test_half_an_emoji_of_a_server_is_replaced_wherever_it_stands():
+async def test_half_an_emoji_of_a_server_is_replaced_wherever_it_stands():
     half = r"wall \ud83d"
     opened = (OPENED[0], (200, f'{{"observation": "{half}"}}'))
     steps = (
@@ -187,65 +175,53 @@ def test_half_an_emoji_of_a_server_is_replaced_wherever_it_stands():
         (503, "x"),
     )
 
-    async def main():
-        async with answering(*opened, *steps) as (endpoint, _), pool_of(endpoint) as pool:
-            async with pool.session(Item("babyai", 1), "key") as session:
-                assert session.observation == "wall \ufffd"
-                assert (await session.step("turn left")).observation == "wall \ufffd"
-                with pytest.raises(EnvError) as caught:
-                    await session.step("turn left")
-            assert str(caught.value).encode()
-
-    asyncio.run(main())
+    async with answering(*opened, *steps) as (endpoint, _), pool_of(endpoint) as pool:
+        async with pool.session(Item("babyai", 1), "key") as session:
+            assert session.observation == "wall \ufffd"
+            assert (await session.step("turn left")).observation == "wall \ufffd"
+            with pytest.raises(EnvError) as caught:
+                await session.step("turn left")
+        assert str(caught.value).encode()
 
 
-def test_opening_and_resetting_are_tried_again():
-    async def main():
-        async with (
-            answering(None, OPENED[0], (503, "full"), OPENED[1]) as (endpoint, asked),
-            pool_of(endpoint) as pool,
-        ):
-            async with pool.session(Item("babyai", 1), "key") as session:
-                assert session.observation == "a room"
-            assert asked == ["/create", "/create", "/reset", "/reset", "/close"]
-
-    asyncio.run(main())
+async def test_opening_and_resetting_are_tried_again():
+    async with (
+        answering(None, OPENED[0], (503, "full"), OPENED[1]) as (endpoint, asked),
+        pool_of(endpoint) as pool,
+    ):
+        async with pool.session(Item("babyai", 1), "key") as session:
+            assert session.observation == "a room"
+        assert asked == ["/create", "/create", "/reset", "/reset", "/close"]
 
 
-def test_a_webarena_task_that_cannot_be_opened_is_an_env_error_and_rewards_count_at_the_end():
+WEB_OPENED = (
+    (200, '{"env_idx": 5}'),
+    (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'),
+    (200, '"a page"'),
+)
+
+
+async def test_a_webarena_task_that_cannot_be_opened_is_an_env_error_and_rewards_count_at_the_end():
     failed = (200, '{"observation": "TimeoutError", "sites": "Error", "object": "Error"}')
-    opened = (
-        (200, '{"env_idx": 5}'),
-        (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'),
-        (200, '"a page"'),
-    )
     step = '{"observation": "x", "reward": 1.0, "terminated": %s, "truncated": false, "info": {}}'
 
-    async def main():
-        async with (
-            answering(opened[0], failed) as (endpoint, asked),
-            pool_of(endpoint, env="webarena") as pool,
-        ):
-            with pytest.raises(EnvError, match="unexpected answer"):
-                async with pool.session(Item("webarena", 1), "k"):
-                    pass
-            assert asked == ["/create", "/reset", "/close"]
-        answers = (*opened, (200, step % "false"), (200, step % "true"))
-        async with answering(*answers) as (endpoint, _), pool_of(endpoint, env="webarena") as pool:
-            async with pool.session(Item("webarena", 1), "k") as session:
-                replies = [await session.step("click [1]"), await session.step("stop []")]
-            assert [(r.reward, r.terminated) for r in replies] == [(0.0, False), (1.0, True)]
-
-    asyncio.run(main())
+    async with (
+        answering(WEB_OPENED[0], failed) as (endpoint, asked),
+        pool_of(endpoint, env="webarena") as pool,
+    ):
+        with pytest.raises(EnvError, match="unexpected answer"):
+            async with pool.session(Item("webarena", 1), "k"):
+                pass
+        assert asked == ["/create", "/reset", "/close"]
+    answers = (*WEB_OPENED, (200, step % "false"), (200, step % "true"))
+    async with answering(*answers) as (endpoint, _), pool_of(endpoint, env="webarena") as pool:
+        async with pool.session(Item("webarena", 1), "k") as session:
+            replies = [await session.step("click [1]"), await session.step("stop []")]
+        assert [(r.reward, r.terminated) for r in replies] == [(0.0, False), (1.0, True)]
 
 
-def test_webarenas_server_alone_tells_its_limit_from_the_end_of_the_task():
+async def test_webarenas_server_alone_tells_its_limit_from_the_end_of_the_task():
     step = '{"observation": "x", "reward": 0, "terminated": %s, "truncated": %s, "info": {}}'
-    opened = (
-        (200, '{"env_idx": 5}'),
-        (200, '{"observation": "a page", "sites": ["reddit"], "object": "look"}'),
-        (200, '"a page"'),
-    )
     done = (200, '{"observation": "x", "reward": 0.0, "score": 0.0, "done": true}')
 
     async def ended(env, *answers):
@@ -257,26 +233,26 @@ def test_webarenas_server_alone_tells_its_limit_from_the_end_of_the_task():
             reply = await session.step("stop []")
             return reply.terminated, reply.truncated
 
-    async def main():
-        assert await ended("webarena", *opened, (200, step % ("false", "true"))) == (False, True)
-        assert await ended("webarena", *opened, (200, step % ("true", "true"))) == (True, False)
-        assert await ended("babyai", *OPENED, done) == (True, False)  # one flag for both
+    assert await ended("webarena", *WEB_OPENED, (200, step % ("false", "true"))) == (
+        False,
+        True,
+    )
+    assert await ended("webarena", *WEB_OPENED, (200, step % ("true", "true"))) == (
+        True,
+        False,
+    )
+    assert await ended("babyai", *OPENED, done) == (True, False)  # one flag for both
 
-    asyncio.run(main())
 
-
-def test_a_late_reward_ends_the_episode_although_their_server_goes_on():
-    async def main():
-        late = (200, '{"observation": "completed", "reward": 0.3, "score": 0.3, "done": false}')
-        async with (
-            answering(*OPENED, late) as (endpoint, _),
-            pool_of(endpoint) as pool,
-            pool.session(Item("babyai", 1), "k") as session,
-        ):
-            reply = await session.step("go to red ball 1")
-            assert (reply.reward, reply.terminated, reply.success) == (0.3, True, True)
-
-    asyncio.run(main())
+async def test_a_late_reward_ends_the_episode_although_their_server_goes_on():
+    late = (200, '{"observation": "completed", "reward": 0.3, "score": 0.3, "done": false}')
+    async with (
+        answering(*OPENED, late) as (endpoint, _),
+        pool_of(endpoint) as pool,
+        pool.session(Item("babyai", 1), "k") as session,
+    ):
+        reply = await session.step("go to red ball 1")
+        assert (reply.reward, reply.terminated, reply.success) == (0.3, True, True)
 
 
 def test_what_the_dialect_cannot_do_is_said_before_anything_starts():

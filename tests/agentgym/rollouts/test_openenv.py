@@ -16,13 +16,14 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Response
 
 from agentgym.config import EnvConfig, RunConfig
-from agentgym.deploy.owned import owned_process, tail
+from agentgym.deploy.owned import owned_process
 from agentgym.rollouts import openenv as client
 from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.guide import Guide
 from agentgym.rollouts.openenv import OpenEnvPool
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Item
+from tests.waiting import text_of
 
 TASKS = (36, 7, 130)
 
@@ -32,12 +33,7 @@ def original(openenv, folder, name, most):
     """URL of OpenEnv's own server around our simulator, for so many connections at once."""
     command, environment = openenv("serve", name, str(folder / "port"), str(most))
     with owned_process(command, log_path=folder / "log", env=environment) as process:
-        until = time.monotonic() + 60
-        while not (folder / "port").exists():
-            assert process.poll() is None, tail(folder / "log")
-            assert time.monotonic() < until, tail(folder / "log")
-            time.sleep(0.02)
-        yield f"http://127.0.0.1:{(folder / 'port').read_text()}"
+        yield f"http://127.0.0.1:{text_of(folder / 'port', process, folder / 'log')}"
 
 
 async def follow(pools, name, task, first, turns):
@@ -64,8 +60,8 @@ def configured(name, url):
 
 
 @pytest.mark.parametrize("name", ["textcraft", "babyai"])
-def test_gold_episodes_on_openenvs_own_server(openenv, gold, tmp_path, name):
-    async def main(url):
+async def test_gold_episodes_on_openenvs_own_server(openenv, gold, tmp_path, name):
+    with original(openenv, tmp_path, name, len(TASKS)) as url:
         env = configured(name, url)
         async with EnvPools.of([env], {name: env.endpoints}) as pools:
             assert await pools.check([env], allow_expert=False) == {name: Guide()}
@@ -74,16 +70,13 @@ def test_gold_episodes_on_openenvs_own_server(openenv, gold, tmp_path, name):
             )
         assert all(reply.success and reply.terminated for reply in replies)
 
-    with original(openenv, tmp_path, name, len(TASKS)) as url:
-        asyncio.run(main(url))
 
-
-def test_a_place_that_is_taken_is_waited_for(openenv, gold, tmp_path):
+async def test_a_place_that_is_taken_is_waited_for(openenv, gold, tmp_path):
     """OpenEnv's servers have one place unless told otherwise, and every episode gives it back
     before it is over.
     """
 
-    async def main(url):
+    with original(openenv, tmp_path, "textcraft", 1) as url:
         async with OpenEnvPool([url], request_timeout_s=10, max_retries=0) as pool:
             replies = await asyncio.gather(
                 *(follow(pool, "textcraft", task, *gold("textcraft", task)) for task in TASKS)
@@ -101,25 +94,19 @@ def test_a_place_that_is_taken_is_waited_for(openenv, gold, tmp_path):
             assert caught.value.kind == "full"
             assert "CAPACITY_REACHED" in str(caught.value)
 
-    with original(openenv, tmp_path, "textcraft", 1) as url:
-        asyncio.run(main(url))
-
 
 @pytest.mark.parametrize("name", ["textcraft", "babyai"])
-def test_gold_episodes_on_our_servers(serving, gold, name):
-    async def main(url, sessions):
+async def test_gold_episodes_on_our_servers(serving, gold, name):
+    with serving(name) as (url, sessions):
         env = configured(name, url)
         async with EnvPools.of([env], {name: env.endpoints}) as pools:
             await pools.check([env], allow_expert=False)
             await asyncio.gather(*(follow(pools, name, task, *gold(name, task)) for task in TASKS))
             assert sessions.info().active_sessions == 0  # each was closed when its episode was
 
-    with serving(name) as (url, sessions):
-        asyncio.run(main(url, sessions))
 
-
-def test_an_episode_that_our_server_cuts_is_truncated_and_no_success(serving):
-    async def main(url):
+async def test_an_episode_that_our_server_cuts_is_truncated_and_no_success(serving):
+    with serving("textcraft", {"max_steps": 2}) as (url, _):
         async with (
             OpenEnvPool([url], request_timeout_s=10) as pool,
             pool.session(Item("textcraft", 36), "key") as session,
@@ -129,9 +116,6 @@ def test_an_episode_that_our_server_cuts_is_truncated_and_no_success(serving):
             (False, False, False),
             (False, True, False),
         ]
-
-    with serving("textcraft", {"max_steps": 2}) as (url, _):
-        asyncio.run(main(url))
 
 
 TEXTS = {
@@ -273,55 +257,46 @@ def test_a_step_that_fails_is_an_environment_error_and_never_sent_twice(reply, k
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_half_an_emoji_of_a_server_is_replaced_wherever_it_stands():
+async def test_half_an_emoji_of_a_server_is_replaced_wherever_it_stands():
     error = {"type": "error", "data": {"message": "why \ud83d", "code": "EXECUTION_ERROR"}}
 
-    async def main():
-        async with (
-            standing_in(BEGUN, seen("wall \ud83d"), error) as (url, _, _),
-            pool_of(url) as pool,
-            pool.session(Item("textcraft", 3), "key") as session,
-        ):
-            assert (await session.step("go")).observation == "wall \ufffd"
-            with pytest.raises(EnvError, match=r"why \\ud83d"):
-                await session.step("go")
-
-    asyncio.run(main())
+    async with (
+        standing_in(BEGUN, seen("wall \ud83d"), error) as (url, _, _),
+        pool_of(url) as pool,
+        pool.session(Item("textcraft", 3), "key") as session,
+    ):
+        assert (await session.step("go")).observation == "wall \ufffd"
+        with pytest.raises(EnvError, match=r"why \\ud83d"):
+            await session.step("go")
 
 
-def test_an_answer_too_large_to_keep_ends_the_episode(monkeypatch):
+async def test_an_answer_too_large_to_keep_ends_the_episode(monkeypatch):
     monkeypatch.setattr(client, "MAX_MESSAGE_BYTES", 10_000)
 
-    async def main():
-        async with standing_in(BEGUN, seen("x" * 20_000)) as (url, _, _), pool_of(url) as pool:
-            with pytest.raises(EnvError, match="unreachable"):
-                async with pool.session(Item("textcraft", 3), "key") as session:
-                    await session.step("go")
-
-    asyncio.run(main())
-
-
-def test_beginning_is_tried_again_in_a_connection_of_its_own():
-    async def main():
-        async with (
-            standing_in(None, failed("CAPACITY_REACHED"), BEGUN) as (url, came, _),
-            pool_of(url, max_retries=2) as pool,
-        ):
+    async with standing_in(BEGUN, seen("x" * 20_000)) as (url, _, _), pool_of(url) as pool:
+        with pytest.raises(EnvError, match="unreachable"):
             async with pool.session(Item("textcraft", 3), "key") as session:
-                assert session.observation == "begin"
-            assert [kind for kind in kinds(came) if kind != "close"] == ["reset"] * 3
-            assert kinds(came)[-1] == "close"
-        for code in ("FACTORY_ERROR", "EXECUTION_ERROR"):
-            async with standing_in(failed(code)) as (url, came, _), pool_of(url) as pool:
-                with pytest.raises(EnvError, match=f"env_crashed: {code}: why"):
-                    async with pool.session(Item("textcraft", 3), "key"):
-                        pass
-                assert kinds(came).count("reset") == 1
-
-    asyncio.run(main())
+                await session.step("go")
 
 
-def test_success_is_what_the_server_says_else_a_positive_sum_at_the_end():
+async def test_beginning_is_tried_again_in_a_connection_of_its_own():
+    async with (
+        standing_in(None, failed("CAPACITY_REACHED"), BEGUN) as (url, came, _),
+        pool_of(url, max_retries=2) as pool,
+    ):
+        async with pool.session(Item("textcraft", 3), "key") as session:
+            assert session.observation == "begin"
+        assert [kind for kind in kinds(came) if kind != "close"] == ["reset"] * 3
+        assert kinds(came)[-1] == "close"
+    for code in ("FACTORY_ERROR", "EXECUTION_ERROR"):
+        async with standing_in(failed(code)) as (url, came, _), pool_of(url) as pool:
+            with pytest.raises(EnvError, match=f"env_crashed: {code}: why"):
+                async with pool.session(Item("textcraft", 3), "key"):
+                    pass
+            assert kinds(came).count("reset") == 1
+
+
+async def test_success_is_what_the_server_says_else_a_positive_sum_at_the_end():
     async def last(*replies):
         async with (
             standing_in(BEGUN, *replies) as (url, _, _),
@@ -332,24 +307,21 @@ def test_success_is_what_the_server_says_else_a_positive_sum_at_the_end():
                 reply = await session.step("go")
             return reply.reward, reply.terminated, reply.truncated, reply.success
 
-    async def main():
-        assert await last(seen(reward=1.0, done=True)) == (1.0, True, False, True)
-        assert await last(seen(reward=1), seen(reward=None, done=True)) == (0.0, True, False, True)
-        assert await last(seen(reward=0.5)) == (0.5, False, False, False)
-        assert await last(seen(reward=-1, done=True)) == (-1.0, True, False, False)
-        assert await last(seen(reward=0.2, done=True, success=False)) == (0.2, True, False, False)
-        assert await last(seen(reward=0.2, done=True, truncated=True)) == (0.2, False, True, False)
-        assert await last(seen(reward=0.2, done=True, truncated="no", success="no")) == (
-            0.2,
-            True,
-            False,
-            True,
-        )
-        older = seen(reward=0.2, done=True)
-        older["data"]["observation"]["metadata"] = {"success": False}
-        assert await last(older) == (0.2, True, False, False)
-
-    asyncio.run(main())
+    assert await last(seen(reward=1.0, done=True)) == (1.0, True, False, True)
+    assert await last(seen(reward=1), seen(reward=None, done=True)) == (0.0, True, False, True)
+    assert await last(seen(reward=0.5)) == (0.5, False, False, False)
+    assert await last(seen(reward=-1, done=True)) == (-1.0, True, False, False)
+    assert await last(seen(reward=0.2, done=True, success=False)) == (0.2, True, False, False)
+    assert await last(seen(reward=0.2, done=True, truncated=True)) == (0.2, False, True, False)
+    assert await last(seen(reward=0.2, done=True, truncated="no", success="no")) == (
+        0.2,
+        True,
+        False,
+        True,
+    )
+    older = seen(reward=0.2, done=True)
+    older["data"]["observation"]["metadata"] = {"success": False}
+    assert await last(older) == (0.2, True, False, False)
 
 
 def schema_of(action, observation, **more):
@@ -390,43 +362,34 @@ def fields(required, *optional):
         (schema_of(fields(["a"]), {"properties": {}}), "no text field of its observations"),
     ],
 )
-def test_the_text_fields_are_found_or_asked_for(schema, expected):
-    async def main():
-        async with standing_in(schema=schema) as (url, _, _), pool_of(url) as pool:
-            if isinstance(expected, str):
-                with pytest.raises(ValueError, match=expected):
-                    await pool.check(EnvConfig(name="textcraft"), allow_expert=False)
-            else:
+async def test_the_text_fields_are_found_or_asked_for(schema, expected):
+    async with standing_in(schema=schema) as (url, _, _), pool_of(url) as pool:
+        if isinstance(expected, str):
+            with pytest.raises(ValueError, match=expected):
                 await pool.check(EnvConfig(name="textcraft"), allow_expert=False)
-                found = pool._fields[url]
-                assert (found.action, found.observation) == expected
-
-    asyncio.run(main())
+        else:
+            await pool.check(EnvConfig(name="textcraft"), allow_expert=False)
+            found = pool._fields[url]
+            assert (found.action, found.observation) == expected
 
 
 @pytest.mark.parametrize(
     ("schema", "status"),
     [("<html>", 200), ("[]", 200), ("{}", 200), ("[" * 100_000, 200), (TEXTS, 404), (TEXTS, 500)],
 )
-def test_a_server_without_a_schema_is_refused(schema, status):
-    async def main():
-        async with standing_in(schema=schema, status=status) as (url, _, _), pool_of(url) as pool:
-            with pytest.raises(EnvError, match="no schema of an OpenEnv server") as caught:
-                await pool.check(EnvConfig(name="textcraft"), allow_expert=False)
-            assert caught.value.kind == "protocol"
-
-    asyncio.run(main())
+async def test_a_server_without_a_schema_is_refused(schema, status):
+    async with standing_in(schema=schema, status=status) as (url, _, _), pool_of(url) as pool:
+        with pytest.raises(EnvError, match="no schema of an OpenEnv server") as caught:
+            await pool.check(EnvConfig(name="textcraft"), allow_expert=False)
+        assert caught.value.kind == "protocol"
 
 
-def test_servers_of_a_pool_have_the_same_fields():
-    async def main():
-        other = schema_of(fields(["code"]), fields(["text"]))
-        async with standing_in() as (first, _, _), standing_in(schema=other) as (second, _, _):
-            pool = OpenEnvPool([first, second], request_timeout_s=2)
-            with pytest.raises(ValueError, match="name servers of one environment"):
-                await pool.check(EnvConfig(name="textcraft"), allow_expert=False)
-
-    asyncio.run(main())
+async def test_servers_of_a_pool_have_the_same_fields():
+    other = schema_of(fields(["code"]), fields(["text"]))
+    async with standing_in() as (first, _, _), standing_in(schema=other) as (second, _, _):
+        pool = OpenEnvPool([first, second], request_timeout_s=2)
+        with pytest.raises(ValueError, match="name servers of one environment"):
+            await pool.check(EnvConfig(name="textcraft"), allow_expert=False)
 
 
 def test_the_token_goes_to_the_named_server_and_into_no_log(monkeypatch, caplog):
@@ -448,40 +411,30 @@ def test_the_token_goes_to_the_named_server_and_into_no_log(monkeypatch, caplog)
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
-def test_a_connection_that_is_sent_elsewhere_is_refused(monkeypatch, status):
+async def test_a_connection_that_is_sent_elsewhere_is_refused(monkeypatch, status):
     monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "hush-hush")
-
-    async def main():
-        async with standing_in(BEGUN) as (elsewhere, _, stolen):
-            target = f"{elsewhere.replace('http', 'ws')}/ws"
-            moved = Response(
-                status, "Moved", Headers({"Location": target, "Content-Length": "0"}), b""
-            )
-            async with standing_in(refuse=moved) as (url, came, _), pool_of(url) as pool:
-                with pytest.raises(EnvError, match=f"status {status}") as caught:
-                    async with pool.session(Item("textcraft", 3), "key"):
-                        pass
-            assert (caught.value.kind, came, stolen) == ("protocol", [], [])
-
-    asyncio.run(main())
+    async with standing_in(BEGUN) as (elsewhere, _, stolen):
+        target = f"{elsewhere.replace('http', 'ws')}/ws"
+        moved = Response(status, "Moved", Headers({"Location": target, "Content-Length": "0"}), b"")
+        async with standing_in(refuse=moved) as (url, came, _), pool_of(url) as pool:
+            with pytest.raises(EnvError, match=f"status {status}") as caught:
+                async with pool.session(Item("textcraft", 3), "key"):
+                    pass
+        assert (caught.value.kind, came, stolen) == ("protocol", [], [])
 
 
-def test_a_session_outlives_a_loop_that_is_busy_and_pings_are_answered_meanwhile(
+async def test_a_session_outlives_a_loop_that_is_busy_and_pings_are_answered_meanwhile(
     serving, monkeypatch
 ):
     from envs import connection
 
     monkeypatch.setattr(connection, "PING_S", 0.1)
     monkeypatch.setattr(connection, "PONG_S", 0.8)
-
-    async def main(url):
+    with serving("textcraft") as (url, _):
         async with pool_of(url) as pool, pool.session(Item("textcraft", 36), "key") as session:
             await asyncio.sleep(2)  # a model thinks; nobody reads
             time.sleep(0.5)  # and holds the loop up
             assert (await session.step("inventory")).turn == 1
-
-    with serving("textcraft") as (url, _):
-        asyncio.run(main(url))
 
 
 def test_what_the_dialect_cannot_do_is_said_before_anything_starts():

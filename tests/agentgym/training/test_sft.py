@@ -1,7 +1,7 @@
 """Demonstrations are what the policy would have sampled, and come round in seeded order."""
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
@@ -19,31 +19,11 @@ from agentgym.training.demonstrations import replies_of, tokenized
 from agentgym.training.initial import texts_of
 from agentgym.training.sft import demo_indices
 from agentgym.types import Item
+from tests.agentgym.rollouts.test_episode import Reply, Session
 
 SETTINGS = EpisodeSettings(
     seed=0, step=0, max_turns=9, temperature=1.0, max_new_tokens=6, context_tokens=256
 )
-
-
-@dataclass
-class Reply:
-    observation: str = "you see"
-    reward: float = 0.0
-    terminated: bool = False
-    truncated: bool = False
-    success: bool = False
-    info: dict = field(default_factory=dict)
-
-
-class Session:
-    observation = "task: go"
-
-    def __init__(self, replies):
-        self.replies, self.actions = iter(replies), []
-
-    async def step(self, action):
-        self.actions.append(action)
-        return next(self.replies)
 
 
 def played(lines, replies, settings=SETTINGS, sample=0):
@@ -78,7 +58,7 @@ def test_a_demonstration_is_rendered_as_a_rollout_reads_it(tokenizer, action_for
     ]
     assert list(demo.input_ids[: demo.turns[0].start]) == renderer.start("task: go", "rules")
     between = demo.input_ids[demo.turns[0].end : demo.turns[1].start]
-    assert list(between) == renderer.bridge("you see", stopped=True)
+    assert list(between) == renderer.bridge(Reply().observation, stopped=True)
     assert (demo.reward, demo.success) == (1.0, True)
 
 

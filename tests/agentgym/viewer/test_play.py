@@ -1,8 +1,6 @@
 """Episodes played on pages, on real servers."""
 
 import re
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import pytest
 from starlette.testclient import TestClient
@@ -13,6 +11,7 @@ from agentgym.viewer.play import MAX_GAMES
 from agentgym.viewer.query import Query
 from tests.agentgym.viewer.conftest import SCRIPT, TRAINING, episode
 from tests.agentgym.viewer.test_app import check
+from tests.answering import Handler, http_server
 
 
 @pytest.fixture(scope="module")
@@ -103,21 +102,13 @@ def bystander():
     """A service of this machine that nobody configured: (its address, the requests it got)."""
     asked = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Bystander(Handler):
         def do_POST(self):
             asked.append(self.path)
             self.send_error(404)
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/retrieve", asked
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with http_server(Bystander) as address:
+        yield f"{address}/retrieve", asked
 
 
 def test_an_address_in_a_record_is_shown_and_asked_neither_to_draw_nor_to_play(

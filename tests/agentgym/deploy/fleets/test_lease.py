@@ -16,7 +16,7 @@ from agentgym.deploy.fleets.lease import (
     groups,
     renew,
 )
-from agentgym.deploy.kube.kinds import LEASE
+from agentgym.deploy.kube.client import LEASE
 from agentgym.store.lease import Holder, LeaseHeld
 
 DEAD = replace(Holder.me(0), pid=2**22 + 1, started="1")  # no process has that number

@@ -20,9 +20,8 @@ from agentgym.deploy.fleets.sending import (
     take_down,
     wait_ready,
 )
-from agentgym.deploy.kube import FieldConflict, Kind
-from agentgym.deploy.kube.client import connect
-from agentgym.deploy.kube.kinds import DEPLOYMENT, LEASE, NODE, POD, REPLICA_SET
+from agentgym.deploy.kube.client import DEPLOYMENT, LEASE, NODE, POD, Kind, connect
+from agentgym.deploy.kube.transport import FieldConflict
 from agentgym.deploy.manifests import Fleet, rendered_fleet
 
 pytestmark = pytest.mark.kubernetes
@@ -103,7 +102,7 @@ def test_a_fleet_comes_up_changes_its_size_and_goes_without_a_trace(admin, run, 
     with pytest.raises(FleetTripped, match=f"run {run} has 3 live pods, and at most 2 are its own"):
         check_breaker(admin, run, 2)
     take_down(admin, run, timeout_s=60.0)
-    kinds = [*kinds_of(admin), POD, REPLICA_SET, Kind("v1", "Endpoints")]
+    kinds = [*kinds_of(admin), POD, Kind("apps/v1", "ReplicaSet"), Kind("v1", "Endpoints")]
     left = {kind.kind: admin.list(kind, labels={"agentgym.io/run": run}).items for kind in kinds}
     assert left == {kind.kind: [] for kind in kinds}
     take_down(admin, run, timeout_s=60.0)  # what is gone may be taken down again
@@ -112,8 +111,8 @@ def test_a_fleet_comes_up_changes_its_size_and_goes_without_a_trace(admin, run, 
 def test_one_delete_of_the_lease_takes_everything_away(admin, run, group, planned):
     send(admin, group, planned(run))
     admin.delete(LEASE, f"agentgym-{run}")
-    for change in admin.watch(DEPLOYMENT, labels={"agentgym.io/run": run}, for_s=60.0):
-        if change.what == "deleted":
+    for deployments in admin.watch(DEPLOYMENT, labels={"agentgym.io/run": run}, for_s=60.0):
+        if not deployments:
             break
     else:
         pytest.fail("the Deployment outlived its lease")
@@ -194,9 +193,9 @@ def on_node(admin, run, group, objects, node):
     spec["nodeSelector"] = {"silent": node}
     spec["tolerations"] = [{"operator": "Exists"}]
     send(admin, group, objects)
-    for change in admin.watch(POD, labels={"agentgym.io/run": run}, for_s=60.0):
-        if change.what != "idle" and change.object["spec"].get("nodeName"):
-            return change.object["metadata"]["name"]
+    for pods in admin.watch(POD, labels={"agentgym.io/run": run}, for_s=60.0):
+        if bound := [each["metadata"]["name"] for each in pods if each["spec"].get("nodeName")]:
+            return bound[0]
     pytest.fail("no pod was bound")
 
 
