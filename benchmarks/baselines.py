@@ -22,7 +22,7 @@ set_process_defaults()
 
 from agentgym.config import load_config  # noqa: E402
 from agentgym.evaluation.protocol import EvaluationRequest  # noqa: E402
-from agentgym.pipeline.evaluation import evaluate_policy  # noqa: E402
+from agentgym.pipeline.policy_evaluation import evaluate_policy  # noqa: E402
 
 # environment -> test items, turns (`random` gets the published ROUNDS), episodes in flight
 PLAYED = {

@@ -250,7 +250,7 @@ def of_service(name: str) -> Any:
     def victims(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
         if process.poll() is not None:
             return []
-        return list(project.server.containers("python", "-m", "services.cluster", name))
+        return list(project.server.containers("python", "-m", "services.pods", name))
 
     return victims
 

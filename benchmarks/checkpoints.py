@@ -33,8 +33,8 @@ from harness import parser_of, read, repeated, write
 from agentgym.algorithms.batch import Batch
 from agentgym.config import OptimizerConfig
 from agentgym.learner.learner import LocalLearner
-from agentgym.learner.plan import LearnerPlan
 from agentgym.learner.process_group import ProcessGroup, SingleProcess
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS
 from agentgym.models.model import empty_model
 from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile

@@ -27,8 +27,8 @@ from typing import Any
 from harness import parser_of, write
 
 from agentgym.deploy.fleets.addresses import kind_of_addresses
-from agentgym.deploy.fleets.lease import acquire
-from agentgym.deploy.fleets.sending import (
+from agentgym.deploy.fleets.fleet_lease import acquire
+from agentgym.deploy.fleets.startup import (
     KEY_VARIABLE,
     kinds_of,
     most_pods,

@@ -35,7 +35,7 @@ from harness import origin, parser_of, read, write
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
-from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.pools import EnvPool, EnvSession
 from agentgym.types import Item
 

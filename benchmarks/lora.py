@@ -19,7 +19,7 @@ from harness import ROOT, parser_of, read, write
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import splits_from_json
 from agentgym.deploy.environment import environment_servers
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import (
     ADAPTER,
     OPTIMIZER,

@@ -35,7 +35,7 @@ from agentgym.steps.step import Kind
 from agentgym.tracking import deliver
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.points import Point
-from agentgym.tracking.views import VIEWS, link_to
+from agentgym.tracking.saved_view import VIEWS, link_to
 from envs.webarena.chromium import find_browser
 
 RUNS, STEPS, TURNS = 200, 50, 3

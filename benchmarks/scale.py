@@ -34,7 +34,7 @@ from packed import batch_of
 from agentgym.algorithms.batch import Batch
 from agentgym.config import LearnerConfig, OptimizerConfig
 from agentgym.learner.learner import LocalLearner
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models import attention
 from agentgym.models.model import empty_model
 

@@ -92,7 +92,7 @@ def looped_s(_core: int) -> float:
 
 
 def file_of(classname: str) -> str:
-    """Convert tests.flows.test_run to tests/flows/test_run.py; the last words may name a class."""
+    """Convert tests.flows.test_common to its path; the last words may name a class."""
     words = classname.split(".")
     last = max(index for index, word in enumerate(words) if word.startswith("test_"))
     return "/".join(words[: last + 1]) + ".py"

@@ -20,7 +20,7 @@ from typing import Any
 
 from harness import ROOT, checkout, commit_of, parser_of, pipeline_in, read, write
 
-from agentgym.tracking.pages import successes
+from agentgym.tracking.step_page import successes
 
 RECIPES, SEEDS = ("grpo", "ppo", "dapo", "dpo"), (0, 1)
 BUDGET = ("deterministic=true", "evaluation.num_items=128", "horizon.stage_steps=[10,10,15]")

@@ -18,12 +18,12 @@ from typing import Any
 
 from harness import RESULTS, ROOT, parser_of, write
 
-from agentgym.comparison.versus import Named, versus
+from agentgym.comparison.versus import NamedResult, versus
 from agentgym.comparison.versus_report import PAGE, files, lines
 from agentgym.config import RunConfig, load_config
 from agentgym.models.checkpoint import save_pretrained
 from agentgym.pipeline.contenders import EvaluationRequest
-from agentgym.pipeline.evaluation import evaluate_policy
+from agentgym.pipeline.policy_evaluation import evaluate_policy
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import open_store, steps_of
 from agentgym.steps.step import Kind
@@ -82,7 +82,7 @@ def trained(folder: Path, seed: int, steps: int, *, there: bool = False) -> RunC
     return cfg
 
 
-def evaluated(cfg: RunConfig, step: str, name: str, num_items: int) -> Named:
+def evaluated(cfg: RunConfig, step: str, name: str, num_items: int) -> NamedResult:
     """Evaluate the step's weights, exported to a folder like any external model."""
     store, policy = open_store(cfg), str(cfg.state_dir / f"model-{step}")
     head = next(
@@ -103,7 +103,7 @@ def evaluated(cfg: RunConfig, step: str, name: str, num_items: int) -> Named:
     )
     evaluation = evaluate_policy(cfg, request)
     print(f"{name}: {evaluation.how}, {evaluation.folder}", file=sys.stderr)
-    return Named(name, evaluation.result, evaluation.folder)
+    return NamedResult(name, evaluation.result, evaluation.folder)
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ from harness import ROOT, parser_of, serving_app, wait_for, write
 from agentgym.config import RunConfig, load_config
 from agentgym.defaults import set_process_defaults
 from agentgym.evaluation.protocol import EvaluationRequest
-from agentgym.pipeline.evaluation import evaluate_policy
+from agentgym.pipeline.policy_evaluation import evaluate_policy
 from agentgym.pipeline.run import run_with_parents
 from agentgym.viewer.app import make_app
 from agentgym.viewer.bodies import address_of

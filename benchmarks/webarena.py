@@ -27,7 +27,7 @@ from harness import output_of, parser_of, pss_bytes, quantile, write
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
-from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 from envs.webarena.chromium import BROWSER_VARIABLE, find_browser

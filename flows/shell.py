@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentgym.config import RunConfig, load_config
-from agentgym.console.guard import guarded
+from agentgym.console.ending import guarded
 from agentgym.console.progress import PlainConsole
 from agentgym.console.reference import reference_s
 from agentgym.data.check import load_data, load_recorded
@@ -27,7 +27,7 @@ from agentgym.pages import label
 from agentgym.pipeline.forecast import forecast
 from agentgym.pipeline.plan import check_model
 from agentgym.pipeline.run import confirm
-from agentgym.pipeline.runs import how_to_find, keep_run
+from agentgym.pipeline.stored_config import how_to_find, keep_run
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of
 from agentgym.private import STATE, private_state
 from agentgym.rollouts.policies.engines import check_engine
@@ -38,10 +38,10 @@ from agentgym.store.manifest import Manifest
 from agentgym.tracking.deliver import committed_alarms
 from agentgym.tracking.reaching import check_server
 from envs.plain import PlainFormatter
-from flows.run import RunRequest, Wanted, check_parents
+from flows.common import RunRequest, Wanted, check_parents
 from services.prefect_server import prefect_api
 from services.state import running
-from tasks.data import dataset_pointer
+from tasks.dataset import dataset_pointer
 from tasks.retries import FINAL
 
 OURS = ("agentgym", "services", "tasks")  # packages with warnings on the terminal

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentgym.config import ConfigError
-from agentgym.console.guard import guarded
+from agentgym.console.ending import guarded
 from agentgym.defaults import VIEWER_PORT
 from agentgym.deploy.owned import tail
 from agentgym.private import STATE, new_login, private_folder, with_login
 from agentgym.store.lease import process_start
 from agentgym.viewer.guard import LOGIN
 from services.applied import FILE, apply
-from services.gate import listener, serve
+from services.proxy import listener, serve
 from services.state import (
     POLL_S,
     POOL,

@@ -32,7 +32,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from agentgym.private import STATE, new_login, own_login
-from services.gate import Gate, listener, serve
+from services.proxy import Gate, listener, serve
 from services.state import is_stale, locked, running
 from services.supervisor import CHECK_S, Service, server_environment, wait_until_healthy
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from agentgym.config import ConfigError
-from agentgym.console.guard import guarded
+from agentgym.console.ending import guarded
 from agentgym.deploy.owned import end_with_owner, owned_process, tail
 from agentgym.private import STATE, new_login, with_login, write_private
 from agentgym.rollouts.policies.engines import HOSTED

@@ -3,6 +3,6 @@ and reset for every session.
 """
 
 from sites.server import SITES, TENANT_HEADER, SiteServer
-from sites.world import World
+from sites.session_state import World
 
 __all__ = ["SITES", "TENANT_HEADER", "SiteServer", "World"]

@@ -18,9 +18,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from sites import look
 from sites.forum.pages import site as forum_site
 from sites.hub.routes import site as hub_site
+from sites.session_state import World, content
 from sites.store.routes import admin_site, shop_site
 from sites.web import Request, Response, Site, parse_fields, plain
-from sites.world import World, content
 
 logger = logging.getLogger(__name__)
 

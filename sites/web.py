@@ -14,8 +14,8 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from sites.session_state import DEMO, World
 from sites.text import long_day, money, paragraphs
-from sites.world import DEMO, World
 
 T = TypeVar("T")
 _FOLDER = Path(__file__).resolve().parent / "templates"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from agentgym.audit.findings import Checks
 from agentgym.audit.ledger import existing_ledger
-from agentgym.audit.report import Checks
-from agentgym.audit.steps import StepRecord
+from agentgym.audit.stored_steps import StepRecord
 from agentgym.config import RunConfig
 from agentgym.evaluation.decision import DECISION, FOLDER, artifact, judged_again, summary
 from agentgym.evaluation.gate import Evidence

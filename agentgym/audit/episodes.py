@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from agentgym.audit.report import Checks
-from agentgym.audit.steps import StepRecord, draw, load, place
+from agentgym.audit.findings import Checks
+from agentgym.audit.stored_steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
 from agentgym.data.items import Splits
 from agentgym.deploy.environment import environment_servers
-from agentgym.evaluation.evaluate import items_of_step
-from agentgym.rollouts.client import EnvError
+from agentgym.evaluation.evaluator import items_of_step
 from agentgym.rollouts.engine import open_pool, openings
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import ending, extract_action
 from agentgym.rollouts.pools import EnvPools
 from agentgym.steps.step import Kind, Stage

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentgym.audit.report import Checks
-from agentgym.audit.steps import StepRecord, draw, load, place
+from agentgym.audit.findings import Checks
+from agentgym.audit.stored_steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
 from agentgym.models.attention import PackedSequences
 from agentgym.models.checkpoint import Checkpoint, has_weights

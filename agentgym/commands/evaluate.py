@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentgym.commands.parser import Commands, add_waiting, positive
 from agentgym.config import ConfigError, RunConfig
-from agentgym.console.guard import say
+from agentgym.console.ending import say
 
 if TYPE_CHECKING:
     from agentgym.evaluation.protocol import EvaluationRequest
@@ -108,10 +108,10 @@ def run_meant(policy: str) -> str:
     """Return the run that RUN:STEP names; empty for other policies and for the configured run.
     Errors: ConfigError.
     """
-    from agentgym.evaluation.policies import PolicyName, Who
+    from agentgym.evaluation.policies import PolicyKind, PolicyName
 
     name = PolicyName.parse(policy) if ":" in policy else None
-    return name.of if name is not None and name.who is Who.RUN else ""
+    return name.of if name is not None and name.who is PolicyKind.RUN else ""
 
 
 def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
@@ -163,8 +163,8 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.console.progress import Bars, PlainConsole
     from agentgym.pipeline.evaluated import show
-    from agentgym.pipeline.evaluation import evaluate_policy, regrade
-    from agentgym.pipeline.runs import how_to_find
+    from agentgym.pipeline.policy_evaluation import evaluate_policy, regrade
+    from agentgym.pipeline.stored_config import how_to_find
     from agentgym.store.files import write_whole
     from agentgym.store.lease import when_free
 

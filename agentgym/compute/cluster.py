@@ -24,12 +24,12 @@ from typing import Any
 
 from agentgym.compute.learner_ranks import LearnerRank, RayLearner
 from agentgym.compute.rollout_workers import RayEngine
-from agentgym.compute.sending import SENDING, end, node_id
+from agentgym.compute.transfer import SENDING, end, node_id
 from agentgym.compute.worker import RolloutWorker, WorkerPlan
 from agentgym.config import ConfigError, RunConfig
 from agentgym.deploy.attempts import RayUnreachable
 from agentgym.deploy.rayjobs import auth_headers, forget_token
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.tensorfiles import StoredTensors
 from agentgym.rollouts.engine import LoopThread

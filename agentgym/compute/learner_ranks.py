@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agentgym.algorithms.batch import Batch, Experience
-from agentgym.compute.sending import (
+from agentgym.compute.transfer import (
     SLACK_S,
     BroadcastSender,
     InObjectStore,
@@ -35,7 +35,7 @@ from agentgym.compute.sending import (
     put,
 )
 from agentgym.config import PolicyGradientConfig
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.model import set_threads
 from agentgym.models.transport import Broadcast, Place, meet, serve, use_interface_of
 from agentgym.store.manifest import Blob

@@ -15,8 +15,8 @@ from torch import Tensor
 import agentgym.rollouts.engine as inline
 from agentgym.algorithms.batch import Batch, Experience
 from agentgym.config import ConfigError, PolicyGradientConfig, RunConfig
-from agentgym.learner.plan import LearnerPlan
 from agentgym.learner.process_group import SingleProcess
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.rollouts.engine import RolloutRequest
 from agentgym.rollouts.policies.engines import why_merged

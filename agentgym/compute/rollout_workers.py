@@ -15,12 +15,18 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from agentgym.compute.learner_ranks import RankLost, RayLearner
-from agentgym.compute.sending import SLACK_S, Sender, cause_of, end, first_line
+from agentgym.compute.transfer import SLACK_S, Sender, cause_of, end, first_line
 from agentgym.compute.worker import WorkerPlan
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.transport import TransportBroken
 from agentgym.rollouts.collect import Lockstep, in_order, require_valid, samples
-from agentgym.rollouts.engine import LoopThread, RolloutRequest, Seen, canary_of, shares_device
+from agentgym.rollouts.engine import (
+    EngineComparison,
+    LoopThread,
+    RolloutRequest,
+    canary_of,
+    shares_device,
+)
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.policies.engines import num_processes, start_timeout_s
 from agentgym.types import Delivery, EngineUsage, Item, Trajectory
@@ -54,7 +60,7 @@ class Worker:
     version: int
     where: str = "not started yet"
     num_episodes: int = 0  # in flight
-    seen: Seen | None = None  # result of its last canary
+    seen: EngineComparison | None = None  # result of its last canary
 
 
 class RayEngine:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from agentgym.compute.sending import node_address, node_id
+from agentgym.compute.transfer import node_address, node_id
 from agentgym.config import RunConfig
 from agentgym.models.adapter import Adapter
 from agentgym.models.checkpoint import ARCHITECTURE, TOKENIZER, stored_checkpoint

@@ -14,7 +14,6 @@ from agentgym.config.algorithm import (
     family_of,
     max_refills,
 )
-from agentgym.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
 from agentgym.config.load import (
     RENAMED,
     Setting,
@@ -25,7 +24,8 @@ from agentgym.config.load import (
     settings,
 )
 from agentgym.config.operation import AlarmsConfig, GateConfig, KubeRayConfig, KubernetesConfig
-from agentgym.config.run import RunConfig, is_elsewhere
+from agentgym.config.optimization import LearnerConfig, LoraConfig, OptimizerConfig
+from agentgym.config.params import RunConfig, is_elsewhere
 from agentgym.config.section import ConfigError, Section
 from agentgym.config.sections import (
     ChatConfig,

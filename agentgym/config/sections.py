@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from agentgym.config.learner import OptimizerConfig
+from agentgym.config.optimization import OptimizerConfig
 from agentgym.config.section import ConfigError, Section, Seed, operational, setting
 from agentgym.trust import outward, unowned
 

@@ -92,7 +92,7 @@ def _aliases(cfg: RunConfig) -> list[Finding]:
 
 def _kubernetes(cfg: RunConfig) -> Finding:
     """Check the cluster, only if the configured run needs one."""
-    from agentgym.deploy.kube.transport import KubeError, Retries
+    from agentgym.deploy.kube.calls import KubeError, Retries
     from agentgym.deploy.kubernetes import connected, missing, of_fleets
 
     needed = bool(of_fleets(cfg))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from agentgym.config import ConfigError, EnvConfig, KubernetesConfig, RunConfig
 from agentgym.deploy.fleets.addresses import Listing
-from agentgym.deploy.fleets.lease import (
+from agentgym.deploy.fleets.fleet_lease import (
     RENEWALS,
     Group,
     acquire,
@@ -27,7 +27,7 @@ from agentgym.deploy.fleets.lease import (
     lease_name,
 )
 from agentgym.deploy.fleets.preflight import lacks
-from agentgym.deploy.fleets.sending import (
+from agentgym.deploy.fleets.startup import (
     kinds_of,
     most_pods,
     no_key,
@@ -37,8 +37,8 @@ from agentgym.deploy.fleets.sending import (
     wait_ready,
 )
 from agentgym.deploy.fleets.upkeep import Upkeep, first_addresses, reach
+from agentgym.deploy.kube.calls import KubeError, Retries
 from agentgym.deploy.kube.client import DEPLOYMENT, LEASE, Kube, Object, connect
-from agentgym.deploy.kube.transport import KubeError, Retries
 from agentgym.deploy.manifests import MANIFESTS, RUN_LABEL, Fleet, rendered_fleet, replicas_for
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.types import Endpoint

@@ -16,7 +16,6 @@ from agentgym.config import ChatConfig, ConfigError, LoraConfig, ModelConfig
 from agentgym.models.adapter import Adapter, chosen_modules, write_adapter
 from agentgym.models.chat import DEFAULT_CHAT, ChatRenderer
 from agentgym.models.fidelity import require_faithful_once
-from agentgym.models.files import CHAT
 from agentgym.models.model import (
     TokenizerFiles,
     empty_model,
@@ -28,6 +27,7 @@ from agentgym.models.model import (
     weights_of,
     write_tokenizer,
 )
+from agentgym.models.model_files import CHAT
 from agentgym.models.tensorfiles import (
     Snapshot,
     StoredTensors,

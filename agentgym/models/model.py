@@ -32,8 +32,8 @@ import agentgym.models.attention as attention
 from agentgym.config import ConfigError, ModelConfig
 from agentgym.models.architecture import published_architecture
 from agentgym.models.fidelity import require_faithful
-from agentgym.models.files import TOKENIZER_NAMES, require_whole
 from agentgym.models.half import widen_linear_layers
+from agentgym.models.model_files import TOKENIZER_NAMES, require_whole
 from agentgym.models.template import CHAT_TEMPLATE
 from agentgym.models.tokenizer import load_tokenizer, require_rows
 

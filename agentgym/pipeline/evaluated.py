@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentgym.config import RunConfig
-from agentgym.evaluation.episodes import FILE as EPISODES
-from agentgym.evaluation.episodes import write_episodes
 from agentgym.evaluation.page import render
+from agentgym.evaluation.parquet import FILE as EPISODES
+from agentgym.evaluation.parquet import write_episodes
 from agentgym.evaluation.record import attempts_of, examples_of, find
 from agentgym.evaluation.result import RESULT, Result
 from agentgym.evaluation.stored import stored_result

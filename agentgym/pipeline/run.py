@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig, is_elsewhere
-from agentgym.data.kept import keep_data
+from agentgym.data.copies import keep_data
 from agentgym.defaults import keep_blocks, return_memory
 from agentgym.deploy.environment import environment_servers
-from agentgym.pipeline.runs import keep_run
+from agentgym.pipeline.stored_config import keep_run
 from agentgym.pipeline.table import (
     finished,
     key_of,
@@ -219,7 +219,7 @@ def _for_gate(cfg: RunConfig, progress: Progress | None) -> ForGate:
     """
 
     def play_anew(policy: str) -> Any:
-        from agentgym.pipeline.promotion import play_anew
+        from agentgym.pipeline.promote import play_anew
 
         return play_anew(cfg, progress)(policy)
 

@@ -178,7 +178,7 @@ def _evaluation(checkpoint: str, title: str, baseline: str, playing: tuple[str, 
     """
 
     def run(ctx: StepContext) -> Manifest:
-        from agentgym.evaluation.evaluate import evaluate
+        from agentgym.evaluation.evaluator import evaluate
 
         return evaluate(ctx)
 
@@ -188,7 +188,7 @@ def _evaluation(checkpoint: str, title: str, baseline: str, playing: tuple[str, 
         kind=Kind.EVALUATE,
         run=run,
         sections=EVALUATION,
-        modules=("agentgym.evaluation.evaluate", *playing),
+        modules=("agentgym.evaluation.evaluator", *playing),
         data="prepare",
         checkpoint=checkpoint,
         baseline=baseline,

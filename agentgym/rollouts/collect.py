@@ -14,7 +14,7 @@ from itertools import compress
 from typing import Any, Protocol
 
 from agentgym.algorithms.signal import all_equal
-from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import (
     Episode,
     EpisodeSettings,

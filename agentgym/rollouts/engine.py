@@ -82,7 +82,7 @@ class LocalEngine:
     pool: EnvPools
     loop: LoopThread
     instructions: Mapping[str, str]  # by environment; empty if episodes begin without them
-    seen: Seen | None = None  # result of the last canary
+    seen: EngineComparison | None = None  # result of the last canary
 
     @cached_property
     def canary(self) -> Canary:
@@ -293,7 +293,7 @@ ARRIVED, CHANGE_TO_NOISE, STANDARD_ERROR = 0.75, 4.0, 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class EngineComparison:
     """Log-probabilities [N] of one comparison, by the learner (ours) and the engine (theirs)."""
 
     ours: Tensor
@@ -366,8 +366,8 @@ class Canary:
         theirs: list[Tensor],
         version: int,
         engine: str = "the engine",
-        before: Seen | None = None,
-    ) -> Seen:
+        before: EngineComparison | None = None,
+    ) -> EngineComparison:
         """Compare the scores of learner and engine after a publish; return the comparison.
 
         ours: [N] of the learner.
@@ -378,7 +378,7 @@ class Canary:
         bit; if the engine's scores followed only a part of the learner's change.
         """
         whole = torch.cat(theirs)
-        comparison = Seen(ours, whole, _rms(ours - whole))
+        comparison = EngineComparison(ours, whole, _rms(ours - whole))
         if not comparison.gap <= self._limit:
             raise EngineMismatch(
                 f"weights version {version} did not reach {engine}: canary prompts differ by"
@@ -403,7 +403,7 @@ class Canary:
         return comparison
 
 
-def arrived_share(before: Seen, after: Seen) -> float | None:
+def arrived_share(before: EngineComparison, after: EngineComparison) -> float | None:
     """Return the share of the learner's change that the engine followed: a least-squares estimate.
 
     None if the change is too small compared to the noise.

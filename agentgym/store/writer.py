@@ -12,7 +12,7 @@ from agentgym.store.manifest import Blob, BlobMissing, Manifest, encode_commit
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class PassedStep:
     """An optimizer step that becomes durable with a later one.
     It has no blobs, because a resumed run needs those of the last step alone.
     """
@@ -72,7 +72,7 @@ class StepWriter:
         records: Mapping[str, bytes],
         results: dict[str, Any],
         timings: dict[str, float],
-        earlier: Sequence[Passed] = (),
+        earlier: Sequence[PassedStep] = (),
     ) -> Manifest:
         """Make everything durable, the manifest last: a kill before the end leaves the previous
         head valid.
@@ -86,7 +86,7 @@ class StepWriter:
             name: self._keep(name, value) if isinstance(value, Blob) else self._put(value)
             for name, value in blobs.items()
         }
-        last = Passed(state, records, results, timings)
+        last = PassedStep(state, records, results, timings)
         manifests: list[Manifest] = []
         previous = self.head
         for passed in (*earlier, last):

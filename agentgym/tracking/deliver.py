@@ -19,7 +19,9 @@ from agentgym.store.runstore import RunStore
 from agentgym.tracking.alarms import Alarm, begun, raised
 from agentgym.tracking.inputs import packages
 from agentgym.tracking.mlflow import SUPERSEDED, Tracker
-from agentgym.tracking.pages import (
+from agentgym.tracking.points import SPOOL, LedgerError, Point, decode_points
+from agentgym.tracking.reaching import LedgerUnavailable, reaching
+from agentgym.tracking.step_page import (
     MANIFEST,
     describe,
     links_of_run,
@@ -28,8 +30,6 @@ from agentgym.tracking.pages import (
     show_step,
     show_tables,
 )
-from agentgym.tracking.points import SPOOL, LedgerError, Point, decode_points
-from agentgym.tracking.reaching import LedgerUnavailable, reaching
 
 logger = logging.getLogger(__name__)
 

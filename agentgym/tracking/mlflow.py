@@ -18,8 +18,8 @@ from agentgym.private import own_login, with_login
 from agentgym.tracking.inputs import DatasetInput, source_tags
 from agentgym.tracking.points import LedgerError, Point
 from agentgym.tracking.reaching import make_database, prepare_environment, quieten
+from agentgym.tracking.saved_view import tags_of_experiment
 from agentgym.tracking.traces import EpisodeTrace
-from agentgym.tracking.views import tags_of_experiment
 from envs.plain import plain
 
 logger = logging.getLogger(__name__)

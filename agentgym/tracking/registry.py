@@ -18,7 +18,7 @@ from agentgym.store.manifest import sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.flavor import TASK, save_flavor
 from agentgym.tracking.mlflow import Tracker
-from agentgym.tracking.views import NOTE_OURS
+from agentgym.tracking.saved_view import NOTE_OURS
 from envs.plain import plain
 
 FILES = "files.sha256"  # tag of a version: path -> sha256, for each of its files

@@ -22,7 +22,7 @@ from agentgym.algorithms.signal import differ
 from agentgym.compute.placement import Engine, Learner, open_compute, play_validation
 from agentgym.config import ExplorationConfig, OptimizerConfig, PreferenceConfig, RunConfig
 from agentgym.data.items import Splits, splits_from_json, train_stream
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.chat import ChatRenderer
 from agentgym.models.checkpoint import OPTIMIZER, Checkpoint, has_weights, load_checkpoint
 from agentgym.models.model import set_threads
@@ -34,7 +34,7 @@ from agentgym.steps.step import Stage
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
 from agentgym.training.demonstrations import demonstrations, tokenized_demonstrations
-from agentgym.training.observation import clock_of
+from agentgym.training.observer import clock_of
 from agentgym.training.sft import demo_indices
 from agentgym.types import Item, Trajectory
 

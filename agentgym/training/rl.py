@@ -19,7 +19,7 @@ from agentgym.config import (
     RunConfig,
 )
 from agentgym.data.items import splits_from_json, train_stream
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import (
     CRITIC,
     CRITIC_OPTIMIZER,
@@ -42,7 +42,7 @@ from agentgym.training.ahead import (
     resolved,
     state_after,
 )
-from agentgym.training.observation import Observer
+from agentgym.training.observer import Observer
 from agentgym.types import Trajectory
 
 logger = logging.getLogger(__name__)

@@ -17,15 +17,15 @@ from starlette.exceptions import HTTPException
 from agentgym.config import ConfigError
 from agentgym.pages import FOLDER, STATIC, Pages
 from agentgym.records import RecordError
-from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.env_client import EnvError
 from agentgym.store.manifest import BlobMissing, DigestMismatch
 from agentgym.viewer.bodies import Gone
+from agentgym.viewer.bundle import add_export
 from agentgym.viewer.episode_page import add_episode
-from agentgym.viewer.export import add_export
 from agentgym.viewer.index import IndexDamaged
 from agentgym.viewer.links import Served
 from agentgym.viewer.lists_page import add_lists
-from agentgym.viewer.play import Room
+from agentgym.viewer.live import Room
 from agentgym.viewer.play_page import add_play
 from agentgym.viewer.query import BadQuery
 from agentgym.viewer.servers import Missing

@@ -15,14 +15,14 @@ from starlette.exceptions import HTTPException
 from agentgym.config import asked_of
 from agentgym.pages import MAX_SHOWN, Pages
 from agentgym.types import Turn
-from agentgym.viewer.bodies import Found, address_of
+from agentgym.viewer.bodies import IndexedEpisode, address_of
 from agentgym.viewer.drawing import NOTHING, accessibility, drawing_of
 from agentgym.viewer.links import asked
 from agentgym.viewer.query import BadQuery, Query
 from agentgym.viewer.replay import Replay
 from agentgym.viewer.rows import Address
 from agentgym.viewer.servers import Missing, config_of, environment_of
-from agentgym.viewer.tokens import OVERLAYS, Shown, Token, available, spans, why_not_kept
+from agentgym.viewer.tokens import OVERLAYS, Token, TokenView, available, spans, why_not_kept
 from agentgym.viewer.viewer import Viewer
 
 MAX_TURNS = 100  # on a page
@@ -108,7 +108,7 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
 def episode_page(
     viewer: Viewer,
-    entry: Found,
+    entry: IndexedEpisode,
     *,
     overlay: str = "",
     first: int = 1,
@@ -162,7 +162,9 @@ def episode_page(
     }
 
 
-def turn_views(viewer: Viewer, entry: Found, overlay: str, numbers: range) -> list[TurnView]:
+def turn_views(
+    viewer: Viewer, entry: IndexedEpisode, overlay: str, numbers: range
+) -> list[TurnView]:
     """Return the views of the turns with these numbers, from 1; with tokens if `overlay` is set."""
     episode, shown = entry.episode, None
     if overlay:
@@ -173,7 +175,7 @@ def turn_views(viewer: Viewer, entry: Found, overlay: str, numbers: range) -> li
                 return f" {token}"
             return str(tokenizer.decode([token], skip_special_tokens=False))
 
-        shown = Shown(episode, overlay, decode)
+        shown = TokenView(episode, overlay, decode)
     bounds, last = spans(episode), len(episode.turns)
     views = []
     for number in range(numbers.start, min(numbers.stop, last + 1)):
@@ -203,7 +205,7 @@ def turn_views(viewer: Viewer, entry: Found, overlay: str, numbers: range) -> li
     return views
 
 
-def facts_of(entry: Found) -> list[tuple[str, str]]:
+def facts_of(entry: IndexedEpisode) -> list[tuple[str, str]]:
     """Return an episode's facts other than its turns, as (name, value)."""
     row, episode, step = entry.row, entry.episode, entry.step
     usage, timing = episode.usage, episode.timing
@@ -230,7 +232,7 @@ def facts_of(entry: Found) -> list[tuple[str, str]]:
 _TIMES = (("policy", "generate_s"), ("environment", "env_s"), ("in all", "wall_s"))
 
 
-def _would_use(viewer: Viewer, entry: Found) -> tuple[str, str]:
+def _would_use(viewer: Viewer, entry: IndexedEpisode) -> tuple[str, str]:
     """Return (what a replay would call or read, "") or ("", why none can be made).
 
     The environment is set up as the owner configured it.
@@ -248,7 +250,7 @@ def _drawings(replay: Replay | None, num_turns: int) -> list[Any]:
     return [drawing_of(replay.shot(turn)) for turn in range(num_turns + 1)]
 
 
-def _neighbours(viewer: Viewer, entry: Found, query: Query | None) -> list[str]:
+def _neighbours(viewer: Viewer, entry: IndexedEpisode, query: Query | None) -> list[str]:
     """Return the addresses of the episodes before and after this one in a list; empty for none."""
     if query is None:
         return ["", ""]

@@ -15,7 +15,7 @@ from agentgym.data.items import PUBLISHED_COUNTS
 from agentgym.pages import Pages
 from agentgym.viewer.bodies import Gone
 from agentgym.viewer.drawing import drawing_of
-from agentgym.viewer.play import YOU, Game, Room
+from agentgym.viewer.live import YOU, Game, Room
 from agentgym.viewer.servers import Missing, config_of
 from agentgym.viewer.viewer import Viewer
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
-from agentgym.pipeline.runs import STEP as RUNS
+from agentgym.pipeline.stored_config import STEP as RUNS
 from agentgym.records import DAMAGE, RecordError, checked_row, lines_of
 from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, ManifestError
 from agentgym.store.runstore import FOLDER, RunStore

@@ -13,7 +13,7 @@ from agentgym.evaluation.result import differences
 from agentgym.pages import Pages
 from agentgym.store.manifest import BlobMissing, DigestMismatch
 from agentgym.viewer.beside import MOST, attempts_of, beside, group_of, results, versus
-from agentgym.viewer.bodies import Found, Gone
+from agentgym.viewer.bodies import Gone, IndexedEpisode
 from agentgym.viewer.episode_page import address_in
 from agentgym.viewer.query import BadQuery
 from agentgym.viewer.rows import DECISION
@@ -77,7 +77,7 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
 
 def _beside(
-    pages: Pages, title: str, entries: list[Found], rest: int, *, is_group: bool = False
+    pages: Pages, title: str, entries: list[IndexedEpisode], rest: int, *, is_group: bool = False
 ) -> str:
     columns = beside(entries, rest)
     return pages.render("beside.html", title=title, told=columns, is_group=is_group)
@@ -122,7 +122,7 @@ def result_name(step: sqlite3.Row) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class DecisionRow:
     """A decision on a model's alias, from the store."""
 
     number: int
@@ -135,7 +135,7 @@ class Decided:
     rulings: list[tuple[str, str, str]]  # rule, verdict, why
 
 
-def decided(viewer: Viewer) -> list[Decided]:
+def decided(viewer: Viewer) -> list[DecisionRow]:
     """Return up to 200 decisions, newest first; the error stands for an unreadable one."""
     rows = viewer.index.reader.execute(
         "SELECT steps.*, commits.seq AS seq FROM commits JOIN steps ON steps.id = step_id"
@@ -150,18 +150,18 @@ def decided(viewer: Viewer) -> list[Decided]:
         except (ValueError, TypeError, KeyError, AttributeError, BlobMissing) as error:
             what = "damaged" if isinstance(error, DigestMismatch) else "not readable here"
             why = f"{row['folder']} commit {row['seq']}: {error}"
-            newest_first.append(Decided(0, row["created"], what, why, "", "", "", []))
+            newest_first.append(DecisionRow(0, row["created"], what, why, "", "", "", []))
     return newest_first
 
 
-def _decision(tree: dict[str, Any]) -> Decided:
+def _decision(tree: dict[str, Any]) -> DecisionRow:
     decision = tree.get("decision") or {}
     rulings = [
         (str(rule.get("rule", "")), str(rule.get("verdict", "")), str(rule.get("why", "")))
         for rule in decision.get("rules", ())
         if isinstance(rule, dict)
     ]
-    return Decided(
+    return DecisionRow(
         int(tree.get("number", 0)),
         float(tree.get("at", 0.0)),
         str(decision.get("verdict") or tree.get("kind", "")),

@@ -107,7 +107,7 @@ def spans(episode: Trajectory) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-class Shown:
+class TokenView:
     """The tokens of an episode, colored by an overlay."""
 
     def __init__(self, episode: Trajectory, overlay: str, decode: Decode) -> None:

@@ -16,7 +16,7 @@ from sites.forum.records import (
     Post,
     Subscription,
 )
-from sites.table import Seed, Table
+from sites.overlay import Seed, Table
 from sites.text import slug
 
 DEMO = "marlow_reads"

@@ -17,7 +17,7 @@ from sites.forum.records import (
     Subscription,
     Vote,
 )
-from sites.table import Table
+from sites.overlay import Table
 from sites.text import slug
 from sites.web import (
     NotFound,

@@ -27,7 +27,7 @@ from sites.hub.records import (
     Remark,
     Star,
 )
-from sites.table import Seed, Table
+from sites.overlay import Seed, Table
 from sites.text import slug
 
 _NAMES = tuple(name for name, _ in lore.PEOPLE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import date, timedelta
 
 from sites.dice import Dice
+from sites.overlay import Seed, Table
 from sites.store import lore
 from sites.store.lore import Kind
 from sites.store.records import (
@@ -21,7 +22,6 @@ from sites.store.records import (
     Review,
     Store,
 )
-from sites.table import Seed, Table
 from sites.text import slug
 
 _PER_KIND = 6

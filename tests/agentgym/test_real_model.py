@@ -9,9 +9,9 @@ import yaml
 from transformers import AutoTokenizer
 
 from agentgym.audit import audit
-from agentgym.audit.report import Checks
+from agentgym.audit.findings import Checks
 from agentgym.audit.sampling import check_sampling
-from agentgym.audit.steps import read_steps
+from agentgym.audit.stored_steps import read_steps
 from agentgym.cli import main
 from agentgym.config import ModelConfig, OptimizerConfig, RunConfig, load_config
 from agentgym.learner.learner import LocalLearner

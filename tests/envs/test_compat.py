@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from envs.registry import load_spec
-from envs.searchqa.episode import PROTOCOLS
+from envs.searchqa.world import PROTOCOLS
 from envs.server import ServerSettings, make_app
 
 

@@ -109,11 +109,13 @@ def test_environments_that_are_up_serve_the_next_run_and_go_down_on_request(depl
     seen = deployed.wait(run, "Completed", "Failed")
     assert seen["state"] == "Completed", seen["message"]
     assert log.read_bytes() == before  # no server of its own
-    assert int(server["held by"].removeprefix("process ")) in deployed.pids("agentgym.deploy.kept")
+    assert int(server["held by"].removeprefix("process ")) in deployed.pids(
+        "agentgym.deploy.keepers"
+    )
     down = deployed.request("envs-down/local")
     assert deployed.wait(down, "Completed", "Failed")["state"] == "Completed"
     wait_until(
-        lambda: not deployed.pids("agentgym.deploy.kept", "envs serve"),
+        lambda: not deployed.pids("agentgym.deploy.keepers", "envs serve"),
         30,
         why=lambda: processes(deployed.project),
     )

@@ -10,7 +10,7 @@ import pytest
 from agentgym.config import load_config
 from agentgym.pipeline.table import steps_of
 from agentgym.steps.step import Kind
-from flows.run import is_training
+from flows.common import is_training
 from tests.waiting import wait_until
 
 SHORT = ("deterministic=true", "horizon.max_turns=[6,12]", "horizon.stage_steps=[1,4]")

@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from agentgym.config import ConfigError, load_config
-from agentgym.pipeline.runs import how_to_find
+from agentgym.pipeline.stored_config import how_to_find
 from agentgym.pipeline.table import steps_of
 from agentgym.steps.step import Kind
 from agentgym.store.lease import LeaseHeld
 from flows import shell
+from flows.common import is_any
 from flows.pipeline import pipeline
-from flows.run import is_any
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = partial(shell.main, "flows.pipeline", pipeline, is_any)

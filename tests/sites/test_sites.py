@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 import pytest
 
 from sites import SITES, TENANT_HEADER, SiteServer, queries
-from sites.world import content
+from sites.session_state import content
 from tests.sites.visitor import MUG, Visitor, note
 
 # of the content of seed 0; tasks.json and gold.json are true of this content alone

@@ -7,7 +7,7 @@ from prefect.logging.handlers import APILogHandler
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from agentgym.steps.context import NoProgress
-from flows.run import plain_logs
+from flows.common import plain_logs
 from tasks import artifacts
 from tasks.artifacts import _Watched, progress_artifact
 from tests.waiting import wait_until

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from agentgym.deploy.kube.calls import NotFound
 from agentgym.deploy.kube.client import POD, Kind, Kube, Object
-from agentgym.deploy.kube.transport import NotFound
 from agentgym.store.files import write_whole
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from agentgym.deploy.kube.calls import Forbidden, KubeError, NotFound
 from agentgym.deploy.kube.client import NODE, RESOURCE_QUOTA, Kind, Kube, Object
-from agentgym.deploy.kube.transport import Forbidden, KubeError, NotFound
 
 GPU = "nvidia.com/gpu"
 OWN = ("get", "list", "watch", "create", "patch", "delete")

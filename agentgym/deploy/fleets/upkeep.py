@@ -20,10 +20,10 @@ from agentgym.deploy.fleets.addresses import (
     servers_of,
     service_of,
 )
-from agentgym.deploy.fleets.lease import RENEWALS, Group, renew
-from agentgym.deploy.fleets.sending import FleetTripped, check_breaker
+from agentgym.deploy.fleets.fleet_lease import RENEWALS, Group, renew
+from agentgym.deploy.fleets.startup import FleetTripped, check_breaker
+from agentgym.deploy.kube.calls import KubeError
 from agentgym.deploy.kube.client import Kube, Object
-from agentgym.deploy.kube.transport import KubeError
 from agentgym.deploy.manifests import RUN_LABEL
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from agentgym.deploy.kube.credentials import Session, Source
-from agentgym.deploy.kube.transport import (
+from agentgym.deploy.kube.calls import (
     MISSING,
     AlreadyExists,
     Forbidden,
@@ -26,6 +25,7 @@ from agentgym.deploy.kube.transport import (
     Retries,
     Transport,
 )
+from agentgym.deploy.kube.credentials import Session, Source
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from agentgym.audit.decisions import check_decisions
-from agentgym.audit.report import Checks
-from agentgym.audit.steps import read_steps
+from agentgym.audit.findings import Checks
+from agentgym.audit.stored_steps import read_steps
 from agentgym.cli import main
 from agentgym.config import GateConfig, load_config
 from agentgym.evaluation.decision import DECISION, MADE_IN, decision_json

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agentgym.audit.episodes import _replay
-from agentgym.audit.report import Checks
+from agentgym.audit.findings import Checks
 from agentgym.config import EnvConfig
 from agentgym.rollouts.collect import rollout_metrics
 from agentgym.rollouts.pools import EnvPools

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load, save
 
 from agentgym.audit import audit
-from agentgym.audit.report import Checks
+from agentgym.audit.findings import Checks
 from agentgym.audit.sampling import _Deviations, _Judge
 from agentgym.models.attention import PackedSequences
 from agentgym.models.checkpoint import WEIGHTS, load_checkpoint

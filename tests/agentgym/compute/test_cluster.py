@@ -20,7 +20,7 @@ from agentgym.compute.learner_ranks import RankLost
 from agentgym.compute.rollout_workers import WorkersLost
 from agentgym.config import ConfigError, OptimizerConfig, load_config
 from agentgym.deploy.attempts import RayUnreachable
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import WEIGHTS
 from agentgym.models.tensorfiles import StoredTensors
 from agentgym.pipeline.run import run_step

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from agentgym.config import load_config
+from agentgym.deploy.kube.calls import KubeError
 from agentgym.deploy.kube.client import POD, Kind, connect
-from agentgym.deploy.kube.transport import KubeError
 from agentgym.deploy.manifests import ENVIRONMENT_LABEL, rendered
 
 NAMESPACE = Kind("v1", "Namespace")

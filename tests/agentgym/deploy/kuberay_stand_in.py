@@ -20,8 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from agentgym.deploy.kube.calls import NotFound
 from agentgym.deploy.kube.client import Kind, Kube
-from agentgym.deploy.kube.transport import NotFound
 from agentgym.deploy.kuberay import RAY_CLUSTER, RAY_JOB
 
 POLL_S = 0.3

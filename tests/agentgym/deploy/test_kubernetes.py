@@ -16,10 +16,10 @@ from agentgym.config import ConfigError, EnvConfig, load_config
 from agentgym.deploy import kubernetes
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.fleets.addresses import listed
-from agentgym.deploy.fleets.lease import HOLDER, KEPT, acquire, groups
-from agentgym.deploy.fleets.sending import remaining, send
+from agentgym.deploy.fleets.fleet_lease import HOLDER, KEPT, acquire, groups
+from agentgym.deploy.fleets.startup import remaining, send
+from agentgym.deploy.kube.calls import Forbidden
 from agentgym.deploy.kube.client import DEPLOYMENT, LEASE, POD, SECRET, Kind, connect
-from agentgym.deploy.kube.transport import Forbidden
 from agentgym.deploy.kubernetes import (
     Plan,
     check_fleets,

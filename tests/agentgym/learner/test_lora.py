@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agentgym.config import LearnerConfig, OptimizerConfig, algorithm_config
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.adapter import DOWN, Adapter, is_matrix
 from agentgym.models.checkpoint import (
     ADAPTER,

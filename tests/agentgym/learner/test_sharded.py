@@ -17,7 +17,7 @@ from agentgym.config import (
     algorithm_config,
     family_of,
 )
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
 from agentgym.models.tensorfiles import StoredTensors, files_of
 from tests.agentgym.learner.learning import train

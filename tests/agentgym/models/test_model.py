@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save, save_file
 from torch import nn
 
 from agentgym.config import ChatConfig, ConfigError, ModelConfig, OptimizerConfig
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.attention import RAGGED, PackedSequences
 from agentgym.models.checkpoint import (
     load_checkpoint,
@@ -17,7 +17,6 @@ from agentgym.models.checkpoint import (
     save_pretrained,
     stored_checkpoint,
 )
-from agentgym.models.files import CHAT
 from agentgym.models.model import (
     change_parameters,
     empty_model,
@@ -30,6 +29,7 @@ from agentgym.models.model import (
     train_tokenizer,
     weights_of,
 )
+from agentgym.models.model_files import CHAT
 
 SMALL = ModelConfig(
     hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, mlp_size=32, context_tokens=64

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from agentgym.commands.evaluate import INVALID, code_of
-from agentgym.evaluation.episodes import read_episodes
 from agentgym.evaluation.paired import align
+from agentgym.evaluation.parquet import read_episodes
 from agentgym.evaluation.result import Outcome
 from agentgym.pipeline.evaluated import show
-from agentgym.pipeline.evaluation import evaluate_policy
+from agentgym.pipeline.policy_evaluation import evaluate_policy
 from tests.agentgym.pipeline.vendor import MAX_TURNS, Endpoint, ask
 
 pytestmark = pytest.mark.integration

@@ -9,7 +9,7 @@ import pytest
 from agentgym.config import EnvConfig
 from agentgym.deploy.fleets.addresses import Listing
 from agentgym.rollouts import balancing
-from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Endpoint, Item
 from envs.wire import InfoReply

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from agentgym.models.chat import ChatRenderer
-from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.collect import (
     RolloutError,
     collect,
     samples,
 )
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.players import EngineStalled, token_players
 from agentgym.types import Completion, Item, SampleKey, Status

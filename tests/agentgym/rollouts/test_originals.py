@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 
 from agentgym.config import EnvConfig
-from agentgym.rollouts import dialect
-from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.dialect import AgentGymPool
+from agentgym.rollouts import agentgym_client
+from agentgym.rollouts.agentgym_client import AgentGymPool
+from agentgym.rollouts.env_client import EnvError
 from agentgym.types import Item
 
 TREE = "Tab 0 (current): Shop\n\n[1] RootWebArea 'Shop'"
@@ -155,7 +155,7 @@ async def standing_in(routes):
 
 @pytest.mark.parametrize("name", ORIGINALS)
 async def test_an_episode_on_a_server_that_answers_as_the_original_does(name, caplog):
-    with caplog.at_level(logging.WARNING, dialect.__name__):
+    with caplog.at_level(logging.WARNING, agentgym_client.__name__):
         async with (
             standing_in(ORIGINALS[name]) as (url, asked),
             AgentGymPool(name, [url], request_timeout_s=5, max_retries=0) as pool,
@@ -173,7 +173,7 @@ async def test_an_episode_on_a_server_that_answers_as_the_original_does(name, ca
 @pytest.mark.parametrize("answer", [{"closed": "closed"}, web.Response])
 async def test_a_browser_gets_the_time_it_takes_to_end(answer, monkeypatch, caplog):
     """The pool's own deadlines are shorter; older servers answer a text."""
-    monkeypatch.setattr(dialect, "CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(agentgym_client, "CLOSE_TIMEOUT_S", 0.2)
     ended = []
 
     async def close():
@@ -181,7 +181,7 @@ async def test_a_browser_gets_the_time_it_takes_to_end(answer, monkeypatch, capl
         ended.append(True)
         return web.Response(text="closed") if answer is web.Response else answer
 
-    with caplog.at_level(logging.WARNING, dialect.__name__):
+    with caplog.at_level(logging.WARNING, agentgym_client.__name__):
         routes = {**ORIGINALS["webarena"], "POST /close": lambda _: close()}
         async with (
             standing_in(routes) as (url, _),
@@ -195,12 +195,12 @@ async def test_a_browser_gets_the_time_it_takes_to_end(answer, monkeypatch, capl
 
 async def test_a_close_that_never_ends_is_given_up_and_told(monkeypatch, caplog):
     monkeypatch.setitem(
-        dialect.SHAPES,
+        agentgym_client.SHAPES,
         "webarena",
-        dataclasses.replace(dialect.SHAPES["webarena"], close_timeout_s=0.3),
+        dataclasses.replace(agentgym_client.SHAPES["webarena"], close_timeout_s=0.3),
     )
 
-    with caplog.at_level(logging.WARNING, dialect.__name__):
+    with caplog.at_level(logging.WARNING, agentgym_client.__name__):
         routes = {**ORIGINALS["webarena"], "POST /close": lambda _: asyncio.sleep(1)}
         async with (
             standing_in(routes) as (url, _),

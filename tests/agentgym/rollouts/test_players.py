@@ -4,7 +4,7 @@ five environments.
 
 import pytest
 
-from agentgym.rollouts.episode import Said
+from agentgym.rollouts.episode import PlayerReply
 from agentgym.rollouts.players import ExpertPlayer, RandomPlayer, ScriptedPlayer
 from agentgym.types import Item, Status
 from tests.agentgym.rollouts.endpoint import ENVS, Stub, play, play_hosted
@@ -22,7 +22,8 @@ def test_expert_script_chance_and_a_hosted_model_play_every_environment(serving,
         shown = play(endpoint, items, lambda *_: ExpertPlayer(), max_turns=60)
         assert all(each.success and each.status is Status.TERMINATED for each in shown)
         script = {
-            each.item: [Said(turn.action, turn.action) for turn in each.turns] for each in shown
+            each.item: [PlayerReply(turn.action, turn.action) for turn in each.turns]
+            for each in shown
         }
         again = play(endpoint, items, lambda item, _: ScriptedPlayer(script[item]), max_turns=60)
         assert [[t.observation for t in each.turns] for each in again] == [
@@ -52,7 +53,9 @@ def test_expert_script_chance_and_a_hosted_model_play_every_environment(serving,
 
 def test_an_expert_that_gives_up_and_a_script_that_ends_are_cut_not_failed(serving):
     with serving("babyai", ENVS["babyai"]) as (endpoint, _):
-        (cut,) = play(endpoint, [Item("babyai", 0)], lambda *_: ScriptedPlayer([Said("turn left")]))
+        (cut,) = play(
+            endpoint, [Item("babyai", 0)], lambda *_: ScriptedPlayer([PlayerReply("turn left")])
+        )
         assert (cut.status, len(cut.turns), cut.success) == (Status.MAX_TURNS, 1, False)
         with pytest.raises(RuntimeError, match="1 of 1 episodes failed"):
             play(endpoint, [Item("babyai", 0)], lambda *_: ExpertPlayer())  # it offers none

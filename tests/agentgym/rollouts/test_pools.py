@@ -12,8 +12,8 @@ from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts import pools
-from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.collect import collect
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.players import token_players
 from agentgym.rollouts.pools import EnvPool, check_endpoints

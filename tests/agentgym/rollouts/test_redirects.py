@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
-from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.dialect import AgentGymPool
-from agentgym.rollouts.openenv import OpenEnvPool
+from agentgym.rollouts.agentgym_client import AgentGymPool
+from agentgym.rollouts.env_client import EnvError
+from agentgym.rollouts.openenv_client import OpenEnvPool
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 

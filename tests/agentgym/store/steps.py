@@ -9,7 +9,7 @@ import boto3
 
 from agentgym.store.posix import posix_store
 from agentgym.store.s3 import s3_store
-from agentgym.store.writer import Passed
+from agentgym.store.writer import PassedStep
 
 KEY = "ab" * 32
 # what every child process begins with
@@ -122,7 +122,7 @@ def commit(writer, step, model=None, *, done=False, blobs=None, earlier=()):
         records=log(step),
         results={},
         timings={},
-        earlier=[Passed({"global_step": each}, log(each)) for each in earlier],
+        earlier=[PassedStep({"global_step": each}, log(each)) for each in earlier],
     )
 
 

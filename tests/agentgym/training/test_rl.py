@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agentgym.audit import audit
-from agentgym.audit.steps import expected_ahead
+from agentgym.audit.stored_steps import expected_ahead
 from agentgym.config import load_config
 from agentgym.data.check import load_data
 from agentgym.data.items import ItemStream, train_stream

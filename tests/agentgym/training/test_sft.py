@@ -10,7 +10,7 @@ from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.episode import (
     Episode,
     EpisodeSettings,
-    Said,
+    PlayerReply,
     extract_action,
     run_episode,
 )
@@ -38,7 +38,7 @@ def played(lines, replies, settings=SETTINGS, sample=0):
 def test_a_demonstration_is_rendered_as_a_rollout_reads_it(tokenizer, action_format):
     renderer = ChatRenderer(tokenizer)
     settings = replace(SETTINGS, action_format=action_format, instructions={"babyai": "rules"})
-    lines = [Said("turn left", "turn left"), Said("move forward", "move forward")]
+    lines = [PlayerReply("turn left", "turn left"), PlayerReply("move forward", "move forward")]
     replies = [Reply(info={"room": 1}), Reply("done", 1.0, terminated=True, success=True)]
     text, actions = played(lines, replies, settings)
     assert actions == ["turn left", "move forward"]
@@ -70,9 +70,9 @@ def test_a_recorded_thought_is_learned_with_its_action_where_replies_have_though
     recorded = Recorded(Item("babyai", 4), (THOUGHT, "Action: move forward", "drop "))
     said = replies_of(recorded, "react")
     assert said == [
-        Said(THOUGHT, "turn left"),
-        Said("Action: move forward", "move forward"),
-        Said("drop", "drop"),
+        PlayerReply(THOUGHT, "turn left"),
+        PlayerReply("Action: move forward", "move forward"),
+        PlayerReply("drop", "drop"),
     ]
     assert [(each.text, each.action) for each in replies_of(recorded, "plain")] == [
         (action, action) for action in ("turn left", "move forward", "drop")

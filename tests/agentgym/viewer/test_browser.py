@@ -8,7 +8,7 @@ import pytest
 
 from agentgym.config import load_config
 from agentgym.types import Learned
-from agentgym.viewer.export import write_bundle
+from agentgym.viewer.bundle import write_bundle
 from agentgym.viewer.query import Query
 from tests.agentgym.viewer.conftest import HOSTILE, TRAINING, Made, episode, failed
 from tests.agentgym.viewer.test_replay import played

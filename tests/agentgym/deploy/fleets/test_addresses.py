@@ -11,7 +11,7 @@ from agentgym.deploy.fleets.addresses import (
     servers_of,
     service_of,
 )
-from agentgym.deploy.kube.transport import NotFound
+from agentgym.deploy.kube.calls import NotFound
 
 
 def endpoint(address, pod, **conditions):

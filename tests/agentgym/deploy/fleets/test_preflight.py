@@ -9,8 +9,8 @@ import pytest
 
 from agentgym.deploy.fleets import preflight
 from agentgym.deploy.fleets.preflight import asked, lacking, lacks, takes, terms
+from agentgym.deploy.kube.calls import Forbidden, KubeError
 from agentgym.deploy.kube.client import NODE, RESOURCE_QUOTA, SERVICE, connect
-from agentgym.deploy.kube.transport import Forbidden, KubeError
 from agentgym.deploy.manifests import Fleet, rendered_fleet
 
 

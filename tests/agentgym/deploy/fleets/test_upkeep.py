@@ -7,7 +7,7 @@ import pytest
 
 from agentgym.deploy.fleets import upkeep
 from agentgym.deploy.fleets.addresses import ADDRESS, Listing, listed
-from agentgym.deploy.fleets.lease import acquire, groups
+from agentgym.deploy.fleets.fleet_lease import acquire, groups
 from agentgym.deploy.fleets.upkeep import Upkeep, first_addresses, reach
 from agentgym.deploy.kube.client import LEASE, POD, SERVICE, Kind
 

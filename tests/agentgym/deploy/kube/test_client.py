@@ -4,8 +4,7 @@ import secrets
 
 import pytest
 
-from agentgym.deploy.kube.client import DEPLOYMENT, LEASE, NODE, POD, SERVICE, Kind, connect
-from agentgym.deploy.kube.transport import (
+from agentgym.deploy.kube.calls import (
     AlreadyExists,
     FieldConflict,
     KubeError,
@@ -13,6 +12,7 @@ from agentgym.deploy.kube.transport import (
     NotServed,
     Stale,
 )
+from agentgym.deploy.kube.client import DEPLOYMENT, LEASE, NODE, POD, SERVICE, Kind, connect
 
 pytestmark = pytest.mark.kubernetes
 

@@ -19,11 +19,11 @@ from agentgym.deploy.owned import owned_process
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.pipeline.table import open_store
 from agentgym.rollouts.engine import LoopThread, open_policy
-from agentgym.rollouts.policies import engines, hosts, on_host, wire
+from agentgym.rollouts.policies import engines, host_protocol, hosts, on_host
 from agentgym.rollouts.policies.engines import check_engine
+from agentgym.rollouts.policies.host_protocol import HostBusy, HostLost
 from agentgym.rollouts.policies.hosts import one_engine
 from agentgym.rollouts.policies.torch import TorchPolicy
-from agentgym.rollouts.policies.wire import HostBusy, HostLost
 from agentgym.types import EngineMismatch
 from tests.agentgym.rollouts.policies.hosting import (
     ENGINE,
@@ -191,7 +191,7 @@ def test_a_kept_engine_serves_runs_and_is_ended_when_nobody_uses_it(session, num
     (cfg.state_dir / hosts.KEPT).symlink_to(folder)
     command, log = hosts.host_command(cfg, folder, keep_s=0.5), tmp_path / "log"
     with owned_process(command, log_path=log, env=hosts.host_environment(cfg)) as process:
-        wait_until((folder / wire.SOCKET).exists, process=process, why=log.read_text)
+        wait_until((folder / host_protocol.SOCKET).exists, process=process, why=log.read_text)
         below = psutil.Process(process.pid)
         for _ in range(2):
             with session(cfg) as opened:
@@ -229,8 +229,8 @@ def test_scores_usage_sleep_and_errors_cross_the_wire(shared, cfg, session, make
 
 
 def test_requests_of_one_tick_are_one_message(shared, cfg, session, monkeypatch):
-    frames, made = [], wire._framed
-    monkeypatch.setattr(wire, "_framed", lambda text: frames.append(text) or made(text))
+    frames, made = [], host_protocol._framed
+    monkeypatch.setattr(host_protocol, "_framed", lambda text: frames.append(text) or made(text))
     with session(cfg) as opened:
         opened.generate(1)
         frames.clear()
@@ -301,7 +301,7 @@ def test_two_sessions_at_once_have_two_engines(shared, cfg, session, monkeypatch
 @pytest.mark.parametrize("odd", ["protocol", "source", "packages"])
 def test_a_host_of_other_versions_is_refused_in_one_line(shared, cfg, session, monkeypatch, odd):
     with session(cfg) as opened:
-        mine, folder = {**wire.door(), odd: "f" * 64}, opened.policy._connection.folder
+        mine, folder = {**host_protocol.door(), odd: "f" * 64}, opened.policy._connection.folder
         monkeypatch.setattr(hosts, "door", lambda _: mine)
         with pytest.raises(ConfigError, match=rf"not fit this process: {odd} .+ and f+ here; let"):
             hosts.connect(folder, lambda: "", sys.executable)
@@ -347,7 +347,7 @@ def test_folders_of_the_killed_are_swept(room):
         folder.mkdir()
     for folder in (old, used):
         os.utime(folder, (0, 0))
-    with wire.address_in(used):
+    with host_protocol.address_in(used):
         new = hosts.new_folder()
         assert not old.exists()
         assert used.exists()

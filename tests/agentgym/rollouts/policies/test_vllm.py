@@ -13,7 +13,7 @@ from agentgym.config import (
     OptimizerConfig,
     VllmConfig,
 )
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.adapter import Adapter, chosen_modules
 from agentgym.models.checkpoint import ADAPTER, new_checkpoint
 from agentgym.models.fidelity import VLLM

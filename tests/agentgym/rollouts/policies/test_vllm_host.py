@@ -12,7 +12,7 @@ import torch
 from agentgym.audit import audit
 from agentgym.config import LoraConfig, OptimizerConfig, load_config
 from agentgym.config.operation import StoreConfig
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.adapter import Adapter, chosen_modules
 from agentgym.models.checkpoint import ADAPTER, new_checkpoint
 from agentgym.models.fidelity import VLLM
