@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -94,6 +95,7 @@ class Project:
             for name, value in self.environment.items():
                 patch.setenv(name, value)
             stack.callback(logging.root.setLevel, logging.root.level)
+            stack.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
             patch.setattr(logging.root, "handlers", [])  # it logs to its own stderr
             patch.setattr(sys, "stdin", stack.enter_context(open(os.devnull)))
             stack.enter_context(contextlib.redirect_stdout(out))
