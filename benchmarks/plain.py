@@ -1,12 +1,14 @@
 """Counts of unplain text: docstrings that open as half a sentence, vague names, words of a dialect.
 
-`python benchmarks/plain.py [BEFORE]` prints them, also those of the commit BEFORE. `--draw SEED`
-lists a hundred docstrings for a reader to judge: docs/results/docstrings.md.
+`python benchmarks/plain.py` prints them; `python benchmarks/plain.py BEFORE` also counts the commit
+BEFORE and three other projects, and writes docs/results/plain.json. `--draw SEED` lists a hundred
+docstrings for a reader to judge: docs/results/docstrings.md.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import io
 import json
 import random
@@ -17,9 +19,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness import PACKAGES, ROOT, parser_of, tree_of
+from harness import PACKAGES, RESULTS, ROOT, parser_of, tree_of, write
 
 SIMULATORS = ("babyai", "sciworld", "searchqa", "textcraft", "webarena")  # prose of their own
+ANCHORS = ("starlette", "httpx", "prefect")  # other projects, as installed
 # pronouns and genitives: what follows hangs on the signature or on a noun that is not named
 OPENERS = re.compile(
     r"(What|Of|As|How|Where|Whether|Those|That|Which|Who|Whoever|Whom|Whose|When|Whatever)\b"
@@ -112,11 +115,18 @@ def sources_in(root: Path, *folders: str) -> list[str]:
     ]
 
 
-def count(root: Path) -> Text:
-    """Count the Python files of the packages below this folder."""
-    simulators = {*sources_in(root, *(f"envs/{name}" for name in SIMULATORS))}
-    sources = [source for source in sources_in(root, *PACKAGES) if source not in simulators]
+def count(root: Path, *folders: str) -> Text:
+    """Count the Python files of the packages, or of other folders, below `root`."""
+    names = folders or PACKAGES
+    simulators = set() if folders else {*sources_in(root, *(f"envs/{name}" for name in SIMULATORS))}
+    sources = [source for source in sources_in(root, *names) if source not in simulators]
     return text_of(sources, simulators)
+
+
+def count_package(name: str) -> Text:
+    """Count an installed package."""
+    (installed,) = importlib.util.find_spec(name).submodule_search_locations
+    return count(Path(installed).parent, name)
 
 
 def draw(seed: str, count: int = 100) -> list[str]:
@@ -142,7 +152,9 @@ def main() -> None:
     counts = {"now": asdict(count(ROOT))}
     if chosen.before:
         with tree_of(chosen.before) as tree:
-            counts["before"] = asdict(count(tree))
+            counts["before"] = {"commit": chosen.before, **asdict(count(tree))}
+        counts |= {name: asdict(count_package(name)) for name in ANCHORS}
+        write(RESULTS / "plain.json", counts)
     print(json.dumps(counts, indent=1))
 
 
