@@ -120,7 +120,7 @@ def test_no_code_asks_what_a_step_is_called():
 # lines of Python; the most that each folder may have
 SIZES = {
     "agentgym": 53_711,
-    "benchmarks": 11_900,
+    "benchmarks": 12_150,
     "envs": 13_108,
     "flows": 984,
     "services": 2_101,
