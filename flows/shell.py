@@ -290,7 +290,10 @@ def left_out(evaluations: Mapping[str, Manifest]) -> list[str]:
 
 
 def alarm_lines(cfg: RunConfig, done: Mapping[str, Manifest]) -> list[str]:
-    """Return the alarms raised while these steps trained; lines of 80 columns."""
+    """Return the first alarm of each trouble in training, in lines of at most 80 columns.
+
+    done: step -> its last commit; only the stages of training among them count.
+    """
     steps = steps_of(cfg)
     trained = [manifest for name, manifest in done.items() if steps[name].stage]
     alarms = committed_alarms(open_store(cfg), trained)

@@ -152,8 +152,10 @@ def _plain(deployment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_ids(value: Any) -> Any:
-    """Leave out ids, because a recreated rule gets another one, and sort lists of names: they are
-    sets, which the server lists in any order.
+    """Return a copy of a JSON value without the keys `id`, at any depth, and with lists of strings
+    sorted.
+
+    A recreated rule gets other ids; such lists are sets, which the server gives in any order.
     """
     if isinstance(value, dict):
         return {key: _without_ids(item) for key, item in value.items() if key != "id"}

@@ -45,7 +45,9 @@ def _run_cell(cell: Cell, wait_s: float, stop: threading.Event) -> None:
     persist_result=False,
 )
 def write_task(comparison: Comparison, cells: Sequence[Cell], out: Path) -> None:
-    """Write the table and figures to `out`, to MLflow and to the flow run's page."""
+    """Write a comparison's table and figures to the folder `out` and, if any cell is done, to
+    MLflow. Show the table on the flow run's page.
+    """
     result = write_comparison(comparison, cells, out)
     create_markdown_artifact(
         key=f"comparison-{comparison.name}",

@@ -430,7 +430,9 @@ def _check_evaluation(
 
 
 def _without_packages(part: Any) -> Any:
-    """Return an identity without package versions, which may differ between two machines."""
+    """Return one part of an evaluation's identity (what was asked) without its entry `packages`:
+    package versions may differ between two machines. A part that is no mapping stays as it is.
+    """
     if isinstance(part, Mapping):
         return {name: value for name, value in part.items() if name != "packages"}
     return part

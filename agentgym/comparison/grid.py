@@ -113,7 +113,11 @@ def _curve(row: RowJson, what: str) -> tuple[list[float], list[Mapping[str, floa
 def _table(
     table: Table, text_of: Callable[[RowJson], str], first: Mapping[str, str] | None = None
 ) -> str:
-    """Return a Markdown table, methods by environments. first: texts of a first line, if any."""
+    """Return a Markdown table with a line per method and a column per environment.
+
+    text_of: gives the text of a cell; first: environment -> text of a first line, which is named
+    *start*. None: no such line.
+    """
     envs = table["environments"]
     lines = [["*start*", "", *(first.get(env, "") for env in envs)]] if first else []
     for method, by_env in cells_of_table(table).items():

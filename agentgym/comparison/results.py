@@ -326,7 +326,9 @@ def _evaluation_json(row: Row) -> dict[str, Any]:
 
 
 def _column_json(row: Row) -> dict[str, Any]:
-    """Return the column of a row and its curves; {} if environments are not the columns."""
+    """Return the row's environment, its method and the curves of its evaluations (`curves_json`);
+    {} in a comparison whose columns are not environments.
+    """
     seeds = [cell.judged for cell in row.cells if cell.judged is not None]
     if not seeds:
         return {}

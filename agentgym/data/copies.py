@@ -46,10 +46,11 @@ def keep_data(cfg: RunConfig, store: RunStore) -> str:
 
 
 def fetch_data(cfg: RunConfig, store: RunStore) -> bool:
-    """Copy the files of `data.digest` to the folders of the run, if these are missing.
+    """Copy the files of `data.digest` from the store to the run's data folders, unless all of these
+    folders exist. Files that are missing in an existing folder are not noticed.
 
-    Result: True if files were copied. Errors: DataError if the store does not have them, or if
-    their digest differs.
+    Result: True if files were copied; False also if `data.digest` is empty. Errors: DataError if
+    the store does not have the data or holds an unknown file, or if the copies' digest differs.
     """
     if not cfg.data.digest or all(folder.is_dir() for folder in cfg.data_folders.values()):
         return False

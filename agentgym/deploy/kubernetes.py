@@ -195,7 +195,11 @@ def _own(
 
 @contextlib.contextmanager
 def _left_to_gc() -> Iterator[None]:
-    """Log what a take-down raises: another error may be raised already, or all work is done."""
+    """Log a KubeError, ConfigError or RuntimeError of the block instead of raising it.
+
+    The block takes servers down. Its error must not replace one that is already being raised, nor
+    fail work that is done; `agentgym envs gc` removes what is left.
+    """
     try:
         yield
     except (KubeError, ConfigError, RuntimeError) as error:

@@ -81,7 +81,10 @@ def rayjob(job: Job, name: str, image: str) -> Object:
 
 
 def _deletion(settings: KubeRayConfig) -> Object:
-    """Return the settings of deletion: KubeRay takes one of the two kinds, not both."""
+    """Return the fields of a RayJob's spec that say when its cluster, and by rules also the RayJob
+    itself, is deleted after its end. KubeRay accepts shutdownAfterJobFinishes or deletion rules,
+    not both.
+    """
     keep_s = settings.keep_cluster_s
     if settings.deletion == "shutdown":
         return {"shutdownAfterJobFinishes": True, "ttlSecondsAfterFinished": keep_s}

@@ -105,7 +105,10 @@ def usage_facts(result: Result) -> dict[str, str]:
 
 
 def render(result: Result, examples: Iterable[Trajectory]) -> dict[str, bytes]:
-    """Return the figure and the page, by file name; no figure if no number is in all its rows."""
+    """Return the page (HTML) and the figure (PNG), by file name. The figure has a row for each
+    environment and shows the success rates that all of them have; without such a rate there is
+    none.
+    """
     shown = {
         env: {
             key: Interval(**row)

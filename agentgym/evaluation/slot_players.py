@@ -23,7 +23,9 @@ class EvaluationStopped(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Playing:
-    """An open policy with its environments."""
+    """Access to one policy while it and the servers of its environments are open: `attempts` makes
+    the player of an environment's episodes.
+    """
 
     attempts: Callable[[EpisodeSettings, EnvProtocol], PlaysEpisodes]
     stopped: Callable[[], str] = lambda: ""  # why the policy cannot play more; empty: it can

@@ -62,10 +62,11 @@ def device_peak_tflops(device: torch.device) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class TrainingFlops:
-    """Operations of a forward and a backward of one network, without recomputation.
+    """Size of a network, from which `tflop` computes the operations of one forward and backward,
+    without recomputation.
 
-    Per token 6 for each weight of blocks and head, and 6 x layers x width x sequence length for
-    attention, half of which is masked.
+    A token takes 6 operations for each weight of blocks and head. Attention over a sequence takes
+    12 x layers x width x sequence length for each token; causal masking leaves half of that, 6.
     """
 
     weights: int  # of blocks and head

@@ -104,7 +104,9 @@ class Sharded:
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise the first failed rank's own error on every rank."""
+    """Replace torch's CheckpointException by the error of the lowest rank that failed. Torch raises
+    the exception on every rank, so all ranks raise the same error.
+    """
     try:
         yield
     except CheckpointException as failed:

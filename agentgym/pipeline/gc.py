@@ -211,7 +211,10 @@ def kept(
 
 
 def connected(heads: Sequence[Manifest], digests: Iterable[str]) -> set[str]:
-    """Return the digests of the heads in the same connected components as `digests`."""
+    """Return the digests of all heads that are linked with one of `digests`, directly or through
+    other heads; these digests are included. A head is linked with each of its parents. Digests
+    that belong to no head are ignored.
+    """
     neighbours: dict[str, set[str]] = {head.digest: set() for head in heads}
     for head in heads:
         for parent in head.parents.values():

@@ -106,7 +106,11 @@ def _plan_step(
 def _why_new(
     step: Step, cfg: RunConfig, store: RunStore, known: list[Manifest], done: dict[str, Manifest]
 ) -> str:
-    """Return the reason why a step runs: its difference from the latest one in the store."""
+    """Return the reason why a step must run anew: it was collected, it never ran, or its difference
+    from the step's latest commits in the store, `known[-1]`.
+
+    done: the finished steps of this run, by name, with all of the step's parents.
+    """
     if store.is_collected(step.name, key_of(step, cfg, done)):
         return "collected by `agentgym gc`"
     if not known:

@@ -111,7 +111,7 @@ def _all_files(folder: Path) -> dict[str, Path]:
 
 
 def digest_files(files: Mapping[str, Path]) -> str:
-    """Return the digest of names and contents; the folder does not count."""
+    """Return one sha256 over the keys and the contents of these files; their paths do not count."""
     return sha256(canonical_json({name: sha256(path.read_bytes()) for name, path in files.items()}))
 
 

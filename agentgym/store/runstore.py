@@ -331,9 +331,11 @@ def _drop_damaged(folder: Folder, lease: Lease, owner: str) -> None:
 
 
 def _load(folder: Folder, seq: int, name: str, owner: str) -> list[Manifest]:
-    """Return the manifests of a commit.
-    seq: of the first one, as in `name`; owner: step and key, whole or as in the folder's name.
-    Errors: ManifestError.
+    """Read one commit's file, check that it is the expected one, and return its manifests in order.
+
+    seq: number that the first manifest must have. name: of the file, below the folder.
+    owner: `STEP-KEY` that every manifest must belong to, the key whole or cut as in folder names.
+    Errors: ManifestError if the file is damaged, or a manifest is another step's or misnumbered.
     """
     manifests = decode_commit(folder.read(name), where=f"{folder.place}/{name}")
     for manifest in manifests:

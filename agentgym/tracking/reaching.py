@@ -107,7 +107,11 @@ def _unavailable(uri: str, error: Exception) -> str:
 
 
 def import_client(uri: str) -> None:
-    """Import the modules that a delivery needs: later, the import would slow rollouts down."""
+    """Import MLflow before rollouts begin, which a later import would slow down.
+
+    It sets MLflow's environment variables first, see `prepare_environment`.
+    uri: the tracking URI; for a SQLite database, MLflow's database modules are imported too.
+    """
     prepare_environment()
     importlib.import_module("mlflow")
     if uri.startswith("sqlite:"):

@@ -30,7 +30,9 @@ _MAX_HELD = 16 * 2**20  # bytes of a file that is kept; a larger one is read aga
 
 
 class Gone(LookupError):
-    """The episode is not in the store; the text gives the reason."""
+    """Error for an episode or game that cannot be shown: unknown, removed, over, or not yet read
+    into the index. The text gives the reason.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,9 +191,11 @@ def _source(name: str) -> str:
 
 
 async def replay(episode: Trajectory, env: EnvConfig, endpoints: Sequence[str]) -> Replay:
-    """Play an episode's actions on a server. Return the answers compared with the record.
+    """Play an episode's actions again on a server and compare each answer with the record.
 
-    Errors: EnvError, ValueError, TimeoutError.
+    Result: whether they agree, and a drawing of the environment before the first action and after
+    each turn up to MAX_SHOTS. It ends early if the environment ends the task before the record.
+    Errors: EnvError; ValueError; TimeoutError after LIMIT_S.
     """
     async with asyncio.timeout(LIMIT_S), EnvPools.of([env], {env.name: endpoints}) as pools:
         await pools.check([env], allow_expert=True)  # nothing is learned here

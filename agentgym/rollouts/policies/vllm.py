@@ -83,7 +83,9 @@ def _of_tokens(logprobs: Any, ids: Sequence[int]) -> list[float]:
 
 
 class VllmPolicy:
-    """Policy that samples with vLLM's copy of the weights; only `publish` changes them."""
+    """Policy that samples with vLLM's copy of the weights. `begin` sets the weights that a session
+    begins with; after that only `publish` changes them.
+    """
 
     repeats_draws: ClassVar[bool] = False
     tolerances: ClassVar[Tolerances] = VLLM
