@@ -30,7 +30,7 @@ from harness import RESULTS, ROOT, origin, parser_of, read, write
 
 from agentgym.comparison.described import load_comparison
 from agentgym.comparison.matrix import Cell, cells_of
-from agentgym.comparison.report import AXES
+from agentgym.comparison.overview import AXES
 from agentgym.comparison.results import CellResult, Checkpoint, Estimate, Row, read_rows, table
 from agentgym.comparison.shown import result_files, table_markdown
 from agentgym.evaluation.passk import FloatArray

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from urllib.parse import unquote, urlsplit
 
-from sites.server import SITES
+from sites.local_server import SITES
 from sites.session_state import World
 from sites.store.records import Review
 

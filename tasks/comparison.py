@@ -13,7 +13,7 @@ from prefect.cache_policies import NO_CACHE
 
 from agentgym.comparison.described import Comparison
 from agentgym.comparison.matrix import Cell, run_cell
-from agentgym.comparison.report import literal
+from agentgym.comparison.overview import literal
 from agentgym.comparison.results import write_comparison
 from agentgym.comparison.shown import table_markdown
 from tasks.retries import may_help

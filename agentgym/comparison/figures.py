@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from agentgym.comparison.report import AXES, RowJson, Table, sources
+from agentgym.comparison.overview import AXES, RowJson, Table, sources
 from agentgym.evaluation.report import GRID, INK, MUTED, drawn, panels, png_of
 from agentgym.pages import label
 

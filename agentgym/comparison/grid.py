@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentgym.comparison.figures import curves_png, lines_png, success_png
-from agentgym.comparison.report import AXES, RowJson, Table, literal, markdown, spread_of
+from agentgym.comparison.overview import AXES, RowJson, Table, literal, markdown, spread_of
 from agentgym.evaluation.seeds import FEWEST_SEEDS
 from agentgym.pages import gain, label
 

@@ -22,7 +22,7 @@ import numpy as np
 from agentgym.comparison.described import Comparison
 from agentgym.comparison.evaluations import CellEvaluation, curves_json, interval_of, read_judged
 from agentgym.comparison.matrix import Cell, comparison_key, contrast_rows
-from agentgym.comparison.report import AXES, CEILING, Table
+from agentgym.comparison.overview import AXES, CEILING, Table
 from agentgym.comparison.shown import logged_tables, result_files
 from agentgym.evaluation.clustered import family_codes
 from agentgym.evaluation.estimates import per_item

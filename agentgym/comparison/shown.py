@@ -10,7 +10,7 @@ from typing import Any
 
 from agentgym.comparison.figures import figures_of_rows
 from agentgym.comparison.grid import figures_of_grid, text_of_grid
-from agentgym.comparison.report import Table, literal, text_of_rows
+from agentgym.comparison.overview import Table, literal, text_of_rows
 
 
 def result_files(table: Table) -> dict[str, bytes]:

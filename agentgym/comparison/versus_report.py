@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentgym.comparison.figures import COLOURS, lines_png
-from agentgym.comparison.report import literal, markdown
+from agentgym.comparison.overview import literal, markdown
 from agentgym.evaluation.report import GRID, MUTED, drawn, panels, png_of
 from agentgym.pages import gain, percent, points, single_page
 

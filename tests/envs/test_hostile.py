@@ -94,7 +94,7 @@ def test_no_answer_and_no_page_breaks_an_evaluator_or_holds_it_up(bench):
     from envs.webarena.judge import Rules
     from envs.webarena.tasks import load
     from sites import queries
-    from sites.server import SiteServer
+    from sites.local_server import SiteServer
 
     server = SiteServer()
     helpers = StateHelpers(server.state(server.open_tenant()), queries)
@@ -141,7 +141,7 @@ def test_no_repeated_part_holds_up_an_evaluator(bench, length):
 
 
 def test_no_form_or_address_breaks_an_embedded_site(bench):
-    from sites.server import _BY_HOST, TENANT_HEADER, SiteServer
+    from sites.local_server import _BY_HOST, TENANT_HEADER, SiteServer
 
     server, chance = SiteServer(), random.Random("sites")
     names = sorted(

@@ -6,7 +6,7 @@ from urllib.parse import urlencode
 import pytest
 
 from sites import SITES
-from sites.server import _BY_HOST
+from sites.local_server import _BY_HOST
 from tests.sites.visitor import MUG, note
 
 TIDE = "/jlindgren/tidebook/-"
