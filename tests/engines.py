@@ -5,10 +5,8 @@ import subprocess
 
 import torch
 
-from agentgym.models import transport
 from agentgym.models.empty import empty_model, materialize
 from agentgym.models.model import weights_of
-from agentgym.rollouts.policies import on_host
 from agentgym.rollouts.policies.torch import TorchPolicy
 
 
@@ -52,12 +50,6 @@ class HostedTorch(TorchPolicy):
         await super().close()
         self.process.kill()
         self.process.wait()
-
-
-def write_by(monkeypatch, write):
-    """Replace the function that writes weights, first ones and published ones."""
-    for module in (on_host, transport):
-        monkeypatch.setattr(module, "write_weights", write)
 
 
 def checkpoint():

@@ -226,6 +226,14 @@ class FromProcess:
     path: str = ""
     shared: dict[str, list[Any]] | None = None  # see `shared_of`
 
+    @classmethod
+    def written(
+        cls, path: Path, weights: Mapping[str, Tensor], digest: str, version: int
+    ) -> FromProcess:
+        """Write weights to a file; return the delivery that names it."""
+        write_weights(path, weights)
+        return cls(digest, version, layout_of(weights), str(path))
+
     @property
     def shapes(self) -> dict[str, Tensor]:
         """Tensors without values."""
@@ -265,16 +273,20 @@ class HandOver:
             weights = delivery.held
         else:
             weights = await delivery.weights()
-        sent = FromProcess(delivery.digest, delivery.version, layout_of(weights))
+        digest, version = delivery.digest, delivery.version
         if self._shares and is_on_gpu(weights):
+            shared = shared_of(weights)
             try:
-                return await receive(replace(sent, shared=shared_of(weights)))
+                return await receive(
+                    FromProcess(digest, version, layout_of(weights), shared=shared)
+                )
             except TransportBroken as refused:
                 self._shares = False
                 logger.warning("vLLM gets weights through the host's memory now: %s", refused)
         with memory_file() as path:
-            await asyncio.to_thread(write_weights, path, weights)
-            return await receive(replace(sent, path=str(path)))
+            return await receive(
+                await asyncio.to_thread(FromProcess.written, path, weights, digest, version)
+            )
 
 
 @dataclass(frozen=True)

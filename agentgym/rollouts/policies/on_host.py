@@ -19,10 +19,8 @@ from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.transport import (
     FromProcess,
     HandOver,
-    InProcess,
-    layout_of,
     memory_file,
-    write_weights,
+    weights_digest,
 )
 from agentgym.rollouts.policies.engine_settings import (
     EngineSettings,
@@ -197,10 +195,8 @@ def open_on_host(
             needs = _started(connection, taken.enlarged(settings), checkpoint, cfg)
         if needs == "weights":
             weights = first_weights(checkpoint)
-            sent = InProcess(weights, version)
             with memory_file() as path:
-                write_weights(path, weights)
-                delivery = FromProcess(sent.digest, version, layout_of(weights), str(path))
+                delivery = FromProcess.written(path, weights, weights_digest(weights), version)
                 connection.ask("first", asdict(delivery), limit_s=patience)
         return HostPolicy(connection, settings, version, taken.close)
     except BaseException:

@@ -17,19 +17,20 @@ import torch
 from agentgym.audit import audit
 from agentgym.config import ConfigError, RunConfig, load_config
 from agentgym.deploy.owned import owned_process, tail
+from agentgym.models import transport
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.model import weights_of
 from agentgym.models.transport import InProcess
 from agentgym.pipeline.table import open_store
 from agentgym.rollouts.loop import LoopThread
-from agentgym.rollouts.policies import engines, hosts, on_host, wire
+from agentgym.rollouts.policies import engines, hosts, wire
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosts import one_engine
 from agentgym.rollouts.policies.opening import open_policy
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.rollouts.policies.wire import HostBusy, HostLost
 from agentgym.types import EngineMismatch, SampleKey, Sampling
-from tests.engines import checkpoint, write_by
+from tests.engines import checkpoint
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[4]
@@ -159,7 +160,7 @@ def expected(model, tokenizer, version, *samples):
 
 
 def same(answers, others):
-    """Whether tokens are equal and log-probabilities too, but for the rounding of other batches."""
+    """Return True if tokens are equal and log-probabilities differ by rounding at most."""
     return all(
         (one.ids, one.stop_reason, one.version) == (two.ids, two.stop_reason, two.version)
         and one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
@@ -221,8 +222,10 @@ def test_sessions_share_one_engine_and_weights_it_holds_are_not_moved(
     cfg, session, num_starts, make_model, tokenizer, monkeypatch, room
 ):
     moved = []
-    written = on_host.write_weights
-    write_by(monkeypatch, lambda *arguments: moved.append(written(*arguments)))
+    written = transport.write_weights
+    monkeypatch.setattr(
+        transport, "write_weights", lambda *arguments: moved.append(written(*arguments))
+    )
     with one_engine(cfg):
         with session(cfg, 0, version=7) as first:
             assert same(first.generate(1, 2, 3), expected(make_model(0), tokenizer, 7, 1, 2, 3))
@@ -362,7 +365,7 @@ def test_requests_of_one_tick_are_one_message(shared, cfg, session, monkeypatch)
 def test_harm_on_the_way_is_found_before_a_token_is_sampled(
     shared, cfg, session, make_model, monkeypatch, harm
 ):
-    written = on_host.write_weights
+    written = transport.write_weights
 
     def write(path, weights):
         if harm == "swap":
@@ -374,7 +377,7 @@ def test_harm_on_the_way_is_found_before_a_token_is_sampled(
 
     with session(cfg, 0, version=1) as opened:
         before = opened.generate(1)
-        write_by(monkeypatch, write)
+        monkeypatch.setattr(transport, "write_weights", write)
         with pytest.raises(EngineMismatch, match=r"weights version 2 arrived at .* sent was"):
             opened.publish(make_model(1), 2)
         assert same(opened.generate(1), before)  # as it was
@@ -384,13 +387,13 @@ def test_harm_on_the_way_is_found_before_a_token_is_sampled(
 
 
 def test_first_weights_that_were_harmed_begin_no_session(shared, cfg, session, monkeypatch):
-    written = on_host.write_weights
+    written = transport.write_weights
 
     def write(path, weights):
         written(path, weights)
         flip(path)
 
-    write_by(monkeypatch, write)
+    monkeypatch.setattr(transport, "write_weights", write)
     with pytest.raises(EngineMismatch, match="weights version 0"), session(cfg, 2):
         pass
 

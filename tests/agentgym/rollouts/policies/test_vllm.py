@@ -22,6 +22,7 @@ from agentgym.config import (
 )
 from agentgym.config.sections import StoreConfig
 from agentgym.learner.plan import LearnerPlan
+from agentgym.models import transport
 from agentgym.models.adapter import Adapter, chosen_modules, is_matrix
 from agentgym.models.checkpoint import ADAPTER, new_checkpoint
 from agentgym.models.model import weights_of
@@ -41,7 +42,6 @@ from agentgym.rollouts.policies.vllm import VllmPolicy, _arguments
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 from agentgym.types import EngineMismatch, SampleKey, Sampling
-from tests.engines import write_by
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
 ROOT = Path(__file__).parents[4]
@@ -459,7 +459,7 @@ def test_a_host_serves_sessions_with_the_weights_that_each_begins_with(
         again = opened.run(opened.policy.score([[*PROMPT, *said.ids]]))[0][len(PROMPT) - 1 :]
         assert torch.tensor(said.logprobs) == pytest.approx(again, abs=NATS)
 
-    write_by(monkeypatch, write)
+    monkeypatch.setattr(transport, "write_weights", write)
     with one_engine(cfg):
         first = Session(new_checkpoint(make_model(0), tokenizer), cfg, version=5)
         processes = of_vllm(psutil.Process())
