@@ -15,16 +15,16 @@ from agentgym.commands import (  # noqa: E402
     envs,
     evaluate,
     machine,
+    models,
+    pipeline_steps,
     play,
-    registry,
-    runs,
-    steps,
-    stored,
+    store,
+    verify,
     view,
 )
 from agentgym.commands.parser import Commands  # noqa: E402
 from agentgym.config import RunConfig, load_config  # noqa: E402
-from agentgym.console.guard import guarded  # noqa: E402
+from agentgym.console.ending import guarded  # noqa: E402
 from agentgym.private import STATE, private_folder, private_state  # noqa: E402
 from envs.plain import log_to_stderr  # noqa: E402
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         has_no_params = arguments.params is None  # a comparison of runs names its parameters itself
         cfg = RunConfig() if has_no_params else load_config(arguments.params, arguments.set)
         if name := arguments.run_of(arguments):
-            from agentgym.pipeline.runs import config_of_run
+            from agentgym.pipeline.stored_config import config_of_run
 
             cfg = config_of_run(name, cfg, arguments.params, arguments.set)
         private_folder(STATE)
@@ -64,6 +64,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Multi-turn reinforcement learning as a pipeline you can trust.",
     )
     commands = Commands(parser)
-    for about in (steps, evaluate, play, runs, view, registry, stored, machine, data, envs):
+    for about in (pipeline_steps, evaluate, play, verify, view, models, store, machine, data, envs):
         about.add(commands)
     return parser

@@ -52,7 +52,9 @@ def encode_line(trajectory: Trajectory) -> bytes:
 
 
 def joined(lines: Iterable[bytes]) -> bytes:
-    """Return the file content with these lines, see `encode_trajectories`."""
+    """Return the content of a file of episodes: the lines, compressed with gzip. Equal lines give
+    equal bytes. lines: from `encode_line`, each with its line break.
+    """
     return gzip.compress(b"".join(lines), compresslevel=_COMPRESSION, mtime=0)
 
 

@@ -28,8 +28,14 @@ class Status(StrEnum):
         """True if the episode counts in losses, group statistics and scores."""
         return self not in _FAILED
 
+    @property
+    def is_truncated(self) -> bool:
+        """True if the episode was cut before its end, but not by a failure."""
+        return self in _TRUNCATED
+
 
 _FAILED = frozenset({Status.ENV_ERROR, Status.GRADER_ERROR, Status.TIMEOUT, Status.INTERRUPTED})
+_TRUNCATED = frozenset({Status.MAX_TURNS, Status.MAX_TOKENS, Status.ENV_LIMIT})
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -7,26 +7,20 @@ the worst value that each alarm measured; runs that the file contains are not re
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from pipeline import ROOT, machine
+from harness import ROOT, origin, parser_of, read, stage_points
 
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import AlarmsConfig, load_config
 from agentgym.pipeline.run import run_with_parents
-from agentgym.pipeline.table import finished, open_store
-from agentgym.rollouts.horizon import stages
+from agentgym.steps.step import stages
 from agentgym.tracking.alarms import RULES, measured, tripped
-from agentgym.tracking.deliver import committed_points
 from agentgym.tracking.points import Point
 
-OUT = ROOT / "docs/results/alarms.json"
 RUNS = {name: [f"algorithm.recipe={name}"] for name in RECIPES} | {
     "grpo, max_staleness 1": ["rollout.max_staleness=1"]
 }
@@ -34,41 +28,30 @@ METRICS = sorted({name for rule in RULES.values() for name in rule.metrics})
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "alarms.json")
     parser.add_argument("names", nargs="*", default=list(RUNS), metavar="NAME")
-    parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--state", help="folder that keeps the runs (default: a temporary one)")
     chosen = parser.parse_args()
-    result = (
-        json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else {"runs": {}}
-    )
+    result = read(chosen.out, {"runs": {}})
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen.names:
             if name not in result["runs"]:
                 result["runs"][name] = rows(run(RUNS[name], chosen.state or folder))
-                result |= {
-                    "machine": machine(),
-                    "command": "python benchmarks/alarms.py",
-                    "worst": {
-                        name_of_run: worst(points(row))
-                        for name_of_run, row in result["runs"].items()
-                    },
+                result["worst"] = {
+                    title: worst(points(row)) for title, row in result["runs"].items()
                 }
+                result |= origin()
                 chosen.out.write_text(text_of(result), encoding="utf-8")
             tripping = sorted(alarms_of(points(result["runs"][name])))
-            sys.stdout.write(f"{name}: {', '.join(tripping) or 'no alarm'}\n")
-            sys.stdout.flush()
+            print(f"{name}: {', '.join(tripping) or 'no alarm'}", flush=True)
     return int(any(alarms_of(points(row)) for row in result["runs"].values()))
 
 
 def run(changes: Sequence[str], folder: str) -> list[Point]:
     """Train one run; return the points of its training."""
     cfg = load_config(ROOT / "params.yaml", [*changes, f"store.path={folder}/store"])
-    names = [stage.name for stage in stages(cfg.horizon)]
-    run_with_parents(names[-1], cfg)
-    store = open_store(cfg)
-    completed = finished(cfg, store)
-    return [point for name in names for point in committed_points(store, name, completed[name].key)]
+    run_with_parents(stages(cfg.horizon)[-1].name, cfg)
+    return stage_points(cfg)
 
 
 def rows(history: Iterable[Point]) -> dict[str, list[float | None]]:

@@ -8,25 +8,22 @@ listed by name. Writes docs/results/baselines.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline import ROOT, machine  # benchmarks/pipeline.py
+from harness import ROOT, parser_of, write
 
 from agentgym.defaults import set_process_defaults
 
 set_process_defaults()
 
 from agentgym.config import load_config  # noqa: E402
-from agentgym.evaluation.request import EvaluationRequest  # noqa: E402
-from agentgym.pipeline.evaluation import evaluate_policy  # noqa: E402
+from agentgym.evaluation.protocol import EvaluationRequest  # noqa: E402
+from agentgym.pipeline.policy_evaluation import evaluate_policy  # noqa: E402
 
-RESULTS = ROOT / "docs/results/baselines.json"
 # environment -> test items, turns (`random` gets the published ROUNDS), episodes in flight
 PLAYED = {
     "babyai": (90, 60, 16),
@@ -39,10 +36,9 @@ ROUNDS = {"babyai": 20, "textcraft": 30, "sciworld": 30, "searchqa": 30, "webare
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__, "baselines.json")
     parser.add_argument("--items", type=int, help="most items per environment")
     parser.add_argument("--env", action="append", choices=PLAYED, help="may be repeated")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument(
         "--state", type=Path, help="folder to keep and to resume from (default: none)"
     )
@@ -54,14 +50,7 @@ def main() -> int:
                 row = played(policy, env, arguments.items, arguments.state or Path(folder))
                 table.setdefault(env, {})[policy] = row
                 print(f"{env} {policy}: {json.dumps(row)}", flush=True)
-    numbers = {
-        "environments": table,
-        "command": "python benchmarks/baselines.py"
-        + (f" --items {arguments.items}" if arguments.items else ""),
-        "machine": machine(),
-        "measured": datetime.now(UTC).date().isoformat(),
-    }
-    arguments.out.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    write(arguments.out, {"environments": table})
     fell_short = [env for env, row in table.items() if row["expert"]["exceptions"]]
     print(f"experts with exceptions: {', '.join(fell_short) or 'none'}")
     return 0

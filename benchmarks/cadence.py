@@ -8,13 +8,10 @@ Writes docs/results/cadence.json; fails if the two differ, or if MLflow contains
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -22,12 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline import ROOT, machine
+from chaos_project import repeated_points
+from harness import ROOT, parser_of, stage_commits, write
 
 from agentgym.audit import audit
 from agentgym.config import RunConfig, load_config
 from agentgym.pipeline.run import run_with_parents
-from agentgym.pipeline.table import finished, open_store
+from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import Manifest
 
 SHORT = [
@@ -53,11 +51,10 @@ LIMIT_S = 900.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__, "cadence.json")
     parser.add_argument("--every", type=int, nargs="+", default=[1, 5, 1000])
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0, help="seed of the random kill times")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/cadence.json")
     chosen = parser.parse_args()
     os.chdir(ROOT)
     rng, rows = random.Random(chosen.seed), []  # noqa: S311  (kill times, no secrets)
@@ -73,14 +70,8 @@ def main() -> int:
             alone_s = time.monotonic() - began
             landed = kill_often(victim, every, chosen.kills, alone_s, rng)
             rows.append(compared(settings(twin, every), settings(victim, every), every, landed))
-            sys.stdout.write(f"{rows[-1]}\n")
-    result = {
-        "machine": machine(),
-        "command": " ".join(["python", *sys.argv]),
-        "settings": SHORT,
-        "rows": rows,
-    }
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            print(rows[-1])
+    write(chosen.out, {"settings": SHORT, "rows": rows})
     fine = all(row["identical"] and not row["repeated_points"] and row["audit"] for row in rows)
     return 0 if fine else 1
 
@@ -90,12 +81,8 @@ def settings(folder: Path, every: int) -> RunConfig:
 
 
 def overrides(folder: Path, every: int) -> list[str]:
-    return [
-        *SHORT,
-        "store.max_mib_per_minute=0",
-        f"store.path={folder / 'store'}",
-        f"store.commit_every={every}",
-    ]
+    commits = f"store.path={folder / 'store'}", f"store.commit_every={every}"
+    return [*SHORT, "store.max_mib_per_minute=0", *commits]
 
 
 def kill_often(
@@ -107,7 +94,7 @@ def kill_often(
     landed: list[int] = []
     while len(landed) < kills:
         # with rare commits, each kill may lose a whole stage
-        process = started(folder, every)
+        process = started(overrides(folder, every))
         try:
             process.wait(rng.uniform(0.2, 0.8 * alone_s))
         except subprocess.TimeoutExpired:
@@ -118,15 +105,15 @@ def kill_often(
             if process.returncode:
                 raise RuntimeError(f"a run ended with code {process.returncode}")
             break  # the run ended before all kills were done
-    process = started(folder, every)
+    process = started(overrides(folder, every))
     if process.wait(LIMIT_S):
         raise RuntimeError(f"the run after the kills ended with code {process.returncode}")
     return landed
 
 
-def started(folder: Path, every: int) -> subprocess.Popen[bytes]:
+def started(settings: list[str]) -> subprocess.Popen[bytes]:
     """Start a run of both stages; return it once it is about to begin."""
-    command = [sys.executable, "-c", CHILD, *overrides(folder, every)]
+    command = [sys.executable, "-c", CHILD, *settings]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
@@ -139,17 +126,12 @@ def durable_step(cfg: RunConfig) -> int:
 
 
 def compared(twin: RunConfig, victim: RunConfig, every: int, landed: list[int]) -> dict[str, Any]:
-    victim_commits, twin_commits = history(victim), history(twin)
+    victim_commits, twin_commits = stage_commits(victim), stage_commits(twin)
     written = sum(
         blob.size
         for manifest in twin_commits
         for blob in (*manifest.blobs.values(), *manifest.records.values())
     )
-    with sqlite3.connect(victim.state_dir / "mlflow.db") as database:
-        (repeated,) = database.execute(
-            "select count(*) from (select 1 from metrics group by run_uuid, key, step"
-            " having count(*) > 1)"
-        ).fetchone()
     return {
         "commit_every": every,
         "kills": len(landed),
@@ -159,7 +141,7 @@ def compared(twin: RunConfig, victim: RunConfig, every: int, landed: list[int]) 
         "identical": [identity(manifest) for manifest in victim_commits]
         == [identity(manifest) for manifest in twin_commits],
         "final": victim_commits[-1].digest[:12],
-        "repeated_points": repeated,
+        "repeated_points": len(repeated_points(victim.state_dir / "mlflow.db")),
         "audit": audit(victim, num_episodes=8).ok,
         "mib_per_optimizer_step": round(written / len(twin_commits) / 2**20, 2),
     }
@@ -168,11 +150,6 @@ def compared(twin: RunConfig, victim: RunConfig, every: int, landed: list[int]) 
 def identity(manifest: Manifest) -> tuple[Any, ...]:
     """Return the commit's weights (if it has any), items, draws and results."""
     return manifest.digest, manifest.state, manifest.blobs
-
-
-def history(cfg: RunConfig) -> list[Manifest]:
-    store, completed = open_store(cfg), finished(cfg, open_store(cfg))
-    return [manifest for name in STAGES for manifest in store.history(name, completed[name].key)]
 
 
 if __name__ == "__main__":

@@ -5,19 +5,17 @@ connections. All sessions are opened first; then each sends its next action as s
 answer, and replaces an ended episode by a new session. For each number of sessions it measures
 steps per second, latency, errors and memory.
 A server has reached its limit if a session is refused, an action fails, or its memory is used up.
-Writes docs/results/capacity.json, with which agentgym/deploy/capacity.py must agree, and next to it
-a table.
+Writes docs/results/capacity.json, with which agentgym/deploy/manifests.py must agree, and a table
+next to it.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -26,14 +24,13 @@ from typing import Any
 
 import psutil
 import uvloop
-from env_servers import ACTIONS, OPTIONS, STEPS, Connection, cpu_seconds, processes_at
-from pipeline import machine
+from env_servers import ACTIONS, OPTIONS, STEPS, Connection
+from harness import cpu_seconds, origin, parser_of, processes_at, quantile, write
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
 from agentgym.types import Endpoint
 
-ROOT = Path(__file__).parents[1]
 MANY = (1, 64, 128, 256, 512, 1024, 4096)
 COUNTS = {
     "babyai": MANY,
@@ -141,20 +138,15 @@ async def measure(env: str, endpoint: Endpoint, count: int, seconds: float) -> t
     await asyncio.gather(*(load.act(*session, began + seconds) for session in sessions))
     wall_s = time.perf_counter() - began
     processes = processes_at(int(str(endpoint).rpartition(":")[2]))
-    ordered = sorted(load.times) or [0.0]
-
-    def at(share: float) -> float:
-        return round(1000 * ordered[int(share * (len(ordered) - 1))], 3)
-
     row = Row(
         env=env,
         sessions=count,
         held=len(sessions),
         steps_per_s=round(len(load.times) / wall_s, 1),
-        p50_ms=at(0.5),
-        p99_ms=at(0.99),
+        p50_ms=round(1000 * quantile(load.times, 0.5), 3),
+        p99_ms=round(1000 * quantile(load.times, 0.99), 3),
         open_p50_ms=round(1000 * opened, 1),
-        cpu_ms_per_step=round(1000 * (cpu_seconds(processes) - cpu_s) / len(ordered), 3),
+        cpu_ms_per_step=round(1000 * (cpu_seconds(processes) - cpu_s) / max(1, len(load.times)), 3),
         rss_mib=round(sum(process.memory_info().rss for process in processes) / 2**20, 1),
         errors=len(load.errors),
     )
@@ -214,16 +206,11 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "capacity.json")
     parser.add_argument("envs", nargs="*", choices=[*COUNTS, []], help="default: all")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=5.0,
-        help="duration of each measurement; twice as long for servers with slow steps",
-    )
+    twice = "of each measurement; twice as long for servers with slow steps"
+    parser.add_argument("--seconds", type=float, default=5.0, help=twice)
     parser.add_argument("--memory", type=float, default=4096.0, help="MiB that a server may take")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/capacity.json")
     arguments = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     uvloop.install()
@@ -232,23 +219,19 @@ def main() -> None:
     limits = {}
     with tempfile.TemporaryDirectory() as folder:
         for env in arguments.envs or COUNTS:
-            measured, limit = climb(
-                env, arguments.seconds, arguments.memory, Path(folder) / f"{env}.log"
-            )
+            log = Path(folder) / f"{env}.log"
+            measured, limits[env] = climb(env, arguments.seconds, arguments.memory, log)
             rows += measured
-            limits[env] = limit
-            print(f"{env}: {limit or 'no limit was met'}", flush=True)
+            print(f"{env}: {limits[env] or 'no limit was met'}", flush=True)
     result = {
-        "machine": machine(),
-        "command": " ".join(["python", *sys.argv]),
         "load_before": round(load, 1),
         "wall_s": round(time.monotonic() - began, 1),
         "limits": limits,
         "rows": [asdict(row) for row in rows],
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    arguments.out.with_suffix(".md").write_text(to_markdown(result), encoding="utf-8")
+    write(arguments.out, result)
+    table = to_markdown({**origin(), **result})
+    arguments.out.with_suffix(".md").write_text(table, encoding="utf-8")
     print(f"{result['wall_s']:g} s")
 
 

@@ -12,7 +12,6 @@ Writes docs/results/faults.md and faults.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -31,14 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from chaos_cluster import KINDS as ON_CLUSTER
+from chaos_kinds import KINDS as HERE
 from chaos_kinds import OURS, RAY_GONE_WITHIN_S, SHORT, Kind, Scene, Setting
-from chaos_pipeline import KINDS
 from chaos_project import (
     COMMAND_TIMEOUT_S,
     GONE_WITHIN_S,
-    POLL_S,
     PREPARATION,
-    ROOT,
     Project,
     Reference,
     Trial,
@@ -48,8 +46,10 @@ from chaos_project import (
     last_line,
     num_versions,
 )
-from pipeline import machine
+from harness import POLL_S, origin, parser_of, read
 
+KINDS = HERE | ON_CLUSTER
+FAILED = (RuntimeError, OSError, KeyError, subprocess.SubprocessError, psutil.Error)
 MAX_COMMANDS = 5  # repetitions; one of them must succeed
 WATCH_S = 0.25  # poll interval of an undisturbed run
 TRIES = 8  # for each fault that must hit
@@ -87,16 +87,12 @@ def observe(
                 if kind.victims(project, process):
                     times_alive[kind.name].append(time.monotonic() - began)
             if time.monotonic() - began > COMMAND_TIMEOUT_S:
-                raise RuntimeError(
-                    f"the undisturbed run does not end\n{log.read_text(encoding='utf-8')[-2000:]}"
-                )
+                break
             time.sleep(WATCH_S)
         wall_s = time.monotonic() - began
-        if process.returncode:
-            raise RuntimeError(
-                f"the undisturbed run ended with {process.returncode}\n"
-                + log.read_text(encoding="utf-8")[-2000:]
-            )
+        if process.returncode != 0:  # None: it does not end
+            end = log.read_text(encoding="utf-8")[-2000:]
+            raise RuntimeError(f"the undisturbed run ended with {process.returncode}\n{end}")
         spans = {name: (times[0], times[-1]) for name, times in times_alive.items() if times}
         return Reference(wall_s, spans, *project.lineage(overrides), num_versions(project))
 
@@ -125,11 +121,8 @@ def attempt(
         while not (victims := kind.victims(project, process)) and process.poll() is None:
             time.sleep(POLL_S)  # this run is slower than the one observed
             project.look_at_ports()
-        trial.at_s, trial.phase, trial.hit = (
-            time.monotonic() - began,
-            project.phase(),
-            bool(victims) and process.poll() is None,
-        )
+        trial.at_s, trial.phase = time.monotonic() - began, project.phase()
+        trial.hit = bool(victims) and process.poll() is None
         if trial.hit:
             kind.strike(scene, victims)
         struck = time.monotonic()
@@ -155,11 +148,10 @@ def attempt(
             if trial.codes[-1]:
                 trial.notes.append(f"{trial.codes[-1]}: {failure(again) or last_line(again)}")
         trial.recovery_s = time.monotonic() - struck
-        trial.failures["ended"] = (
-            []
-            if trial.codes[-1] == 0
-            else [f"not after {len(trial.codes)} commands: {trial.codes}; {trial.notes}"]
-        )
+        trial.failures["ended"] = []
+        if trial.codes[-1]:
+            no_end = f"not after {len(trial.codes)} commands: {trial.codes}; {trial.notes}"
+            trial.failures["ended"].append(no_end)
         check_gone(project, trial, kind.setting.stays, kind.setting.gone_within_s)
         check_result(project, overrides, reference, trial)
     check_gone(project, trial, keep="")
@@ -218,10 +210,8 @@ def to_markdown(result: dict[str, Any]) -> str:
             where = ", ".join(
                 f"{phase} {count}" if count > 1 else phase for phase, count in places.items()
             )
-            max_commands, longest = (
-                max(len(trial.codes) for trial in kind_hits),
-                max(trial.recovery_s for trial in kind_hits),
-            )
+            max_commands = max(len(trial.codes) for trial in kind_hits)
+            longest = max(trial.recovery_s for trial in kind_hits)
             lines.append(
                 f"| {what} | {len(kind_hits)} | {where} | {max_commands} | {longest:.0f} |"
                 f" {sum(trial.ok for trial in kind_hits)} of {len(kind_hits)} |"
@@ -260,51 +250,29 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "faults.md")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="default: all")
-    parser.add_argument(
-        "--kills", type=int, default=32, help="faults that hit, over all kinds (default 32)"
-    )
+    parser.add_argument("--kills", type=int, default=32, help="faults that hit, over all kinds")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random times")
     parser.add_argument(
         "--short", action="store_true", help=f"one fault each of {', '.join(SHORT)}"
     )
-    parser.add_argument(
-        "--again",
-        action="store_true",
-        help="put these kinds' faults in place of those of an earlier report",
-    )
-    parser.add_argument(
-        "--parallel",
-        type=int,
-        default=2,
-        help="trials at a time, each in a copy of its own (default 2)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "docs/results/faults.md",
-        help="report; the figures are next to it as .json",
-    )
+    again = "put these kinds' faults in place of those of an earlier report"
+    parser.add_argument("--again", action="store_true", help=again)
+    at_a_time = "trials at a time, each in a copy of its own"
+    parser.add_argument("--parallel", type=int, default=2, help=at_a_time)
     arguments = parser.parse_args()
     names = arguments.kinds or (list(SHORT) if arguments.short else list(KINDS))
     # a shell's background job ignores SIGINT, and its child processes would inherit that
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
     kills = len(names) if arguments.short else arguments.kills
-    earlier = (
-        json.loads(arguments.out.with_suffix(".json").read_text(encoding="utf-8"))
-        if arguments.again
-        else None
-    )
+    earlier = read(arguments.out.with_suffix(".json")) if arguments.again else None
     out = arguments.out.with_name(f"{arguments.out.stem}-again.md") if earlier else arguments.out
     result = run([KINDS[name] for name in names], kills, arguments.seed, out, arguments.parallel)
     if earlier:
         result = instead(earlier, result, names)
-        arguments.out.with_suffix(".json").write_text(
-            json.dumps(result, indent=1) + "\n", encoding="utf-8"
-        )
-        arguments.out.write_text(to_markdown(result), encoding="utf-8")
+        save(arguments.out, result)
         for part in (out, out.with_suffix(".json")):
             part.unlink(missing_ok=True)
         other_trials = [trial for trial in earlier["trials"] if trial["kind"] not in names]
@@ -314,6 +282,14 @@ def main() -> int:
         return 1
     num_hits = sum(trial["hit"] for trial in result["trials"])
     return 0 if num_hits == kills and all(Trial(**trial).ok for trial in result["trials"]) else 1
+
+
+def save(out: Path, result: dict[str, Any]) -> None:
+    """Write the report, and its figures next to it."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figures = json.dumps(result, indent=1) + "\n"
+    out.with_suffix(".json").write_text(figures, encoding="utf-8")
+    out.write_text(to_markdown(result), encoding="utf-8")
 
 
 def instead(
@@ -364,11 +340,8 @@ class Campaign:
                     if hits[kind.name] + under_way[kind.name] < self.wanted[kind.name]
                     and self.tries[kind.name] < TRIES * self.wanted[kind.name]
                 ]
-                free = [
-                    kind
-                    for kind in left
-                    if not any(self.disturb(kind, other) for other in self.at_work)
-                ]
+                at_work = self.at_work
+                free = [k for k in left if not any(self.disturb(k, other) for other in at_work)]
                 if free:
                     kind = min(free, key=lambda kind: self.tries[kind.name])
                     self.at_work.append(kind)
@@ -396,29 +369,18 @@ class Campaign:
                 if kind.setting not in self.references:
                     same = [other for other in self.kinds if other.setting == kind.setting]
                     self.references[kind.setting] = observe(lane, prepared, kind.setting, same)
-                    self.result["references"][", ".join(other.name for other in same)] = asdict(
-                        self.references[kind.setting]
-                    )
+                    names = ", ".join(other.name for other in same)
+                    self.result["references"][names] = asdict(self.references[kind.setting])
                     with self.lock:
                         self.lock.notify_all()  # others of this setting may begin
-                trial = attempt(
-                    lane, prepared, kind, self.references[kind.setting], self.seed, number
-                )
+                reference = self.references[kind.setting]
+                trial = attempt(lane, prepared, kind, reference, self.seed, number)
                 if not trial.hit:
-                    self.references[kind.setting] = self.references[kind.setting].faster(trial.at_s)
-            except (
-                RuntimeError,
-                OSError,
-                KeyError,
-                subprocess.SubprocessError,
-                psutil.Error,
-            ) as error:  # the other trials still count
+                    self.references[kind.setting] = reference.faster(trial.at_s)
+            except FAILED as error:  # the other trials still count
                 lane.end()
-                trial = Trial(
-                    kind.name,
-                    number,
-                    failures={"ended": [f"{type(error).__name__}: {error}"[-1000:]]},
-                )
+                why = f"{type(error).__name__}: {error}"[-1000:]
+                trial = Trial(kind.name, number, failures={"ended": [why]})
             with self.lock:
                 self.at_work.remove(kind)
                 if not self.stopped:
@@ -428,17 +390,11 @@ class Campaign:
     def note(self, lane: Project, kind: Kind, trial: Trial) -> None:
         """Record the trial in the report; copy the logs of a failed one next to it."""
         now = time.monotonic() - self.began
-        print(
-            f"{now:6.0f} s  {kind.what}: {'ok' if trial.ok else 'FAILED'} {asdict(trial)}",
-            flush=True,
-        )
+        verdict = "ok" if trial.ok else "FAILED"
+        print(f"{now:6.0f} s  {kind.what}: {verdict} {asdict(trial)}", flush=True)
         self.result["trials"].append(asdict(trial))
         self.result["wall_s"] = now
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.out.with_suffix(".json").write_text(
-            json.dumps(self.result, indent=1) + "\n", encoding="utf-8"
-        )
-        self.out.write_text(to_markdown(self.result), encoding="utf-8")
+        save(self.out, self.result)
         if not trial.ok:
             keep_logs(lane, self.out.with_suffix("") / f"{trial.kind}-{trial.number}")
 
@@ -456,8 +412,7 @@ def run(kinds: Sequence[Kind], kills: int, seed: int, out: Path, parallel: int) 
     not_run = {kind.name: reason for kind in kinds if (reason := kind.setting.missing())}
     kinds = [kind for kind in kinds if kind.name not in not_run]
     result: dict[str, Any] = {
-        "machine": machine(),
-        "command": " ".join(["python", *sys.argv]),
+        **origin(),
         "seed": seed,
         "parallel": parallel,
         "kinds": {

@@ -1,5 +1,5 @@
-"""The deployment for flow runs that k8s/README.md describes, on the tests' nodes: Prefect's server,
-its worker and MLflow as pods, with their own accounts, probes and logins.
+"""A test cluster, and the deployment for flow runs that k8s/README.md describes on it: Prefect's
+server, its worker and MLflow as pods, with their own accounts, probes and logins.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,20 +22,123 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos_project import POLL_S, ROOT, START_TIMEOUT_S
+import psutil
+from chaos_project import START_TIMEOUT_S
+from harness import POLL_S, ROOT, output_of, read, wait_for
 
-from agentgym.deploy.manifests import ENVIRONMENT_LABEL, rendered
-from agentgym.deploy.owned import owned_process, tail
+from agentgym.deploy.manifests import ENVIRONMENT_LABEL, FLEETS, RUN_LABEL, find_kubectl, rendered
+from agentgym.deploy.owned import owned_process
 
 USER = "agentgym"
 STATE, PREFECT, MLFLOW = (f"agentgym-{name}" for name in ("state", "prefect", "mlflow"))  # claims
 PORTS = {"prefect": 4200, "mlflow": 5000}
 BEGIN_S = 900.0  # until all three are ready on a very busy machine
-AWS = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
-    "AWS_DEFAULT_REGION": "us-east-1",
-}
+
+CONTROL_PLANE = "AGENTGYM_TEST_CONTROL_PLANE"  # path of the program that starts one
+LEFT = "deployments,services,poddisruptionbudgets,endpoints,endpointslices,leases,replicasets,pods"
+
+
+@dataclass
+class Cluster:
+    """A test cluster, operated as usual: a lost node is replaced."""
+
+    folder: Path
+    stack: contextlib.ExitStack
+    programs: list[Path] = field(default_factory=list)  # folders of the programs that own nodes
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.folder / "control-plane/kubeconfig"
+
+    def kubectl(self, *words: str, objects: list[Any] | None = None) -> str:
+        """Run kubectl; return its output. Errors: RuntimeError with kubectl's message."""
+        return output_of(
+            [find_kubectl(), *words],
+            stdin=objects and json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
+            env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
+            timeout_s=START_TIMEOUT_S,
+        )
+
+    def add_nodes(self, *names: str, app: Path = ROOT) -> None:
+        """Start nodes and wait until they are ready. app: what their containers have at /app."""
+        node_folder = self.folder / f"nodes-{len(self.programs)}"
+        command = [sys.executable, str(ROOT / "tests/k8s/node"), *names, "--app", str(app)]
+        command += ["--kubeconfig", str(self.kubeconfig), "--folder", str(node_folder)]
+        command += ["--backoff", "2"]
+        log = self.folder / f"{node_folder.name}.log"
+        self.stack.enter_context(owned_process(command, log_path=log, env={}))
+        self.programs.append(node_folder)
+
+        def ready() -> bool:
+            return not (set(names) - self.nodes().keys() or self.not_ready(names))
+
+        wait_for(ready, START_TIMEOUT_S, f"nodes {names} do not come up", log=log)
+
+    def not_ready(self, names: tuple[str, ...]) -> list[str]:
+        listed = json.loads(self.kubectl("get", "nodes", "--output=json"))["items"]
+        ready = {
+            node["metadata"]["name"]
+            for node in listed
+            for condition in node["status"].get("conditions", ())
+            if (condition["type"], condition["status"]) == ("Ready", "True")
+        }
+        return [name for name in names if name not in ready]
+
+    def nodes(self) -> dict[str, psutil.Process]:
+        """Live nodes: name -> process."""
+        alive = {}
+        for program in self.programs:
+            with contextlib.suppress(OSError, ValueError):
+                pids = read(program / "nodes.json")["nodes"]
+                for name, pid in pids.items():
+                    with contextlib.suppress(psutil.Error):
+                        process = psutil.Process(pid)
+                        if process.status() != psutil.STATUS_ZOMBIE:
+                            alive[name] = process
+        return alive
+
+    def containers(self, *command: str) -> list[psutil.Process]:
+        """First processes of pods' containers whose command begins with these words."""
+        matches = []
+        for node in self.nodes().values():
+            with contextlib.suppress(psutil.Error):
+                for child in node.children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        if child.cmdline()[: len(command)] == list(command):
+                            matches.append(child)
+        return matches
+
+    def servers(self) -> list[psutil.Process]:
+        """The environment servers in pods."""
+        return self.containers("python", "-m", "envs", "serve")
+
+    def left(self) -> list[str]:
+        """Names of all objects that have a run's label."""
+        names = self.kubectl("get", LEFT, "-n", FLEETS, f"-l{RUN_LABEL}", "--output=name")
+        return names.split()
+
+    def check_nothing_left(self) -> None:
+        """Raise RuntimeError if an object of a run is left."""
+        if left := self.left():
+            raise RuntimeError(f"left in the cluster: {', '.join(left)}")
+
+
+@contextlib.contextmanager
+def control_plane() -> Iterator[Cluster]:
+    """Start an API server, scheduler and controllers, without a node that accepts pods."""
+    folder = Path(tempfile.mkdtemp(prefix="agentgym-cluster-"))
+    script = os.environ[CONTROL_PLANE]
+    plane = folder / "control-plane"
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(subprocess.run, [script, "down", str(plane)], check=False, timeout=60)
+        subprocess.run(
+            [script, "up", str(plane)], check=True, timeout=START_TIMEOUT_S, capture_output=True
+        )
+        kube_cluster = Cluster(folder, stack)
+        hollow = kube_cluster.kubectl("get", "nodes", "--output=name").split()
+        kube_cluster.kubectl("cordon", *hollow)  # no container runs there
+        yield kube_cluster
 
 
 @dataclass
@@ -43,9 +148,8 @@ class Deployed:
     kubectl: Callable[..., str]
     namespace: str
     volumes: Mapping[str, Path]  # claim -> folder of this machine
-    credentials: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of flow runs, in addition to MLflow's
+    # of flow runs, in addition to MLflow's
+    credentials: Mapping[str, str] = field(default_factory=dict)
     password: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
@@ -82,9 +186,9 @@ class Deployed:
         return [
             *manifests,
             *(self._volume(claim, folder) for claim, folder in self.volumes.items()),
-            self._secret(self.flows, "agentgym-fleet-key", {"AGENTGYM_FLEET_KEY": self.token}),
+            secret_of("agentgym-fleet-key", {"AGENTGYM_FLEET_KEY": self.token}, self.flows),
             *(
-                self._secret(namespace, name, values)
+                secret_of(name, values, namespace)
                 for namespace in (self.namespace, self.flows)
                 for name, values in logins.items()
             ),
@@ -107,11 +211,6 @@ class Deployed:
                 },
             },
         }
-
-    def _secret(self, namespace: str, name: str, values: Mapping[str, str]) -> Any:
-        data = {key: base64.b64encode(value.encode()).decode() for key, value in values.items()}
-        meta = {"name": name, "namespace": namespace}
-        return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data}
 
     def bring_up(self) -> None:
         """Apply all objects; wait until all are ready. Errors: RuntimeError with the first log."""
@@ -164,18 +263,20 @@ class Deployed:
             self.kubectl("delete", "persistentvolume", f"{self.namespace}-{claim}", "--wait=false")
 
 
+def secret_of(name: str, values: Mapping[str, str], namespace: str = "") -> Any:
+    """Return a Secret. namespace: empty for that of the client that creates it."""
+    data = {key: base64.b64encode(value.encode()).decode() for key, value in values.items()}
+    meta = {"name": name, **({"namespace": namespace} if namespace else {})}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data}
+
+
 def first_process(pod: str) -> int:
     """Return the host's pid of process 1 of a pod's container. Errors: RuntimeError."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
             hosts = (path / "root/etc/hosts").read_text(encoding="utf-8").splitlines()
-            spaces = (
-                (path / "status")
-                .read_text(encoding="utf-8")
-                .partition("NSpid:")[2]
-                .splitlines()[0]
-                .split()
-            )
+            status = (path / "status").read_text(encoding="utf-8")
+            spaces = status.partition("NSpid:")[2].splitlines()[0].split()
             if len(spaces) > 1 and spaces[-1] == "1" and hosts[1].split()[1] == pod:
                 return int(path.name)
     raise RuntimeError(f"no process of pod {pod} is here")
@@ -236,54 +337,13 @@ def forwarded(deployed: Deployed, service: str) -> Iterator[str]:
             listener.shutdown(socket.SHUT_RDWR)
 
 
-@contextlib.contextmanager
-def s3_for_pods(host: str, folder: Path, bucket: str) -> Iterator[tuple[Any, dict[str, str]]]:
-    """Yield (a client, the variables of pods) of an S3 server (moto) that pods reach at that
-    address.
-    """
-    import boto3
-
-    port, log = folder / "s3-port", folder / "s3.log"
-    command = [sys.executable, "-P", str(ROOT / "tests/s3_server.py"), str(port), host]
-    with owned_process(command, log_path=log, env={}) as process:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not port.exists():
-            if time.monotonic() > deadline or process.poll() is not None:
-                raise RuntimeError(f"no S3 server\n{tail(log)}")
-            time.sleep(POLL_S)
-        variables = {**AWS, "AWS_ENDPOINT_URL": f"http://{host}:{port.read_text(encoding='utf-8')}"}
-        client = boto3.client(
-            "s3",
-            endpoint_url=variables["AWS_ENDPOINT_URL"],
-            aws_access_key_id=AWS["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=AWS["AWS_SECRET_ACCESS_KEY"],
-            region_name=AWS["AWS_DEFAULT_REGION"],
-        )
-        client.create_bucket(Bucket=bucket)
-        yield client, variables
-
-
 def prefect_command(
     words: Sequence[str], api: str, login: str, home: Path, timeout_s: float = 180.0
 ) -> str:
     """Run `prefect WORDS` as an operator does; return its output. Errors: RuntimeError."""
-    completed = subprocess.run(
-        [sys.executable, "-m", "prefect", "--no-prompt", *words],
-        env={
-            **os.environ,
-            "PREFECT_API_URL": api,
-            "PREFECT_API_AUTH_STRING": login,
-            "PREFECT_HOME": str(home),
-            "COLUMNS": "200",
-        },
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        encoding="utf-8",
+    variables = {"PREFECT_API_URL": api, "PREFECT_API_AUTH_STRING": login, "COLUMNS": "200"}
+    return output_of(
+        ["-m", "prefect", "--no-prompt", *words],
+        env={**os.environ, **variables, "PREFECT_HOME": str(home)},
+        timeout_s=timeout_s,
     )
-    if completed.returncode:
-        raise RuntimeError(
-            f"prefect {' '.join(words)}: {(completed.stdout + completed.stderr)[-2000:]}"
-        )
-    return completed.stdout

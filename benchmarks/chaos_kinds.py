@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
-import os
 import random
 import re
-import secrets
-import shutil
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
-import yaml
-from chaos_project import (
-    COMMAND_TIMEOUT_S,
-    GONE_WITHIN_S,
-    POLL_S,
-    ROOT,
-    START_TIMEOUT_S,
-    Project,
-    Trial,
+from chaos_project import GONE_WITHIN_S, Project, Trial
+from chaos_servers import (
+    MlflowServer,
+    S3Server,
+    dashboard,
+    gcs,
+    mlflow_server,
+    no_mount,
+    no_ray,
+    s3_store,
+    services,
+    slow_disk,
+    small_disk,
 )
+from harness import set_words
 
-from agentgym.deploy.owned import owned_process
 from agentgym.store.manifest import decode_commit
 
 FLOW = ("-m", "flows.pipeline")
@@ -45,6 +40,12 @@ QUICK_POLL_S = 0.01
 RAY_GONE_WITHIN_S = 90.0  # agents of a killed cluster try for 60 s to reach it
 OURS = ("agentgym", "flows.pipeline")  # commands whose last line names the error
 SHORT = ("flow", "step", "environment", "two-learners", "damaged")
+KILLED, BROKEN = (-signal.SIGKILL,), (0, 1)
+# after a clean shutdown; before Python installed its handlers
+INTERRUPTED = (130, -signal.SIGTERM, -signal.SIGINT)
+# a collection of all that nobody names, with rules that keep no step
+COLLECT = ("-m", "agentgym", "gc", "--remove", "--set", "seed=77", "--set", "store.gc_keep_days=0")
+COLLECT += ("--set", "store.gc_keep_runs=0")
 
 
 @dataclass
@@ -61,6 +62,24 @@ class Scene:
 
 
 Victims = Callable[[Project, "subprocess.Popen[bytes]"], list[psutil.Process]]
+Strike = Callable[[Scene, list[psutil.Process]], None]
+
+
+def send(number: signal.Signals) -> Strike:
+    """Return a fault that sends a signal to all victims. It is no hit if all of them were gone."""
+
+    def strike(scene: Scene, victims: list[psutil.Process]) -> None:
+        num_sent = 0
+        for victim in victims:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.send_signal(number)
+                num_sent += 1
+        scene.trial.hit = num_sent > 0
+
+    return strike
+
+
+KILL = send(signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -85,10 +104,7 @@ class Setting:
         if not self.takes_overrides:
             return self.command
         if self.command[1] == "agentgym":
-            return (
-                *self.command,
-                *(word for override in overrides for word in ("--set", override)),
-            )
+            return (*self.command, *set_words(overrides))
         # a deployment takes no --set: it uses the project's own servers
         return (*self.command, *overrides)
 
@@ -101,26 +117,11 @@ class Kind:
     what: str  # for the table
     setting: Setting
     victims: Victims
-    strike: Callable[[Scene, list[psutil.Process]], None]
-    codes: tuple[int, ...]  # allowed exit codes of the first command
+    strike: Strike = KILL
+    codes: tuple[int, ...] = BROKEN  # allowed exit codes of the first command
 
 
 # --- victims and faults
-# ---------------------------------------------------------------------------------------------
-
-
-def send(number: signal.Signals) -> Callable[[Scene, list[psutil.Process]], None]:
-    """Return a fault that sends a signal to all victims. It is no hit if all of them were gone."""
-
-    def strike(scene: Scene, victims: list[psutil.Process]) -> None:
-        num_sent = 0
-        for victim in victims:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                victim.send_signal(number)
-                num_sent += 1
-        scene.trial.hit = num_sent > 0
-
-    return strike
 
 
 def matching(pattern: str) -> Victims:
@@ -142,12 +143,10 @@ def everything(project: Project, process: subprocess.Popen[bytes]) -> list[psuti
 
 def kill_one(scene: Scene, victims: list[psutil.Process]) -> None:
     """Send SIGKILL to one random victim."""
-    send(signal.SIGKILL)(scene, [scene.chance.choice(victims)])
+    KILL(scene, [scene.chance.choice(victims)])
 
 
-def together(
-    first: str, second: str
-) -> Callable[[Project, subprocess.Popen[bytes]], list[psutil.Process]]:
+def together(first: str, second: str) -> Victims:
     """Return a rule for victims: the processes that match either pattern, while both have some."""
 
     def victims(project: Project, _: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -177,20 +176,14 @@ def fill_disk(scene: Scene, _: list[psutil.Process]) -> None:
 
 
 def collect_beside(scene: Scene, _: list[psutil.Process]) -> None:
-    """Collect garbage during the flow, with rules that keep no step: the flow must protect what it
-    still needs.
-    """
-    words = ("-m", "agentgym", "gc", "--remove", "--json", "--set", "seed=77")
-    rules = ("--set", "store.gc_keep_days=0", "--set", "store.gc_keep_runs=0")
-    report = json.loads(scene.project.must(*words, *rules))
+    """Collect garbage during the flow, which must protect what it still needs."""
+    report = json.loads(scene.project.must(*COLLECT, "--json"))
     scene.trial.notes.append(f"{report['collected']} of {report['steps']} steps were collected")
 
 
 def collect_and_be_killed(scene: Scene, victims: list[psutil.Process]) -> None:
     """Kill a garbage collection during the flow; a second one finishes it."""
-    words = ("-m", "agentgym", "gc", "--remove", "--set", "seed=77")
-    rules = ("--set", "store.gc_keep_days=0", "--set", "store.gc_keep_runs=0")
-    collecting = scene.project.start((*words, *rules), scene.project.scratch / "gc.log")
+    collecting = scene.project.start(COLLECT, scene.project.scratch / "gc.log")
     with contextlib.suppress(subprocess.TimeoutExpired):
         collecting.wait(scene.chance.uniform(3.0, 8.0))
     collecting.kill()
@@ -233,7 +226,20 @@ def kill_after_two(scene: Scene, victims: list[psutil.Process]) -> None:
     """Kill the victims once there are two commits."""
     while num_commits(scene.project) < 2 and scene.process.poll() is None:
         time.sleep(QUICK_POLL_S)
-    send(signal.SIGKILL)(scene, victims)
+    KILL(scene, victims)
+
+
+def chosen_file(scene: Scene, commit: bytes, fate: str) -> str:
+    """Choose a file of weights or optimizer from a commit, note its fate and return its digest.
+    No hit and "" if the commit ends its step: a finished step is not recomputed.
+    """
+    newest = decode_commit(commit)[-1]
+    if newest.done:
+        scene.trial.hit = False
+        return ""
+    name = scene.chance.choice([blob for blob in newest.blobs if "safetensors" in blob])
+    scene.trial.notes.append(f"{name} of commit {newest.seq} was {fate}")
+    return newest.blobs[name].digest
 
 
 def damage_shard(scene: Scene, victims: list[psutil.Process]) -> None:
@@ -242,18 +248,12 @@ def damage_shard(scene: Scene, victims: list[psutil.Process]) -> None:
 
     def mend() -> None:
         folder = next(scene.project.state.glob("store/steps/stage-1-*"))
-        newest = decode_commit(max(folder.glob("manifests/*.json")).read_bytes())[-1]
-        if newest.done:
-            scene.trial.hit = False  # too late: a finished step is not recomputed
-            return
-        name = scene.chance.choice(
-            [name_of_blob for name_of_blob in newest.blobs if "safetensors" in name_of_blob]
-        )
-        path = folder / "blobs" / newest.blobs[name].digest
-        data = bytearray(path.read_bytes())
-        data[scene.chance.randrange(len(data))] ^= 1
-        path.write_bytes(data)
-        scene.trial.notes.append(f"{name} of commit {newest.seq} was damaged")
+        digest = chosen_file(scene, max(folder.glob("manifests/*.json")).read_bytes(), "damaged")
+        if digest:
+            path = folder / "blobs" / digest
+            data = bytearray(path.read_bytes())
+            data[scene.chance.randrange(len(data))] ^= 1
+            path.write_bytes(data)
 
     scene.mend = mend
 
@@ -265,18 +265,9 @@ def lose_object(scene: Scene, victims: list[psutil.Process]) -> None:
     def mend() -> None:
         server: S3Server = scene.project.server
         name, commit = server.newest()
-        newest = decode_commit(commit)[-1]
-        if newest.done:
-            scene.trial.hit = False
-            return
-        lost = scene.chance.choice(
-            [name_of_blob for name_of_blob in newest.blobs if "safetensors" in name_of_blob]
-        )
-        server.client.delete_object(
-            Bucket=server.bucket,
-            Key=name.partition("manifests/")[0] + f"blobs/{newest.blobs[lost].digest}",
-        )
-        scene.trial.notes.append(f"{lost} of commit {newest.seq} ({name}) was lost")
+        if digest := chosen_file(scene, commit, f"lost ({name})"):
+            key = name.partition("manifests/")[0] + f"blobs/{digest}"
+            server.client.delete_object(Bucket=server.bucket, Key=key)
 
     scene.mend = mend
 
@@ -285,16 +276,7 @@ def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
     """Start another process on the same stage, which must be refused with the holder's name. Then
     kill the holder, which frees the stage.
     """
-    other = subprocess.run(
-        scene.process.args,
-        cwd=scene.project.folder,
-        env=scene.project.environment,
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_TIMEOUT_S,
-        check=False,
-        encoding="utf-8",
-    )
+    other = scene.project.completed(*scene.process.args)
     line = other.stderr.strip().splitlines()[-1:] or [""]
     holder = (
         rf"step stage-1 .* is held by process {scene.process.pid} on"
@@ -309,65 +291,12 @@ def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
             f"the second learner was not refused with who holds the stage: {other.returncode},"
             f" {line[0]!r}"
         ]
-    send(signal.SIGKILL)(scene, victims)
+    KILL(scene, victims)
 
 
 def holds_stage(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """Return the started process once it has the stage's lease."""
     return the_command(project, process) if project.phase().startswith("stage-1,") else []
-
-
-# --- servers around a command
-# ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class MlflowServer:
-    """An MLflow server, operated as usual: it restarts on the same port."""
-
-    project: Project
-    port: int
-    process: subprocess.Popen[bytes] | None = None
-    hosts: str = ""  # allowed Host names, in addition to the default ones
-
-    def start(self) -> None:
-        database, artifacts = (
-            self.project.state / "mlflow.db",
-            self.project.state / "mlflow-artifacts",
-        )
-        command = [
-            "-m",
-            "mlflow",
-            "server",
-            "--backend-store-uri",
-            f"sqlite:///{database}",
-            "--artifacts-destination",
-            str(artifacts),
-        ]
-        if self.hosts:
-            command += ["--allowed-hosts", self.hosts]
-        log = self.project.scratch / "mlflow-server.log"
-        self.process = self.project.start(
-            [*command, "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"], log
-        )
-        wait_for(f"http://127.0.0.1:{self.port}/health", self.process, log)
-
-    def kill(self) -> None:
-        assert self.process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-@contextlib.contextmanager
-def mlflow_server(project: Project) -> Iterator[tuple[str, ...]]:
-    server = MlflowServer(project, free_port())
-    server.start()
-    project.server = server
-    try:
-        yield (f"tracking.uri=http://127.0.0.1:{server.port}",)
-    finally:
-        server.kill()
 
 
 def kill_mlflow(scene: Scene, _: list[psutil.Process]) -> None:
@@ -380,528 +309,133 @@ def kill_mlflow(scene: Scene, _: list[psutil.Process]) -> None:
     scene.trial.notes.append(f"away for {away_s:.0f} s and its start")
 
 
-@contextlib.contextmanager
-def small_disk(project: Project) -> Iterator[tuple[str, ...]]:
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(project.state)], check=True
-    )
-    try:
-        yield ()
-    finally:
-        for process in project.processes():  # open files would block the unmount
-            process.kill()
-        subprocess.run(["umount", "--lazy", str(project.state)], check=True)
-
-
-@contextlib.contextmanager
-def services(project: Project) -> Iterator[tuple[str, ...]]:
-    """Run `make up`: a Prefect server, a worker and MLflow under a supervisor."""
-    # the default ports may be in use
-    ports = ("--prefect-port", str(free_port()), "--mlflow-port", str(free_port()))
-    project.must("-m", "services", "up", *ports)
-    try:
-        yield ()
-    finally:
-        project.must("-m", "services", "down")
-
-
-SLOW_DISK = """
-import os, time
-fsync = os.fsync
-def slowly(handle):
-    time.sleep(0.5)
-    fsync(handle)
-os.fsync = slowly
-"""
-
-
-@contextlib.contextmanager
-def slow_disk(project: Project) -> Iterator[tuple[str, ...]]:
-    """Slow down fsync in every process of the project."""
-    folder = project.scratch / "slow"
-    folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(SLOW_DISK, encoding="utf-8")
-    before = project.environment["PYTHONPATH"]
-    project.environment["PYTHONPATH"] = f"{folder}{os.pathsep}{before}"
-    try:
-        yield ()
-    finally:
-        project.environment["PYTHONPATH"] = before
-
-
-@dataclass
-class S3Server:
-    """A bucket in a moto server."""
-
-    bucket: str
-    client: Any
-
-    def commits(self) -> list[str]:
-        """Keys of stage 1's commits, in order."""
-        listed = self.client.list_objects_v2(Bucket=self.bucket, Prefix="run/steps/stage-1-")
-        return sorted(
-            row["Key"] for row in listed.get("Contents", ()) if "/manifests/" in row["Key"]
-        )
-
-    def newest(self) -> tuple[str, bytes]:
-        """Key and content of the newest commit's file."""
-        key = self.commits()[-1]
-        return key, self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read()
-
-
-@contextlib.contextmanager
-def s3_server(project: Project) -> Iterator[tuple[str, ...]]:
-    port, log = project.scratch / f"s3-{secrets.token_hex(4)}", project.scratch / "s3.log"
-    command = [sys.executable, "-P", str(ROOT / "tests/s3_server.py"), str(port)]
-    with owned_process(command, log_path=log, env={}) as process:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not port.exists():
-            if time.monotonic() > deadline or process.poll() is not None:
-                raise RuntimeError(f"no S3 server\n{log.read_text(encoding='utf-8')[-2000:]}")
-            time.sleep(POLL_S)
-        with on_s3(project, f"http://127.0.0.1:{port.read_text(encoding='utf-8')}") as overrides:
-            yield overrides
-
-
-@contextlib.contextmanager
-def on_s3(project: Project, endpoint: str) -> Iterator[tuple[str, ...]]:
-    import boto3
-
-    (project.home / "aws").touch()  # an empty file instead of the user's settings
-    settings = {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_CONFIG_FILE": str(project.home / "aws"),
-        "AWS_SHARED_CREDENTIALS_FILE": str(project.home / "aws"),
-    }
-    client = boto3.client(
-        "s3",
-        endpoint_url=endpoint,
-        aws_access_key_id="test",
-        aws_secret_access_key="test",  # noqa: S106 - of a server on loopback
-        region_name="us-east-1",
-    )
-    client.create_bucket(Bucket="chaos")
-    project.server = S3Server("chaos", client)
-    project.environment |= settings
-    try:
-        yield ("store.uri=s3://chaos/run",)
-    finally:
-        project.server = None
-        for name in settings:
-            del project.environment[name]
-
-
-RAY_CLUSTER = """
-import itertools, json, os, sys
-from ray.cluster_utils import Cluster
-numbers = itertools.count(2)
-address = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": 0, "object_store_memory": \
-150_000_000, "temp_dir": sys.argv[1]}
-cluster = Cluster(initialize_head=True, head_node_args=address)
-def add():
-    place = os.path.join(sys.argv[1], str(next(numbers)))  # in one folder a node would unpack a \
-job's files over its neighbour's
-    return cluster.add_node(num_cpus=2, object_store_memory=150_000_000, \
-temp_dir=place).all_processes["raylet"][0].process.pid
-def tell(pid):
-    with open(sys.argv[2] + ".new", "w") as file:
-        json.dump({"address": cluster.address, "dashboard": "http://" + cluster.webui_url, \
-"raylet": pid}, file)
-    os.rename(sys.argv[2] + ".new", sys.argv[2])
-tell(add())
-for line in sys.stdin:
-    tell(add())
-cluster.shutdown()
-"""
-
-
-@dataclass
-class RayCluster:
-    """Two Ray nodes on this machine, operated as usual: a lost node is replaced."""
-
-    project: Project
-    folder: Path
-    process: subprocess.Popen[bytes]
-
-    def facts(self) -> dict[str, Any]:
-        """Address, dashboard, and the process of the second node."""
-        path, deadline = self.folder / "facts.json", time.monotonic() + START_TIMEOUT_S
-        while not path.exists():
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                raise RuntimeError(
-                    "the Ray cluster does not come"
-                    f" up\n{(self.project.scratch / 'ray.log').read_text(encoding='utf-8')[-2000:]}"
-                )
-            time.sleep(POLL_S)
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return facts
-
-    def second_node(self) -> list[psutil.Process]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            raylet = psutil.Process(self.facts()["raylet"])
-            return [raylet, *raylet.children(recursive=True)]
-        return []
-
-    def replace_node(self) -> None:
-        (self.folder / "facts.json").unlink()
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"add\n")
-        self.process.stdin.flush()
-        self.facts()
-
-
-@contextlib.contextmanager
-def ray_cluster(project: Project, fact: str) -> Iterator[tuple[str, ...]]:
-    """Start a Ray cluster of two nodes with two CPUs each, and an environment server for both.
-
-    Yields overrides; `fact` chooses the cluster's address or its dashboard.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="agc-", dir="/tmp"))  # a socket's path has 107 bytes
-    project.environment |= {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    command = [sys.executable, "-c", RAY_CLUSTER, str(folder), str(folder / "facts.json")]
-    (folder / "ray").mkdir()  # Ray writes the address here
-    popen_options = {
-        "cwd": project.folder,
-        "env": {**project.environment, "TMPDIR": str(folder)},
-        "start_new_session": True,
-    }
-    with (project.scratch / "ray.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, **popen_options
-        )
-    project.server = RayCluster(project, folder, process)
-    options = json.dumps(
-        yaml.safe_load((project.folder / "params.yaml").read_text(encoding="utf-8"))["env"][
-            "options"
-        ]
-    )
-    # a loopback address that counts as another host: the nodes may use it
-    host, port = "127.0.0.2", free_port()
-    serve = (
-        "-m",
-        "envs",
-        "serve",
-        "babyai",
-        "--options",
-        options,
-        "--host",
-        host,
-        "--port",
-        str(port),
-    )
-    environment = project.start(serve, project.scratch / "environment.log")
-    try:
-        wait_for(f"http://{host}:{port}/readyz", environment, project.scratch / "environment.log")
-        yield (
-            f"ray.address={project.server.facts()[fact]}",
-            f"env.endpoints=['http://{host}:{port}']",
-        )
-    finally:
-        environment.kill()
-        environment.wait()
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(GONE_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
-        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_USAGE_STATS_ENABLED"):
-            del project.environment[name]
-
-
-def gcs(project: Project) -> AbstractContextManager[tuple[str, ...]]:
-    return ray_cluster(project, "address")
-
-
-def dashboard(project: Project) -> AbstractContextManager[tuple[str, ...]]:
-    return ray_cluster(project, "dashboard")
-
-
 def second_node(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """Processes of the second node, while it has work."""
     node = project.server.second_node() if process.poll() is None else []
     with contextlib.suppress(psutil.NoSuchProcess):
-        return (
-            node
-            if any("ray::" in " ".join(process_of_node.cmdline()) for process_of_node in node[1:])
-            else []
-        )
+        if any("ray::" in " ".join(child.cmdline()) for child in node[1:]):
+            return node
     return []
 
 
 def lose_node(scene: Scene, victims: list[psutil.Process]) -> None:
     """Kill the node and everything on it; another node joins instead."""
-    send(signal.SIGKILL)(scene, victims)
+    KILL(scene, victims)
     scene.project.server.replace_node()
-
-
-def no_ray() -> str:
-    if importlib.util.find_spec("ray") is None:
-        return "Ray is not installed"
-    return (
-        ""
-        if (ROOT / "agentgym/compute/cluster.py").is_file()
-        else "this version has no compute on Ray"
-    )
-
-
-def no_services() -> str:
-    return "" if (ROOT / "services/state.py").is_file() else "this version has no deployments"
-
-
-def no_mount() -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            result = subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder],
-                capture_output=True,
-                text=True,
-                check=False,
-                encoding="utf-8",
-            )
-        except FileNotFoundError:
-            return "this system has no mount"
-        if result.returncode:
-            return (
-                f"a disk of its own cannot be mounted here ({result.stderr.strip()}); run as root"
-            )
-        subprocess.run(["umount", folder], check=True)
-    return ""
-
-
-def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until the server answers. Errors: RuntimeError if it does not."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not answers(url):
-        if time.monotonic() > deadline or process.poll() is not None:
-            raise RuntimeError(f"no answer from {url}\n{log.read_text(encoding='utf-8')[-2000:]}")
-        time.sleep(POLL_S)
-
-
-def answers(url: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=5) as reply:
-            return bool(reply.status == 200)
-    except (OSError, urllib.error.URLError):
-        return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 WHOLE = Setting(FLOW)
 STEP = Setting(STAGE, prepared=True)
 LEDGER = Setting(FLOW, around=mlflow_server, stays=r"mlflow.*server")
+SMALL_DISK = Setting(FLOW, around=small_disk, missing=no_mount)
 DEPLOYED = Setting(
     ("-m", "prefect", "--no-prompt", "deployment", "run", "pipeline/local", "--watch"),
     around=services,
-    missing=no_services,
     stays=".",
 )
 ON_RAY = ("--set", "ray.num_workers=2", "--set", "ray.placement_timeout_s=300", "--set")
 LOCAL_RAY = Setting((*STAGE, *ON_RAY, "compute=ray"), prepared=True, missing=no_ray, is_ray=True)
-JOINED_RAY = Setting(
-    (*STAGE, *ON_RAY, "compute=ray"),
-    prepared=True,
-    around=gcs,
-    missing=no_ray,
-    is_ray=True,
-    stays=".",
-)
-RAY_JOB = Setting(
-    (*STAGE, *ON_RAY, "compute=ray-job"),
-    prepared=True,
-    around=dashboard,
-    missing=no_ray,
-    is_ray=True,
-    stays=".",
-)
-TWO_RANKS = Setting(
-    (*STAGE, "--set", "ray.num_ranks=2", *ON_RAY, "compute=ray"),
-    prepared=True,
+JOINED_RAY = replace(LOCAL_RAY, around=gcs, stays=".")
+RAY_JOB = replace(JOINED_RAY, command=(*STAGE, *ON_RAY, "compute=ray-job"), around=dashboard)
+TWO_RANKS = replace(
+    LOCAL_RAY,
+    command=(*STAGE, "--set", "ray.num_ranks=2", *ON_RAY, "compute=ray"),
     around=slow_disk,
-    missing=no_ray,
-    is_ray=True,
     gone_within_s=RAY_GONE_WITHIN_S,
 )
-ON_S3 = Setting((*STAGE, "--with-parents"), around=s3_server)
+ON_S3 = Setting((*STAGE, "--with-parents"), around=s3_store)
+SERVER = matching(r"-m envs serve(?!.*--check)")
+PREFECT, MLFLOW = matching(r"-m services\.prefect_server"), matching(r"mlflow.*server")
 WORKER, RUN = r"-m services\.supervisor worker", r"-m prefect\.engine"
-KILLED, BROKEN = (-signal.SIGKILL,), (0, 1)
-INTERRUPTED = (
-    130,
-    -signal.SIGTERM,
-    -signal.SIGINT,
-)  # after a clean shutdown; before Python installed its handlers
-KINDS = {
-    kind.name: kind
-    for kind in (
-        Kind("flow", "flow process, SIGKILL", WHOLE, the_command, send(signal.SIGKILL), KILLED),
-        Kind("step", "step process, SIGKILL", STEP, the_command, send(signal.SIGKILL), KILLED),
-        Kind(
-            "environment",
-            "environment server, SIGKILL",
-            WHOLE,
-            matching(r"-m envs serve(?!.*--check)"),
-            send(signal.SIGKILL),
-            BROKEN,
-        ),
-        Kind(
-            "prefect",
-            "Prefect server, SIGKILL",
-            WHOLE,
-            matching(r"-m services\.prefect_server"),
-            send(signal.SIGKILL),
-            BROKEN,
-        ),
-        Kind(
-            "mlflow",
-            "MLflow server, SIGKILL",
-            LEDGER,
-            matching(r"mlflow.*server"),
-            kill_mlflow,
-            BROKEN,
-        ),
-        Kind(
-            "machine",
-            "flow, environment and Prefect server together, SIGKILL",
-            WHOLE,
-            everything,
-            send(signal.SIGKILL),
-            KILLED,
-        ),
-        Kind(
-            "sigterm",
-            "flow process, SIGTERM",
-            WHOLE,
-            the_command,
-            send(signal.SIGTERM),
-            INTERRUPTED,
-        ),
-        Kind("sigint", "step process, SIGINT", STEP, the_command, send(signal.SIGINT), INTERRUPTED),
-        Kind(
-            "disk",
-            "disk full",
-            Setting(FLOW, around=small_disk, missing=no_mount),
-            the_command,
-            fill_disk,
-            BROKEN,
-        ),
-        Kind(
-            "run",
-            "run of a deployment, SIGKILL",
-            DEPLOYED,
-            matching(RUN),
-            send(signal.SIGKILL),
-            BROKEN,
-        ),
-        Kind(
-            "worker",
-            "Prefect worker and the run it started together, SIGKILL",
-            DEPLOYED,
-            together(WORKER, RUN),
-            send(signal.SIGKILL),
-            BROKEN,
-        ),
-        Kind(
-            "ray-worker",
-            "Ray worker, SIGKILL",
-            LOCAL_RAY,
-            matching(r"^ray::RolloutWorker"),
-            kill_one,
-            BROKEN,
-        ),
-        Kind(
-            "ray-node",
-            "node of a two-node Ray cluster, SIGKILL",
-            JOINED_RAY,
-            second_node,
-            lose_node,
-            BROKEN,
-        ),
-        Kind(
-            "ray-driver",
-            "driver of a Ray job, SIGKILL",
-            RAY_JOB,
-            matching(r"-m agentgym step stage-1 --verbose"),
-            send(signal.SIGKILL),
-            BROKEN,
-        ),
-        Kind(
-            "ray-follower",
-            "process that follows a Ray job, SIGKILL",
-            RAY_JOB,
-            the_command,
-            send(signal.SIGKILL),
-            KILLED,
-        ),
-        Kind(
-            "gc",
-            "`agentgym gc --remove` of all that nobody names, beside the flow",
-            WHOLE,
-            the_command,
-            collect_beside,
-            (0,),
-        ),
-        Kind(
-            "gc-killed",
-            "`agentgym gc --remove` beside the flow, SIGKILL in the middle, and once more",
-            WHOLE,
-            the_command,
-            collect_and_be_killed,
-            (0,),
-        ),
-        Kind(
-            "shard",
-            "rank of two that writes its shard, SIGKILL",
-            TWO_RANKS,
-            writing("blobs", r"^ray::LearnerRank"),
-            kill_one,
-            BROKEN,
-        ),
-        Kind(
-            "manifest",
-            "step process between shards and manifest, SIGKILL",
-            TWO_RANKS,
-            writing("manifests", ""),
-            send(signal.SIGKILL),
-            KILLED,
-        ),
-        Kind(
-            "damaged",
-            "step process, SIGKILL; then a byte of the newest commit's weights or optimizer",
-            STEP,
-            committed,
-            damage_shard,
-            KILLED,
-        ),
-        Kind(
-            "s3-lost",
-            "step process on S3, SIGKILL; then a file of the newest commit is gone",
-            ON_S3,
-            committed,
-            lose_object,
-            KILLED,
-        ),
-        Kind(
-            "two-learners",
-            "two learners on one stage, then SIGKILL of the holder",
-            STEP,
-            holds_stage,
-            second_learner,
-            KILLED,
-        ),
-    )
-}
+DRIVER = matching(r"-m agentgym step stage-1 --verbose")
+RAY_WORKER, RANK = matching(r"^ray::RolloutWorker"), writing("blobs", r"^ray::LearnerRank")
+MANIFEST = writing("manifests", "")
+TERMINATE, INTERRUPT = send(signal.SIGTERM), send(signal.SIGINT)
+
+
+def named(*kinds: Kind) -> dict[str, Kind]:
+    return {kind.name: kind for kind in kinds}
+
+
+KINDS = named(
+    Kind("flow", "flow process, SIGKILL", WHOLE, the_command, codes=KILLED),
+    Kind("step", "step process, SIGKILL", STEP, the_command, codes=KILLED),
+    Kind("environment", "environment server, SIGKILL", WHOLE, SERVER),
+    Kind("prefect", "Prefect server, SIGKILL", WHOLE, PREFECT),
+    Kind("mlflow", "MLflow server, SIGKILL", LEDGER, MLFLOW, kill_mlflow),
+    Kind(
+        "machine",
+        "flow, environment and Prefect server together, SIGKILL",
+        WHOLE,
+        everything,
+        codes=KILLED,
+    ),
+    Kind("sigterm", "flow process, SIGTERM", WHOLE, the_command, TERMINATE, INTERRUPTED),
+    Kind("sigint", "step process, SIGINT", STEP, the_command, INTERRUPT, INTERRUPTED),
+    Kind("disk", "disk full", SMALL_DISK, the_command, fill_disk),
+    Kind("run", "run of a deployment, SIGKILL", DEPLOYED, matching(RUN)),
+    Kind(
+        "worker",
+        "Prefect worker and the run it started together, SIGKILL",
+        DEPLOYED,
+        together(WORKER, RUN),
+    ),
+    Kind("ray-worker", "Ray worker, SIGKILL", LOCAL_RAY, RAY_WORKER, kill_one),
+    Kind("ray-node", "node of a two-node Ray cluster, SIGKILL", JOINED_RAY, second_node, lose_node),
+    Kind("ray-driver", "driver of a Ray job, SIGKILL", RAY_JOB, DRIVER),
+    Kind(
+        "ray-follower",
+        "process that follows a Ray job, SIGKILL",
+        RAY_JOB,
+        the_command,
+        codes=KILLED,
+    ),
+    Kind(
+        "gc",
+        "`agentgym gc --remove` of all that nobody names, beside the flow",
+        WHOLE,
+        the_command,
+        collect_beside,
+        (0,),
+    ),
+    Kind(
+        "gc-killed",
+        "`agentgym gc --remove` beside the flow, SIGKILL in the middle, and once more",
+        WHOLE,
+        the_command,
+        collect_and_be_killed,
+        (0,),
+    ),
+    Kind("shard", "rank of two that writes its shard, SIGKILL", TWO_RANKS, RANK, kill_one),
+    Kind(
+        "manifest",
+        "step process between shards and manifest, SIGKILL",
+        TWO_RANKS,
+        MANIFEST,
+        codes=KILLED,
+    ),
+    Kind(
+        "damaged",
+        "step process, SIGKILL; then a byte of the newest commit's weights or optimizer",
+        STEP,
+        committed,
+        damage_shard,
+        KILLED,
+    ),
+    Kind(
+        "s3-lost",
+        "step process on S3, SIGKILL; then a file of the newest commit is gone",
+        ON_S3,
+        committed,
+        lose_object,
+        KILLED,
+    ),
+    Kind(
+        "two-learners",
+        "two learners on one stage, then SIGKILL of the holder",
+        STEP,
+        holds_stage,
+        second_learner,
+        KILLED,
+    ),
+)

@@ -15,15 +15,15 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
+from harness import POLL_S, ROOT, completed, git, output_of, set_words
 
-ROOT = Path(__file__).parents[1]
 # variable in the environment of every process of a project, by which they are found
 OWNER = "AGENTGYM_CHAOS_OWNER"
 TINY = {  # every optimizer step has a learning signal
@@ -41,12 +41,7 @@ TINY = {  # every optimizer step has a learning signal
     "optimizer": {"warmup_steps": 1},
     "horizon": {"max_turns": [5, 8], "stage_steps": [8, 3]},
     "validation": {"every": 2, "num_items": 4},
-    "evaluation": {
-        "num_items": 8,
-        "num_samples": 1,
-        "k": [1],
-        "chunk_items": 4,
-    },
+    "evaluation": {"num_items": 8, "num_samples": 1, "k": [1], "chunk_items": 4},
 }
 PREPARATION = "warm-start"  # the step before stage-1; it includes all earlier steps
 
@@ -63,7 +58,6 @@ commit.state["consumed"]]
 print(json.dumps([list(done), items]))
 """
 
-POLL_S = 0.1
 GONE_WITHIN_S = 30.0  # after a command ended
 COMMAND_TIMEOUT_S = 600.0  # a run that lost its worker while starting is detected after 300 s
 START_TIMEOUT_S = 300.0
@@ -82,15 +76,7 @@ class Project:
         self.closed = False
         # not the project's; to inspect each at every poll would take much of a core
         self.others = set(psutil.process_iter())
-        names = subprocess.run(
-            ["git", "ls-files"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-            encoding="utf-8",
-        )
-        for name in names.stdout.split():
+        for name in git("ls-files").split():
             if (ROOT / name).is_file():
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, self.folder / name)
@@ -100,15 +86,8 @@ class Project:
         (self.folder / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
         for folder_path in (self.home, self.scratch):
             folder_path.mkdir()
-        foreign = (
-            "PREFECT_",
-            "DVC_",
-            "MLFLOW_",
-            "HF_",
-            "MPL",
-            "RAY_",
-            "PYTHONDONTWRITEBYTECODE",
-        )  # the last: processes start often here, and need their bytecode cache
+        # the last: processes start often here, and need their bytecode cache
+        foreign = ("PREFECT_", "DVC_", "MLFLOW_", "HF_", "MPL", "RAY_", "PYTHONDONTWRITEBYTECODE")
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(foreign)
         }
@@ -130,25 +109,25 @@ class Project:
     def must(self, *command: str) -> str:
         """Run a command; return its output. Errors: RuntimeError if it fails."""
         self.check_open()
-        words = [sys.executable, *command] if command[0].startswith("-") else list(command)
-        result = subprocess.run(
-            words,
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_TIMEOUT_S,
-            check=False,
-            encoding="utf-8",
-        )
-        if result.returncode:
-            raise RuntimeError(
-                (
-                    f"{' '.join(words)} ended with {result.returncode}:\n"
-                    f"{result.stdout}{result.stderr}"
-                )[-3000:]
-            )
-        return result.stdout
+        where = {"cwd": self.folder, "env": self.environment}
+        return output_of(command, **where, timeout_s=COMMAND_TIMEOUT_S)
+
+    def completed(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end, whatever its exit code."""
+        where = {"cwd": self.folder, "env": self.environment}
+        return completed(command, **where, timeout_s=COMMAND_TIMEOUT_S)
+
+    @contextlib.contextmanager
+    def knows(self, server: Any, variables: Mapping[str, str]) -> Iterator[None]:
+        """Make a server known to the faults, and set the variables of the project's commands."""
+        self.server = server
+        self.environment |= variables
+        try:
+            yield
+        finally:
+            self.server = None
+            for name in variables:
+                del self.environment[name]
 
     def check_open(self) -> None:
         """Raise RuntimeError if this program is ending."""
@@ -295,9 +274,8 @@ class Reference:
     """The same command without a fault."""
 
     wall_s: float
-    spans: dict[
-        str, tuple[float, float]
-    ]  # kind -> (first, last) second at which its victim is alive
+    # kind -> (first, last) second at which its victim is alive
+    spans: dict[str, tuple[float, float]]
     steps: tuple[str, ...]  # done in the end
     consumed: tuple[str, ...]  # items, in the order of the committed optimizer steps
     versions: int  # registered models
@@ -342,19 +320,8 @@ def check_result(
     project: Project, overrides: Sequence[str], reference: Reference, trial: Trial
 ) -> None:
     """Check the run with its audit, and its store and MLflow database directly."""
-    settings = [word for override in overrides for word in ("--set", override)]
-    words = [sys.executable, "-m", "agentgym", "audit", "--json", "--episodes", "4", *settings]
-    audit = subprocess.run(
-        words,
-        cwd=project.folder,
-        env=project.environment,
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_TIMEOUT_S,
-        check=False,
-        encoding="utf-8",
-    )
-    trial.failures["audit"] = audit_failures(audit)
+    audit = ("-m", "agentgym", "audit", "--json", "--episodes", "4", *set_words(overrides))
+    trial.failures["audit"] = audit_failures(project.completed(*audit))
     steps, items = project.lineage(overrides)
     trial.failures["steps"] = (
         [] if steps == reference.steps else [f"done are {steps}, undisturbed {reference.steps}"]
@@ -437,9 +404,8 @@ def leftovers(state: Path) -> list[str]:
 
 
 def last_line(log: Path) -> str:
-    return (log.read_text(errors="replace", encoding="utf-8").strip().splitlines() or [""])[-1][
-        :300
-    ]
+    lines = log.read_text(errors="replace", encoding="utf-8").strip().splitlines() or [""]
+    return lines[-1][:300]
 
 
 def failure(log: Path) -> str:

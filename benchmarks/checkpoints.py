@@ -13,7 +13,6 @@ Writes docs/results/checkpoints.json; fails above the limits.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -22,36 +21,43 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline import ROOT, machine
+from harness import parser_of, read, repeated, write
 
 from agentgym.algorithms.batch import Batch
 from agentgym.config import OptimizerConfig
 from agentgym.learner.learner import LocalLearner
-from agentgym.learner.plan import LearnerPlan
 from agentgym.learner.process_group import ProcessGroup, SingleProcess
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS
-from agentgym.models.empty import empty_model
+from agentgym.models.model import empty_model
 from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.place import StorePlace
 from agentgym.store.runstore import folder_name
 
-LARGE = {  # of Qwen2.5-0.5B
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 24,
-    "vocab_size": 151936,
-}
+
+def shape_of(width: int, mlp: int, heads: int, kv: int, layers: int, vocab: int) -> dict[str, Any]:
+    """Return the sizes of a Qwen2 model; the larger vocabulary has a head of its own."""
+    return {
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "tie_word_embeddings": vocab < 152_064,
+    }
+
+
+LARGE = shape_of(896, 4864, 14, 2, 24, 151_936)  # Qwen2.5-0.5B
+SMALL = shape_of(16, 16, 1, 1, 1, 16)
 MEMORY_LIMIT, TIME_LIMIT = 0.65, 1.5
 PHASES = ("build", "commit", "resume")
 TIMED = ("commit", "resume", "copy")
@@ -63,19 +69,16 @@ SPARED_BYTES = 1 << 30  # free memory that stays untouched
 TOUCHED = 8  # multiple of the weights' size: two copies of weights and optimizer, and a reserve
 LIMIT_S = 1800.0
 ROUNDS = 3
-Start = Callable[[list[str]], Any]  # starts a process that has wait() and kill()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/checkpoints.json")
+    parser = parser_of(__doc__, "checkpoints.json")
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         result = compared(Path(folder), LARGE, ROUNDS)
-    result = {"machine": machine(), "command": "python benchmarks/checkpoints.py", **result}
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(json.dumps(result, indent=1) + "\n")
+    write(chosen.out, result)
+    print(json.dumps(result, indent=1))
     within = [
         *(ratio <= MEMORY_LIMIT for ratio in result["memory_of_two_to_one"].values()),
         *(ratio <= TIME_LIMIT for row in result["ranks"] for ratio in row["time_to_copy"].values()),
@@ -83,9 +86,7 @@ def main() -> int:
     return 0 if all(within) else 1
 
 
-def compared(
-    folder: Path, size: dict[str, int], num_rounds: int, start: Start = subprocess.Popen
-) -> dict[str, Any]:
+def compared(folder: Path, size: dict[str, int], num_rounds: int) -> dict[str, Any]:
     """Measure one process, then two, on a model of this size."""
     text = architecture(size)
     store_place = StorePlace(str(folder / "store"), 30.0)
@@ -93,39 +94,31 @@ def compared(
     rows = []
     for num_ranks in (1, 2):
         rounds = [
-            of_round(folder / f"{num_ranks}-{number}", num_ranks, store_place, text, weights, start)
+            of_round(folder / f"{num_ranks}-{number}", num_ranks, store_place, text, weights)
             for number in range(num_rounds)
         ]
-        seconds = {
-            phase: [round_result["seconds"][phase] for round_result in rounds] for phase in TIMED
-        }
-        medians = {phase: statistics.median(samples) for phase, samples in seconds.items()}
+        seconds = {phase: [one["seconds"][phase] for one in rounds] for phase in TIMED}
+        copy_s, *to_copy_s = (
+            statistics.median(seconds[phase]) for phase in ("copy", "commit", "resume")
+        )
+        ratios = [round(phase_s / copy_s, 2) for phase_s in to_copy_s]
         rows.append(
             {
                 "ranks": num_ranks,
                 "bytes": rounds[0]["bytes"],
                 "anonymous_mib_above_idle": {
-                    phase: [max(round_result["mib"][phase]) for round_result in rounds]
-                    for phase in PHASES
+                    phase: [max(one["mib"][phase]) for one in rounds] for phase in PHASES
                 },
                 "seconds": seconds,
-                "time_to_copy": {
-                    phase: round(medians[phase] / medians["copy"], 2)
-                    for phase in ("commit", "resume")
-                },
+                "time_to_copy": dict(zip(("commit", "resume"), ratios, strict=True)),
             }
         )
-    one, two = rows
+    one, two = (row["anonymous_mib_above_idle"] for row in rows)
     return {
         "num_parameters": sum(parameter.numel() for parameter in empty(text).parameters()),
         "ranks": rows,
         "memory_of_two_to_one": {
-            phase: round(
-                max(two["anonymous_mib_above_idle"][phase])
-                / min(one["anonymous_mib_above_idle"][phase]),
-                3,
-            )
-            for phase in PHASES
+            phase: round(max(two[phase]) / min(one[phase]), 3) for phase in PHASES
         },
     }
 
@@ -136,13 +129,12 @@ def of_round(
     store_place: StorePlace,
     architecture: str,
     weights: dict[str, Any],
-    start: Start,
 ) -> dict[str, Any]:
     """Measure one commit, copy and resume. folder: prefix of the created folders' names."""
 
     def measurements(phase: str, blobs: dict[str, Any]) -> list[dict[str, Any]]:
         rank_folder = folder.with_name(f"{folder.name}-{phase}")
-        return ranks(rank_folder, num_ranks, architecture, weights, blobs, start=start)
+        return ranks(rank_folder, num_ranks, architecture, weights, blobs)
 
     first = measurements("first", {})
     blobs = {name: blob for rank_result in first for name, blob in rank_result["blobs"].items()}
@@ -213,11 +205,10 @@ def ranks(
     weights: dict[str, Any],
     blobs: dict[str, Any],
     program: Path = Path(__file__),
-    start: Start = subprocess.Popen,
 ) -> list[dict[str, Any]]:
     """Run the processes; return each one's measurements of a step from these weights, or of a
     resume from `blobs` if there are any.
-    program: the script that accepts `--rank FOLDER RANK SIZE`; start: starts a process.
+    program: the script that accepts `--rank FOLDER RANK SIZE`.
     """
     folder.mkdir()
     request = {
@@ -229,7 +220,9 @@ def ranks(
     }
     (folder / "asked.json").write_text(json.dumps(request), encoding="utf-8")
     processes = [
-        start([sys.executable, str(program), "--rank", str(folder), str(rank), str(size)])
+        subprocess.Popen(
+            [sys.executable, str(program), "--rank", str(folder), str(rank), str(size)]
+        )
         for rank in range(size)
     ]
     try:
@@ -239,28 +232,17 @@ def ranks(
             process.kill()
     if any(codes):
         raise RuntimeError(f"processes ended with codes {codes}")
-    return [
-        json.loads((folder / f"told-{rank}.json").read_text(encoding="utf-8"))
-        for rank in range(size)
-    ]
+    return [read(folder / f"told-{rank}.json") for rank in range(size)]
 
 
 def asked_of(
     folder: Path, rank: int, size: int
 ) -> tuple[dict[str, Any], StorePlace, LearnerPlan, ProcessGroup]:
     """Read the request of `ranks`. Result: (request, store, learner plan, process group)."""
-    request = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
-    manifest = Manifest(
-        step=STEP,
-        key=KEY,
-        seq=0,
-        done=False,
-        parents={},
-        config={},
-        state={},
-        blobs={name: Blob(**blob) for name, blob in request["blobs"].items()},
-        results={},
-    )
+    request = read(folder / "asked.json")
+    nothing: dict[str, Any] = {name: {} for name in ("parents", "config", "state", "results")}
+    blobs = {name: Blob(**blob) for name, blob in request["blobs"].items()}
+    manifest = Manifest(step=STEP, key=KEY, seq=0, done=False, blobs=blobs, **nothing)
     store_place = StorePlace(request["root"], 30.0)
     store = store_place.open()
     states = {OPTIMIZER: StoredTensors.of(store, manifest, OPTIMIZER)} if request["resumes"] else {}
@@ -273,7 +255,7 @@ def asked_of(
     )
     group = joined(folder, rank, size)
     # warm up: code loaded at the first use is not part of a model's memory
-    LocalLearner(empty(SMALL), plan.optimizer, total_steps=1, ranks=group).snapshot()
+    LocalLearner(empty(architecture(SMALL)), plan.optimizer, total_steps=1, ranks=group).snapshot()
     return request, store_place, plan, group
 
 
@@ -293,21 +275,6 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     (folder / f"told-{rank}.json").write_text(json.dumps(measurements), encoding="utf-8")
     if size > 1:
         dist.destroy_process_group()
-
-
-SMALL = json.dumps(
-    {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "tie_word_embeddings": True,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "num_hidden_layers": 1,
-        "vocab_size": 16,
-    }
-)
 
 
 def joined(folder: Path, rank: int, size: int) -> ProcessGroup:
@@ -335,21 +302,15 @@ def measured(measurements: dict[str, Any], phase: str) -> Iterator[None]:
     first block.
     """
     measurements.setdefault("idle_kib", anonymous_kib())
-    peak, over = [anonymous_kib()], threading.Event()
+    peak, began = [anonymous_kib()], time.perf_counter()
 
-    def watch() -> None:
-        while not over.wait(SAMPLE_S):
-            peak[0] = max(peak[0], anonymous_kib())
+    def look() -> None:
+        peak[0] = max(peak[0], anonymous_kib())
 
-    watcher, began = threading.Thread(target=watch), time.perf_counter()
-    watcher.start()
-    try:
+    with repeated(look, SAMPLE_S):
         yield
-    finally:
         measurements[f"{phase}_s"] = round(time.perf_counter() - began, 2)
-        over.set()
-        watcher.join()
-        measurements[f"{phase}_mib"] = round((peak[0] - measurements["idle_kib"]) / 1024)
+    measurements[f"{phase}_mib"] = round((peak[0] - measurements["idle_kib"]) / 1024)
 
 
 def anonymous_kib() -> int:

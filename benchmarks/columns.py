@@ -1,6 +1,6 @@
 """Three recipes in three environments from one file, killed once in the middle.
 
-    python benchmarks/columns.py    # or make columns
+    python benchmarks/columns.py    # or make measure NAME=columns
 
 Runs comparisons/three-environments.yaml with `flows.compare`. Once KILL_AFTER of its nine cells are
 done, the command and all its descendants are killed, and the same command runs again. All steps
@@ -11,7 +11,6 @@ which describes the kill.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -21,20 +20,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline import ROOT, machine
+from harness import RESULTS, ROOT, parser_of, write
 
 from agentgym.comparison.described import load_comparison
 from agentgym.comparison.matrix import Cell, cells_of
-from agentgym.store.files import write_whole
 
 COMPARISON = "comparisons/three-environments.yaml"
-RESULTS = ROOT / "docs/results"
 KILL_AFTER = 4
 DEADLINE_S = 6 * 3600.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--comparison", default=COMPARISON)
     parser.add_argument("--state", type=Path, default=ROOT / ".agentgym/columns")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -60,10 +57,8 @@ def main() -> int:
         "commits_lost_or_changed": lost,
         "cells_done_after": sum(cell.is_done() for cell in cells),
         "minutes": round((time.monotonic() - began) / 60, 1),
-        "machine": machine(),
-        "command": "python benchmarks/columns.py",
     }
-    write_whole(chosen.out / "columns.json", f"{json.dumps(result, indent=1)}\n".encode())
+    write(chosen.out / "columns.json", result)
     print(json.dumps(result, indent=1))
     return int(bool(lost) or result["cells_done_after"] < len(cells))
 

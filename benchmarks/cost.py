@@ -9,25 +9,20 @@ evaluation. Writes docs/results/cost.json under the name `--case`; other cases s
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline import ROOT, machine
-from unchanged import checkout, commit_of
+from harness import checkout, commit_of, origin, output_of, parser_of, pipeline_in, read, write
 
-OUT = ROOT / "docs/results/cost.json"
 RUN_S = 3600
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__, "cost.json")
     parser.add_argument("before", help="a commit")
     parser.add_argument("after", nargs="?", default="HEAD", help="a commit")
     parser.add_argument("--case", required=True, help="its name in the result")
@@ -45,59 +40,23 @@ def main() -> int:
                 for side, tree in enumerate((before, after)):
                     home = state / f"{side}-{turn}"
                     runs[side].append(run(tree, home, [f"seed={turn}", *overrides[side]]))
-                    sys.stdout.write(f"{commits[side]} {runs[side][-1]}\n")
-                    sys.stdout.flush()
-    cases = [
-        {"commit": commit, "set": chosen_set, "runs": case_runs}
-        for commit, chosen_set, case_runs in zip(commits, overrides, runs, strict=True)
-    ]
-    ratio = total(runs[1], "cpu_s") / total(runs[0], "cpu_s")
-    result = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
-    result[chosen.case] = {
-        "machine": machine(),
-        "command": " ".join(["python", "benchmarks/cost.py", *sys.argv[1:]]),
-        "before": cases[0],
-        "after": cases[1],
-        "cpu_ratio": round(ratio, 3),
-    }
-    OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(f"{chosen.case}: {ratio:.3f} of the CPU-seconds\n")
+                    print(commits[side], runs[side][-1], flush=True)
+    before_s, after_s = (statistics.fmean(run["cpu_s"] for run in side) for side in runs)
+    case: dict[str, Any] = {"cpu_ratio": round(after_s / before_s, 3)}
+    for name, *side in zip(("before", "after"), commits, overrides, runs, strict=True):
+        case[name] = dict(zip(("commit", "set", "runs"), side, strict=True))
+    write(chosen.out, {**read(chosen.out, {}), chosen.case: {**origin(), **case}})
+    print(f"{chosen.case}: {case['cpu_ratio']} of the CPU-seconds")
     return 0
-
-
-def total(runs: list[dict[str, float]], name: str) -> float:
-    return statistics.fmean(run_numbers[name] for run_numbers in runs)
 
 
 def run(tree: Path, home: Path, overrides: list[str]) -> dict[str, float]:
     """Run a checkout's whole pipeline from an empty state. Errors: RuntimeError if it fails."""
     home.mkdir()
-    pulled = subprocess.run(
-        [sys.executable, "-m", "dvc", "pull", "--quiet"],
-        cwd=tree,
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        encoding="utf-8",
-    )
-    if pulled.returncode:
-        raise RuntimeError(pulled.stderr[-3000:])
-    variables = {
-        name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
-    }
+    output_of(["-m", "dvc", "pull", "--quiet"], cwd=tree, timeout_s=RUN_S)
     before = os.times()
-    completed = subprocess.run(
-        [sys.executable, "-m", "flows.pipeline", *overrides, f"store.path={home / 'store'}"],
-        cwd=tree,
-        env={**variables, "PYTHONPATH": str(tree), "PREFECT_HOME": str(home / "prefect")},
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        encoding="utf-8",
-    )
+    pipeline_in(tree, home, *overrides)
     now = os.times()
-    if completed.returncode:
-        raise RuntimeError(f"{tree}\n{(completed.stdout + completed.stderr)[-3000:]}")
     spent = now.children_user + now.children_system - before.children_user - before.children_system
     return {"cpu_s": round(spent, 1), "wall_s": round(now.elapsed - before.elapsed, 1)} | {
         "sampled_success": last_success(home / "store")
@@ -107,10 +66,7 @@ def run(tree: Path, home: Path, overrides: list[str]) -> dict[str, float]:
 def last_success(store: Path) -> float:
     """Mean success at temperature 1 in the manifest of the last stage's evaluation."""
     manifests = sorted((store / "steps").glob("evaluate-stage-*/manifests/*.json"))
-    summary: dict[str, Any] = json.loads(manifests[-1].read_text(encoding="utf-8"))["results"][
-        "summary"
-    ]
-    return float(summary["avg_at_4"]["mean"])
+    return float(read(manifests[-1])["results"]["summary"]["avg_at_4"]["mean"])
 
 
 if __name__ == "__main__":

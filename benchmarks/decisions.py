@@ -1,6 +1,6 @@
 """Error rate and power of comparisons of two policies.
 
-    python benchmarks/decisions.py    # or make decisions
+    python benchmarks/decisions.py    # or make measure NAME=decisions
 
 Writes docs/results/decisions.json. The decision is the product's own,
 `agentgym.evaluation.paired.decide`, on simulated pairs:
@@ -16,28 +16,22 @@ treats items as independent, and one that flips the signs of whole families.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from clusters import middle
+from harness import parser_of, simulated, write
+from intervals import middle
 from numpy.typing import NDArray
-from pipeline import machine
 
 from agentgym.evaluation.clustered import family_codes, moments
 from agentgym.evaluation.paired import Pair, decide
 from agentgym.evaluation.passk import wilson_interval
 
 FloatArray = NDArray[np.float64]
-OUT = Path(__file__).parents[1] / "docs/results/decisions.json"
 CONFIDENCE, ITEMS_SD, FAMILIES_SD, SUCCESS = 0.95, 1.5, 0.12, 0.5
 MOST_FALSE = 0.06  # limit of each design's false positives on equal policies, upper bound
 GAINS = (0.0, 0.05, 0.1)
@@ -175,7 +169,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "decisions.json")
     parser.add_argument(
         "--simulations", type=int, default=EQUAL, help="pairs of equal policies, per case"
     )
@@ -183,33 +177,14 @@ def main() -> int:
         "--unequal", type=int, default=UNEQUAL, help="pairs of unequal policies, per case"
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--parallel", type=int, default=os.cpu_count())
-    parser.add_argument("--out", type=Path, default=OUT)
     chosen = parser.parse_args()
     all_cases = list(cases())
-    streams = np.random.SeedSequence(chosen.seed).spawn(len(all_cases))
-    case_results = []
-    with ProcessPoolExecutor(chosen.parallel) as pool:
-        nums = [chosen.unequal if case.gain else chosen.simulations for case in all_cases]
-        for case_result in pool.map(_simulated, all_cases, nums, streams):
-            case_results.append(case_result)
-            print(f"{len(case_results)}/{len(all_cases)} {case_result}", file=sys.stderr)
+    nums = [chosen.unequal if case.gain else chosen.simulations for case in all_cases]
+    case_results = simulated(simulate, all_cases, nums, chosen.seed)
     result = report(case_results, chosen.simulations, chosen.unequal)
-    command = "python benchmarks/decisions.py" + (
-        f" --simulations {chosen.simulations}" if chosen.simulations != EQUAL else ""
-    )
-    result |= {"machine": machine(), "command": command}
-    rows = ",\n  ".join(json.dumps(case_result) for case_result in result.pop("cases"))
-    chosen.out.write_text(
-        json.dumps(result, indent=1)[:-2] + f',\n "cases": [\n  {rows}\n ]\n}}\n', encoding="utf-8"
-    )
-    print(text(result | {"cases": case_results}))
+    write(chosen.out, result, rows=("cases",))
+    print(text(result))
     return 0 if result["false_positives"]["ours_highest_upper_bound"] <= MOST_FALSE else 1
-
-
-def _simulated(case: Case, num: int, stream: np.random.SeedSequence) -> dict[str, Any]:
-    """Simulate with one random stream per case: the number of processes changes nothing."""
-    return simulate(case, num, np.random.Generator(np.random.Philox(stream)))
 
 
 if __name__ == "__main__":

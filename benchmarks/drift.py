@@ -8,20 +8,16 @@ Runs that docs/results/drift.json contains are not repeated; that file is rewrit
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from pipeline import ROOT, machine
+from harness import ROOT, parser_of, read, stage_points, write
 
 from agentgym.compute.placement import Engine
 from agentgym.config import RunConfig, load_config
@@ -29,12 +25,10 @@ from agentgym.data.items import splits_from_json
 from agentgym.deploy.local import task_identities
 from agentgym.pipeline.run import run_with_parents
 from agentgym.pipeline.table import finished, open_store
-from agentgym.rollouts.horizon import stages
-from agentgym.steps.context import METRICS
-from agentgym.tracking.points import decode_points
+from agentgym.rollouts.engine import RolloutRequest
+from agentgym.steps.step import stages
 from agentgym.types import Item, Trajectory
 
-OUT = ROOT / "docs/results/drift.json"
 EVERY, NUM_ITEMS = 5, 512
 FIRST_ID = 1_000_000  # of items outside all lists
 SUCCESS = "validation/success"
@@ -50,16 +44,13 @@ RECIPES = {"default": [], "former": FORMER}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "drift.json")
     parser.add_argument("names", nargs="*", default=list(RECIPES), metavar="NAME")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--parallel", type=int, default=os.cpu_count())
-    parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--state", help="folder that keeps the runs (default: a temporary one)")
     chosen = parser.parse_args()
-    result = (
-        json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else {"runs": []}
-    )
+    result = read(chosen.out, {"runs": []})
     finished_runs = {(run["recipe"], run["seed"]) for run in result["runs"]}
     wanted = [
         (name, seed)
@@ -73,24 +64,19 @@ def main() -> int:
     ):
         jobs = [workers.submit(run, name, seed, chosen.state or folder) for name, seed in wanted]
         for job in as_completed(jobs):
-            result["runs"].append(job.result())
-            result["runs"].sort(key=lambda row: (row["recipe"], row["seed"]))
-            result |= {
-                "machine": machine(),
-                "command": "python benchmarks/drift.py",
-                "recipes": RECIPES,
-                "summary": summary(result["runs"]),
-            }
-            chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             row = job.result()
-            sys.stdout.write(
-                f"{row['recipe']} seed {row['seed']}: ends {row['last']:.1%}, falls"
-                f" {row['fall']:.1%} at most;"
-                f" {' '.join(f'{100 * value:.0f}' for value in row['success'])}\n"
+            result["runs"] = sorted(
+                [*result["runs"], row], key=lambda row: (row["recipe"], row["seed"])
             )
-            sys.stdout.flush()
+            result |= {"recipes": RECIPES, "summary": summary(result["runs"])}
+            write(chosen.out, result)
+            print(
+                f"{row['recipe']} seed {row['seed']}: ends {row['last']:.1%}, falls"
+                f" {row['fall']:.1%} at most; {row['success']}",
+                flush=True,
+            )
     for name, figures in result["summary"].items():
-        sys.stdout.write(f"{name}: {figures}\n")
+        print(f"{name}: {figures}")
     return 0
 
 
@@ -111,7 +97,7 @@ def run(name: str, seed: int, folder: str) -> dict[str, Any]:
     items = unlisted(cfg)
 
     def play(cfg: RunConfig, engine: Engine, _: Sequence[Item], step: int) -> list[Trajectory]:
-        return engine.collect(
+        request = RolloutRequest(
             items,
             num_samples=1,
             step=step,
@@ -119,21 +105,15 @@ def run(name: str, seed: int, folder: str) -> dict[str, Any]:
             temperature=1.0,
             seed=cfg.evaluation.seed,
         )
+        return engine.collect(request)
 
     with mock.patch("agentgym.training.rl.play_validation", play):
         run_with_parents(last, cfg, wait_s=3600)
     run_with_parents(f"evaluate-{last}", cfg, wait_s=3600)
-    store = open_store(cfg)
-    completed = finished(cfg, store)
-    points = [
-        point
-        for stage in stages(cfg.horizon)
-        for commit in store.history(stage.name, completed[stage.name].key)
-        for point in decode_points(store.read(commit, METRICS))
-    ]
+    points = stage_points(cfg)
     played = [point for point in points if SUCCESS in point.metrics]
     success = [round(point.metrics[SUCCESS], 4) for point in played]
-    final = completed[f"evaluate-{last}"].results["summary"]
+    final = finished(cfg, open_store(cfg))[f"evaluate-{last}"].results["summary"]
     return {
         "recipe": name,
         "seed": seed,
@@ -161,11 +141,8 @@ def unlisted(cfg: RunConfig) -> list[Item]:
     tested = [item.task_id for item in splits.test]
     known = task_identities(env, tested + ids)
     tested_worlds = set(known[: len(tested)])
-    fresh = [
-        task
-        for task, world in zip(ids, known[len(tested) :], strict=True)
-        if world not in tested_worlds
-    ]
+    worlds = zip(ids, known[len(tested) :], strict=True)
+    fresh = [task for task, world in worlds if world not in tested_worlds]
     return [Item(env.name, task, "validation") for task in fresh[:NUM_ITEMS]]
 
 

@@ -1,13 +1,13 @@
 """The default task learned through vLLM and the built-in engine: `python benchmarks/engines.py`.
 
 With the same seeds, to the end of the last stage and its evaluation; and how many tokens a second
-each engine samples for whole episodes, in turns. Run it with the Python of an environment that has
-vLLM (`make engines`). Writes docs/results/engines.json; `--continue` runs what that lacks.
+each engine samples for whole episodes, in turns. `make measure NAME=engines` runs it with the
+Python of an environment that has vLLM. Writes docs/results/engines.json; `--continue` runs what
+that lacks.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -18,16 +18,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpu import DRY, made  # of this folder
-from pipeline import ROOT, in_a_process, machine
-from rollouts import TURNS, Latency, endless, episodes, renderer, serving
+from endless import TURNS, episodes, renderer, serving
+from gpu import DRY, made
+from harness import ROOT, in_a_process, parser_of, read, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.policies.engines import open_here
 
-RESULTS = ROOT / "docs/results/engines.json"
 ENGINES = ("torch", "vllm")
 STEPS = (
     *("prepare", "demonstrate", "initialize", "warm-start", "evaluate-warm-start"),
@@ -37,21 +36,18 @@ NUM_EPISODES, CONCURRENCY, ROUNDS = 256, 64, 3
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "engines.json")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--continue", dest="goes_on", action="store_true")
     parser.add_argument(
-        "--child", nargs=3, metavar=("ENGINE", "SEED", "FILE"), help="used by this program itself"
+        "--child", nargs=3, metavar=("ENGINE", "SEED", "PATH"), help="used by this program itself"
     )
     chosen = parser.parse_args()
     if chosen.child:
         engine, seed, path = chosen.child
         Path(path).write_text(json.dumps(learn(engine, int(seed))), encoding="utf-8")
         return 0
-    result: dict[str, Any] = {"learned": {}}
-    if chosen.goes_on and RESULTS.is_file():
-        result = json.loads(RESULTS.read_text(encoding="utf-8"))
-    result |= {"machine": machine(), "command": "python benchmarks/engines.py"}
+    result = read(chosen.out, {"learned": {}}) if chosen.goes_on else {"learned": {}}
     for seed in chosen.seeds:
         for engine in ENGINES:
             if f"{engine} {seed}" in result["learned"]:
@@ -60,12 +56,12 @@ def main() -> int:
             if learned is None:
                 return 1
             result["learned"][f"{engine} {seed}"] = learned
-            RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write(chosen.out, result)
             print(engine, seed, json.dumps(learned), flush=True)
     if "throughput" not in result:
         result["throughput"] = throughput()
     result["verdict"] = verdict(result["learned"], chosen.seeds)
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(chosen.out, result)
     print(json.dumps({name: result[name] for name in ("throughput", "verdict")}, indent=1))
     return 0 if result["verdict"]["ok"] else 1
 
@@ -102,7 +98,7 @@ def verdict(learned: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
 def throughput() -> dict[str, Any]:
     """Measure the sampled tokens per second of each engine, with the model of params.yaml."""
     rates: dict[str, list[float]] = {name: [] for name in ENGINES}
-    with serving(endless, Latency(0, 0)) as (endpoint, _):
+    with serving() as endpoint:
         for _ in range(ROUNDS):
             for name in ENGINES:
                 rates[name].append(asyncio.run(tokens_per_s(name, endpoint)))

@@ -13,13 +13,12 @@ Prints steps per second, latency and memory, and writes docs/results/envs.json.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
 import json
+import re
 import statistics
-import sys
 import tempfile
 import time
 import urllib.parse
@@ -28,14 +27,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import uvloop
-from pipeline import machine
+from harness import cpu_seconds, parser_of, processes_at, quantile, write
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
 
-ROOT = Path(__file__).parents[1]
 STEPS = 20  # per episode
 ACTIONS = {
     "babyai": (
@@ -68,9 +65,6 @@ ACTIONS = {
         "<search>founded the company</search>",
     ),
 }
-# sessions: AgentGym's own servers on 2 cores under load, one process (steps/s, two runs); they got
-# other actions
-PUBLISHED = {32: {"textcraft": (1258, 1898), "babyai": (367, 540)}, 8: {"sciworld": (2.5, 4.7)}}
 OPTIONS = {
     "babyai": {"levels": "agentgym", "view": "agentgym", "actions": "high", "reward": "minigrid"}
 }
@@ -111,11 +105,8 @@ class Connection:
     def __init__(self, url: str, token: str) -> None:
         parts = urllib.parse.urlsplit(url)
         self._bearer = f"Authorization: Bearer {token}\r\n" if token else ""
-        self._host, self._port, self._prefix = (
-            parts.hostname or "",
-            parts.port or 80,
-            parts.path.rstrip("/"),
-        )
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._prefix = parts.path.rstrip("/")
 
     async def open(self) -> None:
         self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
@@ -149,10 +140,8 @@ async def episode(connection: Connection, target: Target, number: int, times: li
     began = time.perf_counter()
     if target.dialect == "native":
         key = f"{id(times)}-{number}"
-        session = (await connection.post("/create", {"request_key": key, "task_id": number % 500}))[
-            "session_id"
-        ]
-        end: dict[str, Any] = {"session_id": session}
+        created = await connection.post("/create", {"request_key": key, "task_id": number % 500})
+        end: dict[str, Any] = {"session_id": created["session_id"]}
     else:
         bodies: dict[str, Any] = {"textcraft": {}, "searchqa": {"id": number % 500}}
         created = await connection.post("/create", bodies.get(target.env))
@@ -165,11 +154,9 @@ async def episode(connection: Connection, target: Target, number: int, times: li
     opened = time.perf_counter() - began
     actions = itertools.cycle(ACTIONS[target.env])
     for turn in range(1, STEPS + 1):
-        body = {
-            **end,
-            "action": next(actions),
-            **({"turn": turn} if target.dialect == "native" else {}),
-        }
+        body = {**end, "action": next(actions)}
+        if target.dialect == "native":
+            body["turn"] = turn
         sent_s = time.perf_counter()
         answer = await connection.post("/step", body)
         times.append(time.perf_counter() - sent_s)
@@ -200,59 +187,34 @@ async def measure(target: Target, num_sessions: int, seconds: float) -> Measured
         connection.close()
 
     processes = processes_at(urllib.parse.urlsplit(target.url).port or 80)
-    cpu_s, server_s, engine_s = (
-        cpu_seconds(processes),
-        cpu_seconds(processes[:1]),
-        engine_seconds(target.url),
-    )
+    cpu_s, server_s = cpu_seconds(processes), cpu_seconds(processes[:1])
+    engine_s = engine_seconds(target.url)
     began = time.perf_counter()
     await asyncio.gather(*(session() for _ in range(num_sessions)))
     wall_s = time.perf_counter() - began
     processes = processes_at(urllib.parse.urlsplit(target.url).port or 80)
-    ordered = sorted(times)
+    per_step = 1000 / len(times)
+
+    def local(figure: float) -> float | None:
+        return round(figure, 3) if processes else None
+
     return Measured(
         label=target.label,
         env=target.env,
         dialect=target.dialect,
         sessions=num_sessions,
         steps_per_s=round(len(times) / wall_s, 1),
-        p50_ms=round(1000 * statistics.median(ordered), 3),
-        p99_ms=round(1000 * ordered[int(0.99 * (len(ordered) - 1))], 3),
+        p50_ms=round(1000 * statistics.median(times), 3),
+        p99_ms=round(1000 * quantile(times, 0.99), 3),
         create_ms=round(1000 * statistics.median(opened), 3) if opened else float("nan"),
-        rss_mib=(
-            round(sum(process.memory_info().rss for process in processes) / 2**20, 1)
-            if processes
-            else None
-        ),
-        cpu_ms_per_step=(
-            round(1000 * (cpu_seconds(processes) - cpu_s) / len(times), 3) if processes else None
-        ),
-        server_ms_per_step=(
-            round(1000 * (cpu_seconds(processes[:1]) - server_s) / len(times), 3)
-            if processes
-            else None
-        ),
+        rss_mib=local(sum(process.memory_info().rss for process in processes) / 2**20),
+        cpu_ms_per_step=local(per_step * (cpu_seconds(processes) - cpu_s)),
+        server_ms_per_step=local(per_step * (cpu_seconds(processes[:1]) - server_s)),
         engine_ms_per_step=(
-            round(1000 * (engine_seconds(target.url) - engine_s) / len(times), 3)
-            if engine_s
-            else None
+            round(per_step * (engine_seconds(target.url) - engine_s), 3) if engine_s else None
         ),
         errors=errors,
     )
-
-
-def processes_at(port: int) -> list[psutil.Process]:
-    """The local process that listens on the port, and its descendants."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            for connection in process.net_connections(kind="tcp"):
-                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
-                    return [process, *process.children(recursive=True)]
-    return []
-
-
-def cpu_seconds(processes: list[psutil.Process]) -> float:
-    return sum(process.cpu_times().user + process.cpu_times().system for process in processes)
 
 
 def engine_seconds(url: str) -> float:
@@ -260,121 +222,43 @@ def engine_seconds(url: str) -> float:
     with contextlib.suppress(OSError):
         address = f"{url.removesuffix('/agentgym')}/metrics"
         text = urllib.request.urlopen(address, timeout=10).read().decode()  # noqa: S310
-        return next(
-            (
-                float(line.split()[1])
-                for line in text.splitlines()
-                if line.startswith("env_engine_cpu_seconds ")
-            ),
-            0.0,
-        )
+        counted = re.search(r"^env_engine_cpu_seconds (\S+)", text, re.M)
+        return float(counted[1]) if counted else 0.0
     return 0.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "envs", nargs="*", choices=[*ACTIONS, []], help=f"default: {', '.join(ACTIONS)}"
-    )
+    parser = parser_of(__doc__, "envs.json")
+    parser.add_argument("envs", nargs="*", choices=[*ACTIONS, []], help="default: all")
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--seconds", type=float, default=5.0, help="duration of each measurement")
-    parser.add_argument(
-        "--warm",
-        type=float,
-        default=0.0,
-        help="seconds of warm-up load before each measurement, for JIT compilers",
-    )
-    parser.add_argument(
-        "--server",
-        action="append",
-        default=[],
-        metavar="NAME=DIALECT=URL",
-        help="a running server",
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/envs.json")
+    warm = "seconds of warm-up load before each measurement, for JIT compilers"
+    parser.add_argument("--warm", type=float, default=0.0, help=warm)
+    form = "NAME=DIALECT=URL"
+    parser.add_argument("--server", action="append", default=[], metavar=form, help="it runs")
     arguments = parser.parse_args()
-    running = [
+    targets = [
         Target(env, dialect, url.rstrip("/"), url)
         for env, dialect, url in (text.split("=", 2) for text in arguments.server)
     ]
     uvloop.install()
     rows: list[Measured] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        targets = list(running)
-        for env in arguments.envs or (
-            ACTIONS if not running else sorted({target.env for target in running})
-        ):
+        for env in arguments.envs or sorted({target.env for target in targets}) or ACTIONS:
             config = EnvConfig(name=env, options=OPTIONS.get(env, {}), max_sessions=512)
-            (url,) = stack.enter_context(
-                local_env(config, expert=False, log_path=Path(folder) / f"{env}.log")
-            )
+            log = Path(folder) / f"{env}.log"
+            (url,) = stack.enter_context(local_env(config, expert=False, log_path=log))
             targets += [
                 Target(env, dialect, url + path, "ours", url.token)
                 for dialect, path in (("native", ""), ("agentgym", "/agentgym"))
             ]
-        names = (
-            "sessions",
-            "steps/s",
-            "p50 ms",
-            "p99 ms",
-            "create ms",
-            "RSS MiB",
-            "CPU ms",
-            "server ms",
-            "engine ms",
-        )
-        print(
-            f"{'server':<28}{'env':<11}{'dialect':<10}" + "".join(f"{name:>11}" for name in names)
-        )
         for target in targets:
             for num_sessions in arguments.sessions:
                 if arguments.warm:
                     asyncio.run(measure(target, num_sessions, arguments.warm))
-                row = asyncio.run(measure(target, num_sessions, arguments.seconds))
-                rows.append(row)
-                figures = (
-                    row.sessions,
-                    row.steps_per_s,
-                    row.p50_ms,
-                    row.p99_ms,
-                    row.create_ms,
-                    row.rss_mib,
-                    row.cpu_ms_per_step,
-                )
-                shares = (row.server_ms_per_step, row.engine_ms_per_step)
-                texts = [
-                    "-" if figure is None else f"{figure:.5g}" for figure in (*figures, *shares)
-                ]
-                print(
-                    f"{row.label[:27]:<28}{row.env:<11}{row.dialect:<10}"
-                    + "".join(f"{text:>11}" for text in texts)
-                )
-                if row.errors:
-                    print(f"  {row.errors} errors")
-    ratios = {}
-    for row in rows:
-        if (row.dialect, row.label) == ("native", "ours") and row.env in PUBLISHED.get(
-            row.sessions, {}
-        ):
-            low, high = PUBLISHED[row.sessions][row.env]
-            ratios[row.env] = {
-                "over_agentgyms_slower_run": row.steps_per_s / low,
-                "over_its_faster_run": row.steps_per_s / high,
-            }
-    for env, ratio in ratios.items():
-        print(
-            f"{env}: "
-            + ", ".join(f"{value:.1f}x {name.replace('_', ' ')}" for name, value in ratio.items())
-        )
-    result = {
-        "machine": machine(),
-        "command": " ".join(["python", "benchmarks/env_servers.py", *sys.argv[1:]]),
-        "rows": [asdict(row) for row in rows],
-        "published_agentgym_steps_per_s_by_sessions": PUBLISHED,
-        "ratios_to_published": ratios,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                rows.append(asyncio.run(measure(target, num_sessions, arguments.seconds)))
+                print(*(f"{name} {value}" for name, value in asdict(rows[-1]).items()), sep=", ")
+    write(arguments.out, {"rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

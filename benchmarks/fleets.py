@@ -12,9 +12,7 @@ Writes docs/results/fleets.json.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import secrets
 import subprocess
@@ -26,18 +24,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pipeline import machine
+from harness import parser_of, write
 
 from agentgym.deploy.fleets.addresses import kind_of_addresses
-from agentgym.deploy.fleets.lease import acquire
-from agentgym.deploy.fleets.sending import kinds_of, most_pods, send, take_down, wait_ready
-from agentgym.deploy.fleets.tokens import KEY_VARIABLE
-from agentgym.deploy.kube import Kind, Kube, connect
-from agentgym.deploy.kube.kinds import POD
+from agentgym.deploy.fleets.fleet_lease import acquire
+from agentgym.deploy.fleets.startup import (
+    KEY_VARIABLE,
+    kinds_of,
+    most_pods,
+    send,
+    take_down,
+    wait_ready,
+)
+from agentgym.deploy.kube.client import POD, Kind, Kube, connect
 from agentgym.deploy.manifests import RUN_LABEL, Fleet, rendered_fleet
 
-ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "docs/results/fleets.json"
 ENV = "textcraft"
 TIMEOUT_S = 600.0
 NAMESPACE = Kind("v1", "Namespace")
@@ -111,11 +112,11 @@ def measure(kubeconfig: Path, count: int, threads: int) -> dict[str, Any]:
         with ThreadPoolExecutor(2) as pool:
             objects = dict(zip(runs, pool.map(rendered, runs), strict=True))
         rendered_s = time.perf_counter() - began
-        before, began = Counter(kube.calls), time.perf_counter()
+        before, began = Counter(kube.transport.calls), time.perf_counter()
         with ThreadPoolExecutor(threads) as pool:
             times = list(pool.map(lambda run: life(kube, objects[run], run), runs))
         wall_s = time.perf_counter() - began
-        calls = Counter(kube.calls) - before
+        calls = Counter(kube.transport.calls) - before
         return {
             "fleets": count,
             "at_once": threads,
@@ -141,16 +142,13 @@ def _median(values: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, "fleets.json")
     parser.add_argument("--fleets", type=int, default=50)
     parser.add_argument("--threads", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     with cluster() as kubeconfig:
         numbers = measure(kubeconfig, arguments.fleets, arguments.threads)
-    command = f"python benchmarks/fleets.py --fleets {arguments.fleets}"
-    result = {"machine": machine(), "command": command, **numbers}
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(arguments.out, numbers)
     print(
         f"{numbers['fleets']} fleets, {numbers['at_once']} at once:"
         f" {numbers['wall_s_per_fleet']} s and"

@@ -1,4 +1,4 @@
-"""False promotions and power of the gate: `python benchmarks/gate.py` (`make gate`).
+"""False promotions and power of the gate: `python benchmarks/gate.py`.
 
 Writes docs/results/gate.json. The gate is the product's own, `agentgym.evaluation.gate.judge` with
 the rules of params.yaml, on pairs that `benchmarks/decisions.py` draws: both with equal success,
@@ -8,19 +8,16 @@ after the other, against one champion's outcomes on one set of items.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
-from decisions import SUCCESS, Case, drawn_pair
-from pipeline import machine
+from decisions import ITEMS_SD, SUCCESS, Case, drawn_pair
+from harness import ROOT, parser_of, simulated, write
+from intervals import middle
 
 from agentgym.config import GateConfig, load_config
 from agentgym.evaluation.clustered import family_codes
@@ -28,8 +25,6 @@ from agentgym.evaluation.gate import Evidence, judge
 from agentgym.evaluation.paired import Pair
 from agentgym.evaluation.passk import wilson_interval
 
-ROOT = Path(__file__).parents[1]
-OUT = ROOT / "docs/results/gate.json"
 CONFIDENCE, MOST_FALSE = 0.95, 0.06  # limit of each design's false promotions, upper bound
 GAINS = (-0.05, 0.0, 0.05, 0.1)
 LOOKS = 20
@@ -38,7 +33,7 @@ DESIGNS = ((200, 1, 0), (200, 4, 0), (512, 1, 0), (512, 4, 0), (512, 4, 10))  # 
 
 
 def simulate(
-    case: Case, num: int, rules: GateConfig, generator: np.random.Generator
+    rules: GateConfig, case: Case, num: int, generator: np.random.Generator
 ) -> dict[str, Any]:
     """Share of each verdict over `num` pairs."""
     families = tuple(f"f{i % case.families}" if case.families else None for i in range(case.items))
@@ -74,9 +69,6 @@ def looked_at_often(num: int, rules: GateConfig, generator: np.random.Generator)
 
 def drawn_chances(case: Case, generator: np.random.Generator) -> np.ndarray[Any, Any]:
     """Draw both models' chance of success on each item, [items]."""
-    from clusters import middle
-    from decisions import ITEMS_SD
-
     ease = ITEMS_SD * generator.standard_normal(case.items)
     return np.asarray(1 / (1 + np.exp(-(middle(SUCCESS, ITEMS_SD) + ease))))
 
@@ -97,14 +89,8 @@ def text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _run(job: tuple[Case, int, GateConfig, np.random.SeedSequence]) -> dict[str, Any]:
-    """Simulate with one random stream per case: the number of processes changes nothing."""
-    case, num, rules, stream = job
-    return simulate(case, num, rules, np.random.Generator(np.random.Philox(stream)))
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "gate.json")
     parser.add_argument(
         "--simulations", type=int, default=5000, help="pairs of equal models, per design"
     )
@@ -112,30 +98,19 @@ def main() -> int:
         "--unequal", type=int, default=1000, help="pairs of unequal models, per design"
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--parallel", type=int, default=os.cpu_count())
-    parser.add_argument("--out", type=Path, default=OUT)
     chosen = parser.parse_args()
     rules = load_config(ROOT / "params.yaml").gate
     all_cases = [Case(*design, gain) for design in DESIGNS for gain in GAINS]
-    *streams, last = np.random.SeedSequence(chosen.seed).spawn(len(all_cases) + 1)
-    jobs = [
-        (case, chosen.unequal if case.gain else chosen.simulations, rules, stream)
-        for case, stream in zip(all_cases, streams, strict=True)
-    ]
-    with ProcessPoolExecutor(chosen.parallel) as pool:
-        cases = list(pool.map(_run, jobs))
+    nums = [chosen.unequal if case.gain else chosen.simulations for case in all_cases]
+    cases = simulated(partial(simulate, rules), all_cases, nums, chosen.seed)
     equal = [case_result for case_result in cases if not case_result["gain"]]
     default = next(
         case_result
         for case_result in equal
         if (case_result["items"], case_result["samples"], case_result["families"]) == (512, 4, 0)
     )
-    looks = looked_at_often(
-        max(1, chosen.unequal // 5), rules, np.random.Generator(np.random.Philox(last))
-    )
-    command = "python benchmarks/gate.py"
-    if chosen.simulations != parser.get_default("simulations"):
-        command += f" --simulations {chosen.simulations}"
+    (last,) = np.random.SeedSequence(chosen.seed, n_children_spawned=len(all_cases)).spawn(1)
+    generator = np.random.Generator(np.random.Philox(last))
     result = {
         "rules": rules.semantic(),
         "simulations": chosen.simulations,
@@ -144,15 +119,11 @@ def main() -> int:
         "false_promotions_upper": default["promote_upper"],
         "highest": max(case_result["PROMOTE"] for case_result in equal),
         "highest_upper": max(case_result["promote_upper"] for case_result in equal),
-        "looks": looks,
-        "machine": machine(),
-        "command": command,
+        "looks": looked_at_often(max(1, chosen.unequal // 5), rules, generator),
+        "cases": cases,
     }
-    rows = ",\n  ".join(map(json.dumps, cases))
-    chosen.out.write_text(
-        json.dumps(result, indent=1)[:-2] + f',\n "cases": [\n  {rows}\n ]\n}}\n', encoding="utf-8"
-    )
-    print(text({**result, "cases": cases}))
+    write(chosen.out, result, rows=("cases",))
+    print(text(result))
     return 0 if result["highest_upper"] <= MOST_FALSE else 1
 
 

@@ -21,16 +21,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from endless import TURNS, episodes, renderer, serving
+from harness import RESULTS, ROOT, in_a_process, machine, parser_of, read, stage_points, write
 from packed import batch_of, packed, padded, twin_of
-from pipeline import ROOT, in_a_process, machine  # of this folder
-from rollouts import TURNS, Latency, endless, episodes, renderer, serving
 
 from agentgym.algorithms.advantages import with_advantages
 from agentgym.algorithms.batch import Batch
@@ -53,7 +54,7 @@ from agentgym.rollouts.policies.engines import open_here
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import Completion, SampleKey, Sampling
 
-RESULTS = ROOT / "docs/results/gpu.json"
+OUT = RESULTS / "gpu.json"
 CONTEXT = 2048
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312}  # dense bfloat16, from the data sheets
 
@@ -79,18 +80,22 @@ class Size:
     new_tokens: int
 
 
+def shape(*, width: int, layers: int, heads: int, kv_heads: int, mlp: int) -> ModelConfig:
+    return ModelConfig(
+        hidden_size=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        mlp_size=mlp,
+        context_tokens=CONTEXT,
+    )
+
+
 # Qwen2.5-1.5B's dimensions, weights drawn at random
 GPU = Size(
     "cuda",
     torch.bfloat16,
-    ModelConfig(
-        hidden_size=1536,
-        num_layers=28,
-        num_heads=12,
-        num_kv_heads=2,
-        mlp_size=8960,
-        context_tokens=CONTEXT,
-    ),
+    shape(width=1536, layers=28, heads=12, kv_heads=2, mlp=8960),
     vocab_size=151_936,
     num_episodes=512,
     concurrency=256,
@@ -105,25 +110,11 @@ GPU = Size(
     new_tokens=200,
 )
 # Qwen2.5-7B's
-GPU_7B = ModelConfig(
-    hidden_size=3584,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    mlp_size=18_944,
-    context_tokens=CONTEXT,
-)
+GPU_7B = shape(width=3584, layers=28, heads=28, kv_heads=4, mlp=18_944)
 DRY = Size(
     "cpu",
     torch.float32,
-    ModelConfig(
-        hidden_size=64,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        mlp_size=96,
-        context_tokens=CONTEXT,
-    ),
+    shape(width=64, layers=2, heads=2, kv_heads=1, mlp=96),
     vocab_size=300,
     num_episodes=6,
     concurrency=4,
@@ -132,14 +123,9 @@ DRY = Size(
     matmul=64,
     copied=1 << 20,
     staged=(
-        "rollout.engine=vllm",
-        "horizon.stage_steps=[1,1,1]",
-        "warm_start.steps=2",
-        "rollout.items_per_step=2",
-        "validation.num_items=4",
-        "evaluation.num_items=4",
-        "evaluation.num_samples=1",
-        "evaluation.k=[1]",
+        *("rollout.engine=vllm", "horizon.stage_steps=[1,1,1]", "warm_start.steps=2"),
+        *("rollout.items_per_step=2", "validation.num_items=4", "evaluation.num_items=4"),
+        *("evaluation.num_samples=1", "evaluation.k=[1]"),
     ),
     trained=(48,) * 4,
     mixed=(8, 12, 16, 48, 64),
@@ -149,7 +135,7 @@ DRY = Size(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS")
@@ -184,7 +170,7 @@ def main() -> int:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return the table of docs/operations.md. results: the content of RESULTS, or empty."""
+    """Return the table of docs/operations.md. results: the content of OUT, or empty."""
     cases = results.get("cases", {})
     rows = ["| case | what it measures | figures |", "|---|---|---|"]
     for name, case in CASES.items():
@@ -199,14 +185,11 @@ def table(results: dict[str, Any]) -> str:
 
 
 def keep(name: str, result: Any) -> None:
-    written = (
-        json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"cases": {}}
-    )
-    here = machine()
+    cases, here = read(OUT, {"cases": {}})["cases"], machine()
     here["gpu"] = torch.cuda.get_device_name()
     here["packages"] |= {"vllm": version("vllm"), "cuda": torch.version.cuda}
-    written["cases"][name] = {**result, "machine": here, "command": "python benchmarks/gpu.py"}
-    RESULTS.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    cases[name] = {**result, "machine": here, "command": "python benchmarks/gpu.py"}
+    write(OUT, {"cases": cases})
 
 
 def case_ceilings(size: Size) -> dict[str, Any]:
@@ -244,17 +227,14 @@ def case_rollouts(size: Size) -> dict[str, Any]:
     """Whole episodes over HTTP against the same requests put to vLLM by hand"""
 
     async def measure(endpoint: str) -> list[tuple[float, float]]:
-        policy = opened(size, size.concurrency)
-        try:
+        async with opened(size, size.concurrency) as policy:
             await episodes(endpoint, size.concurrency, policy, concurrency=size.concurrency)
             return [
                 (await ours(policy, endpoint, size), await by_hand(policy, size))
                 for _ in range(size.rounds)
             ]
-        finally:
-            await policy.close()
 
-    with serving(endless, Latency(0, 0)) as (endpoint, _):
+    with serving() as endpoint:
         rates = asyncio.run(measure(endpoint))
     return {
         "definition": (
@@ -314,9 +294,8 @@ def case_publish(size: Size) -> dict[str, Any]:
         weights = {
             name: tensor.to(size.device) for name, tensor in weights_of(checkpoint.model).items()
         }
-        policy, took, gaps = opened(size, 16), [], []
-        try:
-            ended: list[float] = []
+        took, gaps, ended = [], [], list[float]()
+        async with opened(size, 16) as policy:
             players = [asyncio.ensure_future(stream(policy, number, ended)) for number in range(8)]
             for version in range(1, 2 + size.rounds):
                 await asyncio.sleep(2.0)
@@ -329,8 +308,6 @@ def case_publish(size: Size) -> dict[str, Any]:
             for player in players:
                 player.cancel()
             await asyncio.gather(*players, return_exceptions=True)
-        finally:
-            await policy.close()
         return took, gaps
 
     took, gaps = asyncio.run(measure())
@@ -356,17 +333,14 @@ async def stream(policy: Any, number: int, ended: list[float]) -> None:
 def case_start(size: Size) -> dict[str, Any]:
     """Seconds from the start of an engine to its first token, for the first and the second start"""
 
-    async def first_token(policy: Any) -> None:
-        try:
+    async def first_token() -> None:
+        async with opened(size, 16) as policy:
             await policy.generate([5, 6, 7], sampling(0, 0, 1))
-        finally:
-            await policy.close()
 
     took = []
     for _ in range(2):
         began = time.perf_counter()
-        policy = opened(size, 16)
-        asyncio.run(first_token(policy))
+        asyncio.run(first_token())
         took.append(round(time.perf_counter() - began, 1))
     return {"first_s": took[0], "again_s": took[1]}
 
@@ -403,16 +377,13 @@ def case_logprobs(size: Size) -> dict[str, Any]:
         return size.concurrency * limit / (time.perf_counter() - began)
 
     async def measure() -> dict[str, list[float]]:
-        policy = opened(size, size.concurrency)
-        try:
+        rates_of: dict[str, list[float]] = {kind: [] for kind in kinds}
+        async with opened(size, size.concurrency) as policy:
             await rate(policy, {})
-            rates_of: dict[str, list[float]] = {kind: [] for kind in kinds}
             for _ in range(size.rounds):
                 for kind, options in kinds.items():
                     rates_of[kind].append(await rate(policy, options))
-            return rates_of
-        finally:
-            await policy.close()
+        return rates_of
 
     rates = {kind: statistics.median(rounds) for kind, rounds in asyncio.run(measure()).items()}
     return {
@@ -434,13 +405,7 @@ def case_step(size: Size) -> dict[str, Any]:
     rewards = torch.zeros_like(batch.rewards)
     rewards[batch.starts[1:] - 1] = won
     batch = replace(batch, group_ids=pairs, rewards=rewards)
-    learner = LocalLearner(
-        made(size).model,
-        OptimizerConfig(lr=1e-6),
-        total_steps=1000,
-        ranks=SingleProcess(size.device),
-        settings=LearnerConfig(micro_batch_tokens=size.trained[0] * 2),
-    )
+    learner = learner_of(size, LearnerConfig(micro_batch_tokens=size.trained[0] * 2))
     steps = itertools.count(1)
 
     def learn() -> None:
@@ -467,13 +432,7 @@ def case_step(size: Size) -> dict[str, Any]:
 
 def case_optimizer(size: Size) -> dict[str, Any]:
     """AdamW's step alone, clipping and rounding included, on masters of float32"""
-    learner = LocalLearner(
-        made(size).model,
-        OptimizerConfig(lr=1e-6),
-        total_steps=1000,
-        ranks=SingleProcess(size.device),
-        settings=LearnerConfig(),
-    )
+    learner = learner_of(size, LearnerConfig())
     batch = actions_of(size, (16,))
     learner.sft_step(batch, step=1)
     network = learner._policy
@@ -487,17 +446,12 @@ def case_mismatch(size: Size) -> dict[str, Any]:
     """Log-probabilities of sampled tokens: the engine's minus those of our own forward"""
 
     async def sample() -> list[Completion]:
-        policy = opened(size, size.sequences)
-        try:
-            prompts = [[*range(5, 25), number] for number in range(size.sequences)]
-            return await asyncio.gather(
-                *(
-                    policy.generate(ids, sampling(number, 0, 200))
-                    for number, ids in enumerate(prompts)
-                )
-            )
-        finally:
-            await policy.close()
+        prompts = [[*range(5, 25), number] for number in range(size.sequences)]
+        async with opened(size, size.sequences) as policy:
+            requests = [
+                policy.generate(ids, sampling(number, 0, 200)) for number, ids in enumerate(prompts)
+            ]
+            return await asyncio.gather(*requests)
 
     completions = asyncio.run(sample())
     gc.collect()
@@ -509,11 +463,9 @@ def case_mismatch(size: Size) -> dict[str, Any]:
         if completion.ids
     ]
     scores = asyncio.run(plain.score(sequences))
+    pairs = zip(completions, scores, strict=True)
     gaps = torch.cat(
-        [
-            torch.tensor(completion.logprobs) - score[-len(completion.ids) :]
-            for completion, score in zip(completions, scores, strict=True)
-        ]
+        [torch.tensor(ours.logprobs) - score[-len(ours.ids) :] for ours, score in pairs]
     ).double()
     return {
         "tokens": len(gaps),
@@ -543,8 +495,6 @@ def staged(params: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from agentgym.audit import audit
     from agentgym.pipeline.run import run_step
     from agentgym.pipeline.table import finished, open_store, steps_of
-    from agentgym.steps.context import METRICS
-    from agentgym.tracking.points import decode_points
 
     with tempfile.TemporaryDirectory() as folder:
         cfg = load_config(params, [*overrides, f"store.path={folder}/store"])
@@ -555,10 +505,9 @@ def staged(params: Path, overrides: Sequence[str]) -> dict[str, Any]:
             took[name] = round(time.perf_counter() - began, 1)
         if not (report := audit(cfg, num_episodes=16)).ok:
             raise RuntimeError(f"the audit fails: {report.to_json()}")
-        store = open_store(cfg)
-        steps = finished(cfg, store)
+        steps = finished(cfg, open_store(cfg))
         last_stage = [step for step in steps if step.startswith("stage-")][-1]
-        last = decode_points(store.read(steps[last_stage], METRICS))[-1].metrics
+        last = stage_points(cfg)[-1].metrics
         success = {
             name.removeprefix("evaluate-"): manifest.results["summary"]
             for name, manifest in steps.items()
@@ -639,9 +588,8 @@ def case_head(size: Size) -> dict[str, Any]:
     }
     small = replace(size, model=size.model.model_copy(update={"num_layers": 1}))
     for name, chunk in {"whole": batch.num_tokens, "chunked": batch.num_tokens // 4}.items():
-        figures = trained(
-            small, batch, LearnerConfig(micro_batch_tokens=1 << 30, head_chunk_tokens=chunk)
-        )
+        settings = LearnerConfig(micro_batch_tokens=1 << 30, head_chunk_tokens=chunk)
+        figures = trained(small, batch, settings)
         result |= {
             f"{name}_peak_gib": figures["peak_gib"],
             f"{name}_s": round(figures["seconds"], 4),
@@ -675,18 +623,14 @@ def case_varlen(size: Size) -> dict[str, Any]:
 
 def trained(size: Size, batch: Batch, settings: LearnerConfig) -> dict[str, float]:
     """Seconds of a forward and backward of all sequences, and their peak memory."""
-    learner = LocalLearner(
-        made(size).model,
-        OptimizerConfig(),
-        total_steps=1,
-        ranks=SingleProcess(size.device),
-        settings=settings,
-    )
+    learner = learner_of(size, settings)
     every = torch.arange(batch.num_sequences, device=size.device)
 
     def learn() -> None:
-        dealt = learner.deal(batch, every)
-        learner.forward_backward(batch, dealt, lambda part, _: (-learner._net(part)[0].mean(), {}))
+        dealt = learner.passes.deal(batch, every)
+        learner.passes.forward_backward(
+            batch, dealt, lambda part, _: (-learner._net(part)[0].mean(), {})
+        )
         learner._policy.zero_grad()
 
     if size.device == "cuda":
@@ -694,6 +638,12 @@ def trained(size: Size, batch: Batch, settings: LearnerConfig) -> dict[str, floa
     took = seconds(size, learn)
     peak = torch.cuda.max_memory_allocated() if size.device == "cuda" else 0
     return {"seconds": took, "peak_gib": round(peak / 2**30, 2)}
+
+
+def learner_of(size: Size, settings: LearnerConfig) -> LocalLearner:
+    ranks, optimizer = SingleProcess(size.device), OptimizerConfig(lr=1e-6)
+    model = made(size).model
+    return LocalLearner(model, optimizer, total_steps=1000, ranks=ranks, settings=settings)
 
 
 def actions_of(size: Size, lengths: Sequence[int]) -> Batch:
@@ -723,52 +673,44 @@ def made(size: Size, seed: int = 0) -> Checkpoint:
     return new_checkpoint(model.to(size.dtype), tokenizer)
 
 
-def opened(size: Size, num_slots: int) -> Any:
+@asynccontextmanager
+async def opened(size: Size, num_slots: int) -> AsyncIterator[Any]:
+    """Open vLLM with a model of random weights; close it in the end."""
     cfg = RunConfig(
         compute_device=size.device,
         rollout={"engine": "vllm", "concurrency": num_slots},
         model={"context_tokens": CONTEXT},
     )
-    return open_here(cfg, made(size), num_slots=num_slots, version=0)
+    policy = open_here(cfg, made(size), num_slots=num_slots, version=0)
+    try:
+        yield policy
+    finally:
+        await policy.close()
 
 
 def sampling(sample: int, turn: int, tokens: int) -> Sampling:
     return Sampling(SampleKey(0, 1, "gpu_0", sample, turn), 1.0, tokens)
 
 
-CASES: dict[str, Callable[[Size], dict[str, Any]]] = {  # the most valuable first
-    "ceilings": case_ceilings,
-    "publish": case_publish,
-    "rollouts": case_rollouts,
-    "logprobs": case_logprobs,
-    "step": case_step,
-    "optimizer": case_optimizer,
-    "training": case_training,
-    "head": case_head,
-    "start": case_start,
-    "real": case_real,
-    "varlen": case_varlen,
-    "training_7b": case_training_7b,
-    "mismatch": case_mismatch,
-    "staged": case_staged,
-}
-# seconds on an H200, imports included; those of new cases are estimates
-EXPECTED_S = {
-    "ceilings": 15,
-    "publish": 150,
-    "rollouts": 150,
-    "logprobs": 120,
-    "step": 60,
-    "optimizer": 30,
-    "training": 120,
-    "head": 30,
-    "start": 180,
-    "real": 280,
-    "varlen": 30,
-    "training_7b": 60,
-    "mismatch": 110,
-    "staged": 700,
-}
+# the most valuable first; seconds on an H200, imports included, those of new cases are estimates
+EXPECTED: tuple[tuple[Callable[[Size], dict[str, Any]], int], ...] = (
+    (case_ceilings, 15),
+    (case_publish, 150),
+    (case_rollouts, 150),
+    (case_logprobs, 120),
+    (case_step, 60),
+    (case_optimizer, 30),
+    (case_training, 120),
+    (case_head, 30),
+    (case_start, 180),
+    (case_real, 280),
+    (case_varlen, 30),
+    (case_training_7b, 60),
+    (case_mismatch, 110),
+    (case_staged, 700),
+)
+CASES = {case.__name__.removeprefix("case_"): case for case, _ in EXPECTED}
+EXPECTED_S = {name: seconds for name, (_, seconds) in zip(CASES, EXPECTED, strict=True)}
 
 
 if __name__ == "__main__":

@@ -8,12 +8,10 @@ It resumes after an earlier call; writes docs/results/honest.json.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import random
-import secrets
 import signal
 import subprocess
 import sys
@@ -24,10 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos_project import GONE_WITHIN_S, ROOT, Project, last_line
-from pipeline import machine
-
-from agentgym.deploy.owned import owned_process
+from chaos_project import GONE_WITHIN_S, Project, last_line
+from harness import completed, parser_of, read, s3_bucket, set_words, write
 
 BUDGET = ("evaluation.num_items=128", "horizon.stage_steps=[10,10,15]")  # as in .ci/run
 KINDS: dict[str, tuple[str, ...]] = {
@@ -101,23 +97,18 @@ def play(project: Project, run: Run, overrides: tuple[str, ...], num_kills: int)
     if run.codes[-1] != 0:
         run.problem = run.problem or f"the command ended with {run.codes}: {last_line(log)}"
         return
-    settings = [word for override in overrides for word in ("--set", override)]
     began = time.monotonic()
-    completed = subprocess.run(
-        [sys.executable, "-m", "agentgym", "audit", "--json", *settings],
+    audit = completed(
+        ["-m", "agentgym", "audit", "--json", *set_words(overrides)],
         cwd=project.folder,
         env=project.environment,
-        capture_output=True,
-        text=True,
-        timeout=AUDIT_TIMEOUT_S,
-        check=False,
-        encoding="utf-8",
+        timeout_s=AUDIT_TIMEOUT_S,
     )
-    run.audit_s, run.audit_code = round(time.monotonic() - began, 1), completed.returncode
+    run.audit_s, run.audit_code = round(time.monotonic() - began, 1), audit.returncode
     try:
-        report = json.loads(completed.stdout)
+        report = json.loads(audit.stdout)
     except ValueError:
-        run.problem = f"audit ended with {completed.returncode}: {completed.stderr[-500:]}"
+        run.problem = f"audit ended with {audit.returncode}: {audit.stderr[-500:]}"
         return
     run.checks = {"seed": report["seed"]}
     for check in report["checks"]:
@@ -143,33 +134,18 @@ def wait_gone(project: Project) -> None:
 @contextlib.contextmanager
 def s3_store(project: Project) -> Iterator[tuple[str, ...]]:
     """Start an S3 server on loopback with a bucket; yield the overrides."""
-    server_folder = project.scratch.parent / f"s3-{secrets.token_hex(4)}"
-    server_folder.mkdir()
-    port = server_folder / "port"
-    command = [sys.executable, "-P", str(ROOT / "tests/s3_server.py"), str(port)]
-    with owned_process(command, log_path=server_folder / "log", env={}) as server:
-        deadline = time.monotonic() + 120
-        while not port.exists():
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"the S3 server does not come up: {last_line(server_folder / 'log')}"
-                )
-            time.sleep(0.1)
-        (server_folder / "aws").touch()
-        project.environment |= {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port.read_text(encoding='utf-8')}",
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_CONFIG_FILE": str(server_folder / "aws"),
-            "AWS_SHARED_CREDENTIALS_FILE": str(server_folder / "aws"),
-        }
-        project.must("-c", "import boto3; boto3.client('s3').create_bucket(Bucket='honest')")
-        yield ("store.uri=s3://honest/run",)
+    with s3_bucket(project.scratch.parent, "honest") as (_, variables):
+        before = dict(project.environment)
+        project.environment |= variables
+        try:
+            yield ("store.uri=s3://honest/run",)
+        finally:
+            project.environment.clear()
+            project.environment.update(before)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "honest.json")
     parser.add_argument(
         "--only",
         type=int,
@@ -185,17 +161,12 @@ def main() -> int:
         help="start no run after so many minutes (default 240)",
     )
     parser.add_argument("--anew", action="store_true", help="ignore the results of an earlier call")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/honest.json")
     arguments = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
-    result: dict[str, Any] = {
-        "machine": machine(),
-        "command": " ".join(["python", *sys.argv]),
-        "runs": [],
-    }
-    if arguments.out.is_file() and not arguments.anew:
-        result = json.loads(arguments.out.read_text(encoding="utf-8"))
+    result: dict[str, Any] = {"runs": []}
+    if not arguments.anew:
+        result = read(arguments.out, result)
     finished_numbers, began = {run["number"] for run in result["runs"]}, time.monotonic()
     plan = [
         *((kind, kills, BUDGET) for kind, kills in PLAN),
@@ -226,7 +197,7 @@ def main() -> int:
                 result["passed"] = (
                     f"{sum(row['ok'] for row in result['runs'])} of {len(result['runs'])}"
                 )
-                arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                write(arguments.out, result)
                 print(
                     f"{number} {run.kind} kills {run.killed_at_s} {run.wall_s:.0f} s, audit"
                     f" {run.audit_s:.0f} s: {run.ok} {run.problem}"

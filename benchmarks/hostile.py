@@ -15,7 +15,6 @@ Writes docs/results/hostile.json; rows of environments that are not named stay.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -32,33 +31,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline import machine
+from harness import origin, parser_of, read, write
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
-from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.pools import EnvPool, EnvSession
 from agentgym.types import Item
 
-ROOT = Path(__file__).parents[1]
 LIMIT_S = 1.0  # of a step, unless an ordinary one takes longer
 REPLAYS = 3  # of the episode of a slow step
 STEPS = 25  # of one episode
 MEGABYTE = 1_000_000
-PAIRS = (
-    "\r\n",
-    "\x1b[31m",
-    "\u202e\u2066",
-    "e\u0301\u0302",
-    "\U0001f468\u200d\U0001f469",
-    "&#99",
-    "&amp;",
-    "%ED%A0%80",
-    "%00",
-)
+PAIRS = ("\r\n", "\x1b[31m", "\u202e\u2066", "e\u0301\u0302", "\U0001f468\u200d\U0001f469")
+ESCAPES = ("&#99", "&amp;", "%ED%A0%80", "%00")
 PARTS = (
     *" \t\n'\"`.,:;-_+=*/\\|()[]{}<>#%&0917aİßﷺŉ²½Ⅷ٣１一\x00\x85\xa0\u2028\ufeff\ufffe\ud800\udfff",
     *PAIRS,
+    *ESCAPES,
 )
 LENGTHS = (0, 1, 2, 3, 20, 199, 201, 1_000, 4_000, 4_301, 16_000, 16_384, 16_385)
 
@@ -80,19 +70,8 @@ class Case:
 
 
 _KEYS = (
-    "Control",
-    "Alt",
-    "Shift",
-    "Meta",
-    "Enter",
-    "Tab",
-    "F5",
-    "F11",
-    "F12",
-    "Escape",
-    "ArrowLeft",
-    "PageDown",
-    *"awtnpofrdsuijkl1+",
+    *("Control", "Alt", "Shift", "Meta", "Enter", "Tab", "F5", "F11", "F12", "Escape"),
+    *("ArrowLeft", "PageDown", *"awtnpofrdsuijkl1+"),
 )
 
 
@@ -292,11 +271,8 @@ async def episode(
     except EnvError as error:
         if error.kind != "expert_failed":
             played.failures.append(f"task {task}: {error} after {''.join(texts[-1:])[:200]!a}")
-            print(
-                json.dumps({"task": task, "error": str(error), "actions": texts}),
-                file=sys.stderr,
-                flush=True,
-            )
+            report = {"task": task, "error": str(error), "actions": texts}
+            print(json.dumps(report), file=sys.stderr, flush=True)
     played.num_episodes += 1
     played.rewards[round(total, 3)] += 1
 
@@ -305,12 +281,8 @@ async def ordinary(pool: EnvPool, case: Case, seconds: float) -> tuple[Played, l
     """Play episodes of the expert and of plain actions, as many at a time as in the attack.
     Result: (results, the expert's actions).
     """
-    played, expert_actions, numbers, ends = (
-        Played(),
-        [],
-        itertools.count(),
-        time.monotonic() + seconds,
-    )
+    played, numbers, ends = Played(), itertools.count(), time.monotonic() + seconds
+    expert_actions: list[str] = []
 
     def over() -> bool:
         return time.monotonic() > ends
@@ -327,16 +299,9 @@ async def ordinary(pool: EnvPool, case: Case, seconds: float) -> tuple[Played, l
             async def say(session: EnvSession, rng: random.Random = rng) -> str:
                 return filled(rng.choice(case.plain), rng, session.observation, words)
 
-            expert = not case.plain or number % 2 == 0
-            await episode(
-                pool,
-                case,
-                f"ordinary {number}",
-                37 * number % case.num_tasks,
-                ask if expert else say,
-                played,
-                over,
-            )
+            player = ask if not case.plain or number % 2 == 0 else say
+            task = 37 * number % case.num_tasks
+            await episode(pool, case, f"ordinary {number}", task, player, played, over)
 
     await asyncio.gather(*(player() for _ in range(case.sessions)))
     return played, expert_actions
@@ -358,9 +323,8 @@ async def attack(
             async def say(session: EnvSession, rng: random.Random = rng) -> str:
                 return action(case, rng, session.observation, expert_actions)
 
-            await episode(
-                pool, case, f"hostile {number}", rng.randrange(case.num_tasks), say, played, over
-            )
+            task = rng.randrange(case.num_tasks)
+            await episode(pool, case, f"hostile {number}", task, say, played, over)
 
     await asyncio.gather(*(attacker() for _ in range(case.sessions)))
     return played
@@ -388,20 +352,12 @@ async def play(
         over = [slow for slow in attacked.slow if slow[0] > limit_s]
         problems = attacked.failures[:20]
         for number, (took, task, texts) in enumerate(sorted(over, reverse=True)[:20]):
-            least = min(
-                [
-                    took,
-                    *[
-                        await again(pool, case, task, texts, f"again {number} {n}")
-                        for n in range(REPLAYS)
-                    ],
-                ]
-            )
-            print(
-                f"{took:.2f} s, again {least:.2f} s: {texts[-1][:60]!a}",
-                file=sys.stderr,
-                flush=True,
-            )
+            least = took
+            for replay in range(REPLAYS):
+                key = f"again {number} {replay}"
+                least = min(least, await again(pool, case, task, texts, key))
+            said = f"{took:.2f} s, again {least:.2f} s: {texts[-1][:60]!a}"
+            print(said, file=sys.stderr, flush=True)
             if least > limit_s:
                 problems.append(
                     f"{least:.2f} s each time: task {task}, {len(texts[-1])} characters:"
@@ -430,27 +386,15 @@ async def play(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "cases", nargs="*", metavar="ENV", help=f"of {', '.join(CASES)}; default: all"
-    )
+    parser = parser_of(__doc__, "hostile.json")
+    parser.add_argument("cases", nargs="*", metavar="ENV", help=f"of {', '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=20_000, help="hostile actions per environment")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=600.0,
-        help="time limit of the hostile actions, per environment",
-    )
+    parser.add_argument("--seconds", type=float, default=600.0, help="the most, per environment")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/hostile.json")
     chosen = parser.parse_args()
     if unknown := set(chosen.cases) - set(CASES):
         parser.error(f"no such environment: {', '.join(sorted(unknown))}")
-    rows = (
-        json.loads(chosen.out.read_text(encoding="utf-8"))["environments"]
-        if chosen.cases and chosen.out.exists()
-        else {}
-    )
+    rows = read(chosen.out)["environments"] if chosen.cases and chosen.out.exists() else {}
     for name in chosen.cases or CASES:
         case = CASES[name]
         with tempfile.TemporaryDirectory() as folder:
@@ -458,18 +402,12 @@ def main() -> None:
             log = Path(folder) / "log"
             with local_env(env, expert=True, log_path=log) as endpoints:
                 row = asyncio.run(play(endpoints, case, chosen.steps, chosen.seconds, chosen.seed))
-            row["command"] = (
-                f"python benchmarks/hostile.py {name} --steps {chosen.steps} --seconds"
-                f" {chosen.seconds:g} --seed {chosen.seed}"
-            )
-            row["tracebacks"] = log.read_text(errors="replace", encoding="utf-8").count(
-                "Traceback (most recent call last)"
-            )
+            row["command"] = origin()["command"]
+            logged = log.read_text(errors="replace", encoding="utf-8")
+            row["tracebacks"] = logged.count("Traceback (most recent call last)")
         rows[name] = row
         print(name, json.dumps(row, indent=1), flush=True)
-    result = {"machine": machine(), "limit_s": LIMIT_S, "environments": rows}
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(chosen.out, {"limit_s": LIMIT_S, "environments": rows})
     if problems := [
         f"{name}: {problem}" for name, row in rows.items() for problem in row["problems"]
     ]:

@@ -1,30 +1,36 @@
-"""Measures of the code's structure: `python benchmarks/house.py` prints them as JSON.
+"""Measures of the code's structure: `python benchmarks/house.py [BEFORE]` prints them as JSON.
 
-tests/test_house.py bounds them.
+BEFORE: a commit. It is measured, too, with the lines that were added, moved and removed since, and
+the result is written to docs/results/house.json. tests/test_house.py bounds the measures.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import re
-import subprocess
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import grimp
+import networkx
+from harness import PACKAGES, ROOT, commit_of, git, output_of, parser_of, tree_of, write
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("agentgym", "envs", "sites", "services", "tasks", "flows")
-COLUMNS, LINES = 100, 60
+COLUMNS, LINES, MODULE_LINES = 100, 60, 450
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class House:
+    num_lines: dict[str, int]  # of Python, by top folder and in `all`
+    long_modules: dict[str, int]  # path -> lines, over MODULE_LINES, also of tests and benchmarks
+    repeated_names: dict[str, int]  # file name -> folders of the packages that have such a file
     circles: list[list[str]]  # of modules, and of rooms
     wide_lines: list[str]  # path:line
     any_frac: float  # share of `Any` among the annotations of parameters and results
@@ -33,13 +39,13 @@ class House:
     no_encodings: list[str]  # path:line that reads or writes text in the locale's encoding
 
 
-def house() -> House:
-    trees = {
-        path: ast.parse((ROOT / path).read_text(encoding="utf-8")) for path in files(*PACKAGES)
-    }
+def house(root: Path = ROOT) -> House:
+    """Measure a checkout. root: `import` must find its packages."""
+    sources = {path: (root / path).read_text(encoding="utf-8") for path in files(root)}
+    packages = {path: source for path, source in sources.items() if path.startswith(WITHIN)}
     functions = {
-        path: [node for node in ast.walk(tree) if isinstance(node, Function)]
-        for path, tree in trees.items()
+        path: [node for node in ast.walk(ast.parse(source)) if isinstance(node, Function)]
+        for path, source in packages.items()
     }
     annotations = [
         annotation
@@ -47,12 +53,17 @@ def house() -> House:
         for function in definitions
         for annotation in annotated(function)
     ]
+    lengths = {path: len(source.splitlines()) for path, source in sources.items()}
     return House(
+        num_lines=by_folder(lengths),
+        long_modules={path: lines for path, lines in lengths.items() if lines > MODULE_LINES},
+        repeated_names=repeated(packages),
         circles=[*circles(imports()), *circles(between_rooms(imports()))],
         wide_lines=[
             f"{path}:{number}"
-            for path in files(*PACKAGES, "tests", "benchmarks")
-            for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").splitlines(), 1)
+            for path, source in sources.items()
+            if path.startswith((*WITHIN, "tests/", "benchmarks/"))
+            for number, line in enumerate(source.splitlines(), 1)
             if len(line) > COLUMNS
         ],
         any_frac=sum(
@@ -67,28 +78,78 @@ def house() -> House:
             if (length := (function.end_lineno or 0) - function.lineno + 1) > LINES
         },
         loose_files=sorted(
-            path.name for path in (ROOT / "agentgym").glob("*.py") if path.name != "__init__.py"
+            path.name for path in (root / "agentgym").glob("*.py") if path.name != "__init__.py"
         ),
         no_encodings=[
             f"{path}:{line}"
-            for path in files(*PACKAGES, "benchmarks", "data", "docs", "examples")
-            for line in no_encodings((ROOT / path).read_text(encoding="utf-8"))
+            for path, source in sources.items()
+            if path.startswith((*WITHIN, "benchmarks/", "data/", "docs/", "examples/"))
+            for line in no_encodings(source)
         ],
     )
 
 
-def files(*folders: str) -> list[str]:
-    """Return the Python files under version control."""
-    listing = subprocess.run(
-        ["git", "ls-files", *(f"{folder}/*.py" for folder in folders)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        encoding="utf-8",
+WITHIN = tuple(f"{package}/" for package in PACKAGES)
+
+
+def files(root: Path) -> list[str]:
+    """Return the Python files: those under version control, or all of an extracted commit."""
+    if (root / ".git").exists():
+        listed = output_of(["git", "ls-files", "*.py"], cwd=root).splitlines()
+        return [path for path in listed if (root / path).exists()]
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*.py"))
+
+
+def by_folder(lines: Mapping[str, int]) -> dict[str, int]:
+    """Sum the lines of each top folder, and of all; files outside all folders are in `all`."""
+    totals = Counter(all=sum(lines.values()))
+    for path, count in lines.items():
+        if "/" in path:
+            totals[path.partition("/")[0]] += count
+    return dict(sorted(totals.items()))
+
+
+def repeated(paths: Iterable[str]) -> dict[str, int]:
+    """Return the file names that occur in more than one folder; `__init__.py` does not count."""
+    folders = defaultdict(set)
+    for path in map(PurePosixPath, paths):
+        folders[path.name].add(path.parent)
+    del folders["__init__.py"]
+    return {name: len(known) for name, known in sorted(folders.items()) if len(known) > 1}
+
+
+def before(commit: str) -> dict[str, Any]:
+    """Measure a commit, in a process that imports its packages."""
+    with tree_of(commit) as tree:
+        command = [sys.executable, __file__, "--root", str(tree)]
+        measured = output_of(command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)})
+    result: dict[str, Any] = json.loads(measured)
+    return result
+
+
+def changed(commit: str) -> dict[str, dict[str, int]]:
+    """Count the lines of Python that were added, removed and moved since a commit, by top folder.
+    A line is moved if git finds its file renamed or copied.
+    """
+    counts = numstat(commit, "--find-renames", "--find-copies")
+    added, removed = (
+        by_folder({path: both[side] for path, both in counts.items()}) for side in (0, 1)
     )
-    return [line for line in listing.stdout.splitlines() if (ROOT / line).exists()]
+    plain = numstat(commit, "--no-renames")
+    gone = Counter(by_folder({path: both[1] for path, both in plain.items()}))
+    return {"added": added, "removed": removed, "moved": dict(gone - Counter(removed))}
+
+
+def numstat(commit: str, *options: str) -> dict[str, tuple[int, int]]:
+    """Return path -> (added, removed) lines of each Python file that changed since the commit."""
+    rows = git("diff", "--numstat", "-z", *options, commit, "--", "*.py").split("\0")
+    counts: dict[str, tuple[int, int]] = {}
+    while rows and rows[0]:
+        added, removed, path = rows.pop(0).split("\t")
+        if not path:  # renamed or copied: two paths follow
+            _, path = rows.pop(0), rows.pop(0)
+        counts[path] = int(added), int(removed)
+    return counts
 
 
 def no_encodings(source: str) -> list[int]:
@@ -146,34 +207,25 @@ def room(module: str) -> str:
 
 
 def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Return strongly connected components with more than one node (Tarjan 1972)."""
-    index: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    components: list[list[str]] = []
+    """Return strongly connected components with more than one node."""
+    directed = networkx.DiGraph({name: list(others) for name, others in graph.items()})
+    components = networkx.strongly_connected_components(directed)
+    return sorted(sorted(component) for component in components if len(component) > 1)
 
-    def visit(name: str) -> None:
-        index[name] = lowest[name] = len(index)
-        stack.append(name)
-        for other in graph.get(name, ()):
-            if other not in index:
-                visit(other)
-                lowest[name] = min(lowest[name], lowest[other])
-            elif other in stack:
-                lowest[name] = min(lowest[name], index[other])
-        if lowest[name] == index[name]:
-            members = [stack.pop()]
-            while members[-1] != name:
-                members.append(stack.pop())
-            if len(members) > 1:
-                components.append(sorted(members))
 
-    sys.setrecursionlimit(10_000)
-    for name in sorted(graph):
-        if name not in index:
-            visit(name)
-    return components
+def main() -> None:
+    parser = parser_of(__doc__, "house.json")
+    parser.add_argument("before", nargs="?", metavar="BEFORE", help="a commit")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to measure")
+    chosen = parser.parse_args()
+    if not chosen.before:
+        print(json.dumps(asdict(house(chosen.root)), indent=1))
+        return
+    commit = commit_of(chosen.before)
+    numbers = {"now": asdict(house()), "before": {"commit": commit, **before(commit)}}
+    write(chosen.out, {**numbers, "lines": changed(commit)})
+    print(json.dumps(numbers | {"lines": changed(commit)}, indent=1))
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asdict(house()), indent=1) + "\n")
+    main()

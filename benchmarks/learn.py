@@ -11,7 +11,6 @@ cells that are missing in that folder, so that hours of work can be split over m
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import itertools
 import json
@@ -27,20 +26,19 @@ from typing import Any
 
 import numpy as np
 import yaml
-from pipeline import machine
+from harness import RESULTS, ROOT, origin, parser_of, read, write
 
-from agentgym.algorithms.recipe import RECIPES
 from agentgym.comparison.described import load_comparison
 from agentgym.comparison.matrix import Cell, cells_of
-from agentgym.comparison.report import AXES, result_files, table_markdown
+from agentgym.comparison.overview import AXES
 from agentgym.comparison.results import CellResult, Checkpoint, Estimate, Row, read_rows, table
+from agentgym.comparison.shown import result_files, table_markdown
 from agentgym.evaluation.passk import FloatArray
 
-ROOT = Path(__file__).parents[1]
-OUT = ROOT / "docs/results"
 # success that each recipe must reach, and its largest allowed fall from its own best
 SUCCESS, FROM_BEST = 0.85, 0.10
 ITEMS, SEEDS = 512, 5
+FILES = ("comparisons/learn.yaml", "comparisons/offline.yaml", "comparisons/unlock.yaml")
 ITEMS_FILE = "learn_items.json.gz"
 SUPERVISED = ("sft", "dpo", "agent_evol")
 # arXiv:2509.08755, Qwen2.5-7B on TextCraft, BabyAI, SciWorld (points): ScalingInter minus a fixed
@@ -66,34 +64,22 @@ class Verdict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--parallel", type=int, default=os.cpu_count())
-    parser.add_argument(
-        "--only-read", action="store_true", help="run nothing, judge the content of the store"
-    )
-    parser.add_argument(
-        "--from-items",
-        action="store_true",
-        help="run nothing, recompute everything from learn.json and learn_items.json.gz",
-    )
-    parser.add_argument(
-        "--continue",
-        dest="goes_on",
-        action="store_true",
-        help="do not repeat cells of an earlier run in the folder of results",
-    )
-    parser.add_argument("--out", type=Path, default=OUT)
+    reads = parser.add_mutually_exclusive_group()
+    reads.add_argument("--only-read", action="store_true", help="judge the content of the store")
+    reads.add_argument("--from-items", action="store_true", help="judge the files of results")
+    again = "do not repeat cells of an earlier run in the folder of results"
+    parser.add_argument("--continue", dest="goes_on", action="store_true", help=again)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for every cell")
     arguments = parser.parse_args()
     # raise on SIGTERM, so that the running comparison ends with this process
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.chdir(ROOT)
-    files = ["comparisons/learn.yaml"]
-    if set(SUPERVISED) <= RECIPES.keys():
-        files += ["comparisons/offline.yaml", "comparisons/unlock.yaml"]
     rows: list[Row] = []
     tables = []
-    for file in files:
+    for file in FILES:
         comparison = load_comparison(file)
         cells: Sequence[Cell] = cells_of(comparison, arguments.overrides)
         saved: list[Row] = []
@@ -109,13 +95,7 @@ def main() -> int:
         tables.append(table(comparison, cells, saved, missing))
     verdicts, claims = judge(rows), published(rows)
     save_items(rows, arguments.out)
-    write(
-        tables,
-        verdicts,
-        claims,
-        arguments.out,
-        " ".join(["python", "benchmarks/learn.py", *arguments.overrides]),
-    )
+    publish(tables, verdicts, claims, arguments.out)
     print("\n".join(map(str, verdicts)), "", *claims, sep="\n")
     return 0 if all(verdict.ok for verdict in verdicts) else 1
 
@@ -159,26 +139,13 @@ def run(file: str, missing: Sequence[Cell], parallel: int, overrides: Sequence[s
     with tempfile.TemporaryDirectory() as out:
         part = Path(out) / Path(file).name
         part.write_text(yaml.safe_dump(only(file, missing)), encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "flows.compare",
-            str(part),
-            "--parallel",
-            str(parallel),
-            "--out",
-            out,
-            *overrides,
-        ]
+        command = [sys.executable, "-m", "flows.compare", str(part), "--parallel", str(parallel)]
+        command += ["--out", out, *overrides]
         subprocess.run(command, check=False, timeout=24 * 3600)
 
 
-def write(
-    tables: Sequence[dict[str, Any]],
-    verdicts: Sequence[Verdict],
-    claims: Sequence[str],
-    out: Path,
-    command: str,
+def publish(
+    tables: Sequence[dict[str, Any]], verdicts: Sequence[Verdict], claims: Sequence[str], out: Path
 ) -> None:
     """Write one JSON file with everything, one text, and the figures of each table."""
     out.mkdir(parents=True, exist_ok=True)
@@ -187,27 +154,21 @@ def write(
             if name.endswith(".png"):
                 (out / name).write_bytes(content)
     result = {
-        "machine": machine(),
-        "command": command,
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "published_claims": list(claims),
         "tables": list(tables),
     }
-    (out / "learn.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(out / "learn.json", result)
+    command = origin()["command"]
     text = ["# What it learns, and how sure that is", "", f"`{command}`", "", "## Verdicts", ""]
     text += ["| point | verdict | figures |", "| --- | --- | --- |"]
     words = {True: "pass", False: "**fail**", None: "not run"}
-    text += [
-        f"| {verdict.what} | {words[verdict.ok]} | {verdict.figures} |" for verdict in verdicts
-    ]
+    text += [f"| {point.what} | {words[point.ok]} | {point.figures} |" for point in verdicts]
     text += ["", "## Published claims at this scale", "", *(f"- {claim}" for claim in claims)]
     for table_content in tables:
+        name = table_content["name"]
         text += ["", table_markdown(table_content).replace("# ", "## ", 1)]
-        text += [
-            f"![results]({table_content['name']}.png)",
-            "",
-            f"![learning curves]({table_content['name']}_curves.png)",
-        ]
+        text += [f"![results]({name}.png)", "", f"![learning curves]({name}_curves.png)"]
     (out / "learn.md").write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
@@ -226,9 +187,8 @@ def save_items(rows: Sequence[Row], out: Path) -> None:
         for cell in row.cells
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / ITEMS_FILE).write_bytes(
-        gzip.compress(json.dumps(items, separators=(",", ":")).encode(), mtime=0)
-    )
+    text = json.dumps(items, separators=(",", ":"))
+    (out / ITEMS_FILE).write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def saved_rows(cells: Sequence[Cell], out: Path) -> tuple[list[Row], list[Cell]]:
@@ -238,7 +198,7 @@ def saved_rows(cells: Sequence[Cell], out: Path) -> tuple[list[Row], list[Cell]]
     saved = json.loads(gzip.decompress((out / ITEMS_FILE).read_bytes()))
     known = {
         row["name"]: row
-        for table_content in json.loads((out / "learn.json").read_text(encoding="utf-8"))["tables"]
+        for table_content in read(out / "learn.json")["tables"]
         for row in table_content["rows"]
     }
     by_row: dict[str, list[CellResult]] = {}
@@ -253,17 +213,14 @@ def saved_rows(cells: Sequence[Cell], out: Path) -> tuple[list[Row], list[Cell]]
             row = known[cell.row]
             at = row["seeds"].index(cell.seed)
             curve = row["curves"][at] if "curves" in row else {"success": []}
-            axes = [
-                axis for axis in AXES if axis in curve
-            ]  # files of earlier versions contain fewer axes
+            axes = [axis for axis in AXES if axis in curve]  # earlier files contain fewer
             points = [
                 Checkpoint({axis: curve[axis][index] for axis in axes}, success)
                 for index, success in enumerate(curve["success"])
             ]
             cost = {axis: values[at] for axis, values in row.get("cost", {}).items()}
-            by_row.setdefault(cell.row, []).append(
-                CellResult(cell, after, start, tuple(points), cost, (), ())
-            )
+            result = CellResult(cell, after, start, tuple(points), cost, (), ())
+            by_row.setdefault(cell.row, []).append(result)
     return [Row(name, tuple(results)) for name, results in by_row.items()], missing
 
 
@@ -273,9 +230,7 @@ def judge(rows: Sequence[Row]) -> list[Verdict]:
     recipes = by_recipe(rows)
     chosen = {recipe: best_validated(candidates) for recipe, candidates in recipes.items()}
     grpo = chosen.get("grpo")
-    verdicts = [_design(rows)]
-    for recipe, row in chosen.items():
-        verdicts += _recipe(recipe, row)
+    verdicts = [_design(rows), *(v for name, row in chosen.items() for v in _recipe(name, row))]
     verdicts.append(_temperature(rows, chosen))
     sft = next((row for row in rows if row.first.group == "sft"), None)
     verdicts.append(_supervised_control(sft, grpo))
@@ -285,17 +240,10 @@ def judge(rows: Sequence[Row]) -> list[Verdict]:
     hard = next((row for row in rows if row.first.group == "hard"), None)
     verdicts.append(_gains("greedy on a level with room", hard, "greedy"))
     for name in SUPERVISED:
-        supervised_row = next(
-            (row for row in rows if row.first.cfg.algorithm.recipe == name and not row.first.group),
-            None,
-        )
-        verdicts.append(
-            _gains(
-                f"{name} improves on its own start",
-                supervised_row,
-                average(supervised_row) if supervised_row else "",
-            )
-        )
+        of_recipe = (row for row in rows if row.first.cfg.algorithm.recipe == name)
+        row = next((row for row in of_recipe if not row.first.group), None)
+        what = f"{name} improves on its own start"
+        verdicts.append(_gains(what, row, average(row) if row else ""))
     return verdicts
 
 
@@ -307,28 +255,19 @@ def published(rows: Sequence[Row]) -> list[str]:
         ("grpo", ", locked door")
     ]
     for (recipe, task), horizon in itertools.product(staged, ("long", "short")):
-        growing, fixed = (
-            named.get(f"{recipe} ScalingInter{task}"),
-            named.get(f"{recipe} {horizon}{task}"),
-        )
+        growing = named.get(f"{recipe} ScalingInter{task}")
+        fixed = named.get(f"{recipe} {horizon}{task}")
         if growing and fixed:
-            paper = PUBLISHED_SCALING.get(recipe)
-            paper_points = (
-                f"{min(paper):+.1f} to {max(paper):+.1f} points over a fixed horizon"
-                if paper
-                else "not published as a pair"
-            )
-            what = f"ScalingInter over fixed {horizon} with {recipe}{task} (paper: {paper_points})"
+            paper = "not published as a pair"
+            if recipe in PUBLISHED_SCALING:
+                paper = f"{span(PUBLISHED_SCALING[recipe])} over a fixed horizon"
+            what = f"ScalingInter over fixed {horizon} with {recipe}{task} (paper: {paper})"
             claims.append(_claim(what, growing, fixed))
     for horizon in ("short", "long", "ScalingInter"):
-        pair = named.get(f"grpo {horizon}"), named.get(f"reinforce++ {horizon}")
-        if pair[0] and pair[1]:
-            paper_points = f"{min(PUBLISHED_GRPO):+.1f} to {max(PUBLISHED_GRPO):+.1f} points"
-            claims.append(
-                _claim(
-                    f"GRPO over REINFORCE++, {horizon} (paper: {paper_points})", pair[0], pair[1]
-                )
-            )
+        grpo, other = named.get(f"grpo {horizon}"), named.get(f"reinforce++ {horizon}")
+        if grpo and other:
+            what = f"GRPO over REINFORCE++, {horizon} (paper: {span(PUBLISHED_GRPO)})"
+            claims.append(_claim(what, grpo, other))
     for recipe in ("grpo", "ppo", "reinforce++"):
         row = named.get(f"{recipe} long")
         if row:
@@ -340,6 +279,10 @@ def published(rows: Sequence[Row]) -> list[str]:
                 " below its best validation success."
             )
     return claims
+
+
+def span(gains: Sequence[float]) -> str:
+    return f"{min(gains):+.1f} to {max(gains):+.1f} points"
 
 
 def by_recipe(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -417,31 +360,25 @@ def _recipe(recipe: str, row: Row) -> list[Verdict]:
         if falls
         else "never validated"
     )
+    what = f"{recipe} ends at {SUCCESS:.0%} or more with every seed"
+    near = max(falls) <= FROM_BEST if falls else None
     return [
-        Verdict(
-            f"{recipe} ends at {SUCCESS:.0%} or more with every seed",
-            success.per_seed[worst] >= SUCCESS,
-            ending,
-        ),
-        Verdict(
-            f"{recipe} ends near its own best", max(falls) <= FROM_BEST if falls else None, nearest
-        ),
+        Verdict(what, success.per_seed[worst] >= SUCCESS, ending),
+        Verdict(f"{recipe} ends near its own best", near, nearest),
     ]
 
 
 def _temperature(rows: Sequence[Row], chosen: dict[str, Row]) -> Verdict:
     what = "control (a): the warm start at its best temperature is below every recipe"
     control = [row for row in rows if row.first.group == "temperature"]
-    validated = {
-        row.first.cfg.evaluation.temperature: row
-        for row in control
-        if row.first.cfg.evaluation.split == "validation"
-    }
-    tested = {
-        row.first.cfg.evaluation.temperature: row
-        for row in control
-        if row.first.cfg.evaluation.split == "test"
-    }
+    validated, tested = (
+        {
+            row.first.cfg.evaluation.temperature: row
+            for row in control
+            if row.first.cfg.evaluation.split == split
+        }
+        for split in ("validation", "test")
+    )
     if not validated or not validated.keys() <= tested.keys() or not chosen:
         return Verdict(what, None, "its rows are not done")
     best = max(validated, key=lambda t: validated[t].success(average(validated[t])).interval.mean)
@@ -469,11 +406,8 @@ def _supervised_control(sft: Row | None, grpo: Row | None, task: str = "") -> Ve
         f" CPU-seconds of training {grpo_cpu_s:.0f} and {sft_cpu_s:.0f}"
     )
     if sft_cpu_s < 0.95 * grpo_cpu_s:
-        return Verdict(
-            what,
-            False,
-            f"{figures}: SFT was given less; raise its stage_steps in its comparison",
-        )
+        figures += ": SFT was given less; raise its stage_steps in its comparison"
+        return Verdict(what, False, figures)
     return Verdict(what, gap.interval.low > 0, figures)
 
 
@@ -485,9 +419,8 @@ def _shuffled(row: Row | None) -> Verdict:
     figures = ", ".join(
         f"{key.replace('_at_', '@')} {points(gain)}" for key, gain in gains.items() if gain
     )
-    return Verdict(
-        what, all(gain is not None and gain.interval.low <= 0 for gain in gains.values()), figures
-    )
+    none = all(gain is not None and gain.interval.low <= 0 for gain in gains.values())
+    return Verdict(what, none, figures)
 
 
 def _gains(what: str, row: Row | None, key: str) -> Verdict:
@@ -495,24 +428,18 @@ def _gains(what: str, row: Row | None, key: str) -> Verdict:
     start = row.start(key) if row else None
     if gain is None or start is None:
         return Verdict(what, None, "its row is not done")
-    return Verdict(
-        what, gain.interval.low > 0, f"from {100 * start.interval.mean:.1f} %, {points(gain)}"
-    )
+    figures = f"from {100 * start.interval.mean:.1f} %, {points(gain)}"
+    return Verdict(what, gain.interval.low > 0, figures)
 
 
 def _claim(what: str, a: Row, b: Row) -> str:
     gap = a.minus(b, average(a))
     low, high = gap.interval.low, gap.interval.high
-    shows = (
-        "shows"
-        if low > 0
-        else "the opposite shows"
-        if high < 0
-        else "does not show, the interval includes 0"
-    )
-    cheaper = sum(cell.cost["cpu_s"] for cell in a.cells) / max(
-        1e-9, sum(cell.cost["cpu_s"] for cell in b.cells)
-    )
+    shows = "does not show, the interval includes 0"
+    if low > 0 or high < 0:
+        shows = "shows" if low > 0 else "the opposite shows"
+    cost, other = (sum(cell.cost["cpu_s"] for cell in row.cells) for row in (a, b))
+    cheaper = cost / max(1e-9, other)
     limit = a.limit(b, average(a))
     room = f" Both rows are at the {limit}: little could show." if limit else ""
     return f"{what}: {shows}, {points(gap)} sampled, for {cheaper:.2f} times the CPU-seconds.{room}"

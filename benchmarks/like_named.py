@@ -11,7 +11,6 @@ checks; with --only the other rows stay.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import json
@@ -24,8 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-OUT = ROOT / "docs/results/like_named.json"
+from harness import RESULTS, ROOT, parser_of, read, write
+
+OUT = RESULTS / "like_named.json"
 PACKAGES = ("agentgym", "envs", "services", "tasks", "flows")
 ENOUGH = 0.6  # of a module's lines
 FEW = "not slow and not gpu and not ray and not vllm and not kubernetes and not real"
@@ -44,7 +44,7 @@ SHARED = "AGENTGYM_TEST_SHARED"  # folder of logs and of files that several test
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--only", nargs="*", default=[""], help="measure only paths that contain one of these"
     )
@@ -54,7 +54,6 @@ def main() -> int:
     chosen_paths = {path for path in test_of_module if any(part in path for part in arguments.only)}
     tests = sorted({test for path, test in test_of_module.items() if test and path in chosen_paths})
     ran = measured(tests, arguments.jobs)
-    from pipeline import machine  # late: it imports modules under measurement
 
     before = {row["module"]: row for row in known()}
     rows = [
@@ -69,15 +68,13 @@ def main() -> int:
     share = round(enough / len(rows), 3)
     sys.stdout.write(f"{enough} of {len(rows)} modules: {share:.1%}\n")
     result = {
-        "machine": machine(),
-        "command": "python benchmarks/like_named.py",
         "enough": ENOUGH,
         "num_modules": len(rows),
         "num_enough": enough,
         "share": share,
         "modules": rows,
     }
-    OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(OUT, result)
     return 0
 
 
@@ -85,7 +82,6 @@ def measured(tests: Sequence[str], jobs: int) -> dict[str, dict[str, float]]:
     """Measure the lines that each test file runs, in a forked process that has imported the
     libraries but none of our modules.
     """
-    sys.path.remove(str(Path(__file__).parent))  # this folder contains a coverage.py
     for name in LIBRARIES:
         importlib.import_module(name)
     ran: dict[str, dict[str, float]] = {}
@@ -96,15 +92,12 @@ def measured(tests: Sequence[str], jobs: int) -> dict[str, dict[str, float]]:
         for test, pending_result in waiting.items():
             ran[test] = pending_result.get(LIMIT_S)
             sys.stderr.write(f"{test}{'' if ran[test] else ' FAILED: ' + shared}\n")
-    sys.path.insert(0, str(Path(__file__).parent))
     return ran
 
 
 def known() -> list[dict[str, Any]]:
     """Rows of the last measurement."""
-    rows: list[dict[str, Any]] = (
-        json.loads(OUT.read_text(encoding="utf-8"))["modules"] if OUT.exists() else []
-    )
+    rows: list[dict[str, Any]] = read(OUT)["modules"] if OUT.exists() else []
     return rows
 
 

@@ -8,21 +8,18 @@ Writes docs/results/lora.json after each seed; seeds that it contains are not re
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline import ROOT, machine
+from harness import ROOT, parser_of, read, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import splits_from_json
 from agentgym.deploy.environment import environment_servers
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import (
     ADAPTER,
     OPTIMIZER,
@@ -35,13 +32,12 @@ from agentgym.models.model import set_threads
 from agentgym.models.tensorfiles import files_of
 from agentgym.pipeline.run import run_with_parents
 from agentgym.pipeline.table import finished, open_store
-from agentgym.rollouts.engine import open_engine
-from agentgym.rollouts.horizon import stages
+from agentgym.rollouts.engine import RolloutRequest, open_engine
+from agentgym.steps.step import stages
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.types import Item
 
-OUT = ROOT / "docs/results/lora.json"
 CHANGES = ["lora.rank=16", "lora.alpha=32", "optimizer.lr=0.002"]
 PATIENCE = [  # long timeouts for a busy machine; they change no result
     "rollout.episode_timeout_s=3600",
@@ -52,30 +48,22 @@ PATIENCE = [  # long timeouts for a busy machine; they change no result
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "lora.json")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=OUT)
     chosen = parser.parse_args()
     set_threads()
-    known = json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else {}
+    known = read(chosen.out, {})
     runs = known["runs"] if known.get("changes") == CHANGES else []
-    for seed in [
-        wanted_seed
-        for wanted_seed in chosen.seeds
-        if wanted_seed not in {run["seed"] for run in runs}
-    ]:
+    for seed in sorted(set(chosen.seeds) - {run["seed"] for run in runs}):
         with tempfile.TemporaryDirectory() as folder:
             runs.append(run(seed, Path(folder)))
         result = {
-            "machine": machine(),
-            "command": "python benchmarks/lora.py",
             "changes": CHANGES,
             "verdict": verdict(runs),
             "runs": runs,
         }
-        chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        sys.stdout.write(f"seed {seed}: {result['verdict']}\n")
-        sys.stdout.flush()
+        write(chosen.out, result)
+        print(f"seed {seed}: {result['verdict']}", flush=True)
     return 0 if verdict(runs)["ok"] else 1
 
 
@@ -162,7 +150,7 @@ def actions(cfg: RunConfig, checkpoint: Checkpoint, items: Sequence[Item]) -> li
         environment_servers(cfg, False) as endpoints,
         open_engine(cfg, checkpoint, endpoints, version=0) as engine,
     ):
-        played = engine.collect(
+        request = RolloutRequest(
             items,
             num_samples=1,
             step=0,
@@ -170,6 +158,7 @@ def actions(cfg: RunConfig, checkpoint: Checkpoint, items: Sequence[Item]) -> li
             temperature=0.0,
             seed=cfg.evaluation.seed,
         )
+        played = engine.collect(request)
     return [[turn.action for turn in trajectory.turns] for trajectory in played]
 
 

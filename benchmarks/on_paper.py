@@ -25,10 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from agentgym.learner.offload import HostMemory
+from agentgym.learner.optimizer import HostMemory
 from agentgym.learner.process_group import SingleProcess
 from agentgym.learner.sharded import Sharded, _Copied
-from agentgym.models.empty import materialize
+from agentgym.models.model import materialize
 from agentgym.models.tensorfiles import TensorFile, file_name
 
 ALL_GATHER = torch.ops.c10d._allgather_base_.default

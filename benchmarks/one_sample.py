@@ -8,13 +8,10 @@ BEFORE: a commit, counted in a separate checkout. Writes docs/results/one_sample
 
 from __future__ import annotations
 
-import argparse
 import ast
-import asyncio
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import uvicorn
+from harness import RESULTS, ROOT, checkout, commit_of, output_of, parser_of, serving_app, write
 
 SETTINGS = (
     "warm_start.num_demos=16",
@@ -37,13 +34,13 @@ SETTINGS = (
     "validation.every=0",
     "deterministic=true",
 )
-DATA = Path(__file__).resolve().parents[1] / "data/AgentGym-RL-Data-ID"
+DATA = ROOT / "data/AgentGym-RL-Data-ID"
 PACKAGES = ("agentgym", "envs")
 COUNT_S = 600
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("before", nargs="?", help="a commit")
     parser.add_argument(
         "--count", metavar="FOLDER", help="count in this folder, and print the result"
@@ -52,10 +49,7 @@ def main() -> None:
     if chosen.count:
         sys.stdout.write(json.dumps(count(Path(chosen.count))) + "\n")
         return
-    from pipeline import ROOT, machine
-    from unchanged import checkout, commit_of
-
-    result: dict[str, Any] = {"machine": machine(), "settings": SETTINGS}
+    result: dict[str, Any] = {"settings": SETTINGS}
     with contextlib.ExitStack() as stack:
         trees = {"after": ROOT}
         if chosen.before:
@@ -63,17 +57,10 @@ def main() -> None:
             trees["before"] = stack.enter_context(checkout(commit_of(chosen.before), state))
             result["before_commit"] = commit_of(chosen.before)
         for name, tree in trees.items():
-            completed = subprocess.run(
-                [sys.executable, __file__, "--count", str(tree)],
-                cwd=tree,
-                env={**os.environ, "PYTHONPATH": str(tree)},
-                check=True,
-                stdout=subprocess.PIPE,
-                text=True,
-                timeout=COUNT_S,
-                encoding="utf-8",
-            )
-            counts = json.loads(completed.stdout.splitlines()[-1])
+            command = [sys.executable, __file__, "--count", str(tree)]
+            environment = {**os.environ, "PYTHONPATH": str(tree)}
+            printed = output_of(command, cwd=tree, env=environment, timeout_s=COUNT_S)
+            counts = json.loads(printed.splitlines()[-1])
             result[name] = {
                 "files": len(counts),
                 "statements": sum(counts.values()),
@@ -83,36 +70,27 @@ def main() -> None:
             sys.stdout.write(
                 f"{name}: {summary['statements']} statements in {summary['files']} files\n"
             )
-    (ROOT / "docs/results/one_sample.json").write_text(
-        json.dumps(result, indent=1) + "\n", encoding="utf-8"
-    )
+    write(RESULTS / "one_sample.json", result)
 
 
 def count(tree: Path) -> dict[str, int]:
     """Number of statements of each file that ran."""
     from agentgym.config import load_config
-
-    try:
-        from agentgym.pipeline.run import run_step
-    except ImportError:  # commits before the package agentgym.pipeline
-        from agentgym.steps import run_step  # type: ignore
+    from agentgym.pipeline.run import run_step
+    from agentgym.pipeline.table import steps_of
+    from envs.registry import load_spec
+    from envs.server import ServerSettings, make_app
 
     with tempfile.TemporaryDirectory() as folder:
         for seed in (1, 0):
-            cfg = load_config(
-                tree / "params.yaml",
-                [
-                    *SETTINGS,
-                    f"seed={seed}",
-                    f"store.path={folder}/{seed}/store",
-                    f"data.path={DATA}",
-                ],
-            )
-            names = [*_names(cfg)]
+            state = (f"seed={seed}", f"store.path={folder}/{seed}/store", f"data.path={DATA}")
+            cfg = load_config(tree / "params.yaml", [*SETTINGS, *state])
+            names = [*steps_of(cfg)]
             for name in names[: names.index("stage-1")]:
                 if not name.startswith("evaluate"):
                     run_step(name, cfg)
-            with traced(tree) as (lines, active), served(cfg.env) as url:
+            app = make_app(load_spec(cfg.env.name, cfg.env.options), ServerSettings())
+            with traced(tree) as (lines, active), serving_app(lambda _, app=app: app) as url:
                 active.set()
                 run_step(
                     "stage-1", cfg, environment=lambda _: contextlib.nullcontext({"babyai": [url]})
@@ -121,36 +99,6 @@ def count(tree: Path) -> dict[str, int]:
         str(path.relative_to(tree)): len({starts(path)[line] for line in line_numbers} - {0})
         for path, line_numbers in sorted(lines.items())
     }
-
-
-def _names(cfg: Any) -> list[str]:
-    try:
-        from agentgym.pipeline.table import steps_of
-    except ImportError:
-        from agentgym.steps import steps_of  # type: ignore
-    return list(steps_of(cfg))
-
-
-@contextlib.contextmanager
-def served(env: Any) -> Iterator[str]:
-    """Run an environment server in a thread of this process; yield its address."""
-    from envs.registry import load_spec
-    from envs.server import ServerSettings, make_app
-
-    server = uvicorn.Server(
-        uvicorn.Config(
-            make_app(load_spec(env.name, env.options), ServerSettings()), port=0, log_level="error"
-        )
-    )
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
-    thread.start()
-    try:
-        while not server.started:
-            thread.join(0.05)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(30)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ Writes docs/results/packed.json; fails below the limit.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import random
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pipeline import ROOT, machine
+from harness import ROOT, parser_of, read, write
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
@@ -55,31 +54,24 @@ MODEL = ModelConfig(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/packed.json")
+    parser = parser_of(__doc__, "packed.json")
     parser.add_argument("--lengths", type=Path, help="an earlier result whose lengths are used")
     chosen = parser.parse_args()
     set_threads()
-    known = (
-        json.loads(chosen.lengths.read_text(encoding="utf-8"))["environments"]
-        if chosen.lengths
-        else {}
-    )
+    known = read(chosen.lengths)["environments"] if chosen.lengths else {}
     results = {}
     for env in ENVIRONMENTS:
         lengths = known[env]["lengths"] if known else played(env)
         results[env] = {**compared(lengths), "lengths": lengths}
         sys.stdout.write(f"{env}: {json.dumps(results[env])}\n")
     result = {
-        "machine": machine(),
-        "command": " ".join(["python", *sys.argv]),
         "context_tokens": CONTEXT,
         "tokens_of_the_longest_when_timed": TIMED_TOKENS,
         "sequences_of_a_micro_batch": MICRO_BATCH,
         "rounds": ROUNDS,
         "environments": results,
     }
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(chosen.out, result)
     return 0 if all(env_result["tokens_ratio"] >= LIMIT for env_result in results.values()) else 1
 
 

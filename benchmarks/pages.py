@@ -1,6 +1,6 @@
 """Cost of MLflow's pages for a run, and their load time with many runs.
 
-    python benchmarks/pages.py FOLDER    # or make pages; FOLDER: state of a finished default run
+    python benchmarks/pages.py [FOLDER]    # FOLDER: state of a finished default run
 
 Writes docs/results/pages.json:
 
@@ -13,23 +13,20 @@ Writes docs/results/pages.json:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
 import os
 import signal
-import socket
 import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline import machine
+from harness import RESULTS, ROOT, free_port, parser_of, read, wait_for_url, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.deploy.owned import owned_process
@@ -38,11 +35,9 @@ from agentgym.steps.step import Kind
 from agentgym.tracking import deliver
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.points import Point
-from agentgym.tracking.views import VIEWS, link_to
+from agentgym.tracking.saved_view import VIEWS, link_to
 from envs.webarena.chromium import find_browser
 
-ROOT = Path(__file__).parents[1]
-OUT = ROOT / "docs/results/pages.json"
 RUNS, STEPS, TURNS = 200, 50, 3
 SETTLES_MS = 15_000  # until charts are drawn
 SHOWN = {"x": 0, "y": 0, "width": 1410, "height": 1100}  # without the assistant at the right
@@ -83,7 +78,7 @@ def cost(cfg: RunConfig) -> dict[str, float]:
                 seconds = delivered_s(cfg, Path(folder), pages=pages)
             if turn:  # the first turn only imports
                 times[pages].append(seconds)
-    runs = json.loads((ROOT / "docs/results/pipeline.json").read_text(encoding="utf-8"))["runs"]
+    runs = read(RESULTS / "pipeline.json")["runs"]
     whole = statistics.median(run["cpu_s"] for run in runs)
     extra = min(times[True]) - min(times[False])
     return {
@@ -117,22 +112,13 @@ def fill(tracker: Tracker) -> None:
 
 @contextlib.contextmanager
 def served(database: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}"]
     command += [f"--backend-store-uri=sqlite:///{database}", "--workers=1"]
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PATH": os.environ["PATH"]}
     log = database.with_name("log")
     with owned_process(command, log_path=log, env=environment) as process:
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except OSError:
-                if process.poll() is not None:
-                    raise RuntimeError(log.read_text(encoding="utf-8")[-2000:]) from None
-                time.sleep(0.2)
+        wait_for_url(f"http://127.0.0.1:{port}/health", process, log)
         yield f"http://127.0.0.1:{port}"
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -199,11 +185,11 @@ def shoot(cfg: RunConfig, images: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="state of a finished run: its store's parent")
+    parser = parser_of(__doc__, "pages.json")
+    state = ROOT / ".agentgym"
+    parser.add_argument("folder", type=Path, nargs="?", default=state, help="its store's parent")
     parser.add_argument("--params", default=str(ROOT / "params.yaml"))
     parser.add_argument("--set", action="append", default=[], metavar="key.path=value")
-    parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--images", type=Path, help="only take pictures, into this folder")
     chosen = parser.parse_args()
     store = f"store.path={chosen.folder / 'store'}"
@@ -218,10 +204,8 @@ def main() -> int:
         "cost": cost(cfg),
         "runs": RUNS,
         "opens": opens(),
-        "machine": machine(),
-        "command": "python benchmarks/pages.py .agentgym",
     }
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(chosen.out, result)
     print(json.dumps({name: result[name] for name in ("cost", "runs", "opens")}, indent=1))
     return 0 if result["cost"]["ratio"] <= MOST else 1
 

@@ -7,43 +7,37 @@ For a profile: `--params profiles/textcraft-cpu.yaml --seeds 0 --out docs/result
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import re
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
+from harness import (
+    ROOT,
+    completed,
+    cpu_of_children,
+    parser_of,
+    peak_memory,
+    pipeline_in,
+    set_words,
+    write,
+)
 
 from agentgym.config import load_config
 from agentgym.pipeline.table import finished, open_store
 
-ROOT = Path(__file__).parents[1]
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "pipeline.json")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--params", type=Path, default=ROOT / "params.yaml")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/pipeline.json")
     parser.add_argument("--curve", type=Path, help="PNG of the first seed's learning curve")
     parser.add_argument("--keep", type=Path, help="folder that keeps the runs, one a seed")
     arguments = parser.parse_args()
     is_default = arguments.out == parser.get_default("out")
     curve = arguments.curve or (ROOT / "docs/learning_curve.png" if is_default else None)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    keep_options = ["--keep", str(arguments.keep)]
-    command = " ".join(["python", *(word for word in sys.argv if word not in keep_options)])
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in arguments.seeds:
@@ -51,44 +45,29 @@ def main() -> None:
             image = runs[-1].pop("learning_curve")
             if curve is not None and len(runs) == 1:
                 curve.write_bytes(image)
-            results = {"machine": machine(), "command": command, "runs": runs}
-            arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            write(arguments.out, {"runs": runs})
 
 
 def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
     """Measure one whole run from an empty state, and a second one that finds everything done."""
     overrides = [f"seed={seed}", f"store.path={state / 'store'}"]
-    command = [sys.executable, "-m", "flows.pipeline", "--params", str(params), *overrides]
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
-    }
-    environment["PREFECT_HOME"] = str(state / "prefect")
+    words = ["--params", str(params), f"seed={seed}"]
     seconds, cpu, printed, peaks = [], [], [], []
     for _ in range(2):
-        began, cpu_began = time.perf_counter(), _cpu_of_children()
+        began, cpu_began = time.perf_counter(), cpu_of_children()
         with peak_memory() as peak:
-            process = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=environment,
-                check=True,
-                timeout=14400,
-                stdout=subprocess.PIPE,
-            )
-        printed.append(process.stdout.decode())
+            printed.append(pipeline_in(ROOT, state, *words, timeout_s=14400))
         sys.stdout.write(printed[-1])
         peaks.append(round(peak["bytes"] / 2**30, 2))
         seconds.append(round(time.perf_counter() - began, 1))
-        cpu.append(round(_cpu_of_children() - cpu_began, 1))
+        cpu.append(round(cpu_of_children() - cpu_began, 1))
     pace = re.search(r"^pace +(\d+) times the reference work, ([\d.]+) s", printed[0], re.M)
     parts = re.search(r"^time +(.+)$", printed[0], re.M)
     assert pace is not None
     assert parts is not None
     expected = re.search(r"^the whole run takes about (.+) \(", printed[0], re.M)
-    audit = [sys.executable, "-m", "agentgym", "audit", "--episodes", "8", "--params", str(params)]
-    for override in overrides:
-        audit += ["--set", override]
-    audited = subprocess.run(audit, cwd=ROOT, env=environment, timeout=7200, check=False)
+    audit = ["-m", "agentgym", "audit", "--episodes", "8", "--params", str(params)]
+    audited = completed([*audit, *set_words(overrides)], timeout_s=7200)
     cfg = load_config(params, overrides)
     store = open_store(cfg)
     steps = finished(cfg, store)
@@ -120,66 +99,10 @@ def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def peak_memory(every_s: float = 1.0) -> Iterator[dict[str, int]]:
-    """Measure the peak memory of all children of this process. Yield a dict; `bytes` has it."""
-    peak, ended = {"bytes": 0}, threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(every_s):
-            total = 0
-            for child in psutil.Process().children(recursive=True):
-                with suppress(psutil.Error):
-                    total += child.memory_full_info().pss
-            peak["bytes"] = max(peak["bytes"], total)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield peak
-    finally:
-        ended.set()
-        watcher.join()
-
-
 def _disk(path: Path) -> float:
     """Return bytes on the disk; each of n hard links counts 1/n."""
     stat = path.lstat()
     return 0 if path.is_dir() else stat.st_blocks * 512 / stat.st_nlink
-
-
-def _cpu_of_children() -> float:
-    """Return CPU seconds of ended children and their ended children."""
-    times = os.times()
-    return times.children_user + times.children_system
-
-
-def in_a_process(arguments: list[str], *, timeout_s: float) -> Any:
-    """Run a Python program that writes JSON to the path in its last argument. Return that value.
-    None if the program failed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result.json"
-        process = subprocess.run(
-            [sys.executable, *arguments, str(path)], cwd=ROOT, timeout=timeout_s
-        )
-        return json.loads(path.read_text(encoding="utf-8")) if process.returncode == 0 else None
-
-
-def machine() -> dict[str, Any]:
-    """Return the CPU and the versions that the figures depend on."""
-    models = {
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if line.startswith("model name")
-    }
-    packages = ("torch", "transformers", "prefect", "mlflow", "dvc", "minigrid")
-    return {
-        "cpu": sorted(models),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "packages": {name: version(name) for name in packages},
-    }
 
 
 if __name__ == "__main__":

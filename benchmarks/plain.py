@@ -13,18 +13,14 @@ import io
 import json
 import random
 import re
-import subprocess
-import sys
-import tarfile
-import tempfile
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("agentgym", "envs", "sites", "services", "tasks", "flows")
+from harness import PACKAGES, RESULTS, ROOT, parser_of, tree_of, write
+
 SIMULATORS = ("babyai", "sciworld", "searchqa", "textcraft", "webarena")  # prose of their own
 ANCHORS = ("starlette", "httpx", "prefect")  # other projects, as installed
 # pronouns and genitives: what follows hangs on the signature or on a noun that is not named
@@ -120,27 +116,11 @@ def sources_in(root: Path, *folders: str) -> list[str]:
 
 
 def count(root: Path, *folders: str) -> Text:
-    """Count the Python files below these folders."""
+    """Count the Python files of the packages, or of other folders, below `root`."""
     names = folders or PACKAGES
     simulators = set() if folders else {*sources_in(root, *(f"envs/{name}" for name in SIMULATORS))}
-    return text_of(
-        [source for source in sources_in(root, *names) if source not in simulators], simulators
-    )
-
-
-def count_commit(commit: str) -> Text:
-    """Count the packages of a commit."""
-    archive = subprocess.run(
-        ["git", "archive", commit, *PACKAGES],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-            files.extractall(folder, filter="data")
-        return count(Path(folder))
+    sources = [source for source in sources_in(root, *names) if source not in simulators]
+    return text_of(sources, simulators)
 
 
 def count_package(name: str) -> Text:
@@ -161,19 +141,22 @@ def draw(seed: str, count: int = 100) -> list[str]:
     return sorted(random.Random(seed).sample(places, count))  # noqa: S311  # not a secret
 
 
-def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["--draw"]:
-        sys.stdout.write("\n".join(draw(arguments[1])) + "\n")
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("before", nargs="?", metavar="BEFORE", help="a commit")
+    parser.add_argument("--draw", metavar="SEED")
+    chosen = parser.parse_args()
+    if chosen.draw:
+        print("\n".join(draw(chosen.draw)))
         return
     counts = {"now": asdict(count(ROOT))}
-    for commit in arguments:
-        counts["before"] = {"commit": commit, **asdict(count_commit(commit))}
+    if chosen.before:
+        with tree_of(chosen.before) as tree:
+            counts["before"] = {"commit": chosen.before, **asdict(count(tree))}
         counts |= {name: asdict(count_package(name)) for name in ANCHORS}
-        (ROOT / "docs/results/plain.json").write_text(
-            json.dumps(counts, indent=1) + "\n", encoding="utf-8"
-        )
-    sys.stdout.write(json.dumps(counts, indent=1) + "\n")
+        write(RESULTS / "plain.json", counts)
+    print(json.dumps(counts, indent=1))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -8,7 +8,6 @@ machine; writes docs/results/rival.json.
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import json
 import os
@@ -17,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import venv
 from collections.abc import Iterator, Sequence
@@ -25,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from pipeline import ROOT, machine  # benchmarks/pipeline.py
+from harness import ROOT, output_of, parser_of, repeated, set_words, wait_for, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import load_splits, train_stream
@@ -34,7 +32,6 @@ from agentgym.pipeline.table import open_store
 from agentgym.tracking.deliver import committed_points
 
 TRL = "trl==1.16.0"
-RESULTS = ROOT / "docs/results/rival.json"
 BEFORE = ("prepare", "demonstrate", "initialize", "warm-start")
 OURS = (
     "horizon.kind=fixed",
@@ -54,7 +51,7 @@ TIMEOUT_S = 900.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "rival.json")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--folder", type=Path, default=ROOT / "build/rival", help="TRL's packages")
@@ -74,14 +71,13 @@ def main() -> None:
                 print(name, json.dumps(run), flush=True)
             ways = [max(ways, key=lambda way: runs[_name(*way)][0]["episodes_per_s"])]
     result = {
-        "machine": machine() | {"rival": TRL},
-        "command": " ".join(["python", *sys.argv]),
+        "rival": TRL,
         "steps": arguments.steps,
         "ways": {name: _medians(measured) for name, measured in runs.items()},
         "runs": runs,
     }
     result["ratio"] = ratio(result["ways"])
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(arguments.out, result)
     print(json.dumps({name: result[name] for name in ("ways", "ratio")}, indent=1))
 
 
@@ -102,9 +98,8 @@ def warm_started(folder: Path) -> RunConfig:
     cfg = load_config(ROOT / "params.yaml", [f"store.path={folder}/warm/store"])
     for step in BEFORE:
         run_step(step, cfg)
-    export = [sys.executable, "-m", "agentgym", "export", "warm-start", str(folder / "model")]
-    export += ["--set", f"store.path={folder}/warm/store"]
-    subprocess.run(export, cwd=ROOT, check=True, timeout=TIMEOUT_S)
+    export = ["-m", "agentgym", "export", "warm-start", str(folder / "model")]
+    output_of([*export, "--set", f"store.path={folder}/warm/store"], timeout_s=TIMEOUT_S)
     splits = load_splits(
         cfg.data.path, "babyai", validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
     )
@@ -119,11 +114,9 @@ def ours(cfg: RunConfig, folder: Path, steps: int) -> dict[str, float]:
         store = f"store.path={state}/store"
         shutil.copytree(folder / "warm/store", f"{state}/store")
         settings = [store, f"horizon.stage_steps=[{steps}]", *OURS]
-        command = [sys.executable, "-m", "agentgym", "step", "stage-1"]
-        for setting in settings:
-            command += ["--set", setting]
+        command = ["-m", "agentgym", "step", "stage-1", *set_words(settings)]
         with watched() as samples:
-            subprocess.run(command, cwd=ROOT, check=True, timeout=TIMEOUT_S)
+            output_of(command, timeout_s=TIMEOUT_S)
         opened = open_store(load_config(ROOT / "params.yaml", settings))
         heads = [head for head in opened.heads() if head.step == "stage-1"]
         (head,) = (head for head in heads if head.config["horizon"]["max_turns"] == [12])
@@ -162,12 +155,12 @@ def served(folder: Path) -> Iterator[str]:
     command += ["--port", "0", "--port-file", str(port), "--max-sessions", "256"]
     server = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
-        deadline = time.monotonic() + 60
-        while not (port.is_file() and port.read_text(encoding="utf-8").strip()):
-            if time.monotonic() > deadline or server.poll() is not None:
-                raise RuntimeError("the environment server did not start within 60 s")
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port.read_text(encoding='utf-8').strip()}"
+
+        def written() -> str:
+            return port.read_text(encoding="utf-8").strip() if port.is_file() else ""
+
+        number = wait_for(written, 60, "the environment server did not start", server)
+        yield f"http://127.0.0.1:{number}"
     finally:
         server.terminate()
         server.wait(60)
@@ -180,25 +173,19 @@ Samples = list[tuple[float, float, int]]  # time, CPU seconds so far, bytes
 def watched() -> Iterator[Samples]:
     """Record the CPU time and the resident memory of all children of this process."""
     samples: Samples = []
-    ended, cpu = threading.Event(), dict[int, float]()
+    cpu: dict[int, float] = {}
 
-    def watch() -> None:
-        while not ended.wait(SAMPLE_S):
-            resident = 0
-            for child in psutil.Process().children(recursive=True):
-                with suppress(psutil.Error), child.oneshot():
-                    times = child.cpu_times()
-                    cpu[child.pid] = max(cpu.get(child.pid, 0.0), times.user + times.system)
-                    resident += child.memory_info().rss
-            samples.append((time.time(), sum(cpu.values()), resident))
+    def look() -> None:
+        resident = 0
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error), child.oneshot():
+                times = child.cpu_times()
+                cpu[child.pid] = max(cpu.get(child.pid, 0.0), times.user + times.system)
+                resident += child.memory_info().rss
+        samples.append((time.time(), sum(cpu.values()), resident))
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
+    with repeated(look, SAMPLE_S):
         yield samples
-    finally:
-        ended.set()
-        watcher.join()
 
 
 def rates(rows: Sequence[dict[str, float]], samples: Samples) -> dict[str, float]:

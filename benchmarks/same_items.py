@@ -9,9 +9,7 @@ Writes docs/results/same_items.json.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import shutil
 import statistics
 import sys
@@ -19,14 +17,11 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from pipeline import ROOT, machine
+from harness import ROOT, parser_of, stage_points, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import ItemStream
 from agentgym.pipeline.run import run_with_parents
-from agentgym.pipeline.table import finished, open_store
-from agentgym.steps.context import METRICS
-from agentgym.tracking.points import decode_points
 from agentgym.types import Item
 
 PROFILE = ROOT / "profiles/textcraft-cpu.yaml"
@@ -41,7 +36,7 @@ RATES = [3e-4, 1e-4]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "same_items.json")
     parser.add_argument("--params", type=Path, default=PROFILE)
     parser.add_argument(
         "--set", action="append", default=[], help="key=value, in addition to " + " ".join(SHORT)
@@ -57,23 +52,11 @@ def main() -> None:
         )
         shutil.copytree(new, same)  # separate stores: step keys do not depend on the sampled items
         for store, rate in itertools.product((same, new), RATES):
-            success = train(
-                load_config(
-                    chosen.params, [*overrides, f"optimizer.lr={rate}", f"store.path={store}"]
-                ),
-                again=store == same,
-            )
+            settings = [*overrides, f"optimizer.lr={rate}", f"store.path={store}"]
+            success = train(load_config(chosen.params, settings), again=store == same)
             runs.append({"items": store.name, "lr": rate, "success": success})
             sys.stdout.write(f"{store.name:4} items, lr {rate:g}: {fifths(success)}\n")
-    result = {
-        "machine": machine(),
-        "command": " ".join(["python", *sys.argv]),
-        "settings": overrides,
-        "runs": runs,
-    }
-    (ROOT / "docs/results/same_items.json").write_text(
-        json.dumps(result, indent=1) + "\n", encoding="utf-8"
-    )
+    write(chosen.out, {"settings": overrides, "runs": runs})
 
 
 def train(cfg: RunConfig, *, again: bool) -> list[float]:
@@ -89,13 +72,7 @@ def train(cfg: RunConfig, *, again: bool) -> list[float]:
 
     with mock.patch.object(ItemStream, "next", first if again else usual):
         run_with_parents("stage-1", cfg)
-    store = open_store(cfg)
-    commits = store.history("stage-1", finished(cfg, store)["stage-1"].key)
-    return [
-        point.metrics["rollout/success"]
-        for commit in commits
-        for point in decode_points(store.read(commit, METRICS))
-    ]
+    return [point.metrics["rollout/success"] for point in stage_points(cfg)]
 
 
 def fifths(values: list[float]) -> list[float]:

@@ -13,11 +13,9 @@ Writes docs/results/scale.json and the tables of docs/operations.md; fails above
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,16 +27,16 @@ from typing import Any
 import checkpoints
 import torch
 import torch.distributed as dist
+from harness import ROOT, parser_of, read, write
 from on_paper import HOST, Ledger, PaperHost, Traffic, paper_group
 from packed import batch_of
-from pipeline import ROOT, machine
 
 from agentgym.algorithms.batch import Batch
 from agentgym.config import LearnerConfig, OptimizerConfig
 from agentgym.learner.learner import LocalLearner
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models import attention
-from agentgym.models.empty import empty_model
+from agentgym.models.model import empty_model
 
 PAGE = ROOT / "docs/operations.md"
 BEGIN, END = "<!-- written by benchmarks/scale.py -->", "<!-- to here -->"
@@ -58,42 +56,10 @@ BANDWIDTHS = {
 }
 # from the published config.json; the head is a tenth to a half of the parameters
 MODELS = {
-    "0.5B": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 24,
-        "vocab_size": 151_936,
-        "tie_word_embeddings": True,
-    },
-    "1.5B": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 28,
-        "vocab_size": 151_936,
-        "tie_word_embeddings": True,
-    },
-    "7B": {
-        "hidden_size": 3584,
-        "intermediate_size": 18_944,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 28,
-        "vocab_size": 152_064,
-        "tie_word_embeddings": False,
-    },
-    "32B": {
-        "hidden_size": 5120,
-        "intermediate_size": 27_648,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 64,
-        "vocab_size": 152_064,
-        "tie_word_embeddings": False,
-    },
+    "0.5B": checkpoints.shape_of(896, 4864, 14, 2, 24, 151_936),
+    "1.5B": checkpoints.shape_of(1536, 8960, 12, 2, 28, 151_936),
+    "7B": checkpoints.shape_of(3584, 18_944, 28, 4, 28, 152_064),
+    "32B": checkpoints.shape_of(5120, 27_648, 40, 8, 64, 152_064),
 }
 SIZES = ("1.5B", "7B", "32B")
 SEQUENCE = 2_048  # tokens
@@ -126,36 +92,31 @@ LOADS = (Load(), Load(checkpointing=False), Load(offload=True))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/scale.json")
+    parser = parser_of(__doc__, "scale.json")
     parser.add_argument("--check", type=Path, help="an earlier result whose real runs are used")
     parser.add_argument("--models", type=Path, help="an earlier result whose large models are used")
     parser.add_argument("--folder", type=Path, help="folder for the real runs' files")
-    parser.add_argument(
-        "--half", action="store_true", help="train half of the model for real, if memory is short"
-    )
+    parser.add_argument("--half", action="store_true", help="train half of the model for real")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     shape = half(MODELS["0.5B"]) if chosen.half else MODELS["0.5B"]
     if chosen.check:
-        real = json.loads(chosen.check.read_text(encoding="utf-8"))["check"]["real"]
+        real = read(chosen.check)["check"]["real"]
     else:
         with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
             real = {str(size): really(Path(folder), shape, size) for size in CHECKED}
-            sys.stderr.write(f"{json.dumps(real)}\n")
+            print(json.dumps(real), file=sys.stderr)
     check = compared(real, {ranks: as_real(shape, int(ranks)) for ranks in real}, shape)
-    sys.stdout.write(json.dumps(check, indent=1) + "\n")
-    known = json.loads(chosen.models.read_text(encoding="utf-8"))["models"] if chosen.models else {}
+    print(json.dumps(check, indent=1))
+    known = read(chosen.models)["models"] if chosen.models else {}
     result = {
-        "machine": machine(),
-        "command": "python benchmarks/scale.py",
         "check": check,
         "bandwidths": BANDWIDTHS,
         "sequence_tokens": SEQUENCE,
         "actions": ACTIONS,
         "models": {name: known.get(name) or at_scale(MODELS[name]) for name in SIZES},
     }
-    chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(chosen.out, result)
     page = PAGE.read_text(encoding="utf-8")
     before, after = page.partition(BEGIN)[0], page.partition(END)[2]
     PAGE.write_text(before + BEGIN + told_of(result) + END + after, encoding="utf-8")
@@ -177,7 +138,7 @@ def at_scale(shape: dict[str, Any]) -> dict[str, Any]:
     for ranks, load in configurations:
         paper = on_paper(shape, ranks, load)
         rows.append({"ranks": ranks, **vars(load), **paper, "seconds": seconds(paper, ranks)})
-        sys.stderr.write(f"{rows[-1]}\n")
+        print(rows[-1], file=sys.stderr)
     return {"shape": shape, "rows": rows}
 
 
@@ -299,27 +260,17 @@ def seconds(measurements: dict[str, Any], ranks: int) -> dict[str, float]:
 # for real
 
 
-def really(
-    folder: Path,
-    shape: dict[str, Any],
-    size: int,
-    start: checkpoints.Start = subprocess.Popen,
-) -> dict[str, Any]:
+def really(folder: Path, shape: dict[str, Any], size: int) -> dict[str, Any]:
     """Peaks of each phase in MiB, of the rank with the most, and the bytes that a rank moved."""
     text = checkpoints.architecture(shape)
     store_place = checkpoints.StorePlace(str(folder / "store"), 30.0)
     weights = checkpoints.made(store_place, text)
     program = Path(__file__).resolve()
-    rank_results = checkpoints.ranks(folder / f"{size}", size, text, weights, {}, program, start)
+    rank_results = checkpoints.ranks(folder / f"{size}", size, text, weights, {}, program)
     for blobs in (weights, *(rank_result["blobs"] for rank_result in rank_results)):
         checkpoints.removed(store_place, blobs)
-    return {
-        "mib": {
-            phase: max(rank_result[f"{phase}_mib"] for rank_result in rank_results)
-            for phase in PHASES
-        },
-        "moved": rank_results[0]["moved"],
-    }
+    mib = {phase: max(result[f"{phase}_mib"] for result in rank_results) for phase in PHASES}
+    return {"mib": mib, "moved": rank_results[0]["moved"]}
 
 
 def rank_main(folder: Path, rank: int, size: int) -> None:
@@ -366,8 +317,8 @@ def as_real(shape: dict[str, Any], ranks: int) -> dict[str, Any]:
 def compared(real: dict[str, Any], paper: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
     """Compare real runs with those on paper, multiplied by one rank's calibration factors."""
     mib = {
-        ranks: {phase: sum(traced_run["bytes"][phase].values()) / 2**20 for phase in PHASES}
-        for ranks, traced_run in paper.items()
+        ranks: {phase: sum(run["bytes"][phase].values()) / 2**20 for phase in PHASES}
+        for ranks, run in paper.items()
     }
     factors = {phase: real["1"]["mib"][phase] / mib["1"][phase] for phase in PHASES}
     off = {
@@ -428,7 +379,7 @@ def table(result: dict[str, Any]) -> str:
         "|---" * 10 + "|",
     ]
     for name, model in result["models"].items():
-        for row in [candidate for candidate in model["rows"] if is_usual(candidate)]:
+        for row in filter(is_usual, model["rows"]):
             took = row["seconds"]
             cells = [
                 name,
@@ -457,22 +408,10 @@ def gib(result: dict[str, Any], row: dict[str, Any], phase: str) -> str:
 
 def loads_table(result: dict[str, Any]) -> str:
     """Table of the kinds of memory in an update, at NODE ranks."""
-    kinds = (
-        "weights",
-        "master weights",
-        "moments",
-        "gradients",
-        "gathered weights",
-        "exchanged gradients",
-        "activations",
-        "logits",
-        STEP,
-        HOST,
-    )
-    lines = [
-        f"| model | tokens | blocks | {' | '.join(kinds)} |",
-        "|---" * (3 + len(kinds)) + "|",
-    ]
+    kinds = ("weights", "master weights", "moments", "gradients", "gathered weights")
+    kinds += ("exchanged gradients", "activations", "logits", STEP, HOST)
+    lines = [f"| model | tokens | blocks | {' | '.join(kinds)} |"]
+    lines += ["|---" * (3 + len(kinds)) + "|"]
     for name, model in result["models"].items():
         for row in [candidate for candidate in model["rows"] if candidate["ranks"] == NODE]:
             gib_by_kind = [row["bytes"]["update"].get(kind, 0) / 2**30 for kind in kinds]

@@ -13,12 +13,10 @@ Writes docs/results/sciworld_engine.json.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,8 +26,7 @@ from unittest.mock import patch
 
 import httpx
 import psutil
-from env_servers import cpu_seconds
-from pipeline import machine
+from harness import completed, cpu_seconds, parser_of, read, write
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
@@ -39,7 +36,6 @@ from envs.sciworld.jvm import java_options
 from envs.sciworld.slots import Place, SlotPool
 from envs.sciworld.tasks import PUBLISHED, VARIATIONS, Task
 
-ROOT = Path(__file__).parents[1]
 GAMES = [Task(name, variation) for name in PUBLISHED for variation in (0, VARIATIONS[name] // 2)]
 FIRST_TASKS = (0, 120, 700, 1500, 2940, 3300, 4140, 4300)  # eight kinds
 # actions for games without a known solution
@@ -60,25 +56,20 @@ async def open_at_once(url: str, token: str, number: int) -> float:
         answers = await asyncio.gather(*(client.post("/create", json=body) for body in bodies))
         opened_s = time.perf_counter() - began
         for answer in answers:
-            (
-                await client.post(
-                    "/close", json={"session_id": answer.raise_for_status().json()["session_id"]}
-                )
-            ).raise_for_status()
+            session = {"session_id": answer.raise_for_status().json()["session_id"]}
+            (await client.post("/close", json=session)).raise_for_status()
     return opened_s
 
 
 def cold_start() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         began, load = time.perf_counter(), os.getloadavg()[0]
-        with local_env(EnvConfig(name="sciworld"), expert=False, log_path=Path(folder) / "log") as (
-            endpoint,
-        ):
+        log = Path(folder) / "log"
+        with local_env(EnvConfig(name="sciworld"), expert=False, log_path=log) as (endpoint,):
             ready_s = time.perf_counter() - began
             processes = psutil.Process().children(recursive=True)
-            resident = [
-                process.memory_info().rss for process in processes if process.name() == "java"
-            ]
+            java = [process for process in processes if process.name() == "java"]
+            resident = [process.memory_info().rss for process in java]
             opened_s, cpu_s = [], [cpu_seconds(processes)]
             for number in range(3):
                 opened_s.append(asyncio.run(open_at_once(endpoint, endpoint.token, number)))
@@ -87,9 +78,8 @@ def cold_start() -> dict[str, Any]:
         "ready_s": round(ready_s, 2),
         "java_mib_when_ready": round(sum(resident) / 2**20),
         "cpu_s_until_ready": round(cpu_s[0], 2),
-        "eight_sessions_s": [
-            round(elapsed_s, 2) for elapsed_s in opened_s
-        ],  # at once, closed, at once again
+        # at once, closed, at once again
+        "eight_sessions_s": [round(elapsed_s, 2) for elapsed_s in opened_s],
         "eight_sessions_cpu_s": [
             round(after - before, 2) for before, after in itertools.pairwise(cpu_s)
         ],
@@ -161,37 +151,20 @@ def _words(texts: tuple[str, ...]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--starts",
-        type=int,
-        default=3,
-        help="cold starts, one after the other (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--only", choices=["cold", "order"], help="leave the other part of the file as it is"
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/sciworld_engine.json")
+    parser = parser_of(__doc__, "sciworld_engine.json")
+    parser.add_argument("--starts", type=int, default=3, help="cold starts, one after the other")
+    kept = "leave the other part of the file as it is"
+    parser.add_argument("--only", choices=["cold", "order"], help=kept)
     arguments = parser.parse_args()
-    result = (
-        json.loads(arguments.out.read_text(encoding="utf-8"))
-        if arguments.only and arguments.out.exists()
-        else {}
-    )
-    result |= {"machine": machine(), "command": "python benchmarks/sciworld.py"}
+    result = read(arguments.out, {}) if arguments.only else {}
     if arguments.only != "order":
         result["cold_starts"] = [cold_start() for _ in range(arguments.starts)]
         print(*result["cold_starts"], sep="\n")
     if arguments.only != "cold":
-        ours, bound, forwards, backwards = (
-            play_ours(),
-            play_stock(),
-            play_stock(stock_options),
-            play_stock(stock_options, backwards=True),
-        )
-        version = subprocess.run(
-            ["java", "-version"], capture_output=True, text=True, check=True, encoding="utf-8"
-        ).stderr.splitlines()[0]
+        ours, bound = play_ours(), play_stock()
+        forwards = play_stock(stock_options)
+        backwards = play_stock(stock_options, backwards=True)
+        version = completed(["java", "-version"]).stderr.splitlines()[0]
         result["order"] = {
             "java": version,
             "games": len(GAMES),
@@ -201,7 +174,7 @@ def main() -> None:
             "stock_against_stock_in_another_order_of_games": differing(forwards, backwards),
         }
         print(json.dumps(result["order"], indent=1))
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(arguments.out, result)
 
 
 if __name__ == "__main__":

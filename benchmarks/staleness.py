@@ -4,15 +4,11 @@ Runs the default task, with the changes in BUDGET, at each `rollout.max_stalenes
 another under each seed: unchanged, and with a learner so slow that each batch reaches the maximal
 staleness. Before, a run four updates ahead is killed at random moments and must learn from every
 item once.
-Seconds with slow environments are in benchmarks/rollouts.py.
 Cells that docs/results/staleness.json contains are not repeated; that file is rewritten after each.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -26,23 +22,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from cadence import durable_step
-from pipeline import ROOT, machine
+from cadence import durable_step, started
+from harness import ROOT, parser_of, read, stage_commits, stage_points, wait_for, write
 
 from agentgym.audit import audit
-from agentgym.config import RunConfig, load_config
+from agentgym.config import load_config
 from agentgym.data.check import load_data
 from agentgym.data.items import train_stream
 from agentgym.defaults import set_process_defaults
 from agentgym.pipeline.run import run_with_parents
 from agentgym.pipeline.table import finished, open_store
-from agentgym.rollouts.horizon import stages
-from agentgym.steps.context import METRICS
-from agentgym.store.manifest import Manifest
-from agentgym.tracking.points import decode_points
+from agentgym.steps.step import stages
 from agentgym.training.ahead import Ahead
 
-OUT = ROOT / "docs/results/staleness.json"
 CASES = {
     "as it is": (0, 1, 4),
     "slow learner": (1, 4),  # at 0 a slow learner changes nothing
@@ -56,37 +48,29 @@ LIMIT_S = 3600.0  # per run
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__, "staleness.json")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--state", help="folder that keeps the runs (default: a temporary one)")
     chosen = parser.parse_args()
     os.chdir(ROOT)
     set_process_defaults()
-    result = (
-        json.loads(chosen.out.read_text(encoding="utf-8")) if chosen.out.exists() else {"cells": []}
-    )
-    result |= {
-        "machine": machine(),
-        "command": "python benchmarks/staleness.py",
-        "settings": BUDGET,
-    }
+    result = read(chosen.out, {"cells": []})
+    result["settings"] = BUDGET
     with tempfile.TemporaryDirectory() as folder:
         state = chosen.state or folder
-        if "killed" not in result:  # first: forking is only safe in a process without threads
+        if "killed" not in result:
             result["killed"] = killed(Path(state, "killed"), chosen.kills)
-            chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            sys.stdout.write(f"{result['killed']}\n")
+            write(chosen.out, result)
+            print(result["killed"])
         for case, seed, staleness in cells(chosen.seeds):
             key = {"case": case, "seed": seed, "max_staleness": staleness}
             if any(key.items() <= cell.items() for cell in result["cells"]):
                 continue
             result["cells"].append(key | run(case, seed, staleness, Path(state)))
             result["summary"] = summary(result["cells"])
-            chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            sys.stdout.write(f"{result['cells'][-1]}\n")
-            sys.stdout.flush()
+            write(chosen.out, result)
+            print(result["cells"][-1], flush=True)
     return 0 if result["killed"]["each_item_once"] and result["killed"]["audit"] else 1
 
 
@@ -112,14 +96,14 @@ def run(case: str, seed: int, staleness: int, folder: Path) -> dict[str, Any]:
     cfg = load_config(
         overrides=[*settings, f"store.path={state}/store", f"rollout.max_staleness={staleness}"]
     )
-    spans = [stage.name for stage in stages(cfg.horizon)]
+    last = stages(cfg.horizon)[-1].name
     take = partialmethod(late, Ahead.take) if case == "slow learner" else Ahead.take
     with mock.patch.object(Ahead, "take", take):
-        run_with_parents(spans[-1], cfg)
-    run_with_parents(f"evaluate-{spans[-1]}", cfg)
-    rows = [row for commit in history(cfg, spans) for row in metrics_of(cfg, commit)]
+        run_with_parents(last, cfg)
+    run_with_parents(f"evaluate-{last}", cfg)
+    rows = [point.metrics for point in stage_points(cfg)]
     mean, staleness_by_step = statistics.mean, [row["sync/staleness_max"] for row in rows]
-    final = finished(cfg, open_store(cfg))[f"evaluate-{spans[-1]}"].results["summary"]
+    final = finished(cfg, open_store(cfg))[f"evaluate-{last}"].results["summary"]
     return {
         "greedy": final["greedy"]["mean"],
         "avg_at_4": final["avg_at_4"]["mean"],
@@ -146,15 +130,6 @@ def late(ahead: Ahead[Any], take: Callable[[Ahead[Any]], Any]) -> Any:
     return batch
 
 
-def history(cfg: RunConfig, names: list[str]) -> list[Manifest]:
-    store, completed = open_store(cfg), finished(cfg, open_store(cfg))
-    return [commit for name in names for commit in store.history(name, completed[name].key)]
-
-
-def metrics_of(cfg: RunConfig, commit: Manifest) -> list[dict[str, float]]:
-    return [point.metrics for point in decode_points(open_store(cfg).read(commit, METRICS))]
-
-
 def summary(all_cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Summary of each case, over the seeds for which all its values of max_staleness are done."""
     table = []
@@ -167,9 +142,9 @@ def summary(all_cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ]
         for staleness in values if seeds else ():
             matching_cells = [
-                cell_of_case
-                for cell_of_case in case_cells
-                if cell_of_case["max_staleness"] == staleness and cell_of_case["seed"] in seeds
+                cell
+                for cell in case_cells
+                if cell["max_staleness"] == staleness and cell["seed"] in seeds
             ]
             table.append(
                 {
@@ -188,34 +163,32 @@ def summary(all_cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def killed(folder: Path, kills: int) -> dict[str, Any]:
     """Kill a run four updates ahead at random moments of its training, and restart it each time."""
-    cfg = load_config(
-        overrides=[*KILLED, FAR, "store.max_mib_per_minute=0", f"store.path={folder / 'store'}"]
-    )
-    ended(started("warm-start", cfg))
+    settings = [*KILLED, FAR, "store.max_mib_per_minute=0", f"store.path={folder / 'store'}"]
+    cfg = load_config(overrides=settings)
+    run_with_parents("warm-start", cfg)
     rng, durable, ahead = random.Random(0), [0], []  # noqa: S311  (kill times, no secrets)
     while len(ahead) < kills:
         wanted = durable[-1] + rng.randint(1, 2)
-        process, deadline = started("stage-2", cfg), time.monotonic() + LIMIT_S
-        while durable_step(cfg) < wanted and process.is_alive():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"step {wanted} was not reached within {LIMIT_S:g} s")
-            time.sleep(0.05)
+        process = started(settings)
+
+        def reached(wanted: int = wanted, process: Any = process) -> bool:
+            return durable_step(cfg) >= wanted or process.poll() is not None
+
+        wait_for(reached, LIMIT_S, f"step {wanted} was not reached")
         time.sleep(rng.uniform(0.0, 2.0))
         process.kill()
-        process.join(LIMIT_S)
-        if process.exitcode == 0:
+        if process.wait(LIMIT_S) == 0:
             break  # the run ended before all kills were done
         durable.append(durable_step(cfg))
         heads = [head for head in open_store(cfg).heads() if head.step.startswith("stage")]
         last = max(heads, key=lambda head: int(head.state["global_step"]))
         ahead.append(len(last.state["ahead"]))
-    ended(started("stage-2", cfg))
-    commits = history(cfg, [stage.name for stage in stages(cfg.horizon)])
+    if code := started(settings).wait(LIMIT_S):
+        raise RuntimeError(f"the run after the kills ended with code {code}")
+    commits = stage_commits(cfg)
     consumed = [item for commit in commits for item in commit.state["consumed"]]
     stream = [item.item_id for item in train_stream(cfg, load_data(cfg), {}).next(len(consumed))]
-    staleness_by_step = [
-        row["sync/staleness_max"] for commit in commits for row in metrics_of(cfg, commit)
-    ]
+    staleness_by_step = [point.metrics["sync/staleness_max"] for point in stage_points(cfg)]
     return {
         "settings": [*KILLED, FAR],
         "kills": len(ahead),
@@ -227,19 +200,6 @@ def killed(folder: Path, kills: int) -> dict[str, Any]:
         "staleness_max": int(max(staleness_by_step)),
         "audit": audit(cfg, num_episodes=8).ok,
     }
-
-
-def started(step: str, cfg: RunConfig) -> Any:
-    """Start a process that completes a step and all steps before it."""
-    process = multiprocessing.get_context("fork").Process(target=run_with_parents, args=(step, cfg))
-    process.start()
-    return process
-
-
-def ended(process: Any) -> None:
-    process.join(LIMIT_S)
-    if process.exitcode != 0:
-        raise RuntimeError(f"a run ended with code {process.exitcode} (limit {LIMIT_S:g} s)")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,8 @@ file checks the result, docs/results/suite.json, which also balances the test fi
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,19 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from pipeline import machine
+from harness import RESULTS, ROOT, output_of, parser_of, read, write
 
-ROOT = Path(__file__).resolve().parents[1]
-OUT = ROOT / "docs/results/suite.json"
+OUT = RESULTS / "suite.json"
 LIMIT_S = 3600
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("targets", nargs="*", help="quick, test; both")
     arguments = parser.parse_args()
-    result = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
-    result |= {"machine": machine(), "command": "python benchmarks/suite.py"}
+    result = read(OUT, {})
     for target in arguments.targets or ("quick", "test"):
         measurement = measured(target)
         sys.stdout.write(
@@ -44,7 +39,7 @@ def main() -> int:
             f" ({measurement['cpu_seconds']} s of CPU)\n"
         )
         result[target] = measurement
-    OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(OUT, result)
     return 0
 
 
@@ -53,34 +48,27 @@ def measured(target: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report, loops = Path(folder, "report.xml"), [loop_s()]
         began, before = time.monotonic(), psutil.cpu_times()
-        completed = subprocess.run(
+        printed = output_of(
             [
                 *("make", "--old-file=.venv/.installed", target),
                 f"ARGS=--junit-xml={report} --deselect=tests/test_suite.py",
             ],
-            cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            encoding="utf-8",
+            timeout_s=LIMIT_S,
         )
         seconds, after = time.monotonic() - began, psutil.cpu_times()
-        if completed.returncode:
-            raise RuntimeError(f"make {target}\n{(completed.stdout + completed.stderr)[-20_000:]}")
         loops.append(loop_s())
         files: dict[str, list[float]] = defaultdict(list)
         for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314  (our own report)
             files[file_of(case.attrib["classname"])].append(float(case.attrib["time"]))
-    spent = (after.user + after.system) - (
-        before.user + before.system
-    )  # of the whole machine, which is otherwise idle
+    # of the whole machine, which is otherwise idle
+    spent = (after.user + after.system) - (before.user + before.system)
     return {
         "seconds": round(seconds, 1),
         "cpu_seconds": round(spent, 1),
         "loop_s": [round(elapsed_s, 2) for elapsed_s in loops],
         "tests": sum(map(len, files.values())),
-        "skipped": int((re.findall(r"(\d+) skipped", completed.stdout) or [0])[-1]),
+        "skipped": int((re.findall(r"(\d+) skipped", printed) or [0])[-1]),
         "files": {
             name: {"seconds": round(sum(times), 1), "tests": len(times)}
             for name, times in sorted(
@@ -104,7 +92,7 @@ def looped_s(_core: int) -> float:
 
 
 def file_of(classname: str) -> str:
-    """Convert tests.flows.test_run to tests/flows/test_run.py; the last words may name a class."""
+    """Convert tests.flows.test_common to its path; the last words may name a class."""
     words = classname.split(".")
     last = max(index for index, word in enumerate(words) if word.startswith("test_"))
     return "/".join(words[: last + 1]) + ".py"

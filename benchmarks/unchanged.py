@@ -9,43 +9,36 @@ Writes docs/results/unchanged.json; exit code 1 if something differs.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline import ROOT, machine
+from harness import ROOT, checkout, commit_of, parser_of, pipeline_in, read, write
 
-from agentgym.tracking.pages import successes
+from agentgym.tracking.step_page import successes
 
-OUT = ROOT / "docs/results/unchanged.json"
 RECIPES, SEEDS = ("grpo", "ppo", "dapo", "dpo"), (0, 1)
 BUDGET = ("deterministic=true", "evaluation.num_items=128", "horizon.stage_steps=[10,10,15]")
 RENAMED = (("initialise", "initialize"), ("optimiser", "optimizer"))  # since the first of these
 OUTCOMES, RESULT = "outcomes.json", "result.json"  # of an evaluation: before, and since
 COMPARED = (OUTCOMES, ".safetensors")  # endings of the names of files that must be equal
-RUN_S = 3600
 
 Digests = dict[str, str]  # "step/blob" -> sha256
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "unchanged.json")
     parser.add_argument("before", help="a commit")
     parser.add_argument("after", nargs="?", default="HEAD", help="a commit")
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--parallel", type=int, default=os.cpu_count())
     parser.add_argument("--state", type=Path, default=ROOT / ".agentgym/unchanged")
-    parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     state = arguments.state.resolve()
     cases = list(itertools.product(arguments.recipes, arguments.seeds))
@@ -61,14 +54,12 @@ def main() -> int:
         ]
         runs = [compared(case, *(job.result() for job in both)) for case, both in jobs]
     result = {
-        "machine": machine(),
-        "command": " ".join(["python", "benchmarks/unchanged.py", *sys.argv[1:]]),
         "before": commits[0],
         "after": commits[1],
         "budget": BUDGET,
         "runs": runs,
     }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(arguments.out, result)
     return 0 if all(run["num_equal"] and not run["differ"] for run in runs) else 1
 
 
@@ -76,11 +67,8 @@ def compared(case: tuple[str, int], before: Digests, after: Digests) -> dict[str
     recipe, seed = case
     names = sorted(before.keys() | after.keys())
     differ = [name for name in names if before.get(name) != after.get(name)]
-    sys.stdout.write(
-        f"{recipe} seed {seed}: {len(names) - len(differ)} of {len(names)} equal"
-        + "".join(f"\n  differs: {name}" for name in differ)
-        + "\n"
-    )
+    print(f"{recipe} seed {seed}: {len(names) - len(differ)} of {len(names)} equal")
+    print(*(f"  differs: {name}\n" for name in differ), sep="", end="")
     return {
         "recipe": recipe,
         "seed": seed,
@@ -98,23 +86,9 @@ def digests(tree: Path, recipe: str, seed: int) -> Digests:
     home.mkdir(exist_ok=True)
     digests_path = home / "digests.json"
     if not digests_path.exists():
-        command = [sys.executable, "-m", "flows.pipeline", *BUDGET]
-        command += [f"algorithm.recipe={recipe}", f"seed={seed}", f"store.path={home / 'store'}"]
-        process = subprocess.run(
-            command,
-            cwd=tree,
-            env={**os.environ, "PYTHONPATH": str(tree), "PREFECT_HOME": str(home / "prefect")},
-            capture_output=True,
-            text=True,
-            timeout=RUN_S,
-            encoding="utf-8",
-        )
-        if process.returncode:
-            raise RuntimeError(
-                f"{' '.join(command)} in {tree}\n{(process.stdout + process.stderr)[-3000:]}"
-            )
+        pipeline_in(tree, home, *BUDGET, f"algorithm.recipe={recipe}", f"seed={seed}")
         digests_path.write_text(json.dumps(committed(home / "store"), indent=1), encoding="utf-8")
-    result: Digests = json.loads(digests_path.read_text(encoding="utf-8"))
+    result: Digests = read(digests_path)
     return result
 
 
@@ -124,7 +98,7 @@ def committed(store: Path) -> Digests:
     """
     result: Digests = {}
     for step in sorted((store / "steps").iterdir()):
-        manifest = json.loads(max((step / "manifests").glob("*.json")).read_text(encoding="utf-8"))
+        manifest = read(max((step / "manifests").glob("*.json")))
         for name, blob in manifest["blobs"].items():
             if name.endswith(COMPARED):
                 result[f"{manifest['step']}/{name}"] = blob["digest"]
@@ -145,36 +119,6 @@ def outcomes_of(result: dict[str, Any]) -> dict[str, Any]:
         "greedy": [greedy for greedy, *_ in rows.values()],
         "samples": [samples for _, *samples in rows.values()],
     }
-
-
-def commit_of(name: str) -> str:
-    return git("rev-parse", "--short=12", f"{name}^{{commit}}")
-
-
-def git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", *arguments],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        encoding="utf-8",
-    ).stdout.strip()
-
-
-@contextmanager
-def checkout(commit: str, state: Path) -> Iterator[Path]:
-    """Yield a worktree with the files of a commit and a link to this installation."""
-    tree = state / commit
-    state.mkdir(parents=True, exist_ok=True)
-    if not tree.exists():
-        git("worktree", "add", "--detach", str(tree), commit)
-        (tree / ".venv").symlink_to(ROOT / ".venv")
-    try:
-        yield tree
-    finally:
-        git("worktree", "remove", "--force", str(tree))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Four results of `agentgym compare` for real policies.
 
-    python benchmarks/versus.py    # or make versus
+    python benchmarks/versus.py    # or make measure NAME=versus
 
 Writes docs/results/versus.json and docs/results/versus/*.html.
 Two tiny runs of one recipe are trained with two seeds; the first one's warm start and last stage,
@@ -10,28 +10,25 @@ one run, two seeds of one recipe, a policy with itself, and all of them with the
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline import machine
+from harness import RESULTS, ROOT, parser_of, write
 
-from agentgym.comparison.versus import Named, versus
+from agentgym.comparison.versus import NamedResult, versus
 from agentgym.comparison.versus_report import PAGE, files, lines
 from agentgym.config import RunConfig, load_config
 from agentgym.models.checkpoint import save_pretrained
 from agentgym.pipeline.contenders import EvaluationRequest
-from agentgym.pipeline.evaluation import evaluate_policy
+from agentgym.pipeline.policy_evaluation import evaluate_policy
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import open_store, steps_of
 from agentgym.steps.step import Kind
 from agentgym.store.files import write_whole
 
-ROOT = Path(__file__).parents[1]
-OUT = ROOT / "docs/results"
 RECIPE = (
     "env.options.levels=[GoToRedBallNoDists]",
     "model.hidden_size=32",
@@ -85,7 +82,7 @@ def trained(folder: Path, seed: int, steps: int, *, there: bool = False) -> RunC
     return cfg
 
 
-def evaluated(cfg: RunConfig, step: str, name: str, num_items: int) -> Named:
+def evaluated(cfg: RunConfig, step: str, name: str, num_items: int) -> NamedResult:
     """Evaluate the step's weights, exported to a folder like any external model."""
     store, policy = open_store(cfg), str(cfg.state_dir / f"model-{step}")
     head = next(
@@ -106,14 +103,14 @@ def evaluated(cfg: RunConfig, step: str, name: str, num_items: int) -> Named:
     )
     evaluation = evaluate_policy(cfg, request)
     print(f"{name}: {evaluation.how}, {evaluation.folder}", file=sys.stderr)
-    return Named(name, evaluation.result, evaluation.folder)
+    return NamedResult(name, evaluation.result, evaluation.folder)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each stage")
     parser.add_argument("--items", type=int, default=60)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--trained", action="store_true", help="the runs are in --state already")
     parser.add_argument("--state", type=Path, help="a folder to keep (default: none is kept)")
     chosen = parser.parse_args()
@@ -143,12 +140,7 @@ def main() -> int:
             write_whole(chosen.out / "versus" / f"{name}.html", files(comparison)[PAGE])
             result[name] = {"said": lines(comparison), "contrasts": comparison["contrasts"]}
             print("\n".join([f"{name}:", *result[name]["said"]]))
-    tree = {
-        **result,
-        "machine": machine(),
-        "command": f"python benchmarks/versus.py --steps {chosen.steps} --items {chosen.items}",
-    }
-    write_whole(chosen.out / "versus.json", f"{json.dumps(tree, indent=1)}\n".encode())
+    write(chosen.out / "versus.json", result)
     return 0
 
 

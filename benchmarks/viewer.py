@@ -11,7 +11,6 @@ Writes docs/results/viewer.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -24,11 +23,11 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline import ROOT, machine  # benchmarks/pipeline.py
+import psutil
+from harness import ROOT, cpu_seconds, parser_of, quantile, write
 
 from agentgym.defaults import set_process_defaults
 
@@ -41,7 +40,6 @@ from agentgym.store.runstore import RunStore  # noqa: E402
 from agentgym.types import Item, Learned, Status, Trajectory, Turn  # noqa: E402
 from envs.registry import load_spec  # noqa: E402
 
-OUT = ROOT / "docs/results/viewer.json"
 RUNS, GROUP, PER_COMMIT = 4, 8, 256
 MAX_TURNS = 20
 INSTRUCTIONS = 100  # tokens before the first observation
@@ -58,27 +56,17 @@ CONFIG = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__, "viewer.json")
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument(
         "--folder", type=Path, help="keep the store in this folder, or use the existing one"
     )
-    parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="agentgym-viewer-") as folder:
         measurements = measure(arguments.episodes, arguments.folder or Path(folder))
-    write(arguments.out, "python benchmarks/viewer.py", measurements)
+    write(arguments.out, measurements)
+    print(json.dumps(measurements, indent=1))
     return 0
-
-
-def write(file: Path, command: str, measurements: dict[str, Any]) -> None:
-    """Write and print the measurements, with machine, command and time."""
-    at = datetime.now(UTC).isoformat(timespec="seconds")
-    text = json.dumps(
-        {"machine": machine(), "command": command, "at": at, **measurements}, indent=1
-    )
-    file.write_text(f"{text}\n", encoding="utf-8")
-    print(text)
 
 
 def measure(count: int, folder: Path) -> dict[str, Any]:
@@ -101,16 +89,11 @@ def measure(count: int, folder: Path) -> dict[str, Any]:
         total = first + PER_COMMIT * late
         server.wait_for(total)
         added_cpu_s = server.cpu_s() - before
-        milliseconds = questions(server)
         return {
             "episodes": total,
             "commits": len(commits) + late,
-            "mean_turns": round(
-                statistics.mean(len(trajectory.turns) for trajectory in sampled), 1
-            ),
-            "mean_tokens": round(
-                statistics.mean(len(trajectory.input_ids) for trajectory in sampled)
-            ),
+            "mean_turns": round(statistics.mean(len(played.turns) for played in sampled), 1),
+            "mean_tokens": round(statistics.mean(len(played.input_ids) for played in sampled)),
             "store_mib": round(size / 2**20, 1),
             "index_mib": round(server.index_bytes() / 2**20, 1),
             "build": {
@@ -125,12 +108,11 @@ def measure(count: int, folder: Path) -> dict[str, Any]:
                 "episodes_per_cpu_s": round((total - first) / added_cpu_s),
                 "committed_within_s": round(committed_s, 1),
             },
-            "milliseconds": milliseconds,
+            "milliseconds": questions(server),
             "peak_mib": round(server.peak_mib(), 1),
             "idle_cpu_share": round(server.idle_share(), 4),
-            "load_average": round(
-                os.getloadavg()[1], 1
-            ),  # includes other programs; CPU times hardly depend on it
+            # includes other programs; CPU times hardly depend on it
+            "load_average": round(os.getloadavg()[1], 1),
         }
 
 
@@ -182,17 +164,8 @@ def fill(store: RunStore, count: int) -> None:
 
 def again(store: RunStore, manifest: Manifest) -> None:
     """Repeat the episodes of a commit as its step's next commit."""
-    with store.open(manifest.step, manifest.key) as writer:
-        writer.commit(
-            done=False,
-            state=manifest.state,
-            parents={},
-            config=manifest.config,
-            blobs={},
-            records={TRAJECTORIES: store.read(manifest, TRAJECTORIES)},
-            results={},
-            timings={},
-        )
+    records = {TRAJECTORIES: store.read(manifest, TRAJECTORIES)}
+    add(store, manifest.step, manifest.key, manifest.state, manifest.config, records)
 
 
 class Server:
@@ -242,19 +215,11 @@ class Server:
 
     def cpu_s(self) -> float:
         """CPU seconds of the process so far."""
-        fields = (
-            Path(f"/proc/{self._process.pid}/stat")
-            .read_text(encoding="utf-8")
-            .rpartition(")")[2]
-            .split()
-        )
-        return (int(fields[11]) + int(fields[12])) / 100
+        return cpu_seconds([psutil.Process(self._process.pid)])
 
     def peak_mib(self) -> float:
         status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="utf-8")
-        match = re.search(r"VmHWM:\s+(\d+) kB", status)
-        assert match is not None
-        return int(match[1]) / 1024
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) / 1024
 
     def index_bytes(self) -> int:
         """Size of the index's file and its log."""
@@ -307,12 +272,11 @@ def timed(server: Server, path: Callable[[int], str]) -> dict[str, float]:
         began = time.perf_counter()
         server.ask(path(number))
         times.append(1000 * (time.perf_counter() - began))
-    later = sorted(times[1:])
     return {
         "first": round(times[0], 1),
-        "median": round(statistics.median(later), 1),
-        "p95": round(later[int(0.95 * (len(later) - 1))], 1),
-        "cpu": round(1000 * (server.cpu_s() - cpu_s) / len(later), 1),
+        "median": round(statistics.median(times[1:]), 1),
+        "p95": round(quantile(times[1:], 0.95), 1),
+        "cpu": round(1000 * (server.cpu_s() - cpu_s) / len(times[1:]), 1),
     }
 
 
@@ -332,18 +296,16 @@ def commits_of(
 
 
 def commit(store: RunStore, run: int, step: int, episodes: Sequence[Trajectory]) -> None:
-    name = f"stage-{1 + run % 2}"
-    with store.open(name, sha256(f"{name} {run}".encode())) as writer:
-        writer.commit(
-            done=False,
-            state={"global_step": step, "max_turns": MAX_TURNS},
-            parents={},
-            config={**CONFIG, "seed": run},
-            blobs={},
-            records={TRAJECTORIES: encode_trajectories(episodes)},
-            results={},
-            timings={},
-        )
+    name, state = f"stage-{1 + run % 2}", {"global_step": step, "max_turns": MAX_TURNS}
+    records = {TRAJECTORIES: encode_trajectories(episodes)}
+    add(store, name, sha256(f"{name} {run}".encode()), state, {**CONFIG, "seed": run}, records)
+
+
+def add(store: RunStore, step: str, key: str, state: Any, config: Any, records: Any) -> None:
+    """Commit records as the step's next commit."""
+    nothing: dict[str, Any] = {name: {} for name in ("parents", "blobs", "results", "timings")}
+    with store.open(step, key) as writer:
+        writer.commit(done=False, state=state, config=config, records=records, **nothing)
 
 
 def varied(
@@ -403,20 +365,9 @@ def played(env: str, task: int) -> Trajectory:
             break
     world.close()
     num = len(mask)
-    return Trajectory(
-        Item(env, task),
-        0,
-        1,
-        MAX_TURNS,
-        Status.TERMINATED,
-        1.0,
-        True,
-        first,
-        tuple(turns),
-        (1,) * num,
-        tuple(mask),
-        (0.0,) * num,
-    )
+    tokens = (1,) * num, tuple(mask), (0.0,) * num
+    outcome = Status.TERMINATED, 1.0, True
+    return Trajectory(Item(env, task), 0, 1, MAX_TURNS, *outcome, first, tuple(turns), *tokens)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,11 @@ Writes docs/results/viewer_beside.json.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,12 +23,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from harness import output_of, parser_of, set_words, write
 from scipy.stats import t as student
-from viewer import ROOT, Server, write  # benchmarks/viewer.py
+from viewer import Server
 
 from agentgym.store.posix import posix_store
 
-OUT = ROOT / "docs/results/viewer_beside.json"
 PAIRS, STEPS = 8, 24
 EVERY_S = 1.0
 NEWEST = "the newest episode"
@@ -40,10 +38,9 @@ TRAINING_S = 1_800.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__, "viewer_beside.json")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of trainings; at least 2")
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps per training")
-    parser.add_argument("--out", type=Path, default=OUT)
     chosen = parser.parse_args()
     pairs, viewer_costs = [], []
     with tempfile.TemporaryDirectory(prefix="agentgym-beside-") as name:
@@ -62,36 +59,26 @@ def main() -> int:
                 shutil.rmtree(state)
             pairs.append(pair)
             print(pair, flush=True)
+    total = {name: sum(cost[name] for cost in viewer_costs) for name in viewer_costs[0]}
     measurements = {
         "optimizer_steps": chosen.steps,
         "steps_per_s": pairs,
         "fall": fall([(pair["alone"], pair["beside"]) for pair in pairs]),
-        "pages": sum(viewer_cost["pages"] for viewer_cost in viewer_costs),
-        "viewer_core_share": round(
-            sum(viewer_cost["cpu_s"] for viewer_cost in viewer_costs)
-            / sum(viewer_cost["wall_s"] for viewer_cost in viewer_costs),
-            4,
-        ),
+        "pages": total["pages"],
+        "viewer_core_share": round(total["cpu_s"] / total["wall_s"], 4),
         "load_average": round(os.getloadavg()[2], 1),
     }
-    write(chosen.out, "python benchmarks/viewer_beside.py", measurements)
+    write(chosen.out, measurements)
     print(sentence({**measurements, "machine": {"cores": os.cpu_count()}}))
     return 0
 
 
 def run(step: str, state: Path, num_steps: int) -> None:
     """Run one step of the pipeline in a separate process."""
-    command = [sys.executable, "-m", "agentgym", "step", step, "--params", "params.yaml"]
-    for override in (
-        f"store.path={state / 'store'}",
-        "deterministic=true",
-        f"horizon.stage_steps=[{num_steps},1,1]",
-    ):
-        command += ["--set", override]
-    completed = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=TRAINING_S, encoding="utf-8"
-    )
-    assert completed.returncode == 0, completed.stderr
+    settings = [f"store.path={state / 'store'}", "deterministic=true"]
+    settings += [f"horizon.stage_steps=[{num_steps},1,1]"]
+    command = ["-m", "agentgym", "step", step, "--params", "params.yaml", *set_words(settings)]
+    output_of(command, timeout_s=TRAINING_S)
 
 
 def trained(state: Path, num_steps: int) -> float:

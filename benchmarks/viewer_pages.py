@@ -9,30 +9,31 @@ Writes docs/results/viewer_pages.json and the pictures in docs/images. Needs Jav
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
-import socket
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-from viewer import ROOT, write  # benchmarks/viewer.py, which also sets the process's defaults
+from harness import ROOT, parser_of, serving_app, wait_for, write
 
 from agentgym.config import RunConfig, load_config
+from agentgym.defaults import set_process_defaults
+from agentgym.evaluation.protocol import EvaluationRequest
+from agentgym.pipeline.policy_evaluation import evaluate_policy
+from agentgym.pipeline.run import run_with_parents
 from agentgym.viewer.app import make_app
+from agentgym.viewer.bodies import address_of
 from agentgym.viewer.guard import LOOPBACK, Guard
 from agentgym.viewer.query import Query
 from agentgym.viewer.rows import Address
 from agentgym.viewer.viewer import Viewer
+from envs.webarena.chromium import find_browser
 
-OUT, IMAGES = ROOT / "docs/results/viewer_pages.json", ROOT / "docs/images"
+IMAGES = ROOT / "docs/images"
 ENVS = ("babyai", "textcraft", "searchqa", "webarena", "sciworld")
 TASKS = 3  # per environment
 TURNS = 30
@@ -47,11 +48,11 @@ SHOWN = ("episodes", "episode", "training")  # pages whose pictures are kept
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__, "viewer_pages.json")
     parser.add_argument("--folder", type=Path, help="existing state, or a folder to keep it in")
-    parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--images", type=Path, default=IMAGES)
     arguments = parser.parse_args()
+    set_process_defaults()
     with contextlib.ExitStack() as stack:
         folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cfg = load_config(
@@ -67,25 +68,18 @@ def main() -> int:
         make_runs(cfg)
         with served(cfg) as (viewer, base):
             result = {"replays": replays(viewer), **looked_at(viewer, base, arguments.images)}
-    write(arguments.out, "python benchmarks/viewer_pages.py", result)
+    write(arguments.out, result)
+    print(result)
     return 0
 
 
 def make_runs(cfg: RunConfig) -> None:
     """Run a training and ten evaluations; finished ones are not repeated."""
-    from agentgym.evaluation.request import EvaluationRequest
-    from agentgym.pipeline.evaluation import evaluate_policy
-    from agentgym.pipeline.run import run_with_parents
-
     run_with_parents("report", cfg)
     for env in ENVS:
         ids = [f"{env}_{task}" for task in range(1, TASKS + 1)]
-        changes = {
-            "items": {"ids": ids, "num": None},
-            "num_samples": 1,
-            "greedy": False,
-            "max_turns": TURNS,
-        }
+        changes = {"items": {"ids": ids, "num": None}, "num_samples": 1, "greedy": False}
+        changes |= {"max_turns": TURNS}
         env_cfg = cfg
         if env != cfg.env.name:
             env_cfg = cfg.model_copy(update={"env": type(cfg.env)(name=env)})
@@ -99,24 +93,11 @@ def make_runs(cfg: RunConfig) -> None:
 @contextlib.contextmanager
 def served(cfg: RunConfig) -> Iterator[tuple[Viewer, str]]:
     """Yield a viewer that has read its store, and the address of its pages."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        bound.listen()
-        port = bound.getsockname()[1]
-        with Viewer.open(cfg) as viewer:
-            app = Guard(make_app(viewer), LOOPBACK, port, TOKEN)
-            server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none"))
-            thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-            thread.start()
-            try:
-                deadline = time.monotonic() + 300
-                while viewer.indexing is not None or not server.started:
-                    assert time.monotonic() < deadline, "the store is not read"
-                    time.sleep(0.05)
-                yield viewer, f"http://127.0.0.1:{port}"
-            finally:
-                server.should_exit = True
-                thread.join(30)
+    with Viewer.open(cfg) as viewer:
+        app = make_app(viewer)
+        with serving_app(lambda port: Guard(app, LOOPBACK, port, TOKEN)) as base:
+            wait_for(lambda: viewer.indexing is None, 300.0, "the store is not read")
+            yield viewer, base
 
 
 def replays(viewer: Viewer) -> dict[str, Any]:
@@ -141,9 +122,8 @@ class Walk:
     page: Any  # Playwright's
     base: str
     visited: list[str] = field(default_factory=list)
-    errors: list[str] = field(
-        default_factory=list
-    )  # errors of scripts and of the content security policy
+    # of scripts and of the content security policy
+    errors: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)  # that axe-core found
 
     def __post_init__(self) -> None:
@@ -171,14 +151,9 @@ class Walk:
             )
 
 
-Visit = Callable[[Walk, str], None]
-
-
 def looked_at(viewer: Viewer, base: str, images: Path) -> dict[str, Any]:
     """Check every page in every variant; take pictures of some."""
     from playwright.sync_api import sync_playwright
-
-    from envs.webarena.chromium import find_browser
 
     images.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"pages": {}, "violations": [], "errors": []}
@@ -211,8 +186,6 @@ def addresses(viewer: Viewer) -> dict[str, str]:
     steps = viewer.bodies.steps()
 
     def one(**facets: tuple[str, ...]) -> str:
-        from agentgym.viewer.bodies import address_of
-
         (row, *_) = viewer.lists.all(Query(facets), 1)
         return f"/e/{address_of(row, steps[row['step_id']])}"
 

@@ -9,15 +9,12 @@ Writes docs/results/webarena.json.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -26,16 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from pipeline import machine
+from harness import output_of, parser_of, pss_bytes, quantile, write
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
-from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 from envs.webarena.chromium import BROWSER_VARIABLE, find_browser
 
-ROOT = Path(__file__).parents[1]
 ROWS = 130  # each with a link and a button
 STEPS = 8  # most steps of an episode on the embedded sites
 GOAL_CPU_MS, GOAL_PSS_MIB = 130, 90
@@ -95,18 +91,13 @@ class Processes:
         return spent
 
     def pss_mib(self) -> float:
-        total = 0.0
-        for process in self.each():
-            with contextlib.suppress(psutil.Error):
-                total += process.memory_full_info().pss / 2**20
-        return total
+        return pss_bytes(self.each()) / 2**20
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
     return {
-        "p50_ms": round(1000 * statistics.median(ordered), 1),
-        "p99_ms": round(1000 * ordered[int(0.99 * (len(ordered) - 1))], 1),
+        "p50_ms": round(1000 * statistics.median(seconds), 1),
+        "p99_ms": round(1000 * quantile(seconds, 0.99), 1),
     }
 
 
@@ -211,21 +202,11 @@ async def episodes(endpoints: list[str], counts: list[int], seconds: float) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "webarena.json")
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 16])
-    parser.add_argument(
-        "--steps", type=int, default=30, help="steps of each session on the big page"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=40.0,
-        help="duration of each measurement on the embedded sites",
-    )
-    parser.add_argument(
-        "--browser", default="", help="browser program; default: the one that the server finds"
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/webarena.json")
+    parser.add_argument("--steps", type=int, default=30, help="of each session on the big page")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each embedded measurement")
+    parser.add_argument("--browser", default="", help="program; default: what the server finds")
     arguments = parser.parse_args()
     if arguments.browser:
         os.environ[BROWSER_VARIABLE] = arguments.browser
@@ -255,26 +236,14 @@ def main() -> None:
         ) as endpoints:
             whole = asyncio.run(episodes(endpoints, arguments.sessions, arguments.seconds))
     result = {
-        "machine": machine(),
-        "browser": (
-            subprocess.run(
-                [browser, "--version"],
-                capture_output=True,
-                text=True,
-                timeout=30,
-                check=True,
-                encoding="utf-8",
-            ).stdout.strip()
-        ),
+        "browser": output_of([browser, "--version"], timeout_s=30).strip(),
         "program": Path(browser).name,
         "load_before_and_after": [round(value, 1) for value in psutil.getloadavg()],
-        "command": " ".join(["python", *sys.argv]),
         "goals": {"cpu_ms_per_step": GOAL_CPU_MS, "pss_mib_per_session": GOAL_PSS_MIB},
         "steps_on_a_page_of_260_elements": on_page,
         "expert_episodes_on_the_embedded_sites": whole,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(arguments.out, result)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Step(BaseModel):
     action: str = Field(max_length=MAX_ACTION_CHARS)
 
 
-class Named(BaseModel):
+class EnvId(BaseModel):
     id: int = Field(validation_alias=AliasChoices("id", "env_idx"))
 
 
@@ -72,15 +72,15 @@ class AgentGymRoutes:
         )
         yield "POST", f"{prefix}/reset", dialect.reset, self._answering(dialect.reset, self._reset)
         yield "POST", f"{prefix}/step", Step, self._answering(Step, self._step)
-        yield "POST", f"{prefix}/close", Named, self._answering(Named, self._close)
-        yield "POST", f"{prefix}/render", Named, self._answering(Named, self._render)
-        yield "GET", f"{prefix}/observation", Named, self._showing(dialect.looked or dialect.shown)
+        yield "POST", f"{prefix}/close", EnvId, self._answering(EnvId, self._close)
+        yield "POST", f"{prefix}/render", EnvId, self._answering(EnvId, self._render)
+        yield "GET", f"{prefix}/observation", EnvId, self._showing(dialect.looked or dialect.shown)
         if dialect.detailed is not None:
-            yield "GET", f"{prefix}/detail", Named, self._showing(dialect.detailed)
+            yield "GET", f"{prefix}/detail", EnvId, self._showing(dialect.detailed)
         if dialect.visual is not None:
             yield "POST", f"{prefix}/step_visual", Step, self._answering(Step, self._step_visual)
         for name, view in dialect.views.items():
-            yield "GET", f"{prefix}/{name}", Named, self._viewing(view)
+            yield "GET", f"{prefix}/{name}", EnvId, self._viewing(view)
 
     async def _greet(self, _: Request) -> Response:
         return JSONResponse(self._dialect.greeting)
@@ -178,7 +178,7 @@ class AgentGymRoutes:
     def _showing(self, show: Callable[[Place], Any]) -> Callable[[Request], Awaitable[Response]]:
         async def handler(request: Request) -> Response:
             async def answer() -> object:
-                return show(self._begun(Named.model_validate(dict(request.query_params)).id))
+                return show(self._begun(EnvId.model_validate(dict(request.query_params)).id))
 
             return await self._reply(answer)
 
@@ -189,7 +189,7 @@ class AgentGymRoutes:
     ) -> Callable[[Request], Awaitable[Response]]:
         async def handler(request: Request) -> Response:
             async def answer() -> object:
-                env = self._begun(Named.model_validate(dict(request.query_params)).id)
+                env = self._begun(EnvId.model_validate(dict(request.query_params)).id)
                 if env.done:
                     raise _finished(env)
                 return await self._sessions.inspect(

@@ -24,9 +24,9 @@ class Route:
     path: str
     request: type[BaseModel] | None = None
     reply: type[BaseModel] | None = None  # None: any JSON, or text
+    summary: str = ""
     errors: type[BaseModel] | None = ErrorReply  # body of replies that are not 200; None: any
     media_type: str = "application/json"
-    summary: str = ""
 
 
 def document(title: str, routes: Sequence[Route], *, bearer: bool) -> dict[str, Any]:

@@ -121,111 +121,52 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
         return _message(sessions.readiness())
 
     async def metrics(_: Request) -> Response:
-        return Response(
-            generate_latest(sessions.metrics.registry),
-            headers={"Content-Type": CONTENT_TYPE_LATEST},
-        )
+        headers = {"Content-Type": CONTENT_TYPE_LATEST}
+        return Response(generate_latest(sessions.metrics.registry), headers=headers)
 
     async def openapi(_: Request) -> Response:
-        return JSONResponse(
-            document(app.title, [route for route, _ in table], bearer=bool(settings.token))
-        )
+        return JSONResponse(document(app.title, list(table), bearer=bool(settings.token)))
 
-    table: list[tuple[Route, Handler]] = [
-        (Route("POST", "/step", StepRequest, StepReply, summary="act"), step),
-        (
-            Route(
-                "POST", "/create", CreateRequest, CreateReply, summary="open a session on a task"
-            ),
-            create,
-        ),
-        (Route("POST", "/close", SessionRequest, CloseReply, summary="close a session"), close),
-        (Route("GET", "/info", None, InfoReply, summary="what this server is"), info),
-        (
-            Route(
-                "GET",
-                "/observation",
-                SessionRequest,
-                ObservationReply,
-                summary="the last observation",
-            ),
-            observation,
-        ),
-        (
-            Route(
-                "GET",
-                "/render",
-                SessionRequest,
-                RenderReply,
-                summary="a picture of the present state",
-            ),
-            render,
-        ),
-        (
-            Route("GET", "/readyz", None, ReadyReply, summary="is the scripted episode passed"),
-            readyz,
-        ),
-        (
-            Route("GET", "/healthz", media_type="text/plain", summary="is the process alive"),
-            healthz,
-        ),
-        (Route("GET", "/metrics", media_type="text/plain", summary="Prometheus figures"), metrics),
-        (Route("GET", "/openapi.json", summary="this document"), openapi),
-    ]
+    text = "text/plain"
+    table: dict[Route, Handler] = {
+        Route("POST", "/step", StepRequest, StepReply, "act"): step,
+        Route("POST", "/create", CreateRequest, CreateReply, "open a session on a task"): create,
+        Route("POST", "/close", SessionRequest, CloseReply, "close a session"): close,
+        Route("GET", "/info", None, InfoReply, "what this server is"): info,
+        Route(
+            "GET", "/observation", SessionRequest, ObservationReply, "the last observation"
+        ): observation,
+        Route(
+            "GET", "/render", SessionRequest, RenderReply, "a picture of the present state"
+        ): render,
+        Route("GET", "/readyz", None, ReadyReply, "is the scripted episode passed"): readyz,
+        Route("GET", "/healthz", summary="is the process alive", media_type=text): healthz,
+        Route("GET", "/metrics", summary="Prometheus figures", media_type=text): metrics,
+        Route("GET", "/openapi.json", summary="this document"): openapi,
+    }
     if sessions.takes_batches:
-        table.append(
-            (
-                Route(
-                    "POST", "/batch", BatchRequest, BatchReply, summary="many of the above at once"
-                ),
-                batch,
-            )
-        )
+        many = "many of the above at once"
+        table[Route("POST", "/batch", BatchRequest, BatchReply, many)] = batch
     if spec.offers_hints:
-        table.append(
-            (
-                Route(
-                    "GET",
-                    "/hints",
-                    SessionRequest,
-                    HintsReply,
-                    summary="actions the simulator would carry out now",
-                ),
-                hints,
-            )
-        )
+        possible = "actions the simulator would carry out now"
+        table[Route("GET", "/hints", SessionRequest, HintsReply, possible)] = hints
     if settings.offer_expert:
-        table.append(
-            (
-                Route(
-                    "POST",
-                    "/expert",
-                    SessionRequest,
-                    ExpertReply,
-                    summary="what an expert would do now",
-                ),
-                expert,
-            )
-        )
+        advice = "what an expert would do now"
+        table[Route("POST", "/expert", SessionRequest, ExpertReply, advice)] = expert
     dialect = spec.dialect or common(f"This is environment {spec.name}.")
     for method, path, body, handler in AgentGymRoutes(sessions, dialect).table():
-        table.append(
-            (Route(method, path, body, errors=None, summary="as AgentGym's server"), handler)
-        )
+        table[Route(method, path, body, None, "as AgentGym's server", None)] = handler
     openenv = OpenEnv(sessions)
     for path, handler, summary in openenv.table():
-        table.append((Route("GET", path, errors=None, summary=summary), handler))
+        table[Route("GET", path, None, None, summary, None)] = handler
     app.router.add_websocket_route(PATH, openenv.connected)
-    for route, handler in table:
+    for route, handler in table.items():
         app.add_route(route.path, handler, methods=[route.method])
 
     def failed(reply: ErrorReply, status: int) -> Response:
         sessions.metrics.errors.labels(reply.kind.value).inc()
-        headers = (
-            {}
-            if reply.retry_after_s is None
-            else {"Retry-After": str(max(1, round(reply.retry_after_s)))}
-        )
+        wait_s = reply.retry_after_s
+        headers = {} if wait_s is None else {"Retry-After": str(max(1, round(wait_s)))}
         return Response(reply.model_dump_json(), status, headers, "application/json")
 
     def refuse(error: Refused) -> Response:
@@ -241,20 +182,15 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
         return failed(ErrorReply(kind=ErrorKind.BAD_REQUEST, message=message), error.status_code)
 
     async def broken(_: Request, error: Exception) -> Response:
-        return failed(
-            ErrorReply(
-                kind=ErrorKind.ENV_CRASHED,
-                message=f"fault in the server: {type(error).__name__} {error}",
-            ),
-            500,
-        )
+        message = f"fault in the server: {type(error).__name__} {error}"
+        return failed(ErrorReply(kind=ErrorKind.ENV_CRASHED, message=message), 500)
 
     app.add_exception_handler(Refused, refused)
     app.add_exception_handler(HTTPException, no_route)
     app.add_exception_handler(Exception, broken)
     app.add_middleware(
         Direct,
-        handlers={(route.method, route.path): handler for route, handler in table},
+        handlers={(route.method, route.path): handler for route, handler in table.items()},
         refuse=refuse,
     )
     app.add_middleware(Doors, token=settings.token, hosts=settings.hosts, refuse=refuse)

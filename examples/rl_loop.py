@@ -20,10 +20,10 @@ from agentgym.learner.learner import LocalLearner
 from agentgym.learner.process_group import SingleProcess
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.model import load_weights, set_threads
-from agentgym.rollouts.engine import LocalEngine, open_engine
-from agentgym.rollouts.horizon import max_turns
-from agentgym.rollouts.metrics import success_share
+from agentgym.rollouts.collect import success_share
+from agentgym.rollouts.engine import LocalEngine, RolloutRequest, open_engine
 from agentgym.rollouts.players import ExpertPlayer
+from agentgym.steps.step import max_turns
 from agentgym.training.demonstrations import demonstrate, expert_items, tokenized
 from agentgym.training.initial import first_checkpoint
 from agentgym.training.rl import with_limit
@@ -56,7 +56,7 @@ def reinforce(cfg: RunConfig, splits: Splits, checkpoint: Checkpoint, engine: Lo
     for step in range(1, sum(cfg.horizon.stage_steps) + 1):
         # generate: groups of episodes, no longer than the horizon of this step
         turns = max_turns(cfg.horizon, step)
-        episodes = engine.collect(
+        request = RolloutRequest(
             stream.next(cfg.rollout.items_per_step),
             num_samples=cfg.rollout.group_size,
             step=step,
@@ -64,6 +64,7 @@ def reinforce(cfg: RunConfig, splits: Splits, checkpoint: Checkpoint, engine: Lo
             temperature=cfg.rollout.temperature,
             seed=cfg.seed,
         )
+        episodes = engine.collect(request)
         # prepare experience: the learner's log-probability and advantage of each token
         batch = to_batch(learnable(episodes, truncated=algorithm.truncated or "zero"))
         experience = with_advantages(learner.prepare(batch, algorithm, step=step), algorithm)
@@ -111,7 +112,7 @@ def learner_of(
 def evaluate(cfg: RunConfig, engine: LocalEngine, items: Sequence[Item]) -> float:
     """Mean success on test items, one sample per item."""
     settings = cfg.evaluation
-    played = engine.collect(
+    request = RolloutRequest(
         items[: settings.num_items],
         num_samples=1,
         step=0,
@@ -119,7 +120,7 @@ def evaluate(cfg: RunConfig, engine: LocalEngine, items: Sequence[Item]) -> floa
         temperature=settings.temperature,
         seed=settings.seed,
     )
-    return success_share(played)
+    return success_share(engine.collect(request))
 
 
 if __name__ == "__main__":

@@ -24,22 +24,21 @@ from agentgym.comparison.described import DEFAULT, file_and_overrides, load_comp
 from agentgym.comparison.matrix import Cell, cells_of, contrast_rows
 from agentgym.comparison.results import write_comparison
 from agentgym.comparison.shown import table_markdown
-from agentgym.console.guard import guarded
-from agentgym.console.progress import Bars
-from agentgym.console.terminal import PlainConsole
+from agentgym.console.ending import guarded
+from agentgym.console.progress import Bars, PlainConsole
 from agentgym.data.check import load_data
 from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.protocol import items_of
-from agentgym.models.check import check_model
 from agentgym.pipeline.contenders import playing_config
+from agentgym.pipeline.plan import check_model
 from agentgym.private import private_state
 from agentgym.store.files import full_disk_told
 from agentgym.tracking.deliver import tracker_of
 from flows.shell import _quieten_console
 from services.prefect_server import prefect_api
 from services.recovery import begin_attempt
-from tasks.compare import cell_task, write_task
-from tasks.data import dataset_pointer, pull_data
+from tasks.comparison import cell_task, write_task
+from tasks.dataset import dataset_pointer, pull_data
 
 FOLDER = "comparisons"  # of tables and figures, in the folder of the state
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from prefect import flow
 
-from agentgym.console.guard import guarded, say
+from agentgym.console.ending import guarded, say
 from agentgym.deploy.kubernetes import check_fleets
 from agentgym.private import private_state
-from flows.run import RunRequest, run_name
+from flows.common import RunRequest, run_name
 from services.prefect_server import prefect_api
-from tasks.environments import end_environments, keep_environment, servers_artifact
+from tasks.env_servers import end_environments, keep_environment, servers_artifact
 
 
 @flow(name="envs-up", flow_run_name=run_name, persist_result=False)

@@ -9,13 +9,12 @@ import sys
 from prefect import flow
 
 from agentgym.commands.evaluate import add_options, request_of, run_meant
-from agentgym.console.guard import guarded
-from agentgym.console.progress import Bars
-from agentgym.console.terminal import PlainConsole
-from agentgym.evaluation.request import EvaluationRequest
+from agentgym.console.ending import guarded
+from agentgym.console.progress import Bars, PlainConsole
+from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.private import private_state
 from agentgym.store.files import full_disk_told
-from flows.run import RunRequest, fleets_down, is_evaluation, run_name, run_steps
+from flows.common import RunRequest, fleets_down, is_evaluation, run_name, run_steps
 from flows.shell import _quieten_console, main
 from services.prefect_server import prefect_api
 from services.recovery import begin_attempt

@@ -6,7 +6,7 @@ from uuid import UUID
 
 from prefect import flow
 
-from tasks.notify import tell
+from tasks.notification import tell
 
 BLOCK = "slack-webhook/agentgym-failures"
 

@@ -6,7 +6,7 @@ import sys
 
 from prefect import flow
 
-from flows.run import RunRequest, fleets_down, is_any, run_name, run_steps
+from flows.common import RunRequest, fleets_down, is_any, run_name, run_steps
 from flows.shell import main
 
 

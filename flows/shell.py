@@ -15,19 +15,19 @@ from rich.console import Console
 from rich.table import Table
 
 from agentgym.config import RunConfig, load_config
-from agentgym.console.guard import guarded
+from agentgym.console.ending import guarded
+from agentgym.console.progress import PlainConsole
 from agentgym.console.reference import reference_s
-from agentgym.console.terminal import PlainConsole
 from agentgym.data.check import load_data, load_recorded
 from agentgym.deploy.kubernetes import check_fleets
 from agentgym.deploy.local import check_local_env
+from agentgym.evaluation.decision import sentence
 from agentgym.evaluation.passk import FAILED, Interval
-from agentgym.evaluation.promotion import sentence
-from agentgym.evaluation.report import label
-from agentgym.models.check import check_model
+from agentgym.pages import label
 from agentgym.pipeline.forecast import forecast
+from agentgym.pipeline.plan import check_model
 from agentgym.pipeline.run import confirm
-from agentgym.pipeline.runs import how_to_find, keep_run
+from agentgym.pipeline.stored_config import how_to_find, keep_run
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of
 from agentgym.private import STATE, private_state
 from agentgym.rollouts.policies.engines import check_engine
@@ -36,12 +36,12 @@ from agentgym.steps.step import Kind, Step
 from agentgym.store.files import full_disk_told
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.deliver import committed_alarms
-from agentgym.tracking.mlflow import check_server
+from agentgym.tracking.reaching import check_server
 from envs.plain import PlainFormatter
-from flows.run import RunRequest, Wanted, check_parents
+from flows.common import RunRequest, Wanted, check_parents
 from services.prefect_server import prefect_api
 from services.state import running
-from tasks.data import dataset_pointer
+from tasks.dataset import dataset_pointer
 from tasks.retries import FINAL
 
 OURS = ("agentgym", "services", "tasks")  # packages with warnings on the terminal
@@ -290,7 +290,10 @@ def left_out(evaluations: Mapping[str, Manifest]) -> list[str]:
 
 
 def alarm_lines(cfg: RunConfig, done: Mapping[str, Manifest]) -> list[str]:
-    """Return the alarms raised while these steps trained; lines of 80 columns."""
+    """Return the first alarm of each trouble in training, in lines of at most 80 columns.
+
+    done: step -> its last commit; only the stages of training among them count.
+    """
     steps = steps_of(cfg)
     trained = [manifest for name, manifest in done.items() if steps[name].stage]
     alarms = committed_alarms(open_store(cfg), trained)

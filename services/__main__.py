@@ -9,32 +9,31 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 from agentgym.config import ConfigError
-from agentgym.console.guard import guarded
+from agentgym.console.ending import guarded
 from agentgym.defaults import VIEWER_PORT
 from agentgym.deploy.owned import tail
 from agentgym.private import STATE, new_login, private_folder, with_login
 from agentgym.store.lease import process_start
 from agentgym.viewer.guard import LOGIN
 from services.applied import FILE, apply
-from services.gate import listener, serve
+from services.proxy import listener, serve
 from services.state import (
     POLL_S,
     POOL,
     START_TIMEOUT_S,
     Services,
     forget,
+    locked,
     log_file,
     running,
     toml_is_ours,
@@ -229,18 +228,15 @@ def _listener(
         if wanted is None:
             return listener(0)
         raise ConfigError(
-            f"port {wanted} cannot be used ({error.strerror}); choose another with {command}"
-            f" {variable}=..."
+            f"port {wanted} cannot be used ({os.strerror(error.errno or 0)}); choose another with"
+            f" {command} {variable}=..."
         ) from None
 
 
-@contextlib.contextmanager
-def _alone(state: Path) -> Iterator[IO[bytes]]:
+def _alone(state: Path) -> contextlib.AbstractContextManager[None]:
     """Wait until no other `make up` or `make down` runs, and lock them out during the block."""
     private_folder(state)
-    with (state / "services.lock").open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
+    return locked(state / "services.lock")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -47,25 +47,27 @@ def set_up(env: Mapping[str, str]) -> None:
     except yaml.YAMLError as error:
         raise ConfigError(f"{FILE} is not valid YAML: {' '.join(str(error).split())}") from None
     image = {"AGENTGYM_IMAGE": os.environ.get("AGENTGYM_IMAGE", "agentgym:latest")}
-    for command in (
-        ["services.supervisor", "pools"],
-        ["prefect", "--no-prompt", "deploy", "--all"],
-    ):
-        result = subprocess.run(
-            [sys.executable, "-m", *command],
-            env={**os.environ, **image, **env},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            timeout=START_TIMEOUT_S,
-            check=False,
+    run_module("services.supervisor", "pools", env={**image, **env})
+    run_module("prefect", "--no-prompt", "deploy", "--all", env={**image, **env})
+
+
+def run_module(*command: str, env: Mapping[str, str]) -> None:
+    """Run `python -m COMMAND` with these variables. Errors: RuntimeError with its output's end."""
+    result = subprocess.run(
+        [sys.executable, "-m", *command],
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=START_TIMEOUT_S,
+        check=False,
+    )
+    if result.returncode:
+        raise RuntimeError(
+            f"`python -m {' '.join(command)}` failed"
+            f" ({result.returncode}):\n{(result.stdout + result.stderr)[-2000:]}"
         )
-        if result.returncode:
-            raise RuntimeError(
-                f"`python -m {' '.join(command)}` failed"
-                f" ({result.returncode}):\n{(result.stdout + result.stderr)[-2000:]}"
-            )
 
 
 def apply(services: Services) -> list[str]:
@@ -150,8 +152,10 @@ def _plain(deployment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_ids(value: Any) -> Any:
-    """Leave out ids, because a recreated rule gets another one, and sort lists of names: they are
-    sets, which the server lists in any order.
+    """Return a copy of a JSON value without the keys `id`, at any depth, and with lists of strings
+    sorted.
+
+    A recreated rule gets other ids; such lists are sets, which the server gives in any order.
     """
     if isinstance(value, dict):
         return {key: _without_ids(item) for key, item in value.items() if key != "id"}

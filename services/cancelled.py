@@ -12,7 +12,7 @@ from collections import defaultdict
 from datetime import UTC, datetime
 from typing import Any
 
-from agentgym.deploy.kube import Kind, Kube
+from agentgym.deploy.kube.client import Kind, Kube
 from services.overdue import PAGE, ask
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from agentgym.private import STATE
-from services.gate import Gate, serve
+from services.proxy import Gate, serve
 
 LOGIN = "AGENTGYM_MLFLOW_LOGIN"  # environment variable: user:password
 PROXIED = "mlflow-artifacts:/"  # the server's own folder, as clients name it

@@ -9,12 +9,10 @@ an answer.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,15 +31,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from agentgym.deploy.owned import tail
 from agentgym.private import STATE, new_login, own_login
-from services.gate import Gate, listener, serve
-from services.state import is_stale, running
-from services.supervisor import CHECK_S, Service, healthy, server_environment
+from services.proxy import Gate, listener, serve
+from services.state import is_stale, locked, running
+from services.supervisor import CHECK_S, Service, server_environment, wait_until_healthy
 
 COMMAND = (sys.executable, "-m", "services.prefect_server")  # and the descriptor of a bound socket
-START_TIMEOUT_S = 180.0
-POLL_S = 0.1
 DRAIN_TIMEOUT_S = 10.0
 
 
@@ -66,27 +61,15 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
         bound = stack.enter_context(listener(0))
         address, login = f"http://127.0.0.1:{bound.getsockname()[1]}", new_login()
         environment = {**server_environment(address, login), "PREFECT_UI_ENABLED": "0"}
-        with _alone(state_dir / "logs" / "prefect-server.lock"):
+        # one starts at a time: two would create the tables of their shared database at once
+        with locked(state_dir / "logs" / "prefect-server.lock"):
             service = Service(
                 "the Prefect server", [*COMMAND, str(bound.fileno())], log_path, environment, bound
             )
             stack.callback(service.close)
             service.keep()
-            assert service.process is not None
             api = f"{address}/api"
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while not healthy(f"{api}/health"):
-                if service.process.poll() is not None:
-                    raise RuntimeError(
-                        f"Prefect server exited with code {service.process.returncode} while"
-                        f" starting\n{tail(log_path)}"
-                    )
-                if time.monotonic() > deadline:
-                    raise RuntimeError(
-                        f"Prefect server did not come up within {START_TIMEOUT_S:g}"
-                        f" s\n{tail(log_path)}"
-                    )
-                time.sleep(POLL_S)
+            wait_until_healthy(service, f"{api}/health")
         stack.enter_context(_kept(service))
         stack.enter_context(
             temporary_settings({PREFECT_API_URL: api, PREFECT_API_AUTH_STRING: login})
@@ -128,17 +111,6 @@ def _kept(service: Service) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Let one server of a project start at a time: two would create the tables of their shared
-    database at once, and one would fail.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # ends with its process, which has START_TIMEOUT_S
-        yield
 
 
 def lock_first() -> None:

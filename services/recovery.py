@@ -16,6 +16,7 @@ from datetime import timedelta
 
 from prefect import get_client, runtime
 from prefect.automations import Automation
+from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import StateType, TaskRun
 from prefect.events.actions import ChangeFlowRunState
@@ -93,6 +94,14 @@ def automations(
             ),
         ),
     ]
+
+
+def install(*pools: WorkPoolCreate) -> None:
+    """Create or update these work pools and our automations on the server."""
+    with get_client(sync_client=True) as client:
+        for pool in pools:
+            client.create_work_pool(pool, overwrite=True)
+    apply_automations(automations())
 
 
 def apply_automations(wanted: Sequence[Automation]) -> None:

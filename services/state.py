@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +21,7 @@ POOL = "local"
 PARAMS = Path("params.yaml")
 
 START_TIMEOUT_S = 300.0
-POLL_S = 0.3
+POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,15 @@ def forget(state: Path) -> None:
     state_file(state).unlink(missing_ok=True)
     if toml_is_ours():
         TOML.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Lock other processes out of the block, by a lock on a file that ends with this process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def project_config() -> RunConfig:

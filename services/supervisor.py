@@ -15,14 +15,13 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from agentgym.config import ConfigError
-from agentgym.console.guard import guarded
+from agentgym.console.ending import guarded
 from agentgym.deploy.owned import end_with_owner, owned_process, tail
 from agentgym.private import STATE, new_login, with_login, write_private
 from agentgym.rollouts.policies.engines import HOSTED
@@ -121,7 +120,7 @@ class Service:
 
         bound: the socket on which it listens; `command` names its descriptor.
         """
-        self.name, self._command, self._log, self._env, self._bound = name, command, log, env, bound
+        self.name, self._command, self.log, self._env, self._bound = name, command, log, env, bound
         self._stack = contextlib.ExitStack()
         self._starts: list[float] = []
         self._next_start = 0.0
@@ -149,14 +148,14 @@ class Service:
                 self.name,
                 len(self._starts),
                 RESTART_WINDOW_S,
-                tail(self._log),
+                tail(self.log),
             )
             self.given_up = True
             return True
         self._starts.append(now)
         descriptors = () if self._bound is None else (self._bound.fileno(),)
         self.process = self._stack.enter_context(
-            owned_process(self._command, log_path=self._log, env=self._env, pass_fds=descriptors)
+            owned_process(self._command, log_path=self.log, env=self._env, pass_fds=descriptors)
         )
         logger.info("%s is process %d", self.name, self.process.pid)
         return True
@@ -193,12 +192,7 @@ def _parts(
         "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_CANCELLING_TIMEOUT_SECONDS": "60",
     }
     mlflow_command = [sys.executable, "-m", "services.mlflow_server", str(mlflow.fileno())]
-    prefect_command = [
-        sys.executable,
-        "-m",
-        "services.prefect_server",
-        str(prefect.fileno()),
-    ]
+    prefect_command = [sys.executable, "-m", "services.prefect_server", str(prefect.fileno())]
     viewer_command = [sys.executable, "-m", "services.viewer_server", str(viewer.fileno())]
     parts = {
         "prefect": (prefect_command, {**env, **prefect_env}, prefect),
@@ -272,16 +266,16 @@ def supervise(
             # the stack closes the last first: the worker ends while the server still listens
             stack.callback(service.close)
         try:
-            services["prefect"].keep()
-            services["mlflow"].keep()
-            services["viewer"].keep()
+            pages = {
+                "prefect": f"{me.api}/health",
+                "mlflow": f"{mlflow}/health",
+                "viewer": f"{viewer}/healthz",
+            }
+            for name in pages:
+                services[name].keep()
             publish()
-            for name, address in (
-                ("prefect", f"{me.api}/health"),
-                ("mlflow", f"{mlflow}/health"),
-                ("viewer", f"{viewer}/healthz"),
-            ):
-                _wait_until_healthy(services[name], address, log_file(state, name))
+            for name, page in pages.items():
+                wait_until_healthy(services[name], page)
             set_up(env)
             if toml_is_ours():
                 write_private(TOML, _toml(state, me).encode())
@@ -295,8 +289,7 @@ def supervise(
                 if any(changed):
                     publish()
                 if time.monotonic() >= next_look:
-                    _bring_back(me)
-                    _look(undertaker)
+                    _look_after(me, undertaker)
                     next_look = time.monotonic() + OVERDUE_CHECK_S
                 time.sleep(CHECK_S)
         except KeyboardInterrupt:
@@ -305,50 +298,44 @@ def supervise(
     return 0
 
 
-def _bring_back(services: Services) -> None:
-    """Reschedule crashed flow runs. If the server does not answer, the next look tries again."""
-    try:
-        bring_back(services.api, services.login)
-    except (OSError, ValueError) as error:
-        logger.warning("could not look for crashed flow runs: %s", error)
+def _look_after(services: Services, undertaker: Undertaker) -> None:
+    """Reschedule crashed flow runs and close dead runs. If server or store does not answer, the
+    next look tries again.
+    """
+    looks = {
+        "crashed flow runs": lambda: bring_back(services.api, services.login),
+        "dead runs": undertaker.look,
+    }
+    for what, look in looks.items():
+        try:
+            look()
+        except (OSError, ValueError, RuntimeError) as error:
+            logger.warning("could not look for %s: %s", what, error)
 
 
-def _look(undertaker: Undertaker) -> None:
-    """Look for dead runs. If the store does not answer, the next look tries again."""
-    try:
-        undertaker.look()
-    except (OSError, ValueError, RuntimeError) as error:
-        logger.warning("could not look for dead runs: %s", error)
-
-
-def _wait_until_healthy(service: Service, address: str, log: Path) -> None:
+def wait_until_healthy(service: Service, address: str) -> None:
+    """Wait until the service answers at the address. Errors: RuntimeError with its log's end."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not healthy(address):
         if service.process is None or service.process.poll() is not None:
-            raise RuntimeError(f"{service.name} ended while starting\n{tail(log)}")
+            raise RuntimeError(f"{service.name} ended while starting\n{tail(service.log)}")
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"{service.name} did not come up within {START_TIMEOUT_S:g} s\n{tail(log)}"
+                f"{service.name} did not come up within {START_TIMEOUT_S:g} s\n{tail(service.log)}"
             )
         time.sleep(POLL_S)
 
 
 def _pools() -> int:
-    from prefect import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
 
-    from services.recovery import apply_automations, automations
+    from services.recovery import install
 
-    with get_client(sync_client=True) as client:
-        client.create_work_pool(
-            WorkPoolCreate(name=POOL, type="process", concurrency_limit=POOL_LIMIT), overwrite=True
-        )
-        template = json.loads(JOB_TEMPLATE.read_bytes())
-        client.create_work_pool(
-            WorkPoolCreate(name=KUBERNETES_POOL, type="kubernetes", base_job_template=template),
-            overwrite=True,
-        )
-    apply_automations(automations())
+    template = json.loads(JOB_TEMPLATE.read_bytes())
+    install(
+        WorkPoolCreate(name=POOL, type="process", concurrency_limit=POOL_LIMIT),
+        WorkPoolCreate(name=KUBERNETES_POOL, type="kubernetes", base_job_template=template),
+    )
     return 0
 
 
@@ -374,7 +361,7 @@ def healthy(address: str) -> bool:
     try:
         with opener.open(address, timeout=5) as reply:
             return bool(reply.status == 200)
-    except (OSError, urllib.error.HTTPError):
+    except OSError:  # urllib's errors too
         return False
 
 
@@ -383,17 +370,8 @@ def _worker() -> int:
     themselves as crashed and are run again.
     """
     end_with_owner(WORKER_GRACE_S)
-    sys.argv = [
-        "prefect",
-        "worker",
-        "start",
-        "--pool",
-        POOL,
-        "--type",
-        "process",
-        "--name",
-        f"{socket.gethostname()}-{POOL}",
-    ]
+    sys.argv = ["prefect", "worker", "start", "--pool", POOL, "--type", "process"]
+    sys.argv += ["--name", f"{socket.gethostname()}-{POOL}"]
     from prefect.cli import app
 
     app()

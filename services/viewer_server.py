@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 
-from services.gate import Gate, serve
+from services.proxy import Gate, serve
 from services.state import project_config
 
 LOGIN = "AGENTGYM_VIEWER_LOGIN"  # environment variable: user:password

@@ -2,7 +2,7 @@
 and reset for every session.
 """
 
-from sites.server import SITES, TENANT_HEADER, SiteServer
-from sites.world import World
+from sites.local_server import SITES, TENANT_HEADER, SiteServer
+from sites.session_state import World
 
 __all__ = ["SITES", "TENANT_HEADER", "SiteServer", "World"]

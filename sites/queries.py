@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from urllib.parse import unquote, urlsplit
 
-from sites.server import SITES
+from sites.local_server import SITES
+from sites.session_state import World
 from sites.store.records import Review
-from sites.world import World
 
 
 def reddit_get_post_url(url: str) -> str:

@@ -14,8 +14,8 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from sites.session_state import DEMO, World
 from sites.text import long_day, money, paragraphs
-from sites.world import World
 
 T = TypeVar("T")
 _FOLDER = Path(__file__).resolve().parent / "templates"
@@ -174,6 +174,44 @@ class Site:
     def post(self, pattern: str, private: bool = True) -> Callable[[Handler], Handler]:
         return self._route("POST", pattern, private)
 
+    def admit(
+        self,
+        user: Callable[[World], str],
+        password: str,
+        *,
+        form_field: str = "username",
+        wrong: str,
+        welcome: Callable[[World], str] = lambda _: "You are signed in.",
+        goodbye: str = "You are signed out.",
+        after: str = "/",
+    ) -> None:
+        """Add the pages /login and /logout of the demo user.
+
+        user: the name that `form_field` must have; case matters only in user names. wrong, welcome,
+        goodbye: messages; after: where one is after the logout.
+        """
+
+        @self.get("/login")
+        def login(request: Request) -> Response:
+            there = local(request.query.get("next", "/"))
+            return request.page(
+                "login.html", demo=user(request.world), password=password, next=there
+            )
+
+        @self.post("/login", private=False)
+        def log_in(request: Request) -> Response:
+            typed = request.form.get(form_field, "").strip()
+            typed = typed.lower() if form_field == "email" else typed
+            if typed != user(request.world) or request.form.get("password") != password:
+                raise Refused(wrong)
+            request.world.logins[self.name] = DEMO
+            return request.done(welcome(request.world), local(request.form.get("next", "/")))
+
+        @self.post("/logout", private=False)
+        def log_out(request: Request) -> Response:
+            request.world.logins[self.name] = None
+            return request.done(goodbye, after)
+
     def answer(self, request: Request) -> Response:
         """Return the response; invalid input gets an error page, or after a form a redirect."""
         try:
@@ -268,6 +306,13 @@ def paged(items: Sequence[T], number: int, size: int) -> Page[T]:
     number = min(max(number, 1), last)
     start = (number - 1) * size
     return Page(items[start : start + size], number, last, len(items), start + 1 if items else 0)
+
+
+def existing(record: T | None, what: str) -> T:
+    """Return the record. Errors: NotFound if there is none."""
+    if record is None:
+        raise NotFound(f"This {what} does not exist.")
+    return record
 
 
 def local(address: str) -> str:

@@ -25,7 +25,7 @@ from agentgym.steps.context import Progress
 from agentgym.steps.step import Outcome
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.deliver import committed_alarms, curve, episodes_page, step_run
-from agentgym.tracking.mlflow import LedgerUnavailable
+from agentgym.tracking.reaching import LedgerUnavailable
 from envs.plain import plain
 from services.state import running
 

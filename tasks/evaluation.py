@@ -10,9 +10,9 @@ from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import RunConfig
 from agentgym.evaluation.passk import FAILED
-from agentgym.evaluation.request import EvaluationRequest
+from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.pipeline.evaluated import Evaluated
-from agentgym.pipeline.evaluation import evaluate_policy
+from agentgym.pipeline.policy_evaluation import evaluate_policy
 from agentgym.steps.context import Progress
 from tasks.artifacts import progress_artifact
 from tasks.retries import may_help

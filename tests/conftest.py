@@ -2,10 +2,12 @@
 ones, a store, an MLflow database, a DVC project. Servers: tests/servers.py.
 """
 
+import asyncio
 import contextlib
 import copy
 import fcntl
 import gc
+import inspect
 import json
 import os
 import shutil
@@ -13,12 +15,11 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.forks import Forks, popen_of
+from tests.waiting import wait_until
 
 # a shell's background job ignores Ctrl-C, and so would every program the tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -55,14 +56,6 @@ INTEGRATION = {
 }
 SHARING = ("tests/envs/sciworld/",)
 PROCESSES = ("tests/flows/", "tests/newcomer/", "tests/services/")
-# tests of how programs begin, who owns them and how they end: there nothing begins as a copy
-OF_PROCESSES = (
-    "tests/agentgym/deploy/",
-    "tests/agentgym/rollouts/policies/test_vllm_worker.py",
-    "tests/envs/",
-    "tests/k8s/",
-    "tests/services/",
-)
 ROOT = Path(__file__).parents[1]
 SUITE = ROOT / "docs/results/suite.json"
 
@@ -70,6 +63,16 @@ SUITE = ROOT / "docs/results/suite.json"
 def pytest_sessionfinish():
     """Pytest and then Python would look for garbage among all that tests left, seconds of it."""
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine in a loop of its own."""
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+        asyncio.run(pyfuncitem.obj(**arguments))
+        return True
+    return None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -84,18 +87,6 @@ def pytest_xdist_make_scheduler(config, log):
             return group_of(nodeid)
 
     return ByFile(config, log)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config, specs):
-    """The test processes, too, begin as copies: much of what they do before a test is to import."""
-    forks, patch = Forks(config._tmp_path_factory.getbasetemp() / "forks"), pytest.MonkeyPatch()
-    patch.setattr(subprocess, "Popen", popen_of(forks, lambda: True))
-    config.add_cleanup(patch.undo)
-    config.add_cleanup(forks.close)
-
-
-COLLECTED = pytest.StashKey[list[pytest.Item]]()  # before marks select
 
 
 def file_of(nodeid):
@@ -113,7 +104,6 @@ def pytest_collection_modifyitems(config, items):
     processes share the work: none is left to one of them at the end. Of those that wait for one
     finished run, a single one is among the first: the others would wait beside it.
     """
-    config.stash[COLLECTED] = list(items)
     if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"a test's name differs between processes: {named[0]}")
     for item in items:
@@ -138,17 +128,6 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(scope="session")
-def num_tests(request):
-    """How many tests `make test` has. Skips where not all files were collected."""
-    items = request.config.stash[COLLECTED]
-    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
-    if not files <= {file_of(item.nodeid) for item in items}:
-        pytest.skip("a part of the tests is run alone")
-    left_out = ("slow", "gpu", "ray", "vllm", "kubernetes")
-    return sum(not any(map(item.get_closest_marker, left_out)) for item in items)
-
-
-@pytest.fixture(scope="session")
 def of_all_processes(tmp_path_factory):
     """A folder of all test processes."""
     own = tmp_path_factory.getbasetemp()
@@ -156,34 +135,7 @@ def of_all_processes(tmp_path_factory):
     return own.parent if shares else own
 
 
-@pytest.fixture(scope="session")
-def forks(of_all_processes):
-    """A `tests/forks.py` Forks: Python commands that begin with what takes seconds to import."""
-    begun = Forks(of_all_processes / "forks")
-    yield begun
-    begun.close()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _programs_begin_as_copies(request, forks):
-    """Those that our code starts again and again, where all tests are run: to import what they need
-    is most of their work.
-    """
-    are_few = "not integration" in request.config.option.markexpr
-    if are_few or "PYTEST_XDIST_WORKER" not in os.environ:
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", popen_of(forks, lambda: _RUNNING[0]))
-        yield
-
-
-_RUNNING = [True]  # whether programs begin as copies in the test that runs
-
-
-@pytest.hookimpl(tryfirst=True)  # before what it needs is set up
 def pytest_runtest_setup(item):
-    _RUNNING[0] = not file_of(item.nodeid).startswith(OF_PROCESSES)
     if item.get_closest_marker("gpu"):
         import torch
 
@@ -228,10 +180,7 @@ def stand_still():
 
     def stop(pid, number=signal.SIGSTOP):
         os.kill(pid, number)
-        deadline = time.monotonic() + 30
-        while not _stands_still(pid):
-            assert time.monotonic() < deadline, f"{pid} goes on"
-            time.sleep(0.01)
+        wait_until(lambda: _stands_still(pid), 30, why=lambda: f"{pid} goes on")
 
     return stop
 
@@ -322,6 +271,14 @@ ARTIFACTS = (  # where MLflow says that one lies
 )
 
 
+def forget_artifacts():
+    """Make MLflow look again where a run's artifacts lie: it caches that by the run's id, which
+    copies of a folder share.
+    """
+    if mlflow := sys.modules.get("mlflow.tracking._tracking_service.utils"):
+        mlflow._artifact_repos_cache.clear()
+
+
 @pytest.fixture(scope="session")
 def move_artifacts():
     """move_artifacts(database, old, new): the MLflow database of a copied folder names the
@@ -335,8 +292,7 @@ def move_artifacts():
                     connection.execute(
                         f"update {table} set {column} = replace({column}, ?, ?)", (before, after)
                     )
-        if mlflow := sys.modules.get("mlflow.tracking._tracking_service.utils"):
-            mlflow._artifact_repos_cache.clear()  # by a run's id, which both folders have
+        forget_artifacts()
 
     return move
 

@@ -5,8 +5,7 @@ import subprocess
 
 import torch
 
-from agentgym.models.empty import empty_model, materialize
-from agentgym.models.model import weights_of
+from agentgym.models.model import empty_model, materialize, weights_of
 from agentgym.rollouts.policies.torch import TorchPolicy
 
 

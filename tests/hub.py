@@ -6,17 +6,17 @@ import hashlib
 import json
 import os
 import subprocess
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from tests.answering import Handler
 
 NAME = "datasets/AgentGym/AgentGym-RL-Data-ID"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize {}\n"
 
 
 class Hub:
-    """Commits files to a repository and serves it; `start` and `stop` are the test's."""
+    """Commits files to a repository; a server of `answers()` at `origin` gives them out."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -24,15 +24,18 @@ class Hub:
         self.large: dict[str, bytes] = {}  # oid -> content
         self.repository.mkdir(parents=True)
         self.git("init", "-q", "-b", "main")
+
+    def answers(self):
+        """Return the class of its server's handlers."""
         hub = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Answers(Handler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
                 oid = self.path.rpartition("/")[2]
                 if self.path.startswith("/lfs/") and oid in hub.large:
-                    self.reply(200, {"Content-Type": "application/octet-stream"}, hub.large[oid])
+                    self.send(hub.large[oid], Content_Type="application/octet-stream")
                 else:
                     self.from_git(b"")
 
@@ -48,11 +51,8 @@ class Hub:
                     }
                     for wanted in json.loads(body)["objects"]
                 ]
-                self.reply(
-                    200,
-                    {"Content-Type": "application/vnd.git-lfs+json"},
-                    json.dumps({"objects": objects}).encode(),
-                )
+                told = json.dumps({"objects": objects}).encode()
+                self.send(told, Content_Type="application/vnd.git-lfs+json")
 
             def from_git(self, body: bytes) -> None:
                 url = urlsplit(self.path)
@@ -75,30 +75,14 @@ class Hub:
                 )
                 head, _, content = done.stdout.partition(b"\r\n\r\n")
                 headers = dict(line.split(": ", 1) for line in head.decode().split("\r\n") if line)
-                self.reply(int(headers.pop("Status", "200 OK").split()[0]), headers, content)
+                status = int(headers.pop("Status", "200 OK").split()[0])
+                self.send(content, status, **headers)
 
-            def reply(self, status: int, headers: dict[str, str], content: bytes) -> None:
-                self.send_response(status)
-                for name, value in {**headers, "Content-Length": str(len(content))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(content)
+        return Answers
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), daemon=True
-        )
-        self.origin = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self.url = f"{self.origin}/{NAME}"
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    @property
+    def url(self) -> str:
+        return f"{self.origin}/{NAME}"
 
     def git(self, *arguments: str) -> str:
         command = ["git", "-c", "user.name=Hub", "-c", "user.email=hub@example.org", *arguments]

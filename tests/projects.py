@@ -2,9 +2,13 @@
 fixtures of tests/flows and tests/newcomer.
 """
 
+import contextlib
+import io
 import json
+import logging
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -17,9 +21,11 @@ import yaml
 
 import agentgym.pipeline.run as pipeline_run
 import flows  # noqa: F401 (says where Prefect keeps its state, before a test imports it)
+from agentgym.cli import main as agentgym
 from agentgym.config import load_config
 from agentgym.pipeline.table import finished as finished_steps
 from agentgym.pipeline.table import open_store, steps_of
+from tests.conftest import forget_artifacts
 
 ROOT = Path(__file__).parents[1]
 TINY = {
@@ -45,15 +51,12 @@ class TaskRun(NamedTuple):
     waited_for: set[str]
 
 
-FORKED = ("agentgym", "prefect", "python")
-
-
 class Project:
-    """A clone and the commands typed in it; those of Python begin with what takes seconds to
-    import, tests/forks.py.
+    """A clone and the commands typed in it. Those of `agentgym` run in this process, unless
+    `is_separate`; all others in one of their own.
     """
 
-    forks = None
+    is_separate = False
 
     def __init__(self, folder: Path, home: Path) -> None:
         self.folder, self.home = folder, home
@@ -70,9 +73,9 @@ class Project:
             "COLUMNS": "120",
         }
 
-    def run(self, *command, timeout=600, forked=True):
-        if forked and command[0] in FORKED:
-            return self.forks.run(command, cwd=self.folder, env=self.environment, timeout=timeout)
+    def run(self, *command, timeout=600):
+        if command[0] == "agentgym" and not self.is_separate:
+            return self.call(agentgym, *command[1:])
         return subprocess.run(
             command,
             cwd=self.folder,
@@ -83,11 +86,40 @@ class Project:
             check=False,
         )
 
-    def pipeline(self, *overrides, forked=True):
-        return self.run("python", "-m", "flows.pipeline", *overrides, forked=forked)
+    def call(self, main, *words):
+        """Return the end of a command that runs in this process, by its main function."""
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.ExitStack() as stack:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.chdir(self.folder)
+            for name, value in self.environment.items():
+                patch.setenv(name, value)
+            stack.callback(logging.root.setLevel, logging.root.level)
+            stack.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+            patch.setattr(logging.root, "handlers", [])  # it logs to its own stderr
+            patch.setattr(sys, "stdin", stack.enter_context(open(os.devnull)))
+            stack.enter_context(contextlib.redirect_stdout(out))
+            stack.enter_context(contextlib.redirect_stderr(err))
+            forget_artifacts()
+            try:
+                code = main([str(word) for word in words])
+            except SystemExit as ended:
+                code = ended.code
+        return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+    def pipeline(self, *overrides):
+        return self.run("python", "-m", "flows.pipeline", *overrides)
 
     def start(self, *command):
-        return self.forks.start(command, cwd=self.folder, env=self.environment)
+        """Start a process of its own, whose errors go where its output goes."""
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def manifests(self):
         """{path: bytes} of every commit of a step in the store; what runs were asked for is
@@ -183,11 +215,6 @@ def mark_delivered(folder: Path) -> None:
             pipeline_run.deliver(cfg, store, steps_of(cfg)[name], manifest)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _forked_commands(forks):
-    Project.forks = forks
-
-
 @pytest.fixture(scope="session")
 def make_clone():
     """make_clone(folder) -> a clone, for fixtures of a module's own."""
@@ -254,7 +281,7 @@ def finished_project(copied, once, place: Path) -> Project:
     """A copy of a clone in which the pipeline ran once; its `first` is what that printed."""
 
     def build(folder):
-        first = clone(folder).pipeline(forked=False)
+        first = clone(folder).pipeline()
         assert first.returncode == 0, first.stdout + first.stderr
         said = {"stdout": first.stdout, "stderr": first.stderr, "returncode": first.returncode}
         (folder / "first.json").write_text(json.dumps(said))
@@ -270,23 +297,3 @@ def finished_project(copied, once, place: Path) -> Project:
 def finished(copied, once, tmp_path_factory):
     """A finished project. Tests that change it must change it back."""
     return finished_project(copied, once, tmp_path_factory.mktemp("finished"))
-
-
-@pytest.fixture
-def typed(monkeypatch, capsys):
-    """typed(project, main, *words) -> the end of a command that runs in this process, where
-    nothing depends on its having one of its own.
-    """
-
-    def run(project, main, *words):
-        monkeypatch.chdir(project.folder)
-        monkeypatch.setenv("HOME", str(project.home))
-        capsys.readouterr()
-        try:
-            code = main(list(words))
-        except SystemExit as ended:
-            code = ended.code
-        said = capsys.readouterr()
-        return SimpleNamespace(returncode=code, stdout=said.out, stderr=said.err)
-
-    return run

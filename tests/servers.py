@@ -20,6 +20,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.answering import http_server
+from tests.waiting import text_of
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -260,7 +263,7 @@ class Postgres:
 @pytest.fixture(scope="session")
 def s3_endpoint(tmp_path_factory):
     """URL of a running S3 server (moto); it ends with the tests, however they end."""
-    from agentgym.deploy.owned import owned_process, tail
+    from agentgym.deploy.owned import owned_process
 
     folder = tmp_path_factory.mktemp("s3")
     command = [
@@ -270,12 +273,7 @@ def s3_endpoint(tmp_path_factory):
         str(folder / "port"),
     ]
     with owned_process(command, log_path=folder / "log", env={}) as server:
-        deadline = time.monotonic() + 120
-        while not (folder / "port").exists():
-            assert server.poll() is None, tail(folder / "log")
-            assert time.monotonic() < deadline, tail(folder / "log")
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{(folder / 'port').read_text()}"
+        yield f"http://127.0.0.1:{text_of(folder / 'port', server, folder / 'log')}"
 
 
 @pytest.fixture
@@ -343,9 +341,9 @@ def hub(tmp_path):
     """A `tests/hub.py` Hub without commits."""
     from tests.hub import Hub
 
-    served = Hub(tmp_path / "hub")
-    yield served
-    served.stop()
+    made = Hub(tmp_path / "hub")
+    with http_server(made.answers()) as made.origin:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -6,16 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
 
 from agentgym.data.items import load_splits
-from agentgym.types import Item
 from envs.registry import load_spec
+from tests.completed import completed
 
 pytestmark = pytest.mark.integration
 
@@ -24,7 +22,7 @@ DATASET = "data/AgentGym-RL-Data-ID"
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
+def script():
     spec = importlib.util.spec_from_file_location("make_standin", ROOT / "data/make_standin.py")
     assert spec is not None
     assert spec.loader is not None
@@ -34,7 +32,7 @@ def script() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def pulled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pulled(tmp_path_factory):
     """A copy of what git tracks of the data, after `dvc pull`."""
     copy, home = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("home")
     (copy / ".dvc").mkdir()
@@ -59,24 +57,20 @@ def pulled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     }
     command = [sys.executable, "-m", "dvc", "pull", "-q", f"{DATASET}.dvc"]
-    result = subprocess.run(
-        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=120
-    )
+    result = completed(*command, cwd=copy, env=environment)
     assert result.returncode == 0, result.stderr
     assert list(home.iterdir()) == [], "DVC wrote to the home directory"
     assert (copy / ".agentgym/dvc").is_dir(), "DVC's site cache belongs into the project"
     return copy
 
 
-def test_dvc_pull_restores_the_dataset_in_a_fresh_clone(pulled: Path) -> None:
+def test_dvc_pull_restores_the_dataset_in_a_fresh_clone(pulled):
     for env in ("babyai", "textcraft", "sciworld", "searchqa", "webarena"):
         splits = load_splits(pulled / DATASET, env, validation_fraction=0.1, seed=0)
         assert len(splits.test) >= 40
 
 
-def test_no_task_stands_twice_in_the_lists_and_every_id_names_one(
-    pulled: Path, script: ModuleType
-) -> None:
+def test_no_task_stands_twice_in_the_lists_and_every_id_names_one(pulled, script):
     """By what the environments say of themselves, each as it is by default; an id that names
     none raises.
     """
@@ -96,12 +90,11 @@ def test_no_task_stands_twice_in_the_lists_and_every_id_names_one(
         assert not repeated, f"{env}: {len(repeated)}: {repeated[:10]}"
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    rows: list[dict[str, str]] = json.loads(path.read_text())
-    return rows
+def read(path):
+    return json.loads(path.read_text())
 
 
-def validate(*settings: str) -> subprocess.CompletedProcess[str]:
+def validate(*settings):
     command = [
         sys.executable,
         "-m",
@@ -110,13 +103,11 @@ def validate(*settings: str) -> subprocess.CompletedProcess[str]:
         "validate",
         *(part for each in settings for part in ("--set", each)),
     ]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return completed(*command, cwd=ROOT, timeout=300)
 
 
 @pytest.mark.usefixtures("java", "chromium")
-def test_data_validate_compares_the_tasks_of_all_five_environments(
-    pulled: Path, script: ModuleType
-) -> None:
+def test_data_validate_compares_the_tasks_of_all_five_environments(pulled, script):
     ended = validate(f"data.path={pulled / DATASET}")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert [
@@ -150,8 +141,8 @@ def test_data_validate_compares_the_tasks_of_all_five_environments(
     ],
 )
 def test_data_validate_fails_where_a_test_task_stands_under_another_id(
-    env: str, train: Sequence[int], test: Sequence[int], said: str, tmp_path: Path
-) -> None:
+    env, train, test, said, tmp_path
+):
     for name, tasks in ((f"train/{env}_train.json", train), (f"eval/{env}_test.json", test)):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(json.dumps([{"item_id": f"{env}_{task}"} for task in tasks]))
@@ -166,9 +157,7 @@ def test_data_validate_fails_where_a_test_task_stands_under_another_id(
     assert said in ended.stdout
 
 
-def test_the_script_writes_exactly_what_is_tracked(
-    pulled: Path, script: ModuleType, tmp_path: Path
-) -> None:
+def test_the_script_writes_exactly_what_is_tracked(pulled, script, tmp_path):
     script.write(tmp_path)
     written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.json")}
     root = pulled / DATASET
@@ -176,13 +165,13 @@ def test_the_script_writes_exactly_what_is_tracked(
     assert len(written) == 10
 
 
-def test_the_embedded_remote_holds_the_stand_in_and_nothing_else(pulled: Path) -> None:
+def test_the_embedded_remote_holds_the_stand_in_and_nothing_else(pulled):
     objects = [path for path in (ROOT / "data/dvc-remote").rglob("*") if path.is_file()]
     assert len(objects) == 11  # ten lists and the list of the folder
     assert sum(path.stat().st_size for path in objects) < 300_000
 
 
-def test_babyai_has_items_for_the_pipeline_s_evaluation(pulled: Path) -> None:
+def test_babyai_has_items_for_the_pipeline_s_evaluation(pulled):
     splits = load_splits(pulled / DATASET, "babyai", validation_fraction=0.1, seed=0)
     assert (len(splits.train) + len(splits.validation), len(splits.test)) == (1536, 600)
     # two levels alternate by index: neither is rare in any prefix a run takes
@@ -190,7 +179,7 @@ def test_babyai_has_items_for_the_pipeline_s_evaluation(pulled: Path) -> None:
         assert 0.35 < sum(item.task_id % 2 for item in items) / len(items) < 0.65
 
 
-def test_indices_stay_in_each_environment_s_range(pulled: Path, script: ModuleType) -> None:
+def test_indices_stay_in_each_environment_s_range(pulled, script):
     for env, (num_train, train_indices, num_eval, eval_indices) in script.SIZES.items():
         for name, count, indices in (
             (f"train/{env}_train.json", num_train, train_indices),
@@ -201,9 +190,7 @@ def test_indices_stay_in_each_environment_s_range(pulled: Path, script: ModuleTy
             assert all(int(item_id.rpartition("_")[2]) in indices for item_id in ids)
 
 
-def test_the_invented_goals_are_for_training_and_the_game_s_own_for_the_test(
-    script: ModuleType, tmp_path: Path
-) -> None:
+def test_the_invented_goals_are_for_training_and_the_game_s_own_for_the_test(script, tmp_path):
     root = ROOT / "data/textcraft-invented"
     script.write_invented(tmp_path)
     assert all(
@@ -217,7 +204,7 @@ def test_the_invented_goals_are_for_training_and_the_game_s_own_for_the_test(
         load_spec("textcraft", {"max_depth": 1, "distractors": 0}).make(),
     )
 
-    def goals(items: tuple[Item, ...]) -> list[str]:
+    def goals(items):
         return [world.reset(item.task_id).rpartition("Goal: ")[2] for item in items]
 
     asked = {shipped.reset(task_id).rpartition("Goal: ")[2] for task_id in range(124)}

@@ -1,10 +1,11 @@
 """A test that failed, and one that hangs where no signal reaches, end and are named."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.completed import completed
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,13 +44,7 @@ def test_it():
 def test_what_waits_forever_ends_and_is_named(tmp_path, source, told):
     (tmp_path / "test_waits.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "-p", "tests.deadlines", "--timeout", "1", "-q"]
-    ended = subprocess.run(
-        [*command, "--rootdir", str(tmp_path), str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ended = completed(*command, "--rootdir", tmp_path, tmp_path, cwd=ROOT)
     said = ended.stdout + ended.stderr
     assert ended.returncode == 1, said
     for each in told:

@@ -11,6 +11,7 @@ import boto3
 import pytest
 
 from agentgym.data.published import check_pin, import_dataset, run_dvc
+from tests.completed import completed
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,14 +101,8 @@ def test_another_user_reaches_nothing_that_dvc_unpickles(empty_dvc_project):
             "for path in .agentgym .agentgym/dvc .agentgym/dvc/repo; do ls $path; echo x >"
             " $path/planted; done; cat numbers.txt"
         )
-        theirs = subprocess.run(
-            ["sh", "-c", attempt],
-            cwd=folder,
-            user=65534,
-            group=65534,
-            extra_groups=[],
-            capture_output=True,
-            text=True,
+        theirs = completed(
+            "sh", "-c", attempt, cwd=folder, user=65534, group=65534, extra_groups=[]
         )
         assert theirs.stdout == "1 2 3"
         assert not list(folder.rglob("planted"))

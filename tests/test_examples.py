@@ -2,11 +2,12 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.completed import completed
 
 pytestmark = pytest.mark.integration
 
@@ -47,14 +48,7 @@ def test_the_loop_in_one_file_learns_the_default_task_without_prefect_store_or_m
             json.dumps([{"item_id": f"babyai_{task}"} for task in range(first, first + count)])
         )
     place = [f"data.path={tmp_path / 'data'}", f"store.path={tmp_path / 'state/store'}"]
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, *budget, *place],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = completed(sys.executable, "-c", DRIVER, *budget, *place, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "imported: []" in done.stdout
     assert len(re.findall(r"^step +\d+  max_turns", done.stdout, re.M)) == steps

@@ -1,12 +1,12 @@
 """The house stays in order: what benchmarks/house.py counts is bounded, and the drawing is true."""
 
-import importlib
 import re
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.benched import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWING = (ROOT / "docs/architecture.md").read_text()
@@ -15,16 +15,11 @@ DRAWING = (ROOT / "docs/architecture.md").read_text()
 LONG = {
     "agentgym/audit/__init__.py audit": 82,
     "agentgym/audit/episodes.py check_tokens": 76,
-    "agentgym/comparison/report.py results_png": 68,
-    "agentgym/data/items.py _validate": 66,
     "agentgym/data/published.py import_dataset": 68,
     "agentgym/data/trajectories.py _check_messages": 62,
-    "agentgym/evaluation/report.py learning_curve_png": 63,
     "agentgym/training/offline.py train_stage": 70,
-    "agentgym/training/rl.py train_stage": 94,
     "envs/__main__.py _parser": 92,
-    "envs/searchqa/corpus/lore.py _deeds": 119,
-    "envs/server.py make_app": 210,
+    "envs/server.py make_app": 146,
     "envs/webarena/__init__.py spec": 63,
     "flows/shell.py summarise": 77,
     "services/supervisor.py supervise": 82,
@@ -32,17 +27,8 @@ LONG = {
 
 
 @pytest.fixture(scope="module")
-def benchmark_named():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-
-
-@pytest.fixture(scope="module")
-def house(benchmark_named):
-    return benchmark_named("house")
+def house():
+    return benchmark("house")
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +82,8 @@ def test_few_signatures_say_any(found, house):
     ]
 
 
-def test_the_language_is_plain(benchmark_named):
-    plain = benchmark_named("plain")
+def test_the_language_is_plain():
+    plain = benchmark("plain")
     counts = plain.count(ROOT)
     assert counts.num_docstrings > 3000
     assert counts.openers_frac <= 0.03
@@ -129,6 +115,48 @@ def test_no_code_asks_what_a_step_is_called():
     assert asks.search('if name.startswith("evaluate-"):')
     assert asks.search('ctx.parents["prepare"]')
     assert asks.search('record.name == "register"')
+
+
+# lines of Python; the most that each folder may have
+SIZES = {
+    "agentgym": 52_400,
+    "benchmarks": 12_150,
+    "envs": 11_400,
+    "flows": 990,
+    "services": 2_050,
+    "sites": 4_400,
+    "tasks": 700,
+    "tests": 65_600,
+}
+
+
+def test_no_folder_grows(found, house):
+    assert {
+        name: found.num_lines[name] for name in SIZES if found.num_lines[name] > SIZES[name]
+    } == {}
+    assert house.by_folder({"a/b.py": 2, "a/c/d.py": 3, "e.py": 1}) == {"a": 5, "all": 6}
+
+
+def test_few_modules_are_long(found):
+    assert len(found.long_modules) <= 5
+
+
+def test_few_files_of_different_folders_have_one_name(found, house):
+    assert len(found.repeated_names) <= 15
+    paths = ["a/__init__.py", "a/one.py", "b/__init__.py", "b/one.py", "b/c/one.py", "b/two.py"]
+    assert house.repeated(paths) == {"one.py": 3}
+
+
+def test_lines_of_a_renamed_file_are_moved(house, monkeypatch):
+    """Of ten lines one changed as the file moved; git lists two paths of a renamed file."""
+    listed = {"--no-renames": "\0".join(["10\t0\tb/x.py", "0\t10\ta/x.py", ""])}
+    renamed = "1\t1\t\0a/x.py\0b/x.py\0"
+    monkeypatch.setattr(house, "git", lambda *words: listed.get(words[3], renamed))
+    assert house.changed("HEAD") == {
+        "added": {"all": 1, "b": 1},
+        "removed": {"all": 1, "b": 1},
+        "moved": {"a": 10, "all": 9},
+    }
 
 
 def test_few_files_lie_at_the_root_of_agentgym(found):

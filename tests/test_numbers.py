@@ -1,8 +1,9 @@
-"""Every number the README states is a result, read off the file it comes from, or a plain fact
-listed here; no other may stand there.
+"""Numbers of the documents are results, read off the file they come from; in the README every
+number is one, or a plain fact listed here.
 
-A row of BOUND is a pattern of the README's text and what its groups must be by the file today.
-What no pattern covers and FACTS does not list is a number without a source.
+A row of PAGES names a part of the page (a line, or the paragraph that links the result) and the
+numbers that must stand there by the file today, in this order. The words between them are free.
+A number of the README that no row covers and FACTS does not list has no source.
 """
 
 import json
@@ -53,8 +54,6 @@ FACTS = (
     "the same for one GPU: SmolLM2 (135M, 360M) and Qwen2.5 (0.5B, 1.5B, 3B and 7B)",
     "probability (1 - f)^n",
     "that two equal runs share",
-    "the exit code is 3",
-    "one of two random",
     "better of two episodes",
     "agentgym-babyai version 1",
     "moves to version 1",
@@ -73,27 +72,16 @@ def percent(share, digits=0):
 
 def pipeline_rows():
     """Each line of the sample output, as the first run of pipeline.json has it."""
-    evaluations = result("pipeline")["runs"][0]["evaluations"]
-    for name, found in evaluations.items():
+    for name, found in result("pipeline")["runs"][0]["evaluations"].items():
         title = {"initialize": "untrained"}.get(name, name.replace("-", " "))
-        numbers = []
+        numbers = re.findall(r"\d", title)
         for key in ("greedy", "avg_at_4", "pass_at_4"):
             row = found["summary"][key]
             numbers += [percent(row["mean"], 1), percent(row["low"]), percent(row["high"])]
-        gain = (found["paired"] or {}).get("avg_at_4")
-        if gain:
-            numbers += [
-                f"{100 * gain['mean']:+.1f}",
-                f"{100 * gain['low']:+.0f}",
-                f"{100 * gain['high']:+.0f}",
-            ]
-        triple = r" +(\d+\.\d) +(\d+)-(\d+)"
-        yield (
-            rf"^{title}{triple * 3}"
-            + (r" +([+-][\d.]+) ([+-]\d+) to ([+-]\d+)" if gain else "")
-            + " *$",
-            numbers,
-        )
+        if gain := (found["paired"] or {}).get("avg_at_4"):
+            numbers.append(f"{100 * gain['mean']:+.1f}")
+            numbers += [f"{100 * gain[end]:+.0f}" for end in ("low", "high")]
+        yield line(title), numbers
 
 
 def times():
@@ -133,15 +121,8 @@ def rl_success():
     start = {percent(row["start"]["avg_at_4"]["mean"]) for row in rl}
     assert len(start) == 1
     seeds, items = {len(row["seeds"]) for row in rl}, {row["evaluation"]["num_items"] for row in rl}
-    return [
-        *map(str, seeds),
-        *map(str, items),
-        *start,
-        percent(min(means)),
-        percent(max(means)),
-        worst[1],
-        percent(worst[0]),
-    ]
+    ends = [percent(min(means)), percent(max(means))]
+    return [*map(str, (*seeds, *items)), *start, *ends, worst[1], percent(worst[0])]
 
 
 def supervised():
@@ -261,85 +242,155 @@ def runs(key):
     return [run[key] for run in result("pipeline")["runs"]]
 
 
-BOUND = [
-    (
-        r"the whole job: (\d+) minutes on (\d+) cores of ([\w ]+);",
-        [str(math.ceil(max(runs("wall_s")) / 60)), *machine("pipeline")],
-    ),
-    *pipeline_rows(),
-    (
-        r"^time +warm start (\d+) s · training (\d+) s · evaluation (\d+) s · other (\d+) s$",
-        times(),
-    ),
-    (r"^pace +(\d+) times the reference work, ([\d.]+) s on this machine$", pace()),
-    (r"^(Three) seeds, each with its evaluations", [{3: "Three"}[len(runs("seed"))]]),
-    (
-        r"(Ten) seeds end at ([\d.]+) % sampled success on average, the worst at ([\d.]+) %;"
-        r"[^%]*?falls by more than ([\d.]+) points; with the recipe before it was ([\d.]+) %, the"
-        r" worst ([\d.]+) %, and a fall of ([\d.]+)\s",
-        drift(),
-    ),
-    (r"finds everything done \((\d+) s, same machine\)", [str(math.ceil(max(runs("again_s"))))]),
-    (
-        r"(\d+)\sseeds and (\d+) test items each, from (\d+) % sampled success: recipes of"
-        r" reinforcement learning reach (\d+) to (\d+) %"
-        r"[^%]*?worst seed, of `([^`]+)`, (\d+) %;[^%]*? below (\d+) %\)",
-        [*rl_success(), worst_of_the_chosen()],
-    ),
-    (r"Of `dpo` no gain over its start shows \(from ([+-][\d.]+) to ([+-][\d.]+) points\)", dpo()),
-    (r"`sft` (\d+) %, `dpo` (\d+) %,\s`agent_evol` (\d+) %", supervised()),
-    (
+def checkpoints():
+    found = result("checkpoints")
+    shares = [found["memory_of_two_to_one"][phase] for phase in ("build", "commit", "resume")]
+    times = [row["time_to_copy"][phase] for phase in ("commit", "resume") for row in found["ranks"]]
+    return [f"{each:.2f}" for each in (*shares, *times)]
+
+
+def decisions():
+    false = result("decisions")["false_positives"]
+    families = max(each["families"] for each in result("decisions")["cases"])
+    return [
+        *(percent(false[name], 1) for name in ("ours", "ours_highest")),
+        *(percent(false["mean_lowest"]), str(families)),
+        percent(false["items_highest_with_families"]),
+    ]
+
+
+def powers():
+    """Rows of the table: items, samples, and the shares found of 5 and 10 points, without families
+    and with ten.
+    """
+    shares = {
+        (each["items"], each["samples"], each["families"], each["gain"]): each["said"]["ours"]
+        for each in result("decisions")["cases"]
+    }
+    for items in (100, 200, 500):
+        for samples in (1, 4, 8):
+            found = [shares[items, samples, f, gain] for f in (0, 10) for gain in (0.05, 0.1)]
+            yield [str(items), str(samples), *(f"{each:.2f}".lstrip("0") for each in found)]
+
+
+def gate():
+    found = result("gate")
+    (better,) = (
+        each["PROMOTE"]
+        for each in found["cases"]
+        if (each["items"], each["samples"], each["families"], each["gain"]) == (512, 4, 0, 0.05)
+    )
+    shares = [found["false_promotions"], found["false_promotions_upper"]]
+    shares += [found["highest"], found["highest_upper"], better]
+    return [*(percent(share, 1) for share in shares), percent(found["looks"])]
+
+
+def lora():
+    found = result("lora")
+    rank, lr = (found["changes"][index].rpartition("=")[2] for index in (0, 2))
+    sizes = [run["bytes"] for run in found["runs"]]
+    share = max(
+        (size["adapter"] + size["its_optimizer"]) / (size["weights"] + size["their_optimizer"])
+        for size in sizes
+    )
+    verdict = found["verdict"]
+    successes = map(str, (*verdict["start"], *verdict["end"]))
+    actions, items = f"{verdict['actions']:,}", str(verdict["items"])
+    return [rank, lr, *successes, f"{share:.2f}", actions, items]
+
+
+def fleets():
+    found = result("fleets")
+    calls = f"{found['all_calls_per_fleet']:.0f}"
+    return [str(found["fleets"]), f"{found['wall_s_per_fleet']:.1f}", calls]
+
+
+def packed():
+    environments = result("packed")["environments"]
+    return [
+        str(environments[env][name])
+        for name in ("tokens_ratio", "seconds_ratio")
+        for env in ("sciworld", "webarena")
+    ]
+
+
+def line(start):
+    """Pattern of the line that begins so."""
+    return rf"^{start}\b.*$"
+
+
+def paragraph(link):
+    """Pattern of the paragraph that links a result."""
+    return rf"(?:^.+\n)*^.*{re.escape(f'results/{link}')}.*\n(?:^.+\n)*"
+
+
+# page -> (where on it, the numbers that stand there in this order)
+PAGES = {
+    "README.md": [
+        (line("make pipeline"), [str(math.ceil(max(runs("wall_s")) / 60)), *machine("pipeline")]),
+        *pipeline_rows(),
+        (line("time"), times()),
+        (line("pace"), pace()),
+        (paragraph("pipeline.json"), [{3: "Three"}[len(runs("seed"))]]),
+        (paragraph("drift.json"), drift()),
+        (line("Run it again"), [str(math.ceil(max(runs("again_s"))))]),
         (
-            r"supervised learning for the same CPU time ends ([\d.]+) points below GRPO, which (\d)"
-            r" seeds cannot tell\sfrom none"
+            paragraph("learn.md"),
+            [*rl_success(), worst_of_the_chosen(), *supervised(), *dpo(), *below_grpo()],
         ),
-        below_grpo(),
-    ),
-    (
-        r"locked door [^%]*?(\d+) demonstrations teach (\d+) % [^%]*?goes on to (\d+) %;[^%]*?"
-        r"for ([\d.]+) times the CPU time, to (\d+) %: ([+-][\d.]+) points between them, from"
-        r" ([+-][\d.]+) to ([+-][\d.]+), and of\sthe (\d) seeds the least shows ([+-][\d.]+)\."
-        r"[^+]*?([+-][\d.]+) points, from ([+-][\d.]+) to ([+-][\d.]+); (\d) seeds cannot[^(]*?"
-        r"\(from ([+-][\d.]+) to ([+-][\d.]+)\), whose CPU time it takes ([\d.]+) of\.[^(]*?"
-        r"\([^)]*\)\), judged on (\d+)\s",
-        unlock(),
-    ),
-    (
-        r"from (\d+) % sampled success, `gspo` ends at ([\d.]+)\sand `cispo` at ([\d.]+) % beside"
-        r" ([\d.]+) % of `grpo` \((\d) seeds,",
-        losses(),
-    ),
-    (
-        r"(three) seeds of the default task end at ([\d.]+), ([\d.]+) and\s([\d.]+) % sampled"
-        r" success, beside ([\d.]+), ([\d.]+) and ([\d.]+) % [^%]*?vLLM samples\s([\d.]+) times",
-        engines(),
-    ),
-    (
-        r"\[one run\]\([^)]*\) took (\d+) minutes and ([\d.]+) GiB from (\d+) % sampled success"
-        r" after its demonstrations to (\d+) %: ([+-][\d.]+) points, from ([+-][\d.]+) to"
-        r" ([+-][\d.]+)\.",
-        real_model(),
-    ),
-    (r"of (\d+) faults\sof (\d+) kinds (\d+) left a run that passes every check\.", faults()),
-]
+        (paragraph("unlock.md"), unlock()),
+        (paragraph("losses.md"), losses()),
+        (paragraph("engines.json"), engines()),
+        (paragraph("real-model.md"), real_model()),
+        (paragraph("faults.md"), faults()),
+    ],
+    "docs/operations.md": [
+        (paragraph("checkpoints.json"), checkpoints()),
+        (paragraph("decisions.json"), decisions()),
+        *((line(rf"\| {row[0]} x {row[1]}"), row) for row in powers()),
+        (paragraph("gate.json"), gate()),
+        (paragraph("lora.json"), lora()),
+        (paragraph("fleets.json"), fleets()),
+        (paragraph("rival.json"), [str(result("rival")["ratio"])]),
+        (paragraph("packed.json"), packed()),
+    ],
+}
+BOUND = [(page, *row) for page, rows in PAGES.items() for row in rows]
 
 
-@pytest.mark.parametrize(("pattern", "values"), BOUND, ids=[pattern[:40] for pattern, _ in BOUND])
-def test_a_number_of_the_readme_is_that_of_its_file(pattern, values):
-    found = re.search(pattern, README, re.MULTILINE | re.DOTALL)
-    assert found, f"the README no longer says {pattern!r}"
-    assert list(found.groups()) == values
+def without(text, where, values):
+    """The text without the values, which must stand in this order in the part that matches."""
+    part = re.search(where, text, re.MULTILINE)
+    assert part, f"nothing matches {where!r}"
+    kept, at = [text[: part.start()]], part.start()
+    for value in values:
+        whole = re.compile(rf"(?<![\d.+−])(?<!\D-){re.escape(value)}(?!\.?\d)")
+        found = whole.search(text, at, part.end())
+        assert found, f"{value} of {values} does not stand in {part[0]!r}"
+        kept.append(text[at : found.start()])
+        at = found.end()
+    return "".join([*kept, text[at:]])
+
+
+@pytest.mark.parametrize(("page", "where", "values"), BOUND, ids=range(len(BOUND)))
+def test_a_number_is_that_of_its_file(page, where, values):
+    without((ROOT / page).read_text(), where, values)
+
+
+def test_another_number_or_order_is_found():
+    for values in (["96.2", "94"], ["95.5", "96.1", "96.1"]):
+        with pytest.raises(AssertionError, match="does not stand in"):
+            without(README, line("stage 3"), values)
 
 
 def unbound(text):
-    """Numbers of `text` that no pattern covers and FACTS does not list, each with what stands
+    """Numbers of the README that no row of PAGES covers and FACTS does not list, each with the text
     around it.
     """
-    for pattern in (
-        *(pattern for pattern, _ in BOUND),
-        *(re.escape(fact).replace(r"\ ", r"\s+") for fact in FACTS),
-    ):
-        text = re.sub(pattern, "", text, flags=re.MULTILINE | re.DOTALL)
+    for fact in FACTS:
+        text = re.sub(re.escape(fact).replace(r"\ ", r"\s+"), "", text)
+    for bound in PAGES["README.md"]:
+        text = without(text, *bound)
     text = prose(text)
     return [text[max(0, found.start() - 40) : found.end() + 20] for found in NUMBER.finditer(text)]
 
@@ -376,13 +427,8 @@ def test_the_plain_facts_are_those_of_the_default_run():
     cfg = load_config(ROOT / "params.yaml")
     assert (cfg.warm_start.num_demos, cfg.horizon.max_turns) == (300, (6, 9, 12))
     settings = cfg.evaluation
-    assert (settings.num_items, settings.max_turns, settings.num_samples, settings.temperature) == (
-        512,
-        12,
-        4,
-        1.0,
-    )
-    assert settings.confidence == 0.95
+    assert (settings.num_items, settings.max_turns, settings.num_samples) == (512, 12, 4)
+    assert (settings.temperature, settings.confidence) == (1.0, 0.95)
     assert len(RECIPES) == 13
     model = cfg.model
     head = model.hidden_size // model.num_heads

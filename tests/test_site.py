@@ -6,13 +6,14 @@ import ast
 import os
 import re
 import shutil
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.completed import completed
 
 pytestmark = pytest.mark.integration
 
@@ -24,17 +25,14 @@ LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link"
 def build(folder, site):
     """`mkdocs build --strict` where a network would be met with refusal. Result: (code, output)."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
-    ended = subprocess.run(
-        command,
+    ended = completed(
+        *command,
         cwd=folder,
         env={
             **os.environ,
             "NO_MKDOCS_2_WARNING": "1",
             **dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9"),
         },
-        capture_output=True,
-        text=True,
-        check=False,
     )
     return ended.returncode, ended.stdout + ended.stderr
 
@@ -110,13 +108,7 @@ def test_the_documents_themselves_are_pages_with_their_headings(site):
 
 
 def test_a_broken_link_and_a_broken_anchor_fail_the_build(tmp_path):
-    listed = subprocess.run(
-        ["git", "ls-files", "*.md", "docs", "mkdocs.yml"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    listed = completed("git", "ls-files", "*.md", "docs", "mkdocs.yml", cwd=ROOT, check=True)
     for name in listed.stdout.splitlines():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from agentgym.algorithms.experience import Experience
+from agentgym.algorithms.batch import Experience
 from agentgym.algorithms.recipe import named, recipe_of
 from agentgym.algorithms.signal import differ
 

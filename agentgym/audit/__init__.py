@@ -11,22 +11,22 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+from agentgym.audit.decision_evidence import check_judged
 from agentgym.audit.decisions import check_decisions
 from agentgym.audit.episodes import check_episodes, check_replay, check_tokens
 from agentgym.audit.excluded import check_excluded
-from agentgym.audit.judged import check_judged
+from agentgym.audit.findings import AuditReport, Check, Checks
 from agentgym.audit.ledger import check_ledger
-from agentgym.audit.numbers import Results, check_numbers, read_splits
-from agentgym.audit.pages import check_pages
-from agentgym.audit.records import check_records
+from agentgym.audit.logs import check_records
+from agentgym.audit.mlflow_pages import check_pages
 from agentgym.audit.registered import check_registry
-from agentgym.audit.report import AuditReport, Check, Checks
+from agentgym.audit.reported import Results, check_numbers, read_splits
 from agentgym.audit.sampling import check_sampling
-from agentgym.audit.steps import check_lineage, read_steps
+from agentgym.audit.stored_steps import check_lineage, read_steps
 from agentgym.audit.updates import check_updates
 from agentgym.config import ConfigError, RunConfig
 from agentgym.models.model import set_threads
-from agentgym.pipeline.runs import existing, require_run
+from agentgym.pipeline.stored_config import existing, require_run
 from agentgym.pipeline.table import open_store, run_key
 from agentgym.steps.context import NoProgress, Progress
 

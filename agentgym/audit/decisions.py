@@ -12,21 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
+from agentgym.audit.findings import Checks
 from agentgym.audit.ledger import existing_ledger
-from agentgym.audit.report import Checks
-from agentgym.audit.steps import StepRecord
+from agentgym.audit.stored_steps import StepRecord
 from agentgym.config import RunConfig
+from agentgym.evaluation.decision import DECISION, FOLDER, artifact, judged_again, summary
 from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import RECORD, Entry, History, HistoryElsewhere, Version
 from agentgym.evaluation.paired import align
-from agentgym.evaluation.promotion import (
-    DECISION,
-    FOLDER,
-    Promotions,
-    artifact,
-    judged_again,
-    summary,
-)
+from agentgym.evaluation.promotion import Promotions
 from agentgym.evaluation.record import STEP as EVALUATION
 from agentgym.evaluation.result import Result
 from agentgym.evaluation.stored import stored_result
@@ -35,7 +29,8 @@ from agentgym.steps.step import Kind
 from agentgym.store.manifest import sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import has_file, tracker_of
-from agentgym.tracking.mlflow import local_path, reaching
+from agentgym.tracking.mlflow import local_path
+from agentgym.tracking.reaching import reaching
 from agentgym.tracking.registry import alias_version, all_models, version_run, version_tags
 
 

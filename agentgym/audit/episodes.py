@@ -9,22 +9,20 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from agentgym.algorithms.batch import TRUNCATED
-from agentgym.audit.report import Checks
-from agentgym.audit.steps import StepRecord, draw, load, place
+from agentgym.audit.findings import Checks
+from agentgym.audit.stored_steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
 from agentgym.data.items import Splits
 from agentgym.deploy.environment import environment_servers
-from agentgym.evaluation.evaluate import items_of_step
-from agentgym.rollouts.client import EnvError
+from agentgym.evaluation.evaluator import items_of_step
 from agentgym.rollouts.engine import open_pool, openings
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import ending, extract_action
-from agentgym.rollouts.horizon import Stage
 from agentgym.rollouts.pools import EnvPools
-from agentgym.steps.step import Kind
+from agentgym.steps.step import Kind, Stage
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.training.rl import reads_last
+from agentgym.training.ahead import reads_last
 from agentgym.types import Item, Status, Trajectory
 from envs.wire import FAMILY, INVALID, PARTS
 
@@ -137,7 +135,7 @@ def _check_end(cfg: RunConfig, where: str, episode: Trajectory, checks: Checks) 
             where,
             "success of an episode that the environment did not end",
             False,
-            episode.success and episode.status in TRUNCATED,
+            episode.success and episode.status.is_truncated,
         )
     else:
         checks.expect(where, "success of an episode that is left out", False, episode.success)
@@ -194,7 +192,7 @@ def check_tokens(
                     checks.expect(where, "context used up", True, room < cfg.rollout.max_new_tokens)
                 read_last = (
                     bootstraps
-                    and episode.status in TRUNCATED
+                    and episode.status.is_truncated
                     and episode.item.split == "train"
                     and room >= 0
                 )

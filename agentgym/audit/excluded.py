@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agentgym.audit.report import Checks
+from agentgym.audit.findings import Checks
 from agentgym.audit.sampling import weights_of_versions
-from agentgym.audit.steps import StepRecord, load
+from agentgym.audit.stored_steps import StepRecord, load
 from agentgym.config import RunConfig
 from agentgym.deploy.environment import environment_servers
 from agentgym.models.checkpoint import Checkpoint

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentgym.audit.report import Checks
-from agentgym.audit.steps import StepRecord
+from agentgym.audit.findings import Checks
+from agentgym.audit.stored_steps import StepRecord
 from agentgym.config import RunConfig
 from agentgym.steps.step import Kind
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import RECORDS, delivered_seq, delivery_mark, tracker_of
 from agentgym.tracking.mlflow import Tracker, local_path
-from agentgym.tracking.pages import MANIFEST
+from agentgym.tracking.step_page import MANIFEST
 
 
 def check_ledger(

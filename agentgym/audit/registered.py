@@ -12,37 +12,23 @@ from typing import Any
 import torch
 import yaml
 
+from agentgym.audit.findings import Checks
 from agentgym.audit.ledger import existing_ledger
-from agentgym.audit.report import Checks
-from agentgym.audit.steps import StepRecord
+from agentgym.audit.stored_steps import StepRecord
 from agentgym.config import RunConfig
+from agentgym.evaluation.decision import DECISION, VERDICT, WHY, artifact, decision_tags, note_of
 from agentgym.evaluation.history import Entry, HistoryElsewhere
-from agentgym.evaluation.promotion import (
-    DECISION,
-    HOME,
-    VERDICT,
-    WHY,
-    Promotions,
-    artifact,
-    decision_tags,
-    note_of,
-)
+from agentgym.evaluation.promotion import HOME, Promotions
 from agentgym.evaluation.publish import tags_of_version
-from agentgym.evaluation.registered import fetch_registered
+from agentgym.evaluation.version_files import fetch_registered
 from agentgym.models.adapter import MergedTensors
 from agentgym.models.checkpoint import policy_of, save_pretrained
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.registry import (
-    ABOUT,
-    FILES,
-    MLMODEL,
-    ModelChanged,
-    lasting_digests,
-    save_flavor,
-)
-from agentgym.tracking.views import NOTE_OURS
+from agentgym.tracking.flavor import save_flavor
+from agentgym.tracking.registry import ABOUT, FILES, MLMODEL, ModelChanged, lasting_digests
+from agentgym.tracking.saved_view import NOTE_OURS
 from envs.plain import plain
 
 SAME_BY_ALL = (".safetensors", ".jinja")  # files that do not depend on package versions

@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentgym.audit.report import Checks
-from agentgym.audit.steps import StepRecord, draw, load, place
+from agentgym.audit.findings import Checks
+from agentgym.audit.stored_steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
 from agentgym.models.attention import PackedSequences
 from agentgym.models.checkpoint import Checkpoint, has_weights
-from agentgym.models.fidelity import Float32Arithmetic
+from agentgym.models.fidelity import Float32Arithmetic, Tolerance
 from agentgym.models.networks import head_logits
-from agentgym.models.tolerance import Tolerance
 from agentgym.rollouts.policies.draw import Distribution, uniforms
 from agentgym.rollouts.policies.engines import engine_class, engine_dtype
 from agentgym.store.manifest import Manifest

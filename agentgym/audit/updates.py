@@ -15,8 +15,8 @@ from torch import Tensor
 
 from agentgym.algorithms.advantages import with_advantages
 from agentgym.algorithms.batch import why_not
-from agentgym.audit.report import Checks
-from agentgym.audit.steps import StepRecord
+from agentgym.audit.findings import Checks
+from agentgym.audit.stored_steps import StepRecord
 from agentgym.config import DynamicSamplingConfig, RunConfig
 from agentgym.learner.process_group import SingleProcess
 from agentgym.models.checkpoint import load_checkpoint, policy_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentgym.commands.parser import Commands
 from agentgym.config import ConfigError, EnvConfig, RunConfig
-from agentgym.console.guard import say
+from agentgym.console.ending import say
 
 if TYPE_CHECKING:
     from agentgym.data.items import Splits
@@ -57,7 +57,7 @@ def add(commands: Commands) -> None:
 
 
 def _keep(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.data.kept import keep_data
+    from agentgym.data.copies import keep_data
     from agentgym.pipeline.table import open_store
 
     store = open_store(cfg)

@@ -8,7 +8,7 @@ import json
 
 from agentgym.commands.parser import Commands
 from agentgym.config import RunConfig
-from agentgym.console.guard import say
+from agentgym.console.ending import say
 
 
 def add(commands: Commands) -> None:
@@ -23,8 +23,8 @@ def add(commands: Commands) -> None:
 
 
 def _list(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.deploy.fleets.lease import groups
-    from agentgym.deploy.fleets.sending import num_live
+    from agentgym.deploy.fleets.fleet_lease import groups
+    from agentgym.deploy.fleets.startup import num_live
     from agentgym.deploy.kubernetes import connected
 
     with contextlib.closing(connected(cfg.kubernetes)) as kube:
@@ -50,7 +50,7 @@ def _list(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _gc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.deploy.fleets.sending import take_down
+    from agentgym.deploy.fleets.startup import take_down
     from agentgym.deploy.kubernetes import connected, observation_s, orphans
 
     with contextlib.closing(connected(cfg.kubernetes)) as kube:

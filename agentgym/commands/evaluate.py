@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from agentgym.commands.parser import Commands, add_waiting, positive
 from agentgym.config import ConfigError, RunConfig
-from agentgym.console.guard import say
+from agentgym.console.ending import say
 
 if TYPE_CHECKING:
-    from agentgym.evaluation.request import EvaluationRequest
+    from agentgym.evaluation.protocol import EvaluationRequest
     from agentgym.pipeline.evaluated import Evaluated
 
 INVALID = 3  # exit code of a result whose coverage is below the floor
@@ -108,10 +108,10 @@ def run_meant(policy: str) -> str:
     """Return the run that RUN:STEP names; empty for other policies and for the configured run.
     Errors: ConfigError.
     """
-    from agentgym.evaluation.policies import PolicyName, Who
+    from agentgym.evaluation.policies import PolicyKind, PolicyName
 
     name = PolicyName.parse(policy) if ":" in policy else None
-    return name.of if name is not None and name.who is Who.RUN else ""
+    return name.of if name is not None and name.who is PolicyKind.RUN else ""
 
 
 def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
@@ -120,7 +120,7 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
 
     from agentgym.config import first_line
     from agentgym.evaluation.asking import OWN
-    from agentgym.evaluation.request import EvaluationRequest
+    from agentgym.evaluation.protocol import EvaluationRequest
 
     settings = {override.partition("=")[0] for override in _overrides(arguments)}
     items = {"num": arguments.num_items, "split": arguments.split, "file": arguments.items}
@@ -161,11 +161,10 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.console.progress import Bars
-    from agentgym.console.terminal import PlainConsole
+    from agentgym.console.progress import Bars, PlainConsole
     from agentgym.pipeline.evaluated import show
-    from agentgym.pipeline.evaluation import evaluate_policy, regrade
-    from agentgym.pipeline.runs import how_to_find
+    from agentgym.pipeline.policy_evaluation import evaluate_policy, regrade
+    from agentgym.pipeline.stored_config import how_to_find
     from agentgym.store.files import write_whole
     from agentgym.store.lease import when_free
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from agentgym.commands.parser import Commands
 from agentgym.config import RunConfig, settings
-from agentgym.console.guard import say
+from agentgym.console.ending import say
 
 MEANINGS_AT = 40  # column of `agentgym config`
 

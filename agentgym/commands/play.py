@@ -8,7 +8,7 @@ import sys
 from agentgym.commands.evaluate import run_meant
 from agentgym.commands.parser import Commands, positive
 from agentgym.config import RunConfig
-from agentgym.console.guard import say
+from agentgym.console.ending import say
 
 
 def add(commands: Commands) -> None:
@@ -39,7 +39,7 @@ def add(commands: Commands) -> None:
 
 
 def _play(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.pipeline.play import Game, play_games
+    from agentgym.pipeline.game import Game, play_games
 
     game = Game(
         arguments.env or cfg.env.name,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from agentgym.commands.parser import Commands
 from agentgym.config import ConfigError, RunConfig
-from agentgym.console.guard import say
+from agentgym.console.ending import say
 from agentgym.defaults import VIEWER_PORT as PORT
 
 
@@ -61,7 +61,7 @@ def _view(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 def _take_away(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from urllib.parse import parse_qsl
 
-    from agentgym.viewer.export import write_bundle, write_lines
+    from agentgym.viewer.bundle import write_bundle, write_lines
     from agentgym.viewer.query import BadQuery, Query
     from agentgym.viewer.viewer import Viewer
 

@@ -6,69 +6,50 @@ Pure functions of the result of `results.table`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentgym.comparison.report import (
-    AXES,
-    COLOURS,
-    RowJson,
-    Table,
-    curves_png,
-    literal,
-    markdown,
-    missing_line,
-    points_of,
-    spread_of,
-)
-from agentgym.evaluation.report import INK, MUTED, label, png_of, style
+from agentgym.comparison.figures import curves_png, lines_png, success_png
+from agentgym.comparison.overview import AXES, RowJson, Table, literal, markdown, spread_of
 from agentgym.evaluation.seeds import FEWEST_SEEDS
+from agentgym.pages import gain, label
 
 Cells = Mapping[str, Mapping[str, RowJson]]  # method -> environment -> row
 
 
-def grid_files(table: Table) -> dict[str, bytes]:
-    """Return the tables as JSON and Markdown and the figures, by file name."""
-    name = table["name"]
-    files = {
-        f"{name}.json": json.dumps(table, indent=1).encode() + b"\n",
-        f"{name}.md": grid_markdown(table).encode(),
+def figures_of_grid(table: Table) -> dict[str, bytes | None]:
+    """Return the figures of a grid, by the end of their name; None for one without numbers."""
+    cells, key, envs = cells_of_table(table), main_key(table["rows"]), table["environments"]
+    by_env = {
+        env: [(y, row[env], key) for y, row in enumerate(cells.values()) if env in row]
+        for env in envs
     }
-    if table["rows"]:
-        figures = {
-            "": success_png(table),
-            "_turns": lines_png(table, "turns", "turns an episode may have"),
-            "_pass": lines_png(table, "pass_at", "k, of pass@k"),
-            "_curves": curves_png({**table, "rows": training_rows(table["rows"])}),
-        }
-        files |= {f"{name}{end}.png": png for end, png in figures.items() if png is not None}
-    return files
+    caption = f"{label(key)} · line: {100 * table['confidence']:g} % interval"
+    return {
+        "": success_png(by_env, list(cells), range(len(cells)), caption, alike=True),
+        "_turns": _lines(cells, envs, "turns", "turns an episode may have"),
+        "_pass": _lines(cells, envs, "pass_at", "k, of pass@k"),
+        "_curves": curves_png({**table, "rows": training_rows(table["rows"])}),
+    }
 
 
-def grid_markdown(table: Table) -> str:
+def text_of_grid(table: Table) -> list[str]:
     """Return Markdown tables: one per number, gains, contrasts and costs; and how to read them."""
-    head, rows = f"# {literal(table['title'] or table['name'])}", table["rows"]
-    if not rows:
-        return f"{head}\n\nNo cell is done.\n"
-    parts = [head]
+    rows, parts = table["rows"], []
     for key in shared_keys(rows):
         parts.append(
             f"{label(key)}, percent:\n\n{_table(table, _success(key), _starts(rows, key))}"
         )
     main = main_key(rows)
     if any("gain" in row for row in rows):
-        gains = _table(table, lambda row: points_of(row["gain"][main]) if "gain" in row else "")
+        gains = _table(table, lambda row: gain(row["gain"][main]) if "gain" in row else "")
         parts.append(f"Gain of {label(main)} over the cell's own start, points:\n\n{gains}")
     if table["contrasts"]:
         parts.append(_contrasts(table, main))
     if any("cost" in row for row in rows):
         costs = _table(table, lambda row: _cost(row["cost"]) if "cost" in row else "")
         parts.append(f"What training cost, mean over seeds:\n\n{costs}")
-    parts.append(_reading(table))
-    if table["missing"]:
-        parts.append(missing_line(table["missing"]))
-    return "\n\n".join(parts) + "\n"
+    return [*parts, _reading(table)]
 
 
 def cells_of_table(table: Table) -> Cells:
@@ -108,98 +89,17 @@ def training_rows(rows: Sequence[RowJson]) -> list[RowJson]:
     ]
 
 
-def success_png(table: Table) -> bytes:
-    """Draw a panel per environment: each method's success with its interval, seeds as small dots,
-    and the start of training.
-    """
-    from matplotlib.figure import Figure
-
-    cells, key = cells_of_table(table), main_key(table["rows"])
-    figure = Figure(figsize=(10.0, 1.3 + 0.36 * len(cells)), facecolor="white")
-    panels = figure.subplots(1, len(table["environments"]), sharey=True, squeeze=False)[0]
-    for axes, env in zip(panels, table["environments"], strict=True):
-        style(axes, grid="x")
-        for y, row in enumerate(by_env.get(env) for by_env in cells.values()):
-            if row is not None:
-                _mark(axes, y, row, key)
-        axes.set_title(_drawn(env), fontsize=11, color=INK)
-        axes.set_xlim(-3, 103)
-    panels[0].set_yticks(range(len(cells)), [_drawn(name) for name in cells])
-    panels[0].set_ylim(len(cells) - 0.4, -0.6)
-    figure.supxlabel(
-        f"{label(key)}, % · line: {100 * table['confidence']:g} % interval · grey mark: the start",
-        fontsize=9,
-        color=MUTED,
-    )
-    figure.tight_layout(w_pad=1.2)
-    return png_of(figure)
-
-
-def _mark(axes: Any, y: int, row: RowJson, key: str) -> None:
-    estimate, seeds = row["success"][key], row["success"][key]["per_seed"]
-    if "start" in row:
-        start = 100 * row["start"][key]["mean"]
-        axes.plot(start, y, "|", color=MUTED, markersize=11, markeredgewidth=1.6)
-    axes.plot([100 * estimate["low"], 100 * estimate["high"]], [y] * 2, color=COLOURS[1])
-    axes.plot([100 * value for value in seeds], [y + 0.24] * len(seeds), ".", color=MUTED)
-    axes.plot(100 * estimate["mean"], y, "o", color=COLOURS[1], markersize=6)
-
-
-def lines_png(table: Table, what: str, title: str) -> bytes | None:
-    """Draw a panel per environment, a line per method, its interval as a band: success against
-    turns, or pass@k. None if no cell has more than one value.
-    """
-    from matplotlib.figure import Figure
-
-    cells, envs = cells_of_table(table), table["environments"]
-    curves = {
-        (method, env): curve
-        for method, by_env in cells.items()
-        for env, row in by_env.items()
-        if len((curve := _curve(row, what))[0]) > 1
+def _lines(cells: Cells, envs: Sequence[str], what: str, title: str) -> bytes | None:
+    """Draw success against turns, or pass@k. None if no cell has more than one value."""
+    by_env = {
+        env: {
+            method: curve
+            for method, row in cells.items()
+            if env in row and len((curve := _curve(row[env], what))[0]) > 1
+        }
+        for env in envs
     }
-    if not curves:
-        return None
-    figure = Figure(figsize=(max(7.0, 3.4 * len(envs)), 3.4), facecolor="white")
-    panels = figure.subplots(1, len(envs), sharey=True, squeeze=False)[0]
-    for axes, env in zip(panels, envs, strict=True):
-        style(axes)
-        for number, method in enumerate(cells):
-            if (method, env) in curves:
-                _line(axes, *curves[method, env], COLOURS[1:][number % 6], method, what == "turns")
-        axes.set_title(_drawn(env), fontsize=11, color=INK)
-        axes.set_xlabel(title, fontsize=9)
-        axes.locator_params(axis="x", integer=True)
-    panels[0].set_ylim(0, 100)
-    panels[0].set_ylabel("success, %", fontsize=9)
-    handles = {str(line.get_label()): line for axes in panels for line in axes.get_lines()}
-    figure.tight_layout(w_pad=0.8)
-    figure.legend(
-        list(handles.values()),
-        list(handles),
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0.0),
-        ncols=4,
-        frameon=False,
-        fontsize=9,
-    )
-    return png_of(figure)
-
-
-def _line(
-    axes: Any,
-    budgets: Sequence[float],
-    success: Sequence[Mapping[str, float]],
-    colour: str,
-    method: str,
-    stepped: bool,
-) -> None:
-    mean, low, high = (
-        [100 * estimate[part] for estimate in success] for part in ("mean", "low", "high")
-    )
-    draws, fills = {"drawstyle": "steps-post"}, {"step": "post"}
-    axes.plot(budgets, mean, color=colour, label=_drawn(method), **(draws if stepped else {}))
-    axes.fill_between(budgets, low, high, color=colour, alpha=0.1, **(fills if stepped else {}))
+    return lines_png(by_env, title, stepped=what == "turns") if any(by_env.values()) else None
 
 
 def _curve(row: RowJson, what: str) -> tuple[list[float], list[Mapping[str, float]]]:
@@ -213,7 +113,11 @@ def _curve(row: RowJson, what: str) -> tuple[list[float], list[Mapping[str, floa
 def _table(
     table: Table, text_of: Callable[[RowJson], str], first: Mapping[str, str] | None = None
 ) -> str:
-    """Return a Markdown table, methods by environments. first: texts of a first line, if any."""
+    """Return a Markdown table with a line per method and a column per environment.
+
+    text_of: gives the text of a cell; first: environment -> text of a first line, which is named
+    *start*. None: no such line.
+    """
     envs = table["environments"]
     lines = [["*start*", "", *(first.get(env, "") for env in envs)]] if first else []
     for method, by_env in cells_of_table(table).items():
@@ -250,7 +154,7 @@ def _contrasts(table: Table, main: str) -> str:
         name = " − ".join(map(literal, contrast["of"]))
         shown = " *" if contrast["shown"][main] else ""
         limit = f" ({contrast['limit'][main]})" if contrast["limit"][main] else ""
-        text = f"{points_of(contrast['difference'][main])}{shown}{limit}"
+        text = f"{gain(contrast['difference'][main])}{shown}{limit}"
         by_contrast.setdefault(name, {})[contrast["environment"]] = text
     envs = table["environments"]
     lines = [[name, *(by_env.get(env, "") for env in envs)] for name, by_env in by_contrast.items()]
@@ -302,8 +206,3 @@ def _reading(table: Table) -> str:
             *sorted(whys),
         ]
     )
-
-
-def _drawn(text: str) -> str:
-    """Return the text with dollar signs escaped: matplotlib would read formulas between them."""
-    return text.replace("$", "\\$")

@@ -19,11 +19,10 @@ import yaml
 
 from agentgym.comparison.described import Comparison, DescribedRow, described_rows
 from agentgym.config import ConfigError, RunConfig, config_digest, load_config
-from agentgym.evaluation.protocol import EvaluationProtocol
-from agentgym.evaluation.request import EvaluationRequest
+from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
 from agentgym.evaluation.result import differences
 from agentgym.pipeline.child import run_child, run_command
-from agentgym.pipeline.evaluation import answered, protocol_for
+from agentgym.pipeline.policy_evaluation import answered, protocol_for
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of, with_parents
 from agentgym.steps.step import Kind
 from agentgym.store.files import write_whole

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from agentgym.comparison.described import Comparison
-from agentgym.comparison.judged import Judged, curves_json, interval_of, read_judged
+from agentgym.comparison.evaluations import CellEvaluation, curves_json, interval_of, read_judged
 from agentgym.comparison.matrix import Cell, comparison_key, contrast_rows
-from agentgym.comparison.report import AXES, CEILING, Table
+from agentgym.comparison.overview import AXES, CEILING, Table
 from agentgym.comparison.shown import logged_tables, result_files
 from agentgym.evaluation.clustered import family_codes
 from agentgym.evaluation.estimates import per_item
@@ -64,7 +64,7 @@ class CellResult:
     cost: Mapping[str, float]  # of the whole training, by AXES; see `_costs`
     training: tuple[Point, ...]  # of its optimizer steps
     evaluated: tuple[Point, ...]  # of the evaluations before and after
-    judged: Judged | None = None  # the evaluation after, in a column of environments
+    judged: CellEvaluation | None = None  # the evaluation after, in a column of environments
     families: tuple[str | None, ...] | None = None  # of each item; None: in `judged`, or not stored
 
 
@@ -326,7 +326,9 @@ def _evaluation_json(row: Row) -> dict[str, Any]:
 
 
 def _column_json(row: Row) -> dict[str, Any]:
-    """Return the column of a row and its curves; {} if environments are not the columns."""
+    """Return the row's environment, its method and the curves of its evaluations (`curves_json`);
+    {} in a comparison whose columns are not environments.
+    """
     seeds = [cell.judged for cell in row.cells if cell.judged is not None]
     if not seeds:
         return {}

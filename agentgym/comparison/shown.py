@@ -5,25 +5,42 @@ its columns.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from agentgym.comparison import grid, report
-from agentgym.comparison.report import Table
+from agentgym.comparison.figures import figures_of_rows
+from agentgym.comparison.grid import figures_of_grid, text_of_grid
+from agentgym.comparison.overview import Table, literal, text_of_rows
 
 
 def result_files(table: Table) -> dict[str, bytes]:
     """Return the files of a comparison, by file name: table as JSON and as text, and figures."""
-    return (grid.grid_files if table.get("environments") else report.result_files)(table)
+    name = table["name"]
+    figures = figures_of_grid if table.get("environments") else figures_of_rows
+    pngs = figures(table) if table["rows"] else {}
+    return {
+        f"{name}.json": json.dumps(table, indent=1).encode() + b"\n",
+        f"{name}.md": table_markdown(table).encode(),
+        **{f"{name}{end}.png": png for end, png in pngs.items() if png is not None},
+    }
 
 
 def table_markdown(table: Table) -> str:
     """Return the tables and how to read them, as Markdown."""
-    return (grid.grid_markdown if table.get("environments") else report.table_markdown)(table)
+    parts = [f"# {literal(table['title'] or table['name'])}"]
+    if not table["rows"]:
+        return f"{parts[0]}\n\nNo cell is done.\n"
+    parts += (text_of_grid if table.get("environments") else text_of_rows)(table)
+    if table["missing"]:
+        names = ", ".join(map(literal, table["missing"]))
+        parts.append(f"Not in the table, because not done: {names}.")
+    return "\n\n".join(parts) + "\n"
 
 
 def logged_tables(table: Table) -> dict[str, bytes]:
     """Return the same numbers as MLflow tables, by file name: a line per row, and per contrast."""
+    import pandas as pd
+
     rows = [
         {
             "row": row["name"],
@@ -43,7 +60,11 @@ def logged_tables(table: Table) -> dict[str, bytes]:
         for contrast in table["contrasts"]
     ]
     tables = {"rows_table.json": rows, "contrasts_table.json": contrasts}
-    return {name: _split(lines) for name, lines in tables.items() if lines}
+    return {
+        name: pd.DataFrame(lines).to_json(orient="split", index=False).encode()
+        for name, lines in tables.items()
+        if lines
+    }
 
 
 def _numbers(prefix: str, estimates: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -52,10 +73,3 @@ def _numbers(prefix: str, estimates: Mapping[str, Mapping[str, Any]]) -> dict[st
         for key, estimate in estimates.items()
         for part, end in (("mean", ""), ("low", " low"), ("high", " high"))
     }
-
-
-def _split(lines: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return an MLflow table. Columns are in order of first appearance; rows need not have all."""
-    columns = list(dict.fromkeys(name for line in lines for name in line))
-    data = [[line.get(name) for name in columns] for line in lines]
-    return json.dumps({"columns": columns, "data": data}, separators=(",", ":")).encode()

@@ -11,14 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.evaluation.episodes import FILE, read_episodes
-from agentgym.evaluation.paired import (
-    Decision,
-    Incomparable,
-    align,
-    compare,
-    detectable_with,
-)
+from agentgym.evaluation.paired import Decision, Incomparable, align, compare, detectable_with
+from agentgym.evaluation.parquet import FILE, read_episodes
 from agentgym.evaluation.policies import PolicyName
 from agentgym.evaluation.record import find
 from agentgym.evaluation.result import RESULT, Result, ResultError, Slot
@@ -26,8 +20,8 @@ from agentgym.evaluation.scaling import Curve, by_turns, obstacle, within
 from agentgym.evaluation.stored import NumbersChanged, stored_result
 from agentgym.pipeline.export import commit_of
 from agentgym.pipeline.table import open_store
-from agentgym.store.manifest import Manifest
-from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
+from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest
+from agentgym.store.runstore import RunStore
 
 SCHEMA_VERSION = 1
 ITEMS = (100, 200, 500)  # numbers of items for which the smallest detectable difference is reported
@@ -35,7 +29,7 @@ LOOKED_AT = 50  # episodes searched for a mention of the horizon
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedResult:
     """A result and its name in the comparison."""
 
     name: str
@@ -49,7 +43,7 @@ def is_result(word: str) -> bool:
     return path.name == RESULT or (path.is_dir() and (path / RESULT).is_file())
 
 
-def find_result(word: str, cfg: RunConfig) -> Named:
+def find_result(word: str, cfg: RunConfig) -> NamedResult:
     """Return a result: by the beginning of an evaluation's digest, by a step of a run (`:stage-3`,
     `RUN:stage-3`: the run's own evaluation of it), or by a folder or its result.json.
 
@@ -62,12 +56,14 @@ def find_result(word: str, cfg: RunConfig) -> Named:
             folder = path.parent if path.name == RESULT else path
             if folder.resolve().parent != files.resolve():
                 loaded = Result.load(path)
-                return Named(f"{_name(loaded, folder.name)}, not checked: a file", loaded, folder)
+                return NamedResult(
+                    f"{_name(loaded, folder.name)}, not checked: a file", loaded, folder
+                )
             word = folder.name
         store = open_store(cfg)
         head = _of_step(cfg, store, word) if ":" in word else find(store, word)
         result, folder = stored_result(store, head), files / head.key[:12]
-        return Named(_name(result, folder.name), result, folder if folder.is_dir() else None)
+        return NamedResult(_name(result, folder.name), result, folder if folder.is_dir() else None)
     except (ResultError, NumbersChanged, BlobMissing, DigestMismatch) as error:
         raise ConfigError(f"{word}: {error}") from None
 
@@ -86,7 +82,7 @@ def _of_step(cfg: RunConfig, store: RunStore, word: str) -> Manifest:
     raise ConfigError(f"{word} has no evaluation of its run; `agentgym evaluate {word}` makes one")
 
 
-def versus(named: Sequence[Named], *, confidence: float | None = None) -> dict[str, Any]:
+def versus(named: Sequence[NamedResult], *, confidence: float | None = None) -> dict[str, Any]:
     """Return the comparison of every result with the first one. confidence: default, the
     protocol's.
     Errors: ConfigError for one result alone, one with too little coverage, or different questions.
@@ -119,7 +115,7 @@ def versus(named: Sequence[Named], *, confidence: float | None = None) -> dict[s
 
 
 def _contrast(
-    first: Named, other: Named, decisions: dict[str, Decision], confidence: float
+    first: NamedResult, other: NamedResult, decisions: dict[str, Decision], confidence: float
 ) -> dict[str, Any]:
     return {
         "before": first.name,
@@ -146,7 +142,7 @@ def overall(verdicts: Sequence[str]) -> str:
     return "mixed" if len(shown) == 2 else next(iter(shown), "not shown")
 
 
-def _result_json(named: Named, confidence: float) -> dict[str, Any]:
+def _result_json(named: NamedResult, confidence: float) -> dict[str, Any]:
     result = named.result
     return {
         "name": named.name,
@@ -163,7 +159,7 @@ def _result_json(named: Named, confidence: float) -> dict[str, Any]:
     }
 
 
-def _curves_json(named: Named, env: str, confidence: float) -> dict[str, Any]:
+def _curves_json(named: NamedResult, env: str, confidence: float) -> dict[str, Any]:
     """Return success against an episode's budget; against turns only if the horizon cannot have
     changed the policy's actions.
     """
@@ -207,7 +203,7 @@ def sampled_slots(slots: Sequence[Slot]) -> list[Slot]:
     return [slot for slot in slots if slot.sample] or list(slots)
 
 
-def _told(named: Named, env: str) -> Iterator[str]:
+def _told(named: NamedResult, env: str) -> Iterator[str]:
     """Yield the texts that a policy was shown: its instructions and its first episodes."""
     yield named.result.about.get("instructions", {}).get(env, "")
     folder = named.folder

@@ -22,17 +22,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentgym.compute.actors import end, node_id
 from agentgym.compute.learner_ranks import LearnerRank, RayLearner
-from agentgym.compute.rollout_workers import RayEngine, RolloutWorker, WorkerPlan
-from agentgym.compute.sending import SENDING
+from agentgym.compute.rollout_workers import RayEngine
+from agentgym.compute.transfer import SENDING, end, node_id
+from agentgym.compute.worker import RolloutWorker, WorkerPlan
 from agentgym.config import ConfigError, RunConfig
 from agentgym.deploy.attempts import RayUnreachable
 from agentgym.deploy.rayjobs import auth_headers, forget_token
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.tensorfiles import StoredTensors
-from agentgym.rollouts.loop import LoopThread
+from agentgym.rollouts.engine import LoopThread
 from agentgym.types import Endpoints
 
 CONNECT_TIMEOUT_S = 10.0  # to the cluster's port

@@ -20,19 +20,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentgym.algorithms.batch import Batch
-from agentgym.algorithms.experience import Experience
-from agentgym.compute.actors import SLACK_S, cause_of, end, first_line, node_address
-from agentgym.compute.sending import (
+from agentgym.algorithms.batch import Batch, Experience
+from agentgym.compute.transfer import (
+    SLACK_S,
     BroadcastSender,
     InObjectStore,
     ObjectStoreSender,
     Outbox,
     Sender,
+    cause_of,
+    end,
+    first_line,
+    node_address,
     put,
 )
 from agentgym.config import PolicyGradientConfig
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.model import set_threads
 from agentgym.models.transport import Broadcast, Place, meet, serve, use_interface_of
 from agentgym.store.manifest import Blob

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 import agentgym.rollouts.engine as inline
-from agentgym.algorithms.batch import Batch
-from agentgym.algorithms.experience import Experience
+from agentgym.algorithms.batch import Batch, Experience
 from agentgym.config import ConfigError, PolicyGradientConfig, RunConfig
-from agentgym.learner.plan import LearnerPlan
 from agentgym.learner.process_group import SingleProcess
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import Checkpoint
+from agentgym.rollouts.engine import RolloutRequest
 from agentgym.rollouts.policies.engines import why_merged
 from agentgym.store.place import Writable
 from agentgym.types import Endpoints, EngineUsage, Item, Trajectory
@@ -74,16 +74,7 @@ class Engine(Protocol):
     """Protocol of an engine: it plays episodes, wherever that is."""
 
     def collect(
-        self,
-        items: Sequence[Item],
-        *,
-        num_samples: int,
-        step: int,
-        max_turns: int,
-        temperature: float,
-        seed: int,
-        read_last: bool = False,
-        progress: Callable[[int], None] = ...,
+        self, request: RolloutRequest, progress: Callable[[int], None] = ...
     ) -> list[Trajectory]: ...
     def publish(self, learner: Any, version: int) -> float:
         """Hand the learner's weights to the engine as `version` and prove that they arrived.
@@ -161,7 +152,7 @@ def play_validation(
 ) -> list[Trajectory]:
     """Play one episode of each of the first `validation.num_items` items; do not train on them."""
     settings = cfg.validation
-    return engine.collect(
+    request = RolloutRequest(
         items[: settings.num_items],
         num_samples=1,
         step=step,
@@ -169,3 +160,4 @@ def play_validation(
         temperature=settings.temperature,
         seed=cfg.seed,
     )
+    return engine.collect(request)

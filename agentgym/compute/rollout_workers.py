@@ -7,47 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
-import os
-import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from agentgym.compute.actors import (
-    SLACK_S,
-    cause_of,
-    end,
-    first_line,
-    node_address,
-    node_id,
-)
 from agentgym.compute.learner_ranks import RankLost, RayLearner
-from agentgym.compute.sending import Sender
-from agentgym.config import RunConfig
-from agentgym.models.adapter import Adapter
-from agentgym.models.checkpoint import (
-    ARCHITECTURE,
-    TOKENIZER,
-    Checkpoint,
-    stored_checkpoint,
+from agentgym.compute.transfer import SLACK_S, Sender, cause_of, end, first_line
+from agentgym.compute.worker import WorkerPlan
+from agentgym.models.checkpoint import Checkpoint
+from agentgym.models.transport import TransportBroken
+from agentgym.rollouts.collect import Lockstep, in_order, require_valid, samples
+from agentgym.rollouts.engine import (
+    EngineComparison,
+    LoopThread,
+    RolloutRequest,
+    canary_of,
+    shares_device,
 )
-from agentgym.models.model import set_threads
-from agentgym.models.tensorfiles import StoredTensors
-from agentgym.models.transport import TransportBroken, use_interface_of
-from agentgym.rollouts.canary import Seen
-from agentgym.rollouts.collect import Attempts, Lockstep, in_order, require_valid, samples
-from agentgym.rollouts.engine import canary_of, episode_settings, openings, shares_device
 from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.rollouts.loop import LoopThread
-from agentgym.rollouts.players import token_players
-from agentgym.rollouts.policies.engines import num_processes, open_here, start_timeout_s
-from agentgym.rollouts.pools import EnvPools
-from agentgym.types import Delivery, Endpoints, EngineUsage, Item, Trajectory
+from agentgym.rollouts.policies.engines import num_processes, start_timeout_s
+from agentgym.types import Delivery, EngineUsage, Item, Trajectory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,88 +39,6 @@ CLOSE_S = 15.0  # for workers to end on their own
 
 class WorkersLost(RuntimeError):
     """More rollout workers died than may be replaced."""
-
-
-@dataclass(frozen=True)
-class WorkerPlan:
-    """Configuration and first weights of a run's rollout workers."""
-
-    cfg: RunConfig
-    files: dict[str, bytes]  # architecture and tokenizer
-    weights: StoredTensors  # the first ones
-    version: int  # of these weights
-    endpoints: Endpoints
-    num_slots: int  # episodes at a time
-    drivers_node: str  # Ray's id of the node the step runs on
-    adapter: Adapter | None = None  # as in `Checkpoint`
-
-
-class RolloutWorker:
-    """Actor with its own engine and its own connections to the environments.
-    Its methods run in one event loop.
-    """
-
-    async def start(self, plan: WorkerPlan) -> tuple[str, dict[str, str]]:
-        """Open the engine with the plan's weights and connect to the environments.
-        Result: (process and host of this worker, opening instructions by environment).
-        """
-        set_threads()
-        use_interface_of(node_address())  # send weights through the interface that Ray uses
-        self._cfg = cfg = plan.cfg
-        if node_id() != plan.drivers_node:
-            for endpoint in itertools.chain.from_iterable(plan.endpoints.values()):
-                if urlsplit(endpoint).hostname in ("127.0.0.1", "localhost", "::1"):
-                    raise ValueError(
-                        f"environment server {endpoint} can be reached on the machine of the step"
-                        f" alone, and this rollout worker is on {socket.gethostname()}; start"
-                        " servers that every node can reach and name them in env.endpoints"
-                    )
-        checkpoint = stored_checkpoint(
-            plan.files[ARCHITECTURE].decode(), plan.files[TOKENIZER], plan.weights, plan.adapter
-        )
-        self._renderer = checkpoint.renderer
-        self._policy = open_here(cfg, checkpoint, num_slots=plan.num_slots, version=plan.version)
-        self._pool = EnvPools.of(cfg.envs, plan.endpoints)
-        await self._pool.__aenter__()
-        guides = await self._pool.check(cfg.envs, allow_expert=False)
-        return f"process {os.getpid()} on {socket.gethostname()}", (openings(cfg, guides))
-
-    async def play(
-        self, item: Item, sample: int, settings: EpisodeSettings
-    ) -> tuple[Trajectory, list[Trajectory]]:
-        """Play one episode; if the environment fails, try again in a new session.
-        Result: (the attempt that counts, else the last one; the attempts before it).
-        """
-        rollout = self._cfg.rollout
-        failed: list[Trajectory] = []
-        attempts = Attempts(
-            self._pool,
-            token_players(self._policy, self._renderer),
-            settings,
-            rollout.episode_timeout_s,
-            rollout.max_attempts,
-        )
-        last = await attempts.play(item, sample, failed=failed.append)
-        return last, failed
-
-    async def publish(self, delivery: Delivery) -> None:
-        """Publish weights, see `Policy.publish`."""
-        await self._policy.publish(delivery)
-
-    async def score(self, sequences: list[list[int]]) -> list[Tensor]:
-        return await self._policy.score(sequences)
-
-    async def usage(self) -> EngineUsage:
-        return await self._policy.usage()
-
-    async def sleep(self) -> None:
-        await self._policy.sleep()
-
-    async def wake(self) -> None:
-        await self._policy.wake()
-
-    async def close(self) -> None:
-        await self._policy.close()
 
 
 @dataclass(frozen=True)
@@ -160,7 +60,7 @@ class Worker:
     version: int
     where: str = "not started yet"
     num_episodes: int = 0  # in flight
-    seen: Seen | None = None  # result of its last canary
+    seen: EngineComparison | None = None  # result of its last canary
 
 
 class RayEngine:
@@ -200,30 +100,13 @@ class RayEngine:
         self._run(all_of_them())
 
     def collect(
-        self,
-        items: Sequence[Item],
-        *,
-        num_samples: int,
-        step: int,
-        max_turns: int,
-        temperature: float,
-        seed: int,
-        read_last: bool = False,
-        progress: Callable[[int], None] = lambda _: None,
+        self, request: RolloutRequest, progress: Callable[[int], None] = lambda _: None
     ) -> list[Trajectory]:
         """Collect trajectories in admission order, see `Engine.collect`.
         Errors: RolloutError, WorkersLost.
         """
         rollout = self._cfg.rollout
-        settings = episode_settings(
-            self._cfg,
-            instructions=self.instructions,
-            seed=seed,
-            step=step,
-            max_turns=max_turns,
-            temperature=temperature,
-            read_last=read_last,
-        )
+        settings = request.settings(self._cfg, self.instructions)
         slots = asyncio.Semaphore(rollout.concurrency)
 
         async def one(item: Item, sample: int) -> Trajectory:
@@ -233,7 +116,7 @@ class RayEngine:
             return trajectory
 
         async def all_of_them() -> list[Trajectory]:
-            admitted = samples(items, num_samples)
+            admitted = samples(request.items, request.num_samples)
             await self._between_updates("wake")
             played = await in_order([one(item, sample) for item, sample in admitted])
             await self._between_updates("sleep")

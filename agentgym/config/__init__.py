@@ -2,7 +2,6 @@
 Every number that changes a result is written in that file and nowhere else.
 """
 
-from agentgym.config.alarms import AlarmsConfig
 from agentgym.config.algorithm import (
     ActorCriticConfig,
     AlgorithmConfig,
@@ -15,9 +14,6 @@ from agentgym.config.algorithm import (
     family_of,
     max_refills,
 )
-from agentgym.config.elsewhere import is_elsewhere
-from agentgym.config.gate import GateConfig
-from agentgym.config.learner import LearnerConfig
 from agentgym.config.load import (
     RENAMED,
     Setting,
@@ -27,21 +23,20 @@ from agentgym.config.load import (
     read_tree,
     settings,
 )
-from agentgym.config.lora import LoraConfig
-from agentgym.config.owned import asked_of, owned_env
-from agentgym.config.run import RunConfig
+from agentgym.config.operation import AlarmsConfig, GateConfig, KubeRayConfig, KubernetesConfig
+from agentgym.config.optimization import LearnerConfig, LoraConfig, OptimizerConfig
+from agentgym.config.params import RunConfig, is_elsewhere
 from agentgym.config.section import ConfigError, Section
 from agentgym.config.sections import (
     ChatConfig,
     EnvConfig,
     EvaluationConfig,
     HorizonConfig,
-    KubeRayConfig,
-    KubernetesConfig,
     ModelConfig,
-    OptimizerConfig,
     RolloutConfig,
     VllmConfig,
+    asked_of,
+    owned_env,
 )
 
 __all__ = [

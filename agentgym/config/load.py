@@ -14,9 +14,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from agentgym.config.algorithm import DEFAULT_RECIPE, algorithm_config, carried_over
-from agentgym.config.elsewhere import refused_elsewhere
+from agentgym.config.params import RunConfig, refused_elsewhere
 from agentgym.config.pretrained import is_pretrained, with_defaults, without_sizes
-from agentgym.config.run import RunConfig
 from agentgym.config.section import ConfigError, Section, is_operational, unknown_key
 from agentgym.trust import untrusted_address
 

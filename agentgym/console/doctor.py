@@ -79,7 +79,7 @@ def _profiles(folder: Path = Path("profiles/small")) -> Finding:
 def _aliases(cfg: RunConfig) -> list[Finding]:
     """Check that aliases of registered models are where the gate's rules allow them."""
     from agentgym.audit.decisions import misplaced_aliases
-    from agentgym.tracking.mlflow import LedgerUnavailable
+    from agentgym.tracking.reaching import LedgerUnavailable
 
     try:
         lines = misplaced_aliases(cfg)
@@ -92,8 +92,7 @@ def _aliases(cfg: RunConfig) -> list[Finding]:
 
 def _kubernetes(cfg: RunConfig) -> Finding:
     """Check the cluster, only if the configured run needs one."""
-    from agentgym.deploy.kube import KubeError
-    from agentgym.deploy.kube.pace import Retries
+    from agentgym.deploy.kube.calls import KubeError, Retries
     from agentgym.deploy.kubernetes import connected, missing, of_fleets
 
     needed = bool(of_fleets(cfg))

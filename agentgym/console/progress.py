@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -16,6 +17,9 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
+
+from envs.plain import plain
 
 PLAIN_EVERY_S = 20.0
 
@@ -74,3 +78,11 @@ class Bars:
             self._console.print(
                 f"  {self._what}: {self._count}/{self._total} {note}", highlight=False
             )
+
+
+class PlainConsole(Console):
+    """Console that makes all text plain: in tables, in bars, and between them."""
+
+    def render(self, *arguments: Any, **named: Any) -> Iterator[Segment]:
+        for segment in super().render(*arguments, **named):
+            yield segment if segment.control else segment._replace(text=plain(segment.text))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentgym.config import ConfigError, EnvConfig, ExplorationConfig, RunConfig, max_refills
 from agentgym.data.items import (
     SPLITS,
+    DataError,
     Splits,
+    first_of,
     load_splits,
     mix_splits,
-    repeated_tasks,
     train_stream,
 )
 from agentgym.data.trajectories import Recorded, load_trajectories
+from agentgym.types import Item
 
 TASKS = "tasks.json"  # name of a blob of the data, see `tasks_json`
 
@@ -121,3 +124,32 @@ def _check_draws(cfg: RunConfig, splits: Splits) -> None:
             " of a pass): the same item twice in a step has the same samples, token for token;"
             f" lower it to {max_items // rounds}, or add items"
         )
+
+
+def repeated_tasks(items: Sequence[Item], digests: Sequence[str | None]) -> tuple[str, ...]:
+    """Return warnings, one line each, about tasks in the splits under several ids.
+
+    items: of one environment, split by split; digests: of their tasks (see `task_identities`).
+    Errors: DataError if an item names no task.
+    """
+    missing = [item.item_id for item, digest in zip(items, digests, strict=True) if digest is None]
+    if missing:
+        raise DataError(
+            f"{items[0].env}: {first_of(missing)} name no task of the environment as it is set;"
+            " correct the lists or its options"
+        )
+    first: dict[str | None, Item] = {}
+    repeats: dict[tuple[str, str], list[str]] = {}
+    for item, digest in zip(items, digests, strict=True):
+        earlier = first.setdefault(digest, item)
+        if earlier is not item:
+            repeats.setdefault((item.split, earlier.split), []).append(
+                f"{item.item_id} = {earlier.item_id}"
+            )
+    sizes = Counter(item.split for item in items)
+    return tuple(
+        f"{items[0].env}: {len(pairs)} of {sizes[split]} {split} items are the same task as"
+        f" {'another' if split == other else 'a'} {other} item:"
+        f" {first_of(pairs)}{'' if split == other else f'; {split} is not held out'}"
+        for (split, other), pairs in repeats.items()
+    )

@@ -195,36 +195,7 @@ def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) 
     return Splits(tuple(train), tuple(validation), tuple(test), digest, _count_warnings(env, ids))
 
 
-def repeated_tasks(items: Sequence[Item], digests: Sequence[str | None]) -> tuple[str, ...]:
-    """Return warnings, one line each, about tasks in the splits under several ids.
-
-    items: of one environment, split by split; digests: of their tasks (see `task_identities`).
-    Errors: DataError if an item names no task.
-    """
-    missing = [item.item_id for item, digest in zip(items, digests, strict=True) if digest is None]
-    if missing:
-        raise DataError(
-            f"{items[0].env}: {_some(missing)} name no task of the environment as it is set;"
-            " correct the lists or its options"
-        )
-    first: dict[str | None, Item] = {}
-    repeats: dict[tuple[str, str], list[str]] = {}
-    for item, digest in zip(items, digests, strict=True):
-        earlier = first.setdefault(digest, item)
-        if earlier is not item:
-            repeats.setdefault((item.split, earlier.split), []).append(
-                f"{item.item_id} = {earlier.item_id}"
-            )
-    sizes = Counter(item.split for item in items)
-    return tuple(
-        f"{items[0].env}: {len(pairs)} of {sizes[split]} {split} items are the same task as"
-        f" {'another' if split == other else 'a'} {other} item:"
-        f" {_some(pairs)}{'' if split == other else f'; {split} is not held out'}"
-        for (split, other), pairs in repeats.items()
-    )
-
-
-def _some(names: Sequence[str]) -> str:
+def first_of(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MAX_CULPRITS} more" if len(names) > _MAX_CULPRITS else ""
     return f"{', '.join(names[:_MAX_CULPRITS])}{more}"
 
@@ -364,12 +335,14 @@ def load_ids(path: Path, env: str) -> list[str]:
     ids = _read_ids(path.parent, path.name)
     if foreign := [name for name in ids if parse_item_id(name)[0] != env or "_" not in name]:
         raise DataError(
-            f"{path}: {_some(foreign)} are no items of {env}; expected {env}_17 or alike"
+            f"{path}: {first_of(foreign)} are no items of {env}; expected {env}_17 or alike"
         )
     if wrong := [name for name in ids if parse_item_id(name)[1] < 0]:
-        raise DataError(f"{path}: {_some(wrong)} end in no number; expected {env}_17 or alike")
+        raise DataError(f"{path}: {first_of(wrong)} end in no number; expected {env}_17 or alike")
     if twice := [name for name, count in Counter(ids).items() if count > 1]:
-        raise DataError(f"{path}: {_some(twice)} stand there more than once; name each item once")
+        raise DataError(
+            f"{path}: {first_of(twice)} stand there more than once; name each item once"
+        )
     return ids
 
 
@@ -421,72 +394,36 @@ def _read_ids(root: Path, name: str) -> list[str]:
     return [row["item_id"] for row in rows]
 
 
-def _validate(rows: list[tuple[str, str, int, str]], env: str, path: Path) -> None:
+def _validate(rows: Sequence[tuple[str, str, int, str]], env: str, path: Path) -> None:
     """Check the table (item_id, env, task_id, split) of both files.
     Errors: DataError for the first rule that fails.
     """
-    # pandas and pandera take seconds to import and only this function needs them
-    import pandas as pd
-    import pandera.pandas as pa
-
-    expected_env = [env]  # inside the class `env` is the column
-
-    class ItemTable(pa.DataFrameModel):  # type: ignore[misc]  # pandera is not typed for mypy here
-        item_id: str = pa.Field()
-        env: str = pa.Field(isin=expected_env)
-        task_id: int = pa.Field(ge=0)
-        split: str = pa.Field(isin=list(_FILES))
-
-        @pa.dataframe_check(name="duplicate")  # type: ignore[untyped-decorator]
-        def each_item_once(cls, table: pd.DataFrame) -> Any:
-            return ~table.duplicated(["env", "task_id", "split"])
-
-        @pa.dataframe_check(name="leak")  # type: ignore[untyped-decorator]
-        def splits_apart(cls, table: pd.DataFrame) -> Any:
-            return table.groupby(["env", "task_id"])["split"].transform("nunique") == 1
-
-        class Config:
-            strict = True
-
-    table = pd.DataFrame(rows, columns=["item_id", "env", "task_id", "split"])
-    try:
-        ItemTable.validate(table, lazy=True)
-    except pa.errors.SchemaErrors as error:
-        failures = error.failure_cases
-    else:
-        return
-    # a check of whole rows reports each row once per column
-    of_column = failures["schema_context"].eq("Column")
+    first: dict[tuple[str, int, str], int] = {}
+    repeated = [
+        item_id
+        for index, (item_id, name, task_id, split) in enumerate(rows)
+        if first.setdefault((name, task_id, split), index) != index
+    ]
+    num_splits = Counter((name, task_id) for name, task_id, _ in first)
     rules = (
         (
-            of_column & failures["column"].eq("env"),
+            [item_id for item_id, name, _, _ in rows if name != env],
             f"belong to another environment; an item of {env} is `{env}_<index>`",
         ),
         (
-            of_column & failures["column"].eq("task_id"),
+            [item_id for item_id, _, task_id, _ in rows if task_id < 0],
             f"do not end in an index >= 0; write `{env}_<index>`",
         ),
+        (repeated, "are listed more than once in one split; remove the repeated entries"),
         (
-            failures["check"].eq("duplicate"),
-            "are listed more than once in one split; remove the repeated entries",
-        ),
-        (
-            failures["check"].eq("leak"),
-            (
-                "are in the train and in the eval list; remove them from one, or the test is not"
-                " held out"
-            ),
+            [item_id for item_id, name, task_id, _ in rows if num_splits[name, task_id] > 1],
+            "are in the train and in the eval list; remove them from one, or the test is not held"
+            " out",
         ),
     )
-    for mask, advice in rules:
-        culprits = list(
-            dict.fromkeys(table.loc[failures.loc[mask, "index"].astype(int), "item_id"])
-        )
+    for culprits, advice in rules:
         if culprits:
-            raise DataError(f"{path}, {env}: {_some(culprits)} {advice}")
-    raise DataError(
-        f"{path}, {env}: the table of items does not fit its schema: {failures.iloc[0].to_dict()}"
-    )
+            raise DataError(f"{path}, {env}: {first_of(list(dict.fromkeys(culprits)))} {advice}")
 
 
 def _count_warnings(env: str, ids: dict[str, list[str]]) -> tuple[str, ...]:

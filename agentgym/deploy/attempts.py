@@ -1,21 +1,31 @@
-"""One attempt at a step, run as a job elsewhere: its name, the state that its cluster reports, and
-the protocol of a job transport.
+"""One attempt at a step, run as a job elsewhere: its name, its configuration there, the state that
+its cluster reports, and the protocol of a job transport.
 """
 
 from __future__ import annotations
 
 import enum
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from agentgym.config import RunConfig
+import yaml
+
+from agentgym.config import RunConfig, is_elsewhere
 from agentgym.store.keys import object_name
 
 POLL_S = 1.0
 STOP_TIMEOUT_S = 60.0
+STATE = Path(".agentgym")  # on a machine that does not have our folders
 STOP_GRACE_S = 20  # whole seconds a job has to end in order
+VARIABLES = {  # of a job's processes
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S),
+    "OMP_NUM_THREADS": "1",
+}
 
 
 class RayUnreachable(RuntimeError):
@@ -107,3 +117,41 @@ def numbered(names: Mapping[str, Look], job: Job) -> dict[int, Look]:
         for name, look in names.items()
         if re.fullmatch(rf"{base}[0-9]+", name)
     }
+
+
+def sent_config(cfg: RunConfig) -> RunConfig:
+    """Return the run's configuration inside a job: it uses actors of the job's own cluster or, if
+    every bit must repeat, the job's own process.
+
+    Paths are absolute or, on a machine that does not have them, below its own state.
+    """
+    data, store = cfg.data, cfg.store
+    if is_elsewhere(cfg):
+        folder = STATE / "data" / data.digest[:16]
+        data = data.model_copy(
+            update={"path": folder / "lists", "trajectories": folder / "trajectories"}
+        )
+        store = store.model_copy(update={"path": STATE / "store"})
+    else:
+        here = {name: getattr(data, name).resolve() for name in ("path", "trajectories")}
+        data = data.model_copy(update=here)
+        store = store.model_copy(update={"path": store.path.resolve()})
+    return cfg.model_copy(
+        update={
+            "compute": "inline" if cfg.deterministic else "ray",
+            "ray": cfg.ray.model_copy(update={"address": "auto"}),
+            "data": data,
+            "store": store,
+        }
+    )
+
+
+def arguments(job: Job) -> str:
+    """Return the arguments of `agentgym step`, which refuses them if source, data or settings give
+    another key.
+    """
+    return shlex.join((job.step, "--verbose", "--key", job.key))
+
+
+def params_text(cfg: RunConfig) -> str:
+    return yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)

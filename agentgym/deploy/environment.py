@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 
 from agentgym.config import EnvConfig, RunConfig
-from agentgym.deploy.kept import keep, kept_for
+from agentgym.deploy.keepers import keep, kept_for
 from agentgym.deploy.local import local_env
 from agentgym.private import token_of
 from agentgym.types import Endpoint, Endpoints

@@ -25,22 +25,19 @@ from agentgym.deploy.attempts import (
     RayUnreachable,
     numbered,
 )
-from agentgym.deploy.kube import (
+from agentgym.deploy.kube.calls import (
     AlreadyExists,
     ApiUnreachable,
-    Kind,
-    Kube,
     KubeError,
     NotFound,
     NotServed,
-    connect,
 )
+from agentgym.deploy.kube.client import POD, Kind, Kube, connect
 from agentgym.deploy.manifests import RUN_LABEL
 from agentgym.deploy.rayjob import STEP_LABEL, image_of, rayjob
 
 RAY_JOB = Kind("ray.io/v1", "RayJob")
 RAY_CLUSTER = Kind("ray.io/v1", "RayCluster")
-POD = Kind("v1", "Pod")
 LOST_S = 10.0  # until a running job without its cluster is lost; a suspended one reports sooner
 TAIL_S = 2.0
 TAIL_LINES = 500

@@ -16,10 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentgym.config import ConfigError, EnvConfig, KubernetesConfig, RunConfig
-from agentgym.deploy.capacity import replicas_for
-from agentgym.deploy.fleets.addresses import Listing, kind_of_addresses
-from agentgym.deploy.fleets.lease import (
-    KEPT,
+from agentgym.deploy.fleets.addresses import Listing
+from agentgym.deploy.fleets.fleet_lease import (
     RENEWALS,
     Group,
     acquire,
@@ -29,19 +27,19 @@ from agentgym.deploy.fleets.lease import (
     lease_name,
 )
 from agentgym.deploy.fleets.preflight import lacks
-from agentgym.deploy.fleets.sending import (
+from agentgym.deploy.fleets.startup import (
     kinds_of,
     most_pods,
+    no_key,
     send,
     take_down,
+    token_of_fleet,
     wait_ready,
 )
-from agentgym.deploy.fleets.tokens import no_key, token_of_fleet
 from agentgym.deploy.fleets.upkeep import Upkeep, first_addresses, reach
-from agentgym.deploy.kube import Kube, KubeError, connect
-from agentgym.deploy.kube.kinds import DEPLOYMENT, LEASE, Object
-from agentgym.deploy.kube.pace import Retries
-from agentgym.deploy.manifests import MANIFESTS, RUN_LABEL, Fleet, rendered_fleet
+from agentgym.deploy.kube.calls import KubeError, Retries
+from agentgym.deploy.kube.client import DEPLOYMENT, LEASE, Kube, Object, connect
+from agentgym.deploy.manifests import MANIFESTS, RUN_LABEL, Fleet, rendered_fleet, replicas_for
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.types import Endpoint
 
@@ -147,7 +145,7 @@ def check_fleets(cfg: RunConfig) -> None:
 def missing(kube: Kube, cfg: RunConfig) -> list[str]:
     """Return a line for each obstacle to this run's fleets. Errors: ConfigError, KubeError."""
     plan = Plan.of(cfg, of_fleets(cfg), "preflight", expert=False)
-    return no_key() + lacks(kube, plan.objects, kind_of_addresses(kube))
+    return no_key() + lacks(kube, plan.objects)
 
 
 @contextlib.contextmanager
@@ -186,29 +184,24 @@ def _own(
         with _served(kube, cfg, group, plan) as endpoints:
             yield endpoints
     finally:
-        _take_down(kube, group, where.down_timeout_s)
+        with _left_to_gc():
+            take_down(kube, group.run, timeout_s=where.down_timeout_s)
         if not expert:
-            _take_down_dead(kube, run, where.down_timeout_s)
+            # an attempt has servers of its own: it cannot see whether a far process lives
+            with _left_to_gc():
+                for name in _end_dead(kube, run, where.down_timeout_s):
+                    logger.info("servers of %s, of an attempt that was killed, are gone", name)
 
 
-def _take_down_dead(kube: Kube, run: str, timeout_s: float) -> None:
-    """Take down the servers that killed attempts of this run left.
-    A new attempt has servers of its own, because it cannot see whether a process on another machine
-    lives. Errors are logged.
+@contextlib.contextmanager
+def _left_to_gc() -> Iterator[None]:
+    """Log a KubeError, ConfigError or RuntimeError of the block instead of raising it.
+
+    The block takes servers down. Its error must not replace one that is already being raised, nor
+    fail work that is done; `agentgym envs gc` removes what is left.
     """
     try:
-        for name in _end_dead(kube, run, timeout_s):
-            logger.info("servers of %s, of an attempt that was killed, are gone", name)
-    except (KubeError, ConfigError, RuntimeError) as error:
-        logger.error("%s; agentgym envs gc takes away what is left", error)
-
-
-def _take_down(kube: Kube, group: Group, timeout_s: float) -> None:
-    """Take down the group. Errors are logged: another error may be raised already, or all work is
-    done.
-    """
-    try:
-        take_down(kube, group.run, timeout_s=timeout_s)
+        yield
     except (KubeError, ConfigError, RuntimeError) as error:
         logger.error("%s; agentgym envs gc takes away what is left", error)
 
@@ -288,7 +281,8 @@ def keep_up(cfg: RunConfig, env: EnvConfig) -> str:
             wait_ready(kube, plan.run, timeout_s=timeout_s, most=max_pods)
         except BaseException:
             if not was_there:
-                _take_down(kube, group, cfg.kubernetes.down_timeout_s)
+                with _left_to_gc():
+                    take_down(kube, group.run, timeout_s=cfg.kubernetes.down_timeout_s)
             raise
     return plan.run
 
@@ -358,6 +352,3 @@ def orphans(kube: Kube, *, observe_s: float) -> list[Orphan]:
 def observation_s(cfg: RunConfig) -> float:
     """Seconds to watch a silent group before it counts as dead: 2 renewals, at least OBSERVE_S."""
     return max(OBSERVE_S, 2 * cfg.kubernetes.lease_s / RENEWALS)
-
-
-__all__ = ["KEPT", "Plan", "check_fleets", "end_kept", "end_run", "fleets", "keep_up", "orphans"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -39,6 +41,7 @@ IMAGES_FILE = Path("overlays/gpu/images.env")
 AUTOSCALE = "autoscale"  # the component that leaves the number of servers to an autoscaler
 TIMEOUT_S = 60.0  # rendering asks no cluster and takes less than a second
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
+MIN_REPLICAS = 2  # one may be lost or moved while the other keeps serving
 DIGEST = re.compile(r"[^@]+@sha256:[0-9a-f]{64}")
 
 
@@ -50,6 +53,41 @@ class Fleet:
     run: str  # in the objects' names and in the label RUN_LABEL
     replicas: int  # with the component autoscale: the minimum
     arguments: tuple[str, ...] = ()  # of `python -m envs serve`; they override the manifest's
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Sessions given to one server, if every session acts as soon as it is answered.
+    It is half of what the pod admits (k8s/components), so that the sessions of a lost server find
+    room.
+    """
+
+    sessions: int
+    p99_ms: float  # upper bound for a step with so many on two cores; docs/results/capacity.md
+
+
+CAPACITIES: Mapping[str, Capacity] = MappingProxyType(
+    {
+        "babyai": Capacity(sessions=128, p99_ms=125.0),
+        "textcraft": Capacity(sessions=128, p99_ms=50.0),
+        "searchqa": Capacity(sessions=128, p99_ms=50.0),
+        "sciworld": Capacity(sessions=8, p99_ms=1000.0),
+        "webarena": Capacity(sessions=8, p99_ms=1500.0),
+    }
+)
+
+
+def replicas_for(env: str, episodes: int) -> int:
+    """Return the number of servers for that many episodes in flight, at least MIN_REPLICAS.
+
+    Errors: ConfigError for an environment whose capacity was not measured.
+    """
+    if env not in CAPACITIES:
+        raise ConfigError(
+            f"env.replicas auto: the capacity of a server of {env} is not known (known:"
+            f" {', '.join(sorted(CAPACITIES))}); say how many servers"
+        )
+    return max(MIN_REPLICAS, math.ceil(episodes / CAPACITIES[env].sessions))
 
 
 def rendered(

@@ -3,19 +3,24 @@ that begins and ends with it.
 
 It also meets KubeRay's own validation, which is stricter than the resource's schema: rayVersion
 with authOptions, either shutdownAfterJobFinishes or deletion rules, names of at most 47 characters.
+
+As a program, this module writes the parameters from a variable to a file and becomes the command
+that runs the step.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import sys
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 from agentgym.config import ConfigError, KubeRayConfig, RunConfig
-from agentgym.deploy.attempts import STOP_GRACE_S, Job
+from agentgym.deploy.attempts import VARIABLES, Job, arguments, params_text, sent_config
 from agentgym.deploy.manifests import RUN_LABEL
-from agentgym.deploy.sent import PARAMS_VARIABLE, arguments, params_text, sent_config
 from agentgym.private import token_variable
 from envs.wire import TOKEN_VARIABLE
 
@@ -25,6 +30,7 @@ STEP_LABEL = "agentgym.io/step"
 ROLE_LABEL = "agentgym.io/role"
 RUN_KEY_ANNOTATION = "agentgym.io/run-key"  # whole digests: labels and names have their prefixes
 STEP_KEY_ANNOTATION = "agentgym.io/step-key"
+PARAMS_VARIABLE = "AGENTGYM_PARAMS"
 IMAGE_VARIABLE = "AGENTGYM_IMAGE"
 SECRETS = ("agentgym-rollout", "agentgym-env-token")  # their keys become variables of the pods
 HEAD_CPUS = 1
@@ -43,7 +49,9 @@ def rayjob(job: Job, name: str, image: str) -> Object:
         STEP_LABEL: job.step,
     }
     variables = [
-        *_literals(cfg),
+        *({"name": name, "value": value} for name, value in VARIABLES.items()),
+        # the environment must agree: agentgym/trust.py
+        {"name": "MLFLOW_TRACKING_URI", "value": cfg.tracking.uri},
         *_tokens(cfg),
         # Kubernetes reads $(NAME) as a variable and $$ as $
         {"name": PARAMS_VARIABLE, "value": params_text(inner).replace("$", "$$")},
@@ -60,7 +68,7 @@ def rayjob(job: Job, name: str, image: str) -> Object:
         "spec": {
             "submissionMode": settings.mode,
             "jobId": name,
-            "entrypoint": f"python -m agentgym.deploy.sent {arguments(job)}",
+            "entrypoint": f"python -m agentgym.deploy.rayjob {arguments(job)}",
             "entrypointNumCpus": cfg.ray.rank_cpus if alone else 0,
             "entrypointNumGpus": cfg.ray.rank_gpus if alone else 0,
             "backoffLimit": 0,  # we count attempts, each under a name of its own
@@ -73,7 +81,10 @@ def rayjob(job: Job, name: str, image: str) -> Object:
 
 
 def _deletion(settings: KubeRayConfig) -> Object:
-    """Return the settings of deletion: KubeRay takes one of the two kinds, not both."""
+    """Return the fields of a RayJob's spec that say when its cluster, and by rules also the RayJob
+    itself, is deleted after its end. KubeRay accepts shutdownAfterJobFinishes or deletion rules,
+    not both.
+    """
     keep_s = settings.keep_cluster_s
     if settings.deletion == "shutdown":
         return {"shutdownAfterJobFinishes": True, "ttlSecondsAfterFinished": keep_s}
@@ -195,17 +206,6 @@ def _submitter(settings: KubeRayConfig, image: str, labels: Mapping[str, str]) -
     return {"submitterConfig": {"backoffLimit": 2}, "submitterPodTemplate": pod}
 
 
-def _literals(cfg: RunConfig) -> list[Object]:
-    """Return variables with literal values; none of them is secret."""
-    values = {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S),
-        "OMP_NUM_THREADS": "1",
-        "MLFLOW_TRACKING_URI": cfg.tracking.uri,  # the environment must agree: agentgym/trust.py
-    }
-    return [{"name": name, "value": value} for name, value in values.items()]
-
-
 def _tokens(cfg: RunConfig) -> list[Object]:
     """Return references to the tokens of the fleets that this run uses.
 
@@ -252,3 +252,15 @@ def ray_version() -> str:
             "compute kuberay needs Ray here, to name its version; install it from the"
             " checkout: pip install -e '.[cluster]'"
         ) from None
+
+
+def main() -> None:
+    """Write the parameters to a temporary file and become `agentgym step` with our arguments."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False, encoding="utf-8") as file:
+        file.write(os.environ[PARAMS_VARIABLE])
+    command = [sys.executable, "-m", "agentgym", "step", *sys.argv[1:], "--params", file.name]
+    os.execv(sys.executable, command)  # noqa: S606 (the job's process must get the job's signals)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, Any, Self
 from agentgym.config import ConfigError, RunConfig
 from agentgym.deploy.attempts import (
     POLL_S,
-    STOP_GRACE_S,
+    VARIABLES,
     Job,
     Look,
     Phase,
     RayJobFailed,
     RayUnreachable,
+    arguments,
     numbered,
+    params_text,
+    sent_config,
 )
-from agentgym.deploy.sent import arguments, params_text, sent_config
 from agentgym.store.keys import package_folders
 
 if TYPE_CHECKING:
@@ -126,14 +128,7 @@ def _request(job: Job, name: str, folder: Path) -> dict[str, Any]:
     return {
         "entrypoint": f"python -m agentgym step {arguments(job)} --params params.yaml",
         "submission_id": name,
-        "runtime_env": {
-            "working_dir": str(folder),
-            "env_vars": {
-                "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S),
-                "RAY_USAGE_STATS_ENABLED": "0",
-                "OMP_NUM_THREADS": "1",
-            },
-        },
+        "runtime_env": {"working_dir": str(folder), "env_vars": dict(VARIABLES)},
         "metadata": {
             "step": job.step,
             "submitted_by": f"{os.uname().nodename} process {os.getpid()}",

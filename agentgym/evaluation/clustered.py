@@ -14,7 +14,7 @@ Without families every item is its own cluster, and this is the usual variance a
 A share near 0 or 1 is skewed: it gets the Wilson interval of the number of independent draws that
 has its standard error. With one episode per item this is Wilson's own interval.
 `seeds.crossed_interval` does the same for several seeds.
-`benchmarks/clusters.py` simulates the coverage of this interval and of the bootstrap.
+`benchmarks/intervals.py` simulates the coverage of this interval and of the bootstrap.
 """
 
 from __future__ import annotations

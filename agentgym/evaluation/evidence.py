@@ -11,8 +11,8 @@ from agentgym.evaluation.history import Version
 from agentgym.evaluation.paired import Incomparable, Pair, align
 from agentgym.evaluation.result import Result, ResultError
 from agentgym.evaluation.stored import NumbersChanged, stored_result
-from agentgym.store.manifest import Manifest
-from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore
+from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest
+from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import committed_points
 
 KL = "actor/reference_kl"

@@ -30,7 +30,8 @@ from agentgym.config import ConfigError
 from agentgym.store.lease import when_free
 from agentgym.store.manifest import Manifest, canonical_json, sha256
 from agentgym.store.place import StorePlace
-from agentgym.store.runstore import RunStore, StepWriter
+from agentgym.store.runstore import RunStore
+from agentgym.store.writer import StepWriter
 
 logger = logging.getLogger(__name__)
 

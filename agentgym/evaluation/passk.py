@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
 FAILED = "failed_as_failures"  # the second convention, among results and metrics
@@ -26,30 +26,6 @@ class Interval:
     def to_json(self) -> dict[str, float | int]:
         """Return plain JSON types; `Interval(**row)` gives an equal object back."""
         return asdict(self)
-
-
-def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> FloatArray:
-    """Unbiased estimate that at least one of k samples succeeds, 1 - C(n - c, k) / C(n, k).
-
-    n: samples per item; c: how many of them succeeded.
-    They broadcast; the result has their shape.
-    Errors: ValueError if n < k (undefined), k < 1, or c is outside 0 .. n.
-    Source: arXiv:2107.03374, section 2.1.
-    """
-    total, successes = np.broadcast_arrays(
-        np.asarray(n, dtype=np.float64), np.asarray(c, dtype=np.float64)
-    )
-    if k < 1:
-        raise ValueError(f"pass@k needs k >= 1, got {k}")
-    if (total < k).any():
-        raise ValueError(
-            f"pass@{k} needs at least {k} samples per item, got {int(total.min())}; sample more or"
-            " lower k"
-        )
-    if (successes < 0).any() or (successes > total).any():
-        raise ValueError("pass@k needs 0 <= successes <= samples for every item")
-    at_least_one = curves(total.ravel(), successes.ravel(), k)[0][:, -1]
-    return np.asarray(at_least_one.reshape(total.shape))
 
 
 def curves(n: FloatArray, c: FloatArray, max_k: int) -> tuple[FloatArray, FloatArray]:

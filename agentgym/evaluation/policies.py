@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.rollouts.episode import PlayerFailed, Said
+from agentgym.rollouts.episode import PlayerFailed, PlayerReply
 from agentgym.rollouts.players import (
     ExpertPlayer,
     PlayerOf,
@@ -32,7 +32,6 @@ from agentgym.rollouts.players import (
 )
 from agentgym.rollouts.policies.engines import engine_module, engine_python, versions_in
 from agentgym.rollouts.policies.hosted import Endpoint, HostedModel
-from agentgym.rollouts.policies.opening import open_policy
 from agentgym.store.keys import environment_modules, source_digest
 from agentgym.store.manifest import Manifest, canonical_json, sha256
 from agentgym.store.runstore import RunStore
@@ -45,7 +44,7 @@ if TYPE_CHECKING:  # experts and endpoints are evaluated without torch
 ENGINE_PACKAGES = {"torch": ("torch", "transformers"), "vllm": ("vllm", "torch", "transformers")}
 
 
-class Who(StrEnum):
+class PolicyKind(StrEnum):
     """Kind of policy."""
 
     EXPERT = "expert"
@@ -62,7 +61,7 @@ class Who(StrEnum):
 class PolicyName:
     """The name of a policy, parsed."""
 
-    who: Who
+    who: PolicyKind
     name: str  # action, step, model name, URL, folder or repository
     of: str = ""  # run, version or alias (`@champion`), revision
     text: str = ""  # as it was typed
@@ -72,22 +71,22 @@ class PolicyName:
         """Parse a policy's name. Errors: ConfigError."""
         kind, separator, rest = text.partition(":")
         if text in ("expert", "random"):
-            return cls(Who(text), "", text=text)
+            return cls(PolicyKind(text), "", text=text)
         if kind == "echo" and separator:
-            return cls(Who.ECHO, rest, text=text)
+            return cls(PolicyKind.ECHO, rest, text=text)
         if kind == "models":
             try:
-                return cls(Who.REGISTRY, *parse_model_uri(text), text)
+                return cls(PolicyKind.REGISTRY, *parse_model_uri(text), text)
             except ValueError as error:
                 raise ConfigError(f"policy {error}") from None
         if kind in ("http", "https"):
-            return cls(Who.ENDPOINT, text, text=text)
+            return cls(PolicyKind.ENDPOINT, text, text=text)
         if match := re.fullmatch(r"(?P<of>r?[0-9a-f]{4,64})?:(?P<name>[a-z0-9-]+)", text):
-            return cls(Who.RUN, match["name"], match["of"] or "", text)
+            return cls(PolicyKind.RUN, match["name"], match["of"] or "", text)
         if text and Path(text).is_dir():
-            return cls(Who.MODEL, text, text=text)
+            return cls(PolicyKind.MODEL, text, text=text)
         if match := re.fullmatch(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<of>[\w./-]+))?", text):
-            return cls(Who.MODEL, match["name"], match["of"] or "", text)
+            return cls(PolicyKind.MODEL, match["name"], match["of"] or "", text)
         raise ConfigError(
             f"unknown policy {text!r}: expected expert, random, echo:ACTION, RUN:STEP,"
             " models:/NAME@ALIAS, the URL of an endpoint, a folder that exists, or OWNER/NAME of"
@@ -132,6 +131,8 @@ async def seated(contender: Contender, cfg: RunConfig, spent: Usage) -> AsyncIte
         assert contender.player_of is not None
         yield Seat(contender.player_of)
     else:
+        from agentgym.rollouts.engine import open_policy  # imports torch, which is slow
+
         policy = open_policy(
             cfg,
             contender.checkpoint,
@@ -148,23 +149,23 @@ class EchoPlayer(TextPlayer):
     """Player that always takes the same action."""
 
     def __init__(self, action: str) -> None:
-        self._said = Said(action, action)
+        self._said = PlayerReply(action, action)
 
-    async def act(self, session: Any, sampling: Sampling) -> Said:
+    async def act(self, session: Any, sampling: Sampling) -> PlayerReply:
         return self._said
 
 
 def plain_contender(name: PolicyName) -> Contender:
     """Return a policy that is no model: the expert, chance, or an echo."""
     identity = {"kind": str(name.who)}
-    if name.who is Who.EXPERT:
+    if name.who is PolicyKind.EXPERT:
         return Contender(
             identity, "the expert", needs_expert=True, player_of=lambda *_: ExpertPlayer()
         )
-    if name.who is Who.RANDOM:
+    if name.who is PolicyKind.RANDOM:
         chance = Contender(identity, "chance", player_of=lambda *_: RandomPlayer())
         return replace(chance, needs_hints=True)
-    assert name.who is Who.ECHO
+    assert name.who is PolicyKind.ECHO
     action = name.name
     return Contender(
         {**identity, "action": action}, f"echo {action!r}", player_of=lambda *_: EchoPlayer(action)
@@ -174,7 +175,7 @@ def plain_contender(name: PolicyName) -> Contender:
 def endpoint_contender(endpoint: Endpoint) -> Contender:
     """Return a model behind an endpoint, identified by its address and name."""
     identity = {
-        "kind": str(Who.ENDPOINT),
+        "kind": str(PolicyKind.ENDPOINT),
         "url": endpoint.base_url.rstrip("/"),
         "model": endpoint.model,
     }
@@ -220,7 +221,7 @@ def checkpoint_contender(cfg: RunConfig, store: RunStore, manifest: Manifest) ->
 
 def folder_contender(folder: Path, cfg: RunConfig, about: str) -> Contender:
     """Return the model in a folder of the Hugging Face layout. Errors: ConfigError, ValueError."""
-    from agentgym.models.folder import folder_digest, is_of_ours, load_folder
+    from agentgym.models.checkpoint import folder_digest, is_of_ours, load_folder
 
     checkpoint = load_folder(folder, cfg.model)
     contender = weights_contender(checkpoint, folder_digest(folder), cfg, about)
@@ -242,10 +243,10 @@ class RecordedPlayer(ScriptedPlayer):
     """Player that repeats recorded actions; without a record it raises PlayerFailed."""
 
     def __init__(self, actions: tuple[str, ...] | None) -> None:
-        super().__init__([Said(action, action) for action in actions or ()])
+        super().__init__([PlayerReply(action, action) for action in actions or ()])
         self._missing = actions is None
 
-    async def act(self, session: Any, sampling: Sampling) -> Said | None:
+    async def act(self, session: Any, sampling: Sampling) -> PlayerReply | None:
         if self._missing:
             raise PlayerFailed("no attempt at it counted, so there is nothing to grade", final=True)
         return await super().act(session, sampling)
@@ -260,7 +261,7 @@ def recorded_contender(
     records: the digest of its records.
     actions: by item id and sample.
     """
-    identity = {"kind": str(Who.RECORDED), "of": of, "records": records}
+    identity = {"kind": str(PolicyKind.RECORDED), "of": of, "records": records}
     return Contender(
         identity,
         f"{about}, graded again",

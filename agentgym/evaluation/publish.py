@@ -12,6 +12,7 @@ from pathlib import Path
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.data.items import splits_from_json
+from agentgym.evaluation.decision import sentence, summary
 from agentgym.evaluation.evidence import (
     PlayAnew,
     first_evidence,
@@ -24,33 +25,24 @@ from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import HistoryElsewhere, Version, me
 from agentgym.evaluation.paired import Incomparable
 from agentgym.evaluation.passk import FAILED, Interval
-from agentgym.evaluation.promotion import Promotions, sentence, summary
+from agentgym.evaluation.promotion import Promotions
 from agentgym.evaluation.question import TAG as QUESTION
 from agentgym.evaluation.question import question_of_evaluation
 from agentgym.evaluation.record import examples_of
 from agentgym.evaluation.report import (
     Curve,
-    EpisodeExample,
-    EvaluationPoint,
     EvaluationRow,
-    StageSpan,
     evaluation_png,
     learning_curve_png,
-    report_html,
 )
 from agentgym.evaluation.stored import NumbersChanged, stored_result
 from agentgym.models.checkpoint import policy_digest, save_pretrained
-from agentgym.rollouts.horizon import stages
+from agentgym.pages import single_page
 from agentgym.steps.context import StepContext
-from agentgym.steps.step import Kind, Step
+from agentgym.steps.step import Kind, Step, stages
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.deliver import (
-    committed_alarms,
-    committed_points,
-    parent_run,
-    tracker_of,
-)
+from agentgym.tracking.deliver import committed_alarms, committed_points, parent_run, tracker_of
 from agentgym.tracking.points import LedgerError
 from agentgym.tracking.registry import RECORD, find_version, lasting_files, register_model
 
@@ -271,27 +263,21 @@ def report_files(
     }
     spans = stages(cfg.horizon)
     trained = [parents[span.name] for span in spans]
-    curve = learning_curve_png(
-        _curves(store, trained),
-        [
-            StageSpan(span.name.replace("-", " "), span.first_step, span.last_step, span.max_turns)
-            for span in spans
-        ],
-        [
-            EvaluationPoint(
-                titles[manifest.step],
-                int(manifest.state["global_step"]),
-                _intervals(manifest)[f"avg_at_{cfg.evaluation.num_samples}"],
-            )
-            for manifest in compared
-        ],
-    )
+    points = {
+        titles[manifest.step]: (
+            int(manifest.state["global_step"]),
+            _intervals(manifest)[f"avg_at_{cfg.evaluation.num_samples}"],
+        )
+        for manifest in compared
+    }
+    curve = learning_curve_png(_curves(store, trained), spans, points)
     bars = evaluation_png([rows[manifest.step] for manifest in compared])
     last, registered = compared[-1], by_kind[Kind.REGISTER].results
-    page = report_html(
-        f"{cfg.env_names} · {cfg.algorithm.recipe} · max_turns"
+    page = single_page(
+        "report.html",
+        title=f"{cfg.env_names} · {cfg.algorithm.recipe} · max_turns"
         f" {' > '.join(map(str, cfg.horizon.max_turns))}",
-        {
+        facts={
             "run": run_key[:12],
             "model": f"{registered['model']} version {registered['version']}",
             registered["alias"]: sentence(registered),
@@ -299,12 +285,12 @@ def report_files(
             "test items": str(last.results["num_items"]),
             "seed": str(cfg.seed),
         },
-        list(rows.values()),
-        {"Success while training": curve, "Success before and after": bars},
-        [
-            example
+        rows=list(rows.values()),
+        figures={"Success while training": curve, "Success before and after": bars},
+        episodes=[
+            (titles[manifest.step], trajectory)
             for manifest in (compared[0], last)
-            for example in _examples(store, manifest, titles[manifest.step])
+            for trajectory in examples_of(store, store.history(manifest.step, manifest.key))
         ],
         timings={
             name.replace("-", " "): manifest.timings.get("wall_s", 0.0)
@@ -313,7 +299,7 @@ def report_files(
         confidence=cfg.evaluation.confidence,
         notes=[*_notes(by_kind), *map(str, committed_alarms(store, trained))],
     )
-    return {"learning_curve.png": curve, "evaluation.png": bars, PAGE: page.encode()}
+    return {"learning_curve.png": curve, "evaluation.png": bars, PAGE: page}
 
 
 def _notes(by_kind: Mapping[Kind, Manifest]) -> list[str]:
@@ -383,12 +369,3 @@ def _curves(store: RunStore, trained: Sequence[Manifest]) -> list[Curve]:
             Curve(title, [step for step, _ in measured], [value for _, value in measured], smooth)
         )
     return curves
-
-
-def _examples(store: RunStore, evaluation: Manifest, title: str) -> list[EpisodeExample]:
-    """Return the first success and the first failure of every environment, if there are any."""
-    commits = store.history(evaluation.step, evaluation.key)
-    return [
-        EpisodeExample.from_trajectory(title, trajectory)
-        for trajectory in examples_of(store, commits)
-    ]

@@ -13,8 +13,8 @@ from typing import Any, Self
 
 from agentgym.data.items import Splits, splits_from_json
 from agentgym.evaluation.history import Version
-from agentgym.store.manifest import Manifest, canonical_json, sha256
-from agentgym.store.runstore import BlobMissing, RunStore
+from agentgym.store.manifest import BlobMissing, Manifest, canonical_json, sha256
+from agentgym.store.runstore import RunStore
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.registry import version_run_tags, version_tags
 

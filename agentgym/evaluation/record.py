@@ -159,7 +159,11 @@ class Ledger:
             self._commit(done=False, records=records)
 
     def conclude(self, result: Result, results: dict[str, Any], *, done: bool) -> Manifest:
-        """Commit the last attempts, then the result. done: the evaluation is finished with it."""
+        """Commit the attempts that are not yet durable, then the result. Return the last commit.
+
+        results: numbers for that commit's manifest; done: the evaluation is finished with it.
+        Errors: Fenced, StoreFull.
+        """
         self.commit()
         return self._commit(
             done=done,

@@ -24,7 +24,7 @@ If fewer than `RARE` items decide the result, their covariance is unreliable: th
 one draw.
 `kind="difference"` has no such bound; if fewer than `RARE` items differ, two more are added that
 differ, one each way (Bonett and Price 2012).
-`benchmarks/coverage.py` simulates the coverage.
+`benchmarks/intervals.py` simulates the coverage.
 """
 
 from __future__ import annotations

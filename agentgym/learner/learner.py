@@ -7,7 +7,7 @@ depend on the number of ranks or micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,42 +15,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agentgym.algorithms.batch import Batch
-from agentgym.algorithms.experience import Experience
-from agentgym.algorithms.losses import (
-    POLICY_LOSSES,
-    Actions,
-    PolicyLoss,
-    aggregation_weights,
-    kl_penalty,
-    preference_loss,
-    value_loss,
+from agentgym.algorithms.batch import Batch, Experience
+from agentgym.algorithms.losses import aggregation_weights, kl_penalty, preference_loss
+from agentgym.algorithms.recipe import recipe_of
+from agentgym.config import ActorCriticConfig, LearnerConfig, OptimizerConfig, PolicyGradientConfig
+from agentgym.defaults import return_memory
+from agentgym.learner.micro_batches import (
+    Dealt,
+    LossFunction,
+    Passes,
+    TrainingFlops,
+    all_sequences,
+    device_peak_tflops,
+    head_chunk_tokens,
+    minibatches,
 )
-from agentgym.algorithms.recipe import named, recipe_of
-from agentgym.config import (
-    ActorCriticConfig,
-    LearnerConfig,
-    OptimizerConfig,
-    PolicyGradientConfig,
-)
-from agentgym.learner.agreement import corrections_of, scored
-from agentgym.learner.budget import TokenBudget, head_chunk_tokens
-from agentgym.learner.flops import TrainingFlops, device_peak_tflops
-from agentgym.learner.micro_batches import Dealt
+from agentgym.learner.objective import PolicyObjective, critic_objective, scored
 from agentgym.learner.optimizer import OptimizedNetwork
 from agentgym.learner.process_group import ProcessGroup, SingleProcess
 from agentgym.models.adapter import Adapter, is_matrix, merged_weights, without_adapter
-from agentgym.models.blocks import checkpoint_blocks, compile_blocks
 from agentgym.models.checkpoint import ADAPTER, CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
-from agentgym.models.memory import return_memory
-from agentgym.models.networks import PolicyNet, ValueNet
+from agentgym.models.networks import PolicyNet, ValueNet, checkpoint_blocks, compile_blocks
 from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
-
-# (sequences of one micro-batch, whether they count); a rank without work still runs the forward
-Share = tuple[Tensor, bool]
-# (micro-batch, its action tokens among the batch's, [n] bool) -> its share of the loss and of the
-# logged values
-LossFunction = Callable[[Batch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class LocalLearner:
@@ -78,7 +64,7 @@ class LocalLearner:
         """
         self.ranks, self._settings = ranks or SingleProcess(), settings or LearnerConfig()
         self.model = model.eval()  # no dropout, because the engine samples without it
-        self._budget, share = TokenBudget(self._settings, self.ranks), self._settings.share_prefixes
+        self.passes, share = Passes(self._settings, self.ranks), self._settings.share_prefixes
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         chunk = head_chunk_tokens(self._settings, self.ranks.device, vocab_size)
         self._net, self._adapter = PolicyNet(model, chunk, share_prefixes=share), adapter
@@ -180,7 +166,7 @@ class LocalLearner:
 
         0 where action_mask is false.
         """
-        return self._scores(self._net, batch.to(self.ranks.device))[0].cpu()
+        return self.passes.scores(self._net, batch.to(self.ranks.device))[0].cpu()
 
     def score_reference(self, batch: Batch) -> Tensor:
         """Return [N] log-probabilities under the reference, see `score`.
@@ -210,10 +196,10 @@ class LocalLearner:
             raise ValueError(
                 "a batch without a single action token; there is nothing to learn from"
             )
-        in_reward = bool(config.kl_coef) and _kl_place(config) == "reward"
+        in_reward = bool(config.kl_coef) and (config.kl_place or recipe.kl_place) == "reward"
         scores = None
         if in_reward or not self._merges(config, step):
-            scores = self._scores(self._net, batch)[:, acted]
+            scores = self.passes.scores(self._net, batch)[:, acted]
         rewards, reference = batch.rewards[acted], None
         if config.kl_coef:
             if self._reference is None:
@@ -233,7 +219,7 @@ class LocalLearner:
                 raise ValueError(
                     f"recipe {config.recipe} needs a critic; none was given to the learner"
                 )
-            values, ends = self._estimate(batch)
+            values, ends = self.passes.values(self._critic, batch)
             bootstraps = batch.truncated & ((config.truncated or recipe.truncated) == "bootstrap")
             ends = torch.where(bootstraps, ends, 0.0)
         experience = Experience(batch, rewards, reference=reference, values=values, end_values=ends)
@@ -263,7 +249,7 @@ class LocalLearner:
         carrying = experience.carrying
         has_more = experience.targets is not None or experience.reference is not None
         # entropy, reference KL and critic losses need all sequences, also those without advantage
-        signal = _all(experience.batch) if has_more or config.entropy_coef else carrying
+        signal = all_sequences(experience.batch) if has_more or config.entropy_coef else carrying
         num_minibatches = min(config.minibatches, max(len(signal), 1))
         # weights over the whole batch: if few groups carry signal, their tokens must not get the
         # weight of all
@@ -273,22 +259,23 @@ class LocalLearner:
             config.aggregation or recipe_of(config.recipe).aggregation,
             config.constant_length,
         )
-        critic_loss = self._critic_loss(experience, config, num_minibatches)
+        critic_loss = critic_objective(self._critic, experience, config, num_minibatches)
         is_warming = _is_warming(config, step)
         rest = self._rest(experience, signal)
-        computed = torch.zeros_like(rest)
-        policy_loss = self._policy_loss(experience, config, weights, computed)
+        policy_loss = PolicyObjective(self._net, experience, config, weights)
         logs: dict[str, list[float]] = {}
         tflop = 0.0
         networks = self._critic_flops if is_warming else [self._flops, *self._critic_flops]
-        for chosen in _minibatches(signal, config.epochs, num_minibatches, key=(seed, step)):
-            dealt = self.deal(experience.batch, chosen)
+        for chosen in minibatches(signal, config.epochs, num_minibatches, key=(seed, step)):
+            dealt = self.passes.deal(experience.batch, chosen)
             tflop += dealt.tflop(networks)
             if not is_warming:
                 self._policy.zero_grad()
-                logged = self.forward_backward(experience.batch, dealt, policy_loss)
+                logged = self.passes.forward_backward(experience.batch, dealt, policy_loss)
                 if experience.logprobs is None:
-                    experience = self._scored(experience, rest, computed, dealt, config, step)
+                    experience = self._scored(
+                        experience, rest, policy_loss.computed, dealt, config, step
+                    )
                 self._optimize(self._policy, step, logged)
                 share = float(weights[torch.isin(sequence, chosen)].sum())
                 _collect(logs, "actor", logged, share)
@@ -314,9 +301,9 @@ class LocalLearner:
         batch = experience.batch
         if experience.logprobs is not None:
             return torch.zeros(2, len(experience.rewards), device=batch.rewards.device)
-        every = _all(batch)
+        every = all_sequences(batch)
         outside = every[~torch.isin(every, signal)]
-        return self._scores(self._net, batch, outside)[:, batch.action_mask]
+        return self.passes.scores(self._net, batch, outside)[:, batch.action_mask]
 
     def _scored(
         self,
@@ -337,64 +324,6 @@ class LocalLearner:
         scores = rest + self.ranks.all_sum(torch.where(is_of_rank, computed, 0.0))
         return scored(experience, scores, config, step)
 
-    def _policy_loss(
-        self,
-        experience: Experience,
-        config: PolicyGradientConfig,
-        weights: Tensor,
-        computed: Tensor,
-    ) -> LossFunction:
-        """Return the policy's loss function.
-
-        weights: [n] weight of each token's loss; computed: [2, n] receives the log-probabilities
-        and entropies that the experience lacks.
-        """
-        recipe = recipe_of(config.recipe)
-        loss_of: PolicyLoss = named(POLICY_LOSSES, recipe.policy_loss)
-        advantages, reference = experience.advantages, experience.reference
-        assert advantages is not None
-        estimator = config.kl_estimator or recipe.kl_estimator
-
-        def policy_loss(part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs, entropy = self._net(part, bool(config.entropy_coef))
-            share = weights[at]
-            if experience.logprobs is None or experience.corrections is None:
-                before = logprobs.detach()
-                computed[:, at] = torch.stack([before, entropy.detach()])
-                correction = corrections_of(part, before, config)
-            else:
-                before, correction = experience.logprobs[at], experience.corrections[at]
-            actions = Actions(logprobs, before, advantages[at], part.sequence[part.action_mask])
-            losses, logged = loss_of(actions, config)
-            losses = losses * correction
-            if config.entropy_coef:
-                losses = losses - config.entropy_coef * entropy
-            if reference is not None:
-                losses = losses + config.kl_coef * kl_penalty(logprobs, reference[at], estimator)
-            moved = logprobs.detach() - before
-            logged = {
-                "entropy": entropy.detach(),
-                "ratio_kl": moved.exp() - 1 - moved,
-                **logged,
-            }
-            return (losses * share).sum(), {name: value * share for name, value in logged.items()}
-
-        return policy_loss
-
-    def _critic_loss(
-        self, experience: Experience, config: PolicyGradientConfig, num_minibatches: int
-    ) -> LossFunction | None:
-        values, targets, critic = experience.values, experience.targets, self._critic
-        if values is None or targets is None or critic is None:
-            return None
-        assert isinstance(config, ActorCriticConfig)
-
-        def critic_loss(part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            losses = value_loss(critic(part)[0], values[at], targets[at], clip=config.value_clip)
-            return (losses * (num_minibatches / len(values))).sum(), {}
-
-        return critic_loss
-
     def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]:
         """Take one optimizer step of maximum likelihood on demonstrations' action tokens.
 
@@ -412,7 +341,7 @@ class LocalLearner:
             logprobs, entropy = self._net(part)
             return -logprobs.sum() / num_tokens, {"entropy": entropy.detach() / num_tokens}
 
-        dealt = self.deal(batch, _all(batch))
+        dealt = self.passes.deal(batch, all_sequences(batch))
         logged = self._step(self._policy, batch, dealt, step, loss)
         return {
             "sft/loss": logged["loss"],
@@ -460,7 +389,7 @@ class LocalLearner:
                 "entropy": entropy.detach() / num_tokens,
             }
 
-        dealt = self.deal(batch, _all(batch), unit=2)
+        dealt = self.passes.deal(batch, all_sequences(batch), unit=2)
         logged_sums = self._step(self._policy, batch, dealt, step, loss)
         return {f"dpo/{name}": value for name, value in logged_sums.items()} | {
             "dpo/lr": self._policy.rate(step),
@@ -477,7 +406,7 @@ class LocalLearner:
     ) -> dict[str, float]:
         """Take one update of one network. Return loss, logged values and the gradient's norm."""
         optimized.zero_grad()
-        logged = self.forward_backward(batch, dealt, loss_of)
+        logged = self.passes.forward_backward(batch, dealt, loss_of)
         self._optimize(optimized, step, logged)
         return logged
 
@@ -485,112 +414,14 @@ class LocalLearner:
         logged["grad_norm"] = optimized.optimizer_step(step, logged["loss"])
         return_memory()
 
-    def forward_backward(
-        self, batch: Batch, dealt: Dealt, loss_of: LossFunction
-    ) -> dict[str, float]:
-        """Add the gradient of a loss, in micro-batches; nothing is updated.
-
-        dealt: of `deal`, the sequences of the batch that take part.
-        Result: the loss and the logged values, summed over all ranks.
-        """
-        sums: dict[str, Tensor] = {}
-        sequence = batch.sequence[batch.action_mask]
-        self._budget.begin()
-        for chosen, counts in self._shares(dealt):
-            loss, logged = loss_of(batch.select(chosen), torch.isin(sequence, chosen))
-            (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
-            for name, value in {"loss": loss.detach(), **logged}.items():
-                sums[name] = sums.get(name, loss.new_zeros(())) + value.sum() * counts
-        self._budget.end(dealt.largest(self.ranks.rank))
-        totals = self.ranks.all_sum(torch.stack([value.float() for value in sums.values()]))
-        return dict(zip(sums, totals.tolist(), strict=True))
-
-    @torch.no_grad()
-    def _scores(self, network: PolicyNet, batch: Batch, sequences: Tensor | None = None) -> Tensor:
-        """Return [2, N] log-probabilities and entropies, nats; 0 except at action tokens.
-
-        sequences: [R] int64, those to score; None: all.
-        """
-        result = batch.rewards.new_zeros(2, len(batch.input_ids))
-        dealt = self.deal(batch, _all(batch) if sequences is None else sequences)
-        for chosen, counts in self._shares(dealt):
-            scores = torch.stack(network(batch.select(chosen)))
-            if counts:
-                result[:, torch.isin(batch.sequence, chosen) & batch.action_mask] = scores
-        return self.ranks.all_sum(result)
-
     def _reference_scores(self, batch: Batch) -> Tensor:
-        """Return [N] log-probabilities, see `_scores`. Errors: ValueError without a reference."""
+        """Return [N] log-probabilities. Errors: ValueError without a reference."""
         if self._reference is None:
             raise ValueError("a reference model is needed; none was given to the learner")
         if self._reference is not self._net:
-            return self._scores(self._reference, batch)[0]
+            return self.passes.scores(self._reference, batch)[0]
         with without_adapter(self.model):
-            return self._scores(self._net, batch)[0]
-
-    @torch.no_grad()
-    def _estimate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return ([n] values of the action tokens' states, [B] of the sequences' ends)."""
-        assert self._critic is not None
-        values = batch.rewards.new_zeros(len(batch.input_ids))
-        ends = batch.rewards.new_zeros(batch.num_sequences)
-        for chosen, counts in self._shares(self.deal(batch, _all(batch))):
-            at_tokens, at_ends = self._critic(batch.select(chosen))
-            if counts:
-                values[torch.isin(batch.sequence, chosen) & batch.action_mask] = at_tokens
-                ends[chosen] = at_ends
-        return self.ranks.all_sum(values)[batch.action_mask], self.ranks.all_sum(ends)
-
-    def deal(self, batch: Batch, sequences: Tensor, unit: int = 1) -> Dealt:
-        """Distribute sequences of a batch, [R] int64, over ranks and micro-batches.
-
-        unit: number of neighboring sequences that stay together.
-        """
-        return Dealt(
-            batch,
-            sequences.tolist(),
-            num_ranks=self.ranks.size,
-            tokens=self._budget.tokens,
-            unit=unit,
-            padded=self.ranks.device.type == "cpu",
-            share_prefixes=self._settings.share_prefixes,
-        )
-
-    def _shares(self, dealt: Dealt) -> Iterator[Share]:
-        """Yield this rank's micro-batches as ([R] sequences, False if they must not count).
-
-        Their number is equal on all ranks, because a forward of sharded weights needs every rank.
-        """
-        of_rank = dealt.ranks[self.ranks.rank]
-        for index in range(max(map(len, dealt.ranks))):
-            counts = index < len(of_rank)
-            chosen = of_rank[index] if counts else dealt.idle
-            yield torch.tensor(chosen, device=self.ranks.device), counts
-
-
-def _all(batch: Batch) -> Tensor:
-    """Return the indices of all sequences of a batch, [B]."""
-    return torch.arange(batch.num_sequences, device=batch.starts.device)
-
-
-def _minibatches(
-    sequences: Tensor, epochs: int, count: int, *, key: tuple[int, int]
-) -> Iterator[Tensor]:
-    """Yield each epoch's sequences in `count` random parts, ascending; empty parts are left out.
-
-    key: of the random generator.
-    """
-    order = np.random.Generator(np.random.Philox(key=list(key)))
-    for _ in range(epochs):
-        shuffled = torch.from_numpy(order.permutation(len(sequences))).to(sequences.device)
-        for chosen in sequences[shuffled].tensor_split(count):
-            if len(chosen):
-                yield chosen.sort().values
-
-
-def _kl_place(config: PolicyGradientConfig) -> str:
-    """Return the term that the distance to the reference enters: "reward" or "loss"."""
-    return config.kl_place or recipe_of(config.recipe).kl_place
+            return self.passes.scores(self._net, batch)[0]
 
 
 def _is_warming(config: PolicyGradientConfig, step: int) -> bool:

@@ -1,15 +1,106 @@
-"""Distribution of a batch's sequences over ranks, and there over micro-batches."""
+"""Distribution of a batch over ranks, there over micro-batches, and the passes over these."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 from agentgym.algorithms.batch import Batch
-from agentgym.learner.flops import TrainingFlops
-from agentgym.models.prefixes import Prefixes
+from agentgym.config import LearnerConfig
+from agentgym.learner.process_group import ProcessGroup
+from agentgym.models.networks import PolicyNet, Prefixes, ValueNet
+
+# (sequences of one micro-batch, whether they count); a rank without work still runs the forward
+Share = tuple[Tensor, bool]
+# (micro-batch, its action tokens among the batch's, [n] bool) -> its share of the loss and of the
+# logged values
+LossFunction = Callable[[Batch, Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+# Dense bfloat16 TFLOP/s from the makers' data sheets (rates with sparsity are twice as high). The
+# first row whose words are all in the device's name applies.
+PEAK_TFLOPS = (
+    ("H100 NVL", 835.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("H200 NVL", 836.0),
+    ("H200", 989.0),
+    ("GH200", 989.0),
+    ("H20", 148.0),
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("A100", 312.0),
+    ("A10", 125.0),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L4", 121.0),
+    ("MI300X", 1307.0),
+)
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Return the peak of a device, dense bfloat16 TFLOP/s.
+
+    device_name: from `torch.cuda.get_device_name`.
+    Result: None for an unknown device and for a slice of one (MIG).
+    """
+    words_of_name = set(re.split("[ -]", device_name))
+    if "MIG" in words_of_name:
+        return None
+    return next((peak for words, peak in PEAK_TFLOPS if set(words.split()) <= words_of_name), None)
+
+
+def device_peak_tflops(device: torch.device) -> float | None:
+    """Return the peak of a device as `peak_tflops`; None for a CPU and for an unknown device."""
+    return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFlops:
+    """Size of a network, from which `tflop` computes the operations of one forward and backward,
+    without recomputation.
+
+    A token takes 6 operations for each weight of blocks and head. Attention over a sequence takes
+    12 x layers x width x sequence length for each token; causal masking leaves half of that, 6.
+    """
+
+    weights: int  # of blocks and head
+    attention: int  # layers x width
+
+    @classmethod
+    def of(cls, network: nn.Module, model: Any) -> Self:
+        """Count a network's weights, before it is sharded over ranks.
+
+        network: the trained network; model: the causal language model or decoder inside it.
+        """
+        embedding = model.get_input_embeddings().weight
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        is_head = head is not None and head.weight is embedding
+        config = model.config.get_text_config(decoder=True)
+        heads = config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(
+            sum(parameter.numel() for parameter in network.parameters())
+            - (0 if is_head else embedding.numel()),
+            config.num_hidden_layers * heads * head_size,
+        )
+
+    def tflop(self, lengths: Tensor, shared: Tensor | None = None) -> float:
+        """Return the number of operations, in 1e12, for sequences of these lengths, [R] int64.
+
+        shared: [R] int64, leading tokens of each sequence that another one computes.
+        """
+        prefix = torch.zeros_like(lengths) if shared is None else shared
+        tokens, pairs = (
+            int((lengths - prefix).sum()),
+            int((lengths**2 - prefix**2).sum()),
+        )
+        return 6e-12 * (self.weights * tokens + self.attention * pairs)
 
 
 class Dealt:
@@ -138,3 +229,160 @@ class _Size:
             return replace(self, tokens=tokens, sharing=self.sharing + length - shared)
         longest = max(self.longest_alone, length)
         return _Size(tokens, self.sharing, self.num_alone + 1, longest)
+
+
+FIRST_TOKENS = 4_096  # in the micro-batch whose memory is measured
+FILLED_FRAC = 0.8  # of the free memory, since memory per token varies with sequence length
+LOGITS_FRAC = 0.1  # of the device's memory
+LOGITS_COPIES = 3  # float32 logits, their log-softmax and its gradient exist at the same time
+
+
+def head_chunk_tokens(settings: LearnerConfig, device: torch.device, vocab_size: int) -> int:
+    """Return the number of action tokens whose logits exist at the same time.
+
+    auto: as many as a tenth of a GPU's memory holds, because the backward recomputes the logits of
+    several chunks; at least the default. On a CPU: the default.
+    """
+    _, usual = settings.usual_sizes
+    if settings.head_chunk_tokens != "auto" or device.type != "cuda":
+        return usual
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return max(usual, int(LOGITS_FRAC * memory) // (LOGITS_COPIES * 4 * vocab_size))
+
+
+class TokenBudget:
+    """Maximum number of tokens in a micro-batch; equal on all ranks.
+
+    auto on a GPU: `FIRST_TOKENS` at first, then as many as fit by the memory that updates took.
+    auto on a CPU: the default.
+    """
+
+    def __init__(self, settings: LearnerConfig, ranks: ProcessGroup) -> None:
+        self._ranks, self._device = ranks, ranks.device
+        self._measures = settings.micro_batch_tokens == "auto" and self._device.type == "cuda"
+        usual, _ = settings.usual_sizes
+        self.tokens = FIRST_TOKENS if self._measures else usual
+
+    def begin(self) -> None:
+        """Start to measure a forward and backward."""
+        if self._measures:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+
+    def end(self, largest: int) -> None:
+        """Set the budget, if auto on a GPU, from the memory measured since `begin`.
+
+        largest: tokens of the largest micro-batch since then. All ranks call it, or none.
+        """
+        if not self._measures:
+            return
+        taken = torch.cuda.max_memory_allocated(self._device) - self._before
+        free, _ = torch.cuda.mem_get_info(self._device)
+        # the allocator keeps freed blocks for the next update
+        free += torch.cuda.memory_reserved(self._device) - self._before
+        fitting = int(FILLED_FRAC * free / max(taken / max(largest, 1), 1.0))
+        if self._ranks.size > 1:
+            of_ranks = torch.zeros(self._ranks.size, dtype=torch.float64, device=self._device)
+            of_ranks[self._ranks.rank] = fitting
+            fitting = int(self._ranks.all_sum(of_ranks).min())
+        self.tokens = max(FIRST_TOKENS, fitting)
+
+
+class Passes:
+    """Forward and backward passes over this rank's share of a batch, in micro-batches."""
+
+    def __init__(self, settings: LearnerConfig, ranks: ProcessGroup) -> None:
+        self._settings, self._ranks = settings, ranks
+        self._budget = TokenBudget(settings, ranks)
+
+    def deal(self, batch: Batch, sequences: Tensor, unit: int = 1) -> Dealt:
+        """Distribute sequences of a batch, [R] int64, over ranks and micro-batches.
+
+        unit: number of neighboring sequences that stay together.
+        """
+        return Dealt(
+            batch,
+            sequences.tolist(),
+            num_ranks=self._ranks.size,
+            tokens=self._budget.tokens,
+            unit=unit,
+            padded=self._ranks.device.type == "cpu",
+            share_prefixes=self._settings.share_prefixes,
+        )
+
+    def shares(self, dealt: Dealt) -> Iterator[Share]:
+        """Yield this rank's micro-batches as ([R] sequences, False if they must not count).
+
+        Their number is equal on all ranks, because a forward of sharded weights needs every rank.
+        """
+        of_rank = dealt.ranks[self._ranks.rank]
+        for index in range(max(map(len, dealt.ranks))):
+            counts = index < len(of_rank)
+            chosen = of_rank[index] if counts else dealt.idle
+            yield torch.tensor(chosen, device=self._ranks.device), counts
+
+    def forward_backward(
+        self, batch: Batch, dealt: Dealt, loss_of: LossFunction
+    ) -> dict[str, float]:
+        """Add the gradient of a loss, in micro-batches; nothing is updated.
+
+        dealt: of `deal`, the sequences of the batch that take part.
+        Result: the loss and the logged values, summed over all ranks.
+        """
+        sums: dict[str, Tensor] = {}
+        sequence = batch.sequence[batch.action_mask]
+        self._budget.begin()
+        for chosen, counts in self.shares(dealt):
+            loss, logged = loss_of(batch.select(chosen), torch.isin(sequence, chosen))
+            (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
+            for name, value in {"loss": loss.detach(), **logged}.items():
+                sums[name] = sums.get(name, loss.new_zeros(())) + value.sum() * counts
+        self._budget.end(dealt.largest(self._ranks.rank))
+        totals = self._ranks.all_sum(torch.stack([value.float() for value in sums.values()]))
+        return dict(zip(sums, totals.tolist(), strict=True))
+
+    @torch.no_grad()
+    def scores(self, network: PolicyNet, batch: Batch, sequences: Tensor | None = None) -> Tensor:
+        """Return [2, N] log-probabilities and entropies, nats; 0 except at action tokens.
+
+        sequences: [R] int64, those to score; None: all.
+        """
+        result = batch.rewards.new_zeros(2, len(batch.input_ids))
+        dealt = self.deal(batch, all_sequences(batch) if sequences is None else sequences)
+        for chosen, counts in self.shares(dealt):
+            scores = torch.stack(network(batch.select(chosen)))
+            if counts:
+                result[:, torch.isin(batch.sequence, chosen) & batch.action_mask] = scores
+        return self._ranks.all_sum(result)
+
+    @torch.no_grad()
+    def values(self, critic: ValueNet, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return ([n] values of the action tokens' states, [B] of the sequences' ends)."""
+        values = batch.rewards.new_zeros(len(batch.input_ids))
+        ends = batch.rewards.new_zeros(batch.num_sequences)
+        for chosen, counts in self.shares(self.deal(batch, all_sequences(batch))):
+            at_tokens, at_ends = critic(batch.select(chosen))
+            if counts:
+                values[torch.isin(batch.sequence, chosen) & batch.action_mask] = at_tokens
+                ends[chosen] = at_ends
+        return self._ranks.all_sum(values)[batch.action_mask], self._ranks.all_sum(ends)
+
+
+def all_sequences(batch: Batch) -> Tensor:
+    """Return the indices of all sequences of a batch, [B]."""
+    return torch.arange(batch.num_sequences, device=batch.starts.device)
+
+
+def minibatches(
+    sequences: Tensor, epochs: int, count: int, *, key: tuple[int, int]
+) -> Iterator[Tensor]:
+    """Yield each epoch's sequences in `count` random parts, ascending; empty parts are left out.
+
+    key: of the random generator.
+    """
+    order = np.random.Generator(np.random.Philox(key=list(key)))
+    for _ in range(epochs):
+        shuffled = torch.from_numpy(order.permutation(len(sequences))).to(sequences.device)
+        for chosen in sequences[shuffled].tensor_split(count):
+            if len(chosen):
+                yield chosen.sort().values

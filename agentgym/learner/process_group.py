@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from agentgym.models.empty import materialize
+from agentgym.models.model import materialize
 from agentgym.models.tensorfiles import StoredTensors, TensorFile
 
 

@@ -29,8 +29,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future
 
-from agentgym.models.blocks import blocks
-from agentgym.models.empty import materialize
+from agentgym.models.model import materialize
+from agentgym.models.networks import blocks
 from agentgym.models.tensorfiles import Part, StoredTensors, TensorFile, file_name
 
 T = TypeVar("T")
@@ -104,7 +104,9 @@ class Sharded:
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise the first failed rank's own error on every rank."""
+    """Replace torch's CheckpointException by the error of the lowest rank that failed. Torch raises
+    the exception on every rank, so all ranks raise the same error.
+    """
     try:
         yield
     except CheckpointException as failed:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from agentgym.config import ConfigError, LoraConfig
-from agentgym.models.blocks import blocks
-from agentgym.models.empty import empty_model
+from agentgym.models.model import empty_model
+from agentgym.models.networks import blocks
 from agentgym.models.tensorfiles import PIECE_BYTES, StoredTensor, StoredTensors
 from agentgym.models.transport import write_weights
 

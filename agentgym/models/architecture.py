@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentgym.config import ConfigError, ModelConfig
-from agentgym.models.files import require_weights, require_whole
+from agentgym.models.model_files import require_weights, require_whole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
 
 # keys of a config.json that select code to run, on the Hub or in the model's folder; we choose the
 # code ourselves

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# if scikit-learn is found, transformers imports it and pandas, most of a second, for assisted
-# generation with draft models, which is not used here
+# if scikit-learn is found, transformers imports it and pandas for assisted generation with draft
+# models, which is not used here: 1.2 s of a start of 8.1 s
 _has_sklearn = transformers.utils.is_sklearn_available
 transformers.utils.is_sklearn_available = lambda: False
 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -11,20 +12,22 @@ from typing import TYPE_CHECKING, Self
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
-from agentgym.config import ChatConfig, LoraConfig
+from agentgym.config import ChatConfig, ConfigError, LoraConfig, ModelConfig
 from agentgym.models.adapter import Adapter, chosen_modules, write_adapter
 from agentgym.models.chat import DEFAULT_CHAT, ChatRenderer
-from agentgym.models.empty import empty_model, materialize
 from agentgym.models.fidelity import require_faithful_once
-from agentgym.models.files import CHAT
 from agentgym.models.model import (
     TokenizerFiles,
+    empty_model,
     listed,
+    load_hub,
+    materialize,
     tokenizer_files,
     tokenizer_from_files,
     weights_of,
     write_tokenizer,
 )
+from agentgym.models.model_files import CHAT
 from agentgym.models.tensorfiles import (
     Snapshot,
     StoredTensors,
@@ -33,12 +36,11 @@ from agentgym.models.tensorfiles import (
     export_tensors,
     files_of,
 )
-from agentgym.store.manifest import Digest, Manifest, sha256
-from agentgym.store.runstore import BlobMissing, RunStore
+from agentgym.store.manifest import BlobMissing, Digest, Manifest, sha256
+from agentgym.store.runstore import RunStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 
 ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMIZER = (
     "config.json",
@@ -260,3 +262,48 @@ def save_adapter(folder: Path, adapter: Adapter, base_name: str | None) -> None:
     """
     assert adapter.stored is not None
     write_adapter(folder, adapter.settings, adapter.stored.load(), base_name)
+
+
+SAFETENSORS = "*.safetensors"
+MLFLOW_MODEL, MLFLOW_TOKENIZER = "model", "components/tokenizer"
+PIECE = 1 << 20
+
+
+def load_folder(folder: Path, config: ModelConfig) -> Checkpoint:
+    """Load a folder in the format of `save_pretrained`, `agentgym export` or MLflow's transformers
+    flavor. config: the dtype, and the chat settings if the folder has none.
+    Errors: ConfigError if the folder has no such model; ValueError if it is not supported.
+    """
+    model_folder, tokenizer_folder = _parts(folder)
+    if not (model_folder / "config.json").is_file() or not any(model_folder.glob(SAFETENSORS)):
+        raise ConfigError(
+            f"{folder} holds no config.json with safetensors next to it; name a folder that"
+            " `save_pretrained` or `agentgym export` wrote"
+        )
+    named = config.model_copy(update={"source": "hub", "name": str(model_folder), "revision": None})
+    model, tokenizer = load_hub(named, tokenizer_folder)
+    path = tokenizer_folder / CHAT
+    chat = ChatConfig.model_validate_json(path.read_bytes()) if path.is_file() else config.chat
+    return new_checkpoint(model, tokenizer, chat or DEFAULT_CHAT)
+
+
+def is_of_ours(folder: Path) -> bool:
+    """Return True for a model that was trained here: it has chat settings or MLflow's layout."""
+    return (_parts(folder)[1] / CHAT).is_file() or (folder / MLFLOW_MODEL).is_dir()
+
+
+def folder_digest(folder: Path) -> str:
+    """sha256 of the contents of the safetensors files, in order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(_parts(folder)[0].glob(SAFETENSORS)):
+        with path.open("rb") as file:
+            while piece := file.read(PIECE):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def _parts(folder: Path) -> tuple[Path, Path]:
+    """Return the folders of model and tokenizer; they differ only in MLflow's layout."""
+    if (folder / MLFLOW_MODEL / "config.json").is_file():
+        return folder / MLFLOW_MODEL, folder / MLFLOW_TOKENIZER
+    return folder, folder

@@ -49,10 +49,11 @@ def keep_wide_weights(model: nn.Module) -> None:
 
 
 class _WideLayer(nn.Linear):
-    """A linear layer that computes in float32 arithmetic.
+    """A linear layer that computes in float32 if its weights are of half precision and on a CPU;
+    otherwise it is a plain `nn.Linear`.
 
-    It replaces the layer's class, not its forward: a function that refers to its layer would keep
-    the weights alive until the garbage collector runs.
+    `widen_linear_layers` makes it the class of existing layers. A new `forward` on each layer would
+    refer to the layer, and such a cycle keeps the weights alive until the garbage collector runs.
     """
 
     _keeps = False

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from agentgym.models.architecture import read_architecture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -10,22 +22,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
 
 import logging
-import re
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 import agentgym.models.attention as attention
 from agentgym.config import ConfigError, ModelConfig
 from agentgym.models.architecture import published_architecture
 from agentgym.models.fidelity import require_faithful
-from agentgym.models.files import TOKENIZER_NAMES, require_whole
 from agentgym.models.half import widen_linear_layers
+from agentgym.models.model_files import TOKENIZER_NAMES, require_whole
 from agentgym.models.template import CHAT_TEMPLATE
 from agentgym.models.tokenizer import load_tokenizer, require_rows
 
@@ -305,3 +313,59 @@ def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
             )
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+# drawn weights are replaced anyway, and drawing on the meta device takes longer than all the rest
+_DRAWS = {"torch.nn.init", "transformers.initialization"}
+_DRAWN = re.compile(r"(trunc_|kaiming_|xavier_)?(normal|uniform)_")
+
+
+class _NothingAllocated(TorchFunctionMode):
+    """A mode in which `torch.empty` allocates on the meta device and initializers draw nothing.
+    Computed tensors, such as the frequencies of a rotary embedding, are real.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        elif getattr(func, "__module__", "") in _DRAWS and _DRAWN.fullmatch(func.__name__):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+def empty_model(architecture: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Build the model of a config.json text with its parameters on the meta device.
+    Errors: ValueError if the model is not supported.
+    """
+    with _NothingAllocated():
+        model = from_config(read_architecture(architecture), dtype)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"{type(model).__name__} does not compute its buffer {name}")
+    change_parameters(model, lambda parameter: parameter.to("meta"))
+    return model.eval()
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Allocate memory, uninitialized, for the parameters that have none."""
+    change_parameters(
+        module,
+        lambda parameter: (
+            torch.empty_like(parameter, device=device) if parameter.is_meta else parameter
+        ),
+    )
+
+
+def change_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter by its changed tensor; a parameter of several layers stays shared."""
+    changed: dict[nn.Parameter, nn.Parameter] = {}
+    for layer in module.modules():
+        for name, old in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
+            if old not in changed:
+                detached = old.detach()
+                new = change(detached)
+                changed[old] = old if new is detached else nn.Parameter(new, old.requires_grad)
+            setattr(layer, name, changed[old])

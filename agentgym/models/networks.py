@@ -4,6 +4,9 @@ their computation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +14,47 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from agentgym.algorithms.batch import Batch
-from agentgym.models.attention import PackedSequences, require_ragged
-from agentgym.models.prefixes import Prefixes
+from agentgym.models.attention import PackedSequences, leave_uncompiled, require_ragged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+SHARED_FRAC = 0.1  # of a sequence's tokens; a shorter prefix is not shared
+
+
+def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the longest common prefix of two sequences of one type."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class Prefixes:
+    """Lengths of the prefixes that sequences of a batch share."""
+
+    def __init__(self, input_ids: Tensor, starts: Tensor) -> None:
+        """Split a batch into its sequences. input_ids: [N] int; starts: [B + 1] int."""
+        ids = input_ids.tolist()
+        self._sequences = [ids[start:end] for start, end in pairwise(starts.tolist())]
+
+    def shared(self, before: int, sequence: int) -> int:
+        """Return the number of tokens that `sequence` shares with `before`; 0 if they are too few
+        to be worth sharing.
+        """
+        ids = self._sequences[sequence]
+        common = common_tokens(self._sequences[before], ids)
+        return common if common >= SHARED_FRAC * len(ids) else 0
+
+    def of(self, sequences: Sequence[int]) -> list[int]:
+        """Return the number of tokens each sequence shares with the one before it, as
+        `PackedSequences` takes it.
+        """
+        return [0, *(self.shared(before, sequence) for before, sequence in pairwise(sequences))]
 
 
 class PolicyNet(nn.Module):
@@ -134,3 +173,28 @@ def _states(decoder: Any, batch: Batch, share: bool) -> tuple[Tensor, Tensor]:
         layout=layout,
     )
     return layout.whole(hidden.last_hidden_state[0]), batch.action_mask.nonzero()[:, 0]
+
+
+def blocks(network: nn.Module) -> list[nn.Module]:
+    """Return a decoder's blocks, in order: the items of all its ModuleLists."""
+    lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
+    return [block for module_list in lists for block in module_list]
+
+
+def compile_blocks(network: nn.Module, backend: str) -> None:
+    """Compile each block at its first forward, for any number of tokens.
+    Call it before sharding, so that the gathering of weights is not compiled.
+    """
+    leave_uncompiled()
+    for block in blocks(network):
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=True)
+
+
+def checkpoint_blocks(network: nn.Module) -> None:
+    """Store only each block's input and recompute its activations in the backward.
+    Call it after `compile_blocks`. There is no dropout, so no random number is drawn twice.
+    """
+    for block in blocks(network):
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+        )

@@ -11,7 +11,7 @@ from typing import Any
 from agentgym.config import ConfigError, RunConfig
 from agentgym.evaluation.gate import Audited
 from agentgym.pipeline.child import run_command
-from agentgym.pipeline.runs import label
+from agentgym.pipeline.stored_config import label
 from agentgym.pipeline.table import open_store
 from agentgym.store.runstore import RunStore
 

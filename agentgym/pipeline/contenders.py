@@ -14,15 +14,14 @@ from agentgym.config import ConfigError, RunConfig
 from agentgym.evaluation import asking
 from agentgym.evaluation.policies import (
     Contender,
+    PolicyKind,
     PolicyName,
-    Who,
     checkpoint_contender,
     endpoint_contender,
     folder_contender,
     plain_contender,
 )
-from agentgym.evaluation.protocol import EvaluationProtocol
-from agentgym.evaluation.request import EvaluationRequest
+from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
 from agentgym.pipeline.table import open_store
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosted import Endpoint, only_model
@@ -134,13 +133,13 @@ def contender_of(run: RunConfig, cfg: RunConfig, request: EvaluationRequest) -> 
     Errors: ConfigError if the policy is missing or not supported here.
     """
     name = PolicyName.parse(request.policy)
-    if name.who in (Who.EXPERT, Who.RANDOM, Who.ECHO):
+    if name.who in (PolicyKind.EXPERT, PolicyKind.RANDOM, PolicyKind.ECHO):
         return plain_contender(name)
-    if name.who is Who.ENDPOINT:
+    if name.who is PolicyKind.ENDPOINT:
         return endpoint_contender(_endpoint(request))
-    if name.who is Who.RUN:
+    if name.who is PolicyKind.RUN:
         return _of_run(run, cfg, name)
-    if name.who is Who.REGISTRY:
+    if name.who is PolicyKind.REGISTRY:
         with tempfile.TemporaryDirectory(prefix="agentgym-model-") as folder:
             return folder_contender(_registered(cfg, name, Path(folder)), cfg, name.text)
     return folder_contender(_model_folder(name), cfg, name.text)
@@ -180,9 +179,9 @@ def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
     Result: the folder with the model. Errors: ConfigError.
     """
     from agentgym.evaluation.promotion import Promotions
-    from agentgym.evaluation.registered import fetch_registered
+    from agentgym.evaluation.version_files import fetch_registered
     from agentgym.tracking.deliver import tracker_of
-    from agentgym.tracking.mlflow import reaching
+    from agentgym.tracking.reaching import reaching
     from agentgym.tracking.registry import ModelChanged, version_meant
 
     with reaching(cfg.tracking_uri):

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from agentgym.config import RunConfig
-from agentgym.evaluation.episodes import FILE as EPISODES
-from agentgym.evaluation.episodes import write_episodes
 from agentgym.evaluation.page import render
+from agentgym.evaluation.parquet import FILE as EPISODES
+from agentgym.evaluation.parquet import write_episodes
 from agentgym.evaluation.record import attempts_of, examples_of, find
-from agentgym.evaluation.report import EpisodeExample
 from agentgym.evaluation.result import RESULT, Result
 from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.evaluations import deliver_evaluation
+from agentgym.tracking.deliver import tracker_of
+from agentgym.tracking.points import Point
+from agentgym.tracking.reaching import LedgerUnavailable, reaching
+
+logger = logging.getLogger(__name__)
 
 How = Literal["done", "resumed", "ran"]
 
@@ -77,11 +81,7 @@ def kept(
     result.save(folder)
     commits = store.history(manifest.step, manifest.key)
     write_episodes(folder / EPISODES, attempts_of(store, commits))
-    examples = [
-        EpisodeExample.from_trajectory(trajectory.item.env, trajectory)
-        for trajectory in examples_of(store, commits)
-    ]
-    for name, content in render(result, examples).items():
+    for name, content in render(result, examples_of(store, commits)).items():
         (folder / name).write_bytes(content)
     if tell and RESULT in manifest.blobs:
         _deliver(cfg, manifest, result, folder)
@@ -108,3 +108,34 @@ def _deliver(cfg: RunConfig, manifest: Manifest, result: Result, folder: Path) -
         at_ms=int(manifest.created_at * 1000),
         folder=folder,
     )
+
+
+def deliver_evaluation(
+    cfg: RunConfig,
+    digest: str,
+    title: str,
+    *,
+    params: Mapping[str, Any],
+    tags: Mapping[str, str],
+    metrics: Mapping[str, float],
+    at_ms: int,
+    folder: Path,
+) -> bool:
+    """Write an evaluation to its MLflow run and end the run; repeating it changes nothing.
+
+    digest: identifies the run.
+    folder: its artifacts.
+    at_ms: time of the evaluation's last commit.
+    Result: False if MLflow could not be reached; the evaluation is complete either way.
+    """
+    try:
+        with reaching(cfg.tracking_uri):
+            tracker = tracker_of(cfg)
+            run_id = tracker.evaluation_run(digest, title, params=params, tags=tags)
+            tracker.deliver(run_id, [Point(0, at_ms, dict(metrics))])
+            tracker.log_artifacts(run_id, folder)
+            tracker.end_run(run_id)
+    except LedgerUnavailable as error:
+        logger.warning("MLflow does not have this evaluation yet: %s", error)
+        return False
+    return True

@@ -18,7 +18,7 @@ from agentgym.algorithms.recipe import recipe_of
 from agentgym.config import RunConfig
 from agentgym.config.pretrained import INSTRUCTIONS, defaults
 from agentgym.pipeline.plan import amount
-from agentgym.rollouts.horizon import stages
+from agentgym.steps.step import stages
 
 # Shares of the maximum: tokens of an action or an observation, turns of an episode.
 OF_TOKENS, OF_TURNS = 0.5, 0.6
@@ -230,9 +230,8 @@ def shape_of(cfg: RunConfig) -> Shape:
     """
     from agentgym.models.adapter import chosen_modules
     from agentgym.models.architecture import published_architecture
-    from agentgym.models.blocks import blocks
-    from agentgym.models.empty import empty_model
-    from agentgym.models.model import tiny_architecture
+    from agentgym.models.model import empty_model, tiny_architecture
+    from agentgym.models.networks import blocks
 
     hub = cfg.model.source == "hub"
     if hub:
@@ -298,8 +297,7 @@ def _training(cfg: RunConfig) -> Work:
     passes += bool(getattr(algorithm, "kl_coef", 0))
     at_once = rollout.items_per_step * rollout.group_size
     episodes = [
-        ((stage.last_step - stage.first_step + 1) * at_once, OF_TURNS * stage.max_turns)
-        for stage in stages(cfg.horizon)
+        (stage.num_steps * at_once, OF_TURNS * stage.max_turns) for stage in stages(cfg.horizon)
     ]
     group = rollout.group_size
     through = sum(count * passes * _length(cfg, played, group) for count, played in episodes)
@@ -335,7 +333,7 @@ def _plain(value: Any) -> str:
 
 
 def _activations(cfg: RunConfig, shape: Shape) -> int:
-    from agentgym.learner.budget import LOGITS_COPIES
+    from agentgym.learner.micro_batches import LOGITS_COPIES
 
     settings = cfg.learner
     usual, chunk = settings.usual_sizes
@@ -376,7 +374,7 @@ def _clock(cfg: RunConfig, shape: Shape) -> tuple[Callable[[Work], float] | None
         return on_cpu, loads / learning + STEP_S * num_steps, text
     import torch
 
-    from agentgym.learner.flops import peak_tflops
+    from agentgym.learner.micro_batches import peak_tflops
 
     peak = cfg.compute_peak_tflops
     if peak is None and torch.cuda.is_available():

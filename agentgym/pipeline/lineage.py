@@ -11,17 +11,13 @@ from agentgym.evaluation.history import Version, champion_of
 from agentgym.evaluation.promotion import Promotions
 from agentgym.evaluation.publish import promotions_of
 from agentgym.evaluation.record import STEP as EVALUATION
-from agentgym.evaluation.registered import told_of_files
 from agentgym.evaluation.stored import is_evaluation
+from agentgym.evaluation.version_files import told_of_files
 from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.inputs import LISTS
-from agentgym.tracking.mlflow import reaching
-from agentgym.tracking.registry import (
-    all_versions,
-    version_run_tags,
-    version_tags,
-)
+from agentgym.tracking.reaching import reaching
+from agentgym.tracking.registry import all_versions, version_run_tags, version_tags
 
 SHORT = 12
 # tags of a version's run that identify the source code

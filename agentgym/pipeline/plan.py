@@ -1,14 +1,16 @@
-"""The plan of a run: which steps would run and why. Nothing runs."""
+"""The plan of a run: which steps would run and why, and whether its model can be used.
+Nothing runs.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from agentgym.config import RunConfig
+from agentgym.config import LoraConfig, ModelConfig, RunConfig
+from agentgym.models.architecture import published_architecture
 from agentgym.pipeline.table import finished, key_of, open_store, semantic_of, steps_of
-from agentgym.rollouts.horizon import stages
-from agentgym.steps.step import Kind, Step
+from agentgym.steps.step import Kind, Step, stages
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 
@@ -84,7 +86,7 @@ def _plan_step(
             step.name, step.title, "skip", f"done, manifest {done[step.name].digest[:12]}"
         )
     waiting = [parent for parent in step.parents if parent not in done]
-    known = store.keys(step.name)
+    known = store.heads(step.name)
     if waiting:
         # this step's key follows from its parents' digests, which are not known yet
         changed = _differences(step, cfg, known[-1]) if known else []
@@ -104,7 +106,11 @@ def _plan_step(
 def _why_new(
     step: Step, cfg: RunConfig, store: RunStore, known: list[Manifest], done: dict[str, Manifest]
 ) -> str:
-    """Return the reason why a step runs: its difference from the latest one in the store."""
+    """Return the reason why a step must run anew: it was collected, it never ran, or its difference
+    from the step's latest commits in the store, `known[-1]`.
+
+    done: the finished steps of this run, by name, with all of the step's parents.
+    """
     if store.is_collected(step.name, key_of(step, cfg, done)):
         return "collected by `agentgym gc`"
     if not known:
@@ -145,3 +151,16 @@ def _few(texts: list[str], num: int = 3) -> str:
     """Join the first `num` texts, and state how many more there are."""
     more = f" and {len(texts) - num} more" if len(texts) > num else ""
     return ", ".join(text if len(text) <= 80 else f"{text[:77]}..." for text in texts[:num]) + more
+
+
+def check_model(config: ModelConfig, lora: LoraConfig) -> None:
+    """Raise ConfigError if a published model is missing or not supported, or if the model lacks
+    the layers that `lora` names.
+    """
+    published = published_architecture(config) if config.source == "hub" else None
+    if lora.rank:
+        from agentgym.models.adapter import chosen_modules
+        from agentgym.models.model import empty_model, tiny_architecture
+
+        architecture = published or tiny_architecture(config, vocab_size=config.vocab_size)
+        chosen_modules(empty_model(architecture.to_json_string()), lora)

@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig, is_elsewhere
-from agentgym.data.kept import keep_data
+from agentgym.data.copies import keep_data
+from agentgym.defaults import keep_blocks, return_memory
 from agentgym.deploy.environment import environment_servers
-from agentgym.models.memory import keep_blocks, return_memory
-from agentgym.pipeline.runs import keep_run
+from agentgym.pipeline.stored_config import keep_run
 from agentgym.pipeline.table import (
     finished,
     key_of,
@@ -31,8 +31,9 @@ from agentgym.rollouts.policies.hosts import one_engine
 from agentgym.steps.context import METRICS, Environment, ForGate, NoProgress, Progress, StepContext
 from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.lease import LeaseHeld, when_free
-from agentgym.store.manifest import Manifest, sha256
-from agentgym.store.runstore import BlobMissing, DigestMismatch, RunStore, StepWriter
+from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, sha256
+from agentgym.store.runstore import RunStore
+from agentgym.store.writer import StepWriter
 from agentgym.tracking.alarms import AlarmStop
 from agentgym.tracking.dead import close_dead
 from agentgym.tracking.deliver import (
@@ -44,7 +45,7 @@ from agentgym.tracking.deliver import (
     registry_identity,
     tracker_of,
 )
-from agentgym.tracking.mlflow import LedgerUnavailable, import_client, reaching
+from agentgym.tracking.reaching import LedgerUnavailable, import_client, reaching
 from agentgym.tracking.registry import model_tags
 from agentgym.types import Endpoints
 
@@ -218,7 +219,7 @@ def _for_gate(cfg: RunConfig, progress: Progress | None) -> ForGate:
     """
 
     def play_anew(policy: str) -> Any:
-        from agentgym.pipeline.promotion import play_anew
+        from agentgym.pipeline.promote import play_anew
 
         return play_anew(cfg, progress)(policy)
 

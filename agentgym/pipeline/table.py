@@ -12,10 +12,9 @@ from agentgym.algorithms.recipe import recipe_modules
 from agentgym.config import ConfigError, PolicyGradientConfig, RunConfig, config_digest
 from agentgym.data.check import TASKS, compare_tasks, load_data, load_recorded, tasks_json
 from agentgym.data.trajectories import RECORDED, encode, input_digest
-from agentgym.rollouts.horizon import Stage, stages
 from agentgym.rollouts.policies.engines import engine_module
 from agentgym.steps.context import StepContext
-from agentgym.steps.step import Kind, Step
+from agentgym.steps.step import Kind, Stage, Step, stages
 from agentgym.store.keys import environment_modules, source_digest, step_key
 from agentgym.store.manifest import Manifest
 from agentgym.store.place import StorePlace
@@ -179,7 +178,7 @@ def _evaluation(checkpoint: str, title: str, baseline: str, playing: tuple[str, 
     """
 
     def run(ctx: StepContext) -> Manifest:
-        from agentgym.evaluation.evaluate import evaluate
+        from agentgym.evaluation.evaluator import evaluate
 
         return evaluate(ctx)
 
@@ -189,7 +188,7 @@ def _evaluation(checkpoint: str, title: str, baseline: str, playing: tuple[str, 
         kind=Kind.EVALUATE,
         run=run,
         sections=EVALUATION,
-        modules=("agentgym.evaluation.evaluate", *playing),
+        modules=("agentgym.evaluation.evaluator", *playing),
         data="prepare",
         checkpoint=checkpoint,
         baseline=baseline,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from agentgym.deploy.fleets.addresses import listed
-from agentgym.rollouts.client import EnvClient, EnvError, Retryable
+from agentgym.rollouts.env_client import EnvClient, EnvError, Retryable
 from agentgym.types import Endpoint
 from envs.wire import InfoReply, ReadyReply
 

@@ -1,32 +1,66 @@
 """A policy, its environments and one event loop: everything an episode needs, opened and closed
-together.
+together; and the proof that the weights it samples with are the learner's.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import asyncio
+import logging
+import math
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from agentgym.algorithms.batch import Batch
 from agentgym.config import RunConfig
 from agentgym.models.checkpoint import Checkpoint
+from agentgym.models.model import set_threads
 from agentgym.models.transport import InProcess
-from agentgym.rollouts.canary import Canary, Seen
 from agentgym.rollouts.collect import collect, samples
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.guide import Guide
-from agentgym.rollouts.loop import LoopThread
 from agentgym.rollouts.players import token_players
-from agentgym.rollouts.policies.engines import engine_dtype, tolerance_of
-from agentgym.rollouts.policies.opening import open_policy
+from agentgym.rollouts.policies.engines import HOSTED, engine_dtype, open_here, tolerance_of
 from agentgym.rollouts.pools import EnvPools
-from agentgym.types import Endpoints, EngineUsage, Item, Policy, Trajectory
+from agentgym.types import Endpoints, EngineMismatch, EngineUsage, Item, Policy, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """Request to an engine: episodes of these items, `num_samples` of each."""
+
+    items: Sequence[Item]
+    _: KW_ONLY
+    num_samples: int
+    step: int  # optimizer step the episodes are for
+    max_turns: int
+    temperature: float
+    seed: int
+    read_last: bool = False  # see `EpisodeSettings`
+
+    def settings(self, cfg: RunConfig, instructions: Mapping[str, str]) -> EpisodeSettings:
+        """Return the settings of these episodes. instructions: by environment."""
+        return episode_settings(
+            cfg,
+            instructions=instructions,
+            step=self.step,
+            max_turns=self.max_turns,
+            temperature=self.temperature,
+            seed=self.seed,
+            read_last=self.read_last,
+        )
 
 
 class HasWeights(Protocol):
@@ -48,45 +82,27 @@ class LocalEngine:
     pool: EnvPools
     loop: LoopThread
     instructions: Mapping[str, str]  # by environment; empty if episodes begin without them
-    seen: Seen | None = None  # result of the last canary
+    seen: EngineComparison | None = None  # result of the last canary
 
     @cached_property
     def canary(self) -> Canary:
         return canary_of(self.cfg, self.checkpoint)
 
     def collect(
-        self,
-        items: Sequence[Item],
-        *,
-        num_samples: int,
-        step: int,
-        max_turns: int,
-        temperature: float,
-        seed: int,
-        read_last: bool = False,
-        progress: Callable[[int], None] = lambda _: None,
+        self, request: RolloutRequest, progress: Callable[[int], None] = lambda _: None
     ) -> list[Trajectory]:
         """Collect trajectories in admission order, see `agentgym.rollouts.collect.collect`.
         The policy wakes for it and sleeps afterwards if it shares a device with the learner.
         """
         rollout = self.cfg.rollout
-        settings = episode_settings(
-            self.cfg,
-            instructions=self.instructions,
-            seed=seed,
-            step=step,
-            max_turns=max_turns,
-            temperature=temperature,
-            read_last=read_last,
-        )
         if shares_device(self.cfg):
             self.loop.run(self.policy.wake())
         trajectories = self.loop.run(
             collect(
-                samples(items, num_samples),
+                samples(request.items, request.num_samples),
                 pool=self.pool,
                 player_of=token_players(self.policy, self.checkpoint.renderer),
-                settings=settings,
+                settings=request.settings(self.cfg, self.instructions),
                 concurrency=rollout.concurrency,
                 episode_timeout_s=rollout.episode_timeout_s,
                 max_attempts=rollout.max_attempts,
@@ -180,14 +196,23 @@ def open_engine(
     """
     with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, guides):
         policy = open_policy(cfg, checkpoint, num_slots=cfg.rollout.concurrency, version=version)
-        # spare the garbage collector a million imported objects, which stay alive anyway
-        gc.freeze()
         try:
             yield LocalEngine(cfg, checkpoint, policy, pool, loop, openings(cfg, guides))
         finally:
             loop.cancel()  # abandoned rollouts
             loop.run(policy.close())
-            gc.unfreeze()  # gigabytes of weights become garbage with the step
+
+
+def open_policy(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Policy:
+    """Open the policy that `rollout.engine` names; vLLM has its own process, started if necessary.
+    Errors: ConfigError; those of the engine.
+    """
+    if cfg.rollout.engine not in HOSTED:
+        return open_here(cfg, checkpoint, num_slots=num_slots, version=version)
+    from agentgym.rollouts.policies.on_host import open_on_host
+
+    tolerance_of(cfg, checkpoint.dtype)
+    return open_on_host(cfg, checkpoint, num_slots=num_slots, version=version)
 
 
 @contextmanager
@@ -208,3 +233,197 @@ def open_pool(
             loop.run(pool.__aexit__(None, None, None))
     finally:
         loop.close()
+
+
+CLOSE_TIMEOUT_S = 30.0
+
+
+class LoopThread:
+    """An event loop in its own thread; any thread may run coroutines in it, several at a time."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        set_threads()  # torch keeps this setting per thread
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and return its result. An interrupted wait (Ctrl-C) cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def cancel(self) -> None:
+        """Cancel all running tasks and wait for their end. Errors: TimeoutError."""
+
+        async def finish() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.wait_for(asyncio.gather(*others, return_exceptions=True), CLOSE_TIMEOUT_S)
+
+        self.run(finish())
+
+    def close(self) -> None:
+        """Cancel all tasks and end the thread; wait at most CLOSE_TIMEOUT_S for either."""
+        try:
+            self.cancel()
+            self.run(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+
+STALE_SHARE = 0.1  # of the limit: a smaller change of the learner may be noise
+NUM_TEXTS, TEXT_TOKENS = 4, 128  # of the run's own text, which is used if noise is high
+
+# Share of the learner's change that must have arrived: 1 if the weights are the learner's, 0 if
+# they are the old ones, 0.5 to 0.7 if half of the tensors were taken (SmolLM2-135M, bfloat16).
+# It is judged only if the change is at least CHANGE_TO_NOISE times the earlier gap between engine
+# and learner (rounding then hides 6 % of it) and if the estimate's standard error is small.
+ARRIVED, CHANGE_TO_NOISE, STANDARD_ERROR = 0.75, 4.0, 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class EngineComparison:
+    """Log-probabilities [N] of one comparison, by the learner (ours) and the engine (theirs)."""
+
+    ours: Tensor
+    theirs: Tensor
+    gap: float  # nats, root mean square of their difference
+
+
+class Canary:
+    """Token sequences whose log-probabilities learner and engine must agree on after a publish."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, limit: float, takes_text: bool = False
+    ) -> None:
+        """Build the fixed sequences.
+
+        limit: nats, see `agentgym.models.fidelity`.
+        takes_text: score the run's own text, too, on which an update changes most. In half
+        precision, changes on any other text are smaller than rounding.
+        """
+        self._limit = limit
+        self._takes_text = self._is_half = takes_text
+        self._digest = ""
+        self.sequences = canary_sequences(tokenizer)
+
+    def sent(self, digest: str, version: int) -> None:
+        """Log if a publish has the same weights as the one before, to the bit: then no comparison
+        can show if they arrived. digest: of the weights.
+        """
+        if digest == self._digest:
+            logger.log(
+                logging.WARNING if self._is_half else logging.INFO,
+                "weights version %d changes no stored bit: no update was made, or one that is"
+                " smaller than their dtype keeps (optimizer.lr, model.dtype)",
+                version,
+            )
+        self._digest = digest
+
+    def take(self, trajectories: Sequence[Trajectory]) -> None:
+        """Add the beginnings of the first episodes that a run played, once, if `takes_text`."""
+        if self._takes_text and trajectories:
+            texts = [
+                list(trajectory.input_ids[:TEXT_TOKENS]) for trajectory in trajectories[:NUM_TEXTS]
+            ]
+            # a new list: a publish in another thread may still use the old one
+            self.sequences = self.sequences + [text for text in texts if len(text) > 1]
+            self._takes_text = False
+
+    def score(self, learner: Any, sequences: list[list[int]] | None = None) -> Tensor:
+        """Return the learner's log-probabilities [N] of every token but each sequence's first.
+
+        sequences: the sequences that the engine scores; default: the present ones.
+        """
+        sequences = self.sequences if sequences is None else sequences
+        tokens = torch.tensor([token for sequence in sequences for token in sequence])
+        starts = torch.cumsum(torch.tensor([0, *map(len, sequences)]), 0)
+        mask = torch.ones(len(tokens), dtype=torch.bool)
+        mask[starts[:-1]] = False
+        zeros, groups = (
+            torch.zeros(len(tokens)),
+            torch.zeros(len(sequences), dtype=torch.int64),
+        )
+        scores: Tensor = learner.score(
+            Batch(tokens, starts, mask, zeros, zeros, groups, groups.bool(), 1.0)
+        )
+        return scores[mask]
+
+    def compare(
+        self,
+        ours: Tensor,
+        theirs: list[Tensor],
+        version: int,
+        engine: str = "the engine",
+        before: EngineComparison | None = None,
+    ) -> EngineComparison:
+        """Compare the scores of learner and engine after a publish; return the comparison.
+
+        ours: [N] of the learner.
+        theirs: N of the engine, in pieces.
+        before: the comparison after an earlier publish, None if there is none.
+        Errors: EngineMismatch if the scores differ by more than the limit, which allows for the
+        noise of the engine's kernels; if the learner's scores changed and the engine's not by a
+        bit; if the engine's scores followed only a part of the learner's change.
+        """
+        whole = torch.cat(theirs)
+        comparison = EngineComparison(ours, whole, _rms(ours - whole))
+        if not comparison.gap <= self._limit:
+            raise EngineMismatch(
+                f"weights version {version} did not reach {engine}: canary prompts differ by"
+                f" {comparison.gap:.3g} nats (limit {self._limit:g})"
+            )
+        if before is None or len(before.ours) != len(ours):
+            return comparison
+        if torch.equal(before.theirs, comparison.theirs):
+            change = float((before.ours - ours).abs().max())
+            if change > STALE_SHARE * self._limit:
+                raise EngineMismatch(
+                    f"weights version {version} did not reach {engine}: it scores canary prompts as"
+                    f" before to the bit, the learner by up to {change:.3g} nats otherwise"
+                )
+            return replace(comparison, ours=before.ours)  # small changes add up
+        share = arrived_share(before, comparison)
+        if share is not None and not share >= ARRIVED:
+            raise EngineMismatch(
+                f"weights version {version} did not reach {engine} as a whole: canary prompts moved"
+                f" by {share:.0%} of the learner's change (at least {ARRIVED:.0%})"
+            )
+        return comparison
+
+
+def arrived_share(before: EngineComparison, after: EngineComparison) -> float | None:
+    """Return the share of the learner's change that the engine followed: a least-squares estimate.
+
+    None if the change is too small compared to the noise.
+    """
+    change, followed = after.ours - before.ours, after.theirs - before.theirs
+    square = float(change.square().sum())
+    if not square or _rms(change) < CHANGE_TO_NOISE * before.gap:
+        return None
+    share = float((followed * change).sum()) / square
+    error = _rms(followed - share * change) / math.sqrt(square)
+    return share if error <= STANDARD_ERROR else None
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
+
+
+def canary_sequences(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return four sequences of 16 tokens; they depend on the size of the vocabulary alone."""
+    size = len(tokenizer)
+    return [
+        [(7 * sequence + 13 * column) % size for column in range(1, 17)] for sequence in range(4)
+    ]

@@ -39,7 +39,7 @@ class OpenSession(Protocol):
     async def step(self, action: str) -> Reply: ...
 
 
-class Said(NamedTuple):
+class PlayerReply(NamedTuple):
     """A player's reply in its turn."""
 
     text: str
@@ -56,7 +56,7 @@ class Player(Protocol):
         """Read the instructions and the first observation. Result: True if there is room to act."""
         ...
 
-    async def act(self, session: Any, sampling: Sampling) -> Said | None:
+    async def act(self, session: Any, sampling: Sampling) -> PlayerReply | None:
         """Return the next reply; None to give up.
         Errors: ContextFull if the conversation leaves no room to act; PlayerFailed if the player
         cannot continue; EnvError if a request to the environment failed.
@@ -125,7 +125,7 @@ class Episode:
     began: float = field(default_factory=time.perf_counter)
     began_at: float = field(default_factory=time.time)  # seconds since 1970
 
-    async def step(self, session: OpenSession, message: Said, generate_s: float) -> Reply:
+    async def step(self, session: OpenSession, message: PlayerReply, generate_s: float) -> Reply:
         """Take the message's action, record the turn and return the reply. Errors: EnvError."""
         settings = self.settings
         action = message.action

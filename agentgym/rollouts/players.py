@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentgym.models.chat import ChatRenderer
-from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import (
     Episode,
     Player,
     PlayerFailed,
-    Said,
+    PlayerReply,
     environment_waits,
     extract_action,
 )
@@ -41,7 +41,7 @@ class TokenPlayer:
         episode.read(self._renderer.start(episode.first_observation, instructions))
         return self._room() >= self._settings.max_new_tokens
 
-    async def act(self, session: Any, sampling: Sampling) -> Said:
+    async def act(self, session: Any, sampling: Sampling) -> PlayerReply:
         episode = self._episode
         try:
             with environment_waits():
@@ -57,7 +57,7 @@ class TokenPlayer:
         self._stopped = self._renderer.ends_turn(completion.ids)
         text, format = self._renderer.text(completion.ids), self._settings.action_format
         action = extract_action(text, format, opens_thought=self._renderer.opens_thought)
-        return Said(text, action, completion.version, start, len(episode.input_ids))
+        return PlayerReply(text, action, completion.version, start, len(episode.input_ids))
 
     def hear(self, observation: str, *, last: bool) -> bool:
         following = self._renderer.bridge(observation, stopped=self._stopped)
@@ -90,23 +90,23 @@ class TextPlayer:
 class ExpertPlayer(TextPlayer):
     """A player that asks the environment's own expert, and gives up if that has no answer."""
 
-    async def act(self, session: Any, sampling: Sampling) -> Said | None:
+    async def act(self, session: Any, sampling: Sampling) -> PlayerReply | None:
         try:
             action = await session.expert()
         except EnvError as error:
             if error.kind != "expert_failed":
                 raise
             return None
-        return Said(action, action)
+        return PlayerReply(action, action)
 
 
 class ScriptedPlayer(TextPlayer):
     """A player of prepared lines; it gives up after the last one."""
 
-    def __init__(self, lines: Sequence[Said]) -> None:
+    def __init__(self, lines: Sequence[PlayerReply]) -> None:
         self._lines = iter(lines)
 
-    async def act(self, session: Any, sampling: Sampling) -> Said | None:
+    async def act(self, session: Any, sampling: Sampling) -> PlayerReply | None:
         return next(self._lines, None)
 
 
@@ -138,12 +138,12 @@ class RandomPlayer(TextPlayer):
     It gives up if there are none. Errors: NoHints if the server does not list them.
     """
 
-    async def act(self, session: Any, sampling: Sampling) -> Said | None:
+    async def act(self, session: Any, sampling: Sampling) -> PlayerReply | None:
         actions = sorted(await hints_of(session))
         if not actions:
             return None
         action = actions[int(chance(sampling.key) * len(actions))]
-        return Said(action, action)
+        return PlayerReply(action, action)
 
 
 def chance(key: SampleKey) -> float:

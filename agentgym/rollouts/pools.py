@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 
 from agentgym.config import ConfigError, EnvConfig
 from agentgym.rollouts.balancing import Balancer
-from agentgym.rollouts.client import (
+from agentgym.rollouts.env_client import (
     CLOSE_TIMEOUT_S,
     EnvClient,
     EnvError,
@@ -291,11 +291,11 @@ def _pool(env: EnvConfig, endpoints: Sequence[str], **settings: Any) -> AnyPool:
     if set(endpoints) != set(env.endpoints):  # our own servers
         return EnvPool(endpoints, **settings)
     if env.dialect == "agentgym":
-        from agentgym.rollouts.dialect import AgentGymPool
+        from agentgym.rollouts.agentgym_client import AgentGymPool
 
         return AgentGymPool(env.name, endpoints, **settings)
     if env.dialect == "openenv":
-        from agentgym.rollouts.openenv import OpenEnvPool
+        from agentgym.rollouts.openenv_client import OpenEnvPool
 
         return OpenEnvPool(endpoints, **settings)
     return EnvPool(endpoints, **settings)

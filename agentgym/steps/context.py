@@ -19,11 +19,11 @@ from agentgym.records import TRAJECTORIES, encode_trajectories
 from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.place import StorePlace, Writable
-from agentgym.store.runstore import Passed, RunStore, StepWriter
+from agentgym.store.runstore import RunStore
+from agentgym.store.writer import PassedStep, StepWriter
 from agentgym.tracking.alarms import Watch
 from agentgym.tracking.deliver import committed_points
-from agentgym.tracking.points import Point, decode_points, encode_points
-from agentgym.tracking.system import SystemMetrics
+from agentgym.tracking.points import Point, SystemMetrics, decode_points, encode_points
 from agentgym.types import Endpoints, Trajectory
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class StepContext(StepReader):
     trained: Sequence[Manifest] = ()  # the stages before this one, in order
     _opened_at: float = field(default_factory=time.perf_counter)
     _wall_s: float = field(init=False)  # of this step, over all attempts
-    _held: list[Passed] = field(default_factory=list)  # steps since the last commit
+    _held: list[PassedStep] = field(default_factory=list)  # steps since the last commit
     _durable_step: int | None = None  # the last one that is committed or being written
     _committed_at: float = -math.inf  # on the monotonic clock
     _commit_bytes: int = 0  # of the last commit
@@ -288,18 +288,18 @@ class StepContext(StepReader):
 
     def _passed(
         self, state: dict[str, Any], logs: dict[str, bytes], results: dict[str, Any] | None
-    ) -> Passed:
+    ) -> PassedStep:
         now = time.perf_counter()
         self._wall_s, self._opened_at = self._wall_s + now - self._opened_at, now
-        return Passed(state, logs, results or {}, {"wall_s": self._wall_s})
+        return PassedStep(state, logs, results or {}, {"wall_s": self._wall_s})
 
     def _write(
         self,
         done: bool,
-        last: Passed,
+        last: PassedStep,
         blobs: Blobs,
         snapshot: Writable | None,
-        earlier: Sequence[Passed],
+        earlier: Sequence[PassedStep],
         score: float | None = None,
     ) -> Manifest:
         if snapshot is not None:

@@ -1,17 +1,92 @@
-"""A step of a run and the outcome of running it."""
+"""A step of a run and the outcome of running it; the curriculum of ScalingInter, whose stages are
+steps and which sets the maximum number of turns at each optimizer step.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from itertools import accumulate
+from statistics import fmean
+from typing import Any, Literal
 
-from agentgym.rollouts.horizon import Stage
+from agentgym.config import HorizonConfig
 from agentgym.store.manifest import Manifest
 
-if TYPE_CHECKING:
-    from agentgym.steps.context import StepContext
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A span of optimizer steps with one horizon."""
+
+    index: int  # from 1
+    max_turns: int  # the largest, if it grows within the stage
+    first_step: int  # inclusive, from 1
+    last_step: int  # inclusive
+
+    @property
+    def name(self) -> str:
+        return f"stage-{self.index}"
+
+    @property
+    def num_steps(self) -> int:
+        return self.last_step - self.first_step + 1
+
+
+def stages(config: HorizonConfig) -> tuple[Stage, ...]:
+    """Return the stages in order; together they cover every optimizer step once."""
+    ends = list(accumulate(config.stage_steps))
+    if config.kind == "adaptive":
+        return (Stage(1, config.max_turns[-1], 1, ends[-1]),)
+    return tuple(
+        Stage(index + 1, turns, end - steps + 1, end)
+        for index, (turns, steps, end) in enumerate(
+            zip(config.max_turns, config.stage_steps, ends, strict=True)
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HorizonState:
+    """State of an adaptive horizon; part of every commit."""
+
+    level: int = 0  # index into max_turns
+    recent: tuple[float, ...] = ()  # success of the optimizer steps at this level, newest last
+
+
+def max_turns(config: HorizonConfig, step: int, state: HorizonState = HorizonState()) -> int:
+    """Return the horizon at optimizer step 1, 2, ...
+
+    It is a pure function of step and recorded state, so that a resumed run cannot shift it.
+    The last stage's horizon applies to all later steps.
+    Source: ScalingInter-RL, arXiv:2509.08755; adaptive is ours.
+    """
+    if step < 1:
+        raise ValueError(f"optimizer steps count from 1, got {step}")
+    if config.kind == "adaptive":
+        return config.max_turns[state.level]
+    ends = list(accumulate(config.stage_steps))
+    return config.max_turns[min(bisect_right(ends, step - 1), len(ends) - 1)]
+
+
+def advance(config: HorizonConfig, state: HorizonState, success: float) -> HorizonState:
+    """Return the state after a step with this share of successes: an adaptive horizon grows once
+    success stops growing.
+
+    The mean success of the last `window` steps is compared with that of the `window` steps before,
+    all at the present level.
+    """
+    if config.kind != "adaptive":
+        return state
+    recent = (*state.recent, success)[-2 * config.window :]
+    stalled = (
+        len(recent) == 2 * config.window
+        and fmean(recent[config.window :]) - fmean(recent[: config.window]) < config.min_gain
+    )
+    if stalled and state.level + 1 < len(config.max_turns):
+        return HorizonState(state.level + 1)
+    return HorizonState(state.level, recent)
 
 
 class Kind(StrEnum):
@@ -33,7 +108,7 @@ class Step:
     name: str
     title: str
     kind: Kind
-    run: Callable[[StepContext], Manifest]
+    run: Callable[[Any], Manifest]  # takes a `StepContext`, whose module imports this one
     sections: tuple[str, ...]  # of the configuration that change its result
     modules: tuple[str, ...]  # whose source computes it
     data: str = ""  # the items

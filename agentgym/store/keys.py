@@ -14,6 +14,7 @@ from typing import Any
 from agentgym.store.manifest import canonical_json, sha256
 
 PACKAGES = ("agentgym", "envs", "sites")  # our own code; libraries are pinned elsewhere
+SHOWN = ("templates", "static")  # folders of a package whose files count as its source: of pages
 # Modules that carry state or parameters and never compute a result (parameters are in the keys by
 # value): an edit in one of them must not retrain anything.
 STATE_ONLY = (
@@ -25,6 +26,7 @@ STATE_ONLY = (
     "agentgym.config",
     "agentgym.steps.context",
     "agentgym.private",
+    "agentgym.defaults",
     "agentgym.console.progress",
 )
 
@@ -58,7 +60,8 @@ def object_name(run_key: str, step: str, attempt: int) -> str:
 def source_digest(modules: Sequence[str]) -> str:
     """Return the digest of these modules and all they import from our own packages, transitively.
 
-    A package includes all modules below it. STATE_ONLY is left out unless named.
+    A package includes all modules below it, and its own templates of pages.
+    STATE_ONLY is left out unless named.
     A third-party package counts whole, with its data files and its version, because it may import
     by name.
     Files are read once per process.
@@ -108,7 +111,7 @@ def _all_files(folder: Path) -> dict[str, Path]:
 
 
 def digest_files(files: Mapping[str, Path]) -> str:
-    """Return the digest of names and contents; the folder does not count."""
+    """Return one sha256 over the keys and the contents of these files; their paths do not count."""
     return sha256(canonical_json({name: sha256(path.read_bytes()) for name, path in files.items()}))
 
 
@@ -150,6 +153,10 @@ def source_files(modules: Sequence[str], folders: Mapping[str, Path]) -> dict[st
         if module in files or path is None:
             continue
         files[module] = path
+        if path.name == "__init__.py":
+            pages = [path.parent / folder for folder in SHOWN]
+            shown = [file for folder in pages for file in _all_files(folder).values()]
+            files |= {f"{module}/{file.relative_to(path.parent)}": file for file in shown}
         waiting += [name for name in _imports(module, path) if not _is_state_only(name)]
     return dict(sorted(files.items()))
 

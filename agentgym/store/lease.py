@@ -1,4 +1,6 @@
-"""Leases: a step has one live writer at a time, each with a higher epoch than the one before."""
+"""Leases, and other interfaces of back ends. A step has one live writer at a time, each with a
+higher epoch than the one before.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,12 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
+from agentgym.store.manifest import Blob
 from agentgym.trust import without_login
 
 logger = logging.getLogger(__name__)
@@ -267,3 +270,105 @@ class Lease(ABC):
             f"{self._what} was taken over by {newer}; this process ({self.holder.pid}, epoch"
             f" {self.holder.epoch}) lost its lease and must stop, its uncommitted work is dropped"
         )
+
+
+U = TypeVar("U")
+
+
+class Content(Protocol):
+    """Content that is stored piece by piece, because memory has no room for a second copy."""
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+        ...
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the pieces in order, the same ones at every call."""
+        ...
+
+
+class Folder(Protocol):
+    """One step's folder in a back end.
+    Reading methods raise FileNotFoundError for a missing name.
+    """
+
+    place: str  # for people
+
+    def commits(self) -> dict[int, str]:
+        """Return seq of each commit's first manifest -> name of its file, in order."""
+        ...
+
+    def read(self, name: str) -> bytes: ...
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `start` on. Errors: EOFError."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
+        ...
+
+    def digest(self, name: str) -> str:
+        """sha256 of a file's content, read once and streamed."""
+        ...
+
+    def blobs(self) -> set[str]:
+        """Digests of all blobs, also of those that no manifest names.
+        The step must have had a lease before.
+        """
+        ...
+
+    def put(self, blob: Blob, data: bytes) -> None:
+        """Store `data` whole under its digest. Errors: StoreFull."""
+        ...
+
+    def stream(self, content: Content) -> Blob:
+        """Store content whole under its digest, with a few pieces at a time in memory.
+        Errors: StoreFull.
+        """
+        ...
+
+    def remove(self, digest: str) -> None:
+        """Remove a blob, if it is there."""
+        ...
+
+    def collected(self) -> bool:
+        """Return True if `RunStore.collect` removed the commits and there is no new one."""
+        ...
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all files. A file that n steps share counts 1/n here."""
+        ...
+
+    def has_content(self) -> bool:
+        """Return True if there is a file of a manifest or blob, even one of no commit."""
+        ...
+
+    def tenure(self, ttl_s: float) -> Tenure | None:
+        """Return the last tenure of the step's lease; None if there was none yet."""
+        ...
+
+    def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
+        """Take the step's lease; `what` names the step in messages, `parents` the manifests it
+        builds on, by digest. Errors: LeaseHeld.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """Storage of the folders of all steps."""
+
+    root: str
+
+    def folders(self) -> list[str]: ...
+
+    def folder(self, name: str) -> Folder: ...
+
+    def map(self, function: Callable[[T], U], items: Iterable[T]) -> list[U]:
+        """Apply `function` to the items; results in order. Concurrent if that is faster."""
+        ...
+
+
+def blob_name(blob: Blob) -> str:
+    return f"blobs/{blob.digest}"

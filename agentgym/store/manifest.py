@@ -26,6 +26,14 @@ class ManifestError(ValueError):
     """A manifest that cannot be used: unreadable, changed by hand, or of a newer schema."""
 
 
+class BlobMissing(LookupError):
+    """Content that a manifest names is absent: pruned, or lost."""
+
+
+class DigestMismatch(ValueError):
+    """Stored content differs from what was committed."""
+
+
 class ManifestDamaged(ManifestError):
     """A manifest whose content differs from what was written."""
 

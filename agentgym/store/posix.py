@@ -30,9 +30,9 @@ from agentgym.store.files import (
     write_pieces,
     write_temp,
 )
-from agentgym.store.lease import Fenced, Holder, Lease, Tenure
+from agentgym.store.lease import Content, Fenced, Holder, Lease, Tenure
 from agentgym.store.manifest import Blob, decode_commit
-from agentgym.store.runstore import Content, RunStore, digest_of
+from agentgym.store.runstore import RunStore, digest_of
 
 T = TypeVar("T")
 U = TypeVar("U")

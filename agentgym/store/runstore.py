@@ -12,131 +12,35 @@ import functools
 import hashlib
 import logging
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from agentgym.store.lease import Holder, Lease, LeaseHeld, Tenure, reason_of
+from agentgym.store.lease import (
+    Backend,
+    Content,
+    Folder,
+    Holder,
+    Lease,
+    LeaseHeld,
+    Tenure,
+    blob_name,
+    reason_of,
+)
 from agentgym.store.manifest import (
     STEP,
     Blob,
+    BlobMissing,
+    DigestMismatch,
     Manifest,
     ManifestDamaged,
     ManifestError,
     decode_commit,
-    encode_commit,
 )
+from agentgym.store.writer import StepWriter
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-U = TypeVar("U")
 KEY_DIGITS = 16  # digits of a step's key in the name of its folder
 FOLDER = re.compile(rf"(?P<step>.+)-(?P<key>[0-9a-f]{{{KEY_DIGITS}}})")
-
-
-class DigestMismatch(ValueError):
-    """Stored content differs from what was committed."""
-
-
-class BlobMissing(LookupError):
-    """Content that a manifest names is absent: pruned, or lost."""
-
-
-class Content(Protocol):
-    """Content that is stored piece by piece, because memory has no room for a second copy."""
-
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-        ...
-
-    def pieces(self) -> Iterator[memoryview]:
-        """Yield the pieces in order, the same ones at every call."""
-        ...
-
-
-class Folder(Protocol):
-    """One step's folder in a back end.
-    Reading methods raise FileNotFoundError for a missing name.
-    """
-
-    place: str  # for people
-
-    def commits(self) -> dict[int, str]:
-        """Return seq of each commit's first manifest -> name of its file, in order."""
-        ...
-
-    def read(self, name: str) -> bytes: ...
-
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `start` on. Errors: EOFError."""
-        ...
-
-    def size(self, name: str) -> int:
-        """Return the size of a file in bytes."""
-        ...
-
-    def digest(self, name: str) -> str:
-        """sha256 of a file's content, read once and streamed."""
-        ...
-
-    def blobs(self) -> set[str]:
-        """Digests of all blobs, also of those that no manifest names.
-        The step must have had a lease before.
-        """
-        ...
-
-    def put(self, blob: Blob, data: bytes) -> None:
-        """Store `data` whole under its digest. Errors: StoreFull."""
-        ...
-
-    def stream(self, content: Content) -> Blob:
-        """Store content whole under its digest, with a few pieces at a time in memory.
-        Errors: StoreFull.
-        """
-        ...
-
-    def remove(self, digest: str) -> None:
-        """Remove a blob, if it is there."""
-        ...
-
-    def collected(self) -> bool:
-        """Return True if `RunStore.collect` removed the commits and there is no new one."""
-        ...
-
-    def num_bytes(self) -> int:
-        """Return the bytes of all files. A file that n steps share counts 1/n here."""
-        ...
-
-    def has_content(self) -> bool:
-        """Return True if there is a file of a manifest or blob, even one of no commit."""
-        ...
-
-    def tenure(self, ttl_s: float) -> Tenure | None:
-        """Return the last tenure of the step's lease; None if there was none yet."""
-        ...
-
-    def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
-        """Take the step's lease; `what` names the step in messages, `parents` the manifests it
-        builds on, by digest. Errors: LeaseHeld.
-        """
-        ...
-
-
-class Backend(Protocol):
-    """Storage of the folders of all steps."""
-
-    root: str
-
-    def folders(self) -> list[str]: ...
-
-    def folder(self, name: str) -> Folder: ...
-
-    def map(self, function: Callable[[T], U], items: Iterable[T]) -> list[U]:
-        """Apply `function` to the items; results in order. Concurrent if that is faster."""
-        ...
 
 
 class RunStore:
@@ -177,10 +81,6 @@ class RunStore:
         later = [[manifest for manifest in commit if manifest.seq > after] for commit in loaded]
         return [commit for commit in later if commit]
 
-    def keys(self, step: str) -> list[Manifest]:
-        """Return the head of every key that has commits of this step name, oldest first."""
-        return self.heads(step)
-
     def heads(self, step: str | None = None, key: str = "") -> list[Manifest]:
         """Return the head of every key, oldest first. step: only this one; key: a prefix."""
 
@@ -218,7 +118,7 @@ class RunStore:
         """
         folder, blob = self._locate(manifest, name)
         try:
-            data = folder.read(_blob(blob))
+            data = folder.read(blob_name(blob))
         except FileNotFoundError:
             raise self._missing(manifest, name) from None
         self._compare(manifest, name, len(data), lambda: hashlib.sha256(data).hexdigest())
@@ -230,7 +130,7 @@ class RunStore:
         """
         folder, blob = self._locate(manifest, name)
         try:
-            folder.read_into(_blob(blob), start, buffer)
+            folder.read_into(blob_name(blob), start, buffer)
         except FileNotFoundError:
             raise self._missing(manifest, name) from None
 
@@ -244,7 +144,7 @@ class RunStore:
         """Return True if all blobs of the manifest exist with their sizes."""
         folder = self._folder(manifest.step, manifest.key)
         try:
-            sizes = [folder.size(_blob(blob)) for blob in manifest.blobs.values()]
+            sizes = [folder.size(blob_name(blob)) for blob in manifest.blobs.values()]
         except FileNotFoundError:
             return False
         return sizes == [blob.size for blob in manifest.blobs.values()]
@@ -259,8 +159,8 @@ class RunStore:
                 self._compare(
                     manifest,
                     name,
-                    folder.size(_blob(blob)),
-                    functools.partial(folder.digest, _blob(blob)),
+                    folder.size(blob_name(blob)),
+                    functools.partial(folder.digest, blob_name(blob)),
                 )
             except FileNotFoundError:
                 raise self._missing(manifest, name) from None
@@ -373,15 +273,15 @@ class RunStore:
             return
         raise DigestMismatch(
             f"{name} of step {manifest.step} commit {manifest.seq} is damaged:"
-            f" {folder.place}/{_blob(blob)}: expected {expected}, got {came}; restore that file, or"
-            f" delete {folder.place} to run the step again"
+            f" {folder.place}/{blob_name(blob)}: expected {expected}, got {came}; restore that"
+            f" file, or delete {folder.place} to run the step again"
         )
 
     def _missing(self, manifest: Manifest, name: str) -> BlobMissing:
         folder, blob = self._locate(manifest, name)
         message = (
             f"{name} of step {manifest.step} commit {manifest.seq} is not there:"
-            f" {folder.place}/{_blob(blob)}"
+            f" {folder.place}/{blob_name(blob)}"
         )
         if folder.collected():
             return BlobMissing(f"{message}: `agentgym gc` collected it; run the step again")
@@ -396,182 +296,6 @@ class RunStore:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """An optimizer step that becomes durable with a later one.
-    It has no blobs, because a resumed run needs those of the last step alone.
-    """
-
-    state: dict[str, Any]
-    records: Mapping[str, bytes]
-    results: dict[str, Any] = field(default_factory=dict)
-    timings: dict[str, float] = field(default_factory=dict)  # seconds
-    at: float = field(default_factory=time.time)  # seconds since 1970
-
-
-class StepWriter:
-    """The one live writer of a step; made by `RunStore.open`."""
-
-    def __init__(
-        self,
-        folder: Folder,
-        lease: Lease,
-        step: str,
-        key: str,
-        commits: list[list[Manifest]],
-    ) -> None:
-        """Begin with the step's commits, each a list of the manifests of its optimizer steps."""
-        self.step = step
-        self.key = key
-        self.epoch = lease.holder.epoch
-        self._commits = commits
-        self._folder = folder
-        self._lease = lease
-        self._pinned = {
-            blob.digest
-            for commit in commits
-            for manifest in commit
-            for blob in manifest.records.values()
-        }
-        # stored blobs that pruning may remove; None until the first pruning lists them
-        self._loose: set[str] | None = None
-
-    @property
-    def head(self) -> Manifest | None:
-        """The newest commit, to continue from."""
-        return self._commits[-1][-1] if self._commits else None
-
-    @property
-    def has_earlier(self) -> bool:
-        """True if there is a commit before the newest one."""
-        return len(self._commits) > 1
-
-    def commit(
-        self,
-        *,
-        done: bool,
-        state: dict[str, Any],
-        parents: dict[str, str],
-        config: dict[str, Any],
-        blobs: Mapping[str, bytes | Blob],
-        records: Mapping[str, bytes],
-        results: dict[str, Any],
-        timings: dict[str, float],
-        earlier: Sequence[Passed] = (),
-    ) -> Manifest:
-        """Make everything durable, the manifest last: a kill before the end leaves the previous
-        head valid.
-
-        blobs: a `Blob` is stored already, by `RunStore.add` or because it is unchanged.
-        earlier: steps since the last commit; each has a manifest of its own in the same file.
-        Errors: Fenced, StoreFull, BlobMissing.
-        """
-        self._lease.check()  # before writing gigabytes for nothing
-        last_blobs = {
-            name: self._keep(name, value) if isinstance(value, Blob) else self._put(value)
-            for name, value in blobs.items()
-        }
-        last = Passed(state, records, results, timings)
-        manifests: list[Manifest] = []
-        previous = self.head
-        for passed in (*earlier, last):
-            previous = Manifest(
-                step=self.step,
-                key=self.key,
-                seq=previous.seq + 1 if previous else 0,
-                done=done and passed is last,
-                parents=parents,
-                config=config,
-                state=passed.state,
-                blobs=last_blobs if passed is last else {},
-                results=passed.results,
-                records={name: self._put(value) for name, value in passed.records.items()},
-                timings=passed.timings,
-                epoch=self.epoch,
-                created_at=passed.at,
-                follows=previous.records_digest if previous else "",
-            )
-            manifests.append(previous)
-        manifest = manifests[-1]
-        self._lease.commit(manifests[0].seq, manifest.seq, encode_commit(manifests))
-        self._commits.append(manifests)
-        recorded = {blob.digest for step in manifests for blob in step.records.values()}
-        self._pinned |= recorded
-        if self._loose is not None:
-            self._loose -= recorded
-        return manifest
-
-    def check(self) -> None:
-        """Raise Fenced if another process took the step over."""
-        self._lease.check()
-
-    def fall_back(self) -> Manifest | None:
-        """Drop the newest commit, whose content is damaged. Return the one before, if any.
-        Errors: Fenced.
-        """
-        self._lease.drop(self._commits[-1][0].seq)
-        self._commits.pop()
-        self._loose = None
-        return self.head
-
-    def prune(self, keep: int, *, also: int | None = None) -> int:
-        """Remove blobs that none of the newest `keep` commits uses, and killed writers' leftovers.
-        also: seq of one more commit that keeps its blobs.
-
-        Manifests and records stay.
-        The first call lists the folder; later calls cost only what changed.
-        Result: number of files removed. Errors: Fenced.
-        """
-        if keep < 1:
-            raise ValueError(
-                f"keep {keep} must be at least 1; the head's blobs are what a resumed run continues"
-                " from"
-            )
-        num_swept = 0
-        if self._loose is None:
-            num_swept = self._lease.sweep()
-            self._loose = self._folder.blobs() - self._pinned
-        garbage = self._loose - {
-            blob.digest
-            for index, commit in enumerate(self._commits, keep - len(self._commits))
-            if index >= 0 or commit[-1].seq == also
-            for blob in commit[-1].blobs.values()
-        }
-        for digest in sorted(garbage):
-            self._lease.check()  # a newer holder may be about to commit this blob
-            self._folder.remove(digest)
-            self._loose.discard(digest)
-        return num_swept + len(garbage)
-
-    def _put(self, data: bytes) -> Blob:
-        blob = Blob.of(data)
-        try:
-            self._folder.put(blob, data)
-        except FileNotFoundError:  # a newer holder cleaned up
-            self._lease.check()
-            raise
-        self._note(blob)
-        return blob
-
-    def _note(self, blob: Blob) -> None:
-        if self._loose is not None and blob.digest not in self._pinned:
-            self._loose.add(blob.digest)
-
-    def _keep(self, name: str, blob: Blob) -> Blob:
-        try:
-            size = self._folder.size(_blob(blob))
-        except FileNotFoundError:
-            size = -1
-        if size != blob.size:
-            path = f"{self._folder.place}/{_blob(blob)}"
-            raise BlobMissing(
-                f"step {self.step}: {name} was given as stored, but {path} is not {blob.size}"
-                " bytes; pass the bytes"
-            )
-        self._note(blob)
-        return blob
-
-
 def digest_of(content: Content) -> str:
     """sha256 of streamed content."""
     sha256 = hashlib.sha256()
@@ -583,10 +307,6 @@ def digest_of(content: Content) -> str:
 def folder_name(step: str, key: str) -> str:
     """Return the name of the folder with a step's commits; FOLDER parses it."""
     return f"{step}-{key[:KEY_DIGITS]}"
-
-
-def _blob(blob: Blob) -> str:
-    return f"blobs/{blob.digest}"
 
 
 def _newest(folder: Folder, owner: str) -> Manifest | None:
@@ -611,9 +331,11 @@ def _drop_damaged(folder: Folder, lease: Lease, owner: str) -> None:
 
 
 def _load(folder: Folder, seq: int, name: str, owner: str) -> list[Manifest]:
-    """Return the manifests of a commit.
-    seq: of the first one, as in `name`; owner: step and key, whole or as in the folder's name.
-    Errors: ManifestError.
+    """Read one commit's file, check that it is the expected one, and return its manifests in order.
+
+    seq: number that the first manifest must have. name: of the file, below the folder.
+    owner: `STEP-KEY` that every manifest must belong to, the key whole or cut as in folder names.
+    Errors: ManifestError if the file is damaged, or a manifest is another step's or misnumbered.
     """
     manifests = decode_commit(folder.read(name), where=f"{folder.place}/{name}")
     for manifest in manifests:

@@ -15,8 +15,7 @@ from functools import partial
 from statistics import fmean, median
 
 from agentgym.config import AlarmsConfig
-from agentgym.tracking.points import Point
-from agentgym.tracking.progress import progressed
+from agentgym.tracking.points import Point, progressed
 
 logger = logging.getLogger(__name__)
 

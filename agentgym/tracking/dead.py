@@ -19,9 +19,10 @@ from agentgym.config import RunConfig
 from agentgym.store.lease import Tenure
 from agentgym.store.runstore import RunStore, folder_name
 from agentgym.tracking.deliver import tracker_of
-from agentgym.tracking.mlflow import LedgerUnavailable, Tracker, reaching
-from agentgym.tracking.pages import MANIFEST
+from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.points import LedgerError
+from agentgym.tracking.reaching import LedgerUnavailable, reaching
+from agentgym.tracking.step_page import MANIFEST
 
 logger = logging.getLogger(__name__)
 

@@ -17,13 +17,11 @@ from agentgym.defaults import VIEWER_PORT
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.alarms import Alarm, begun, raised
-from agentgym.tracking.mlflow import (
-    SUPERSEDED,
-    LedgerUnavailable,
-    Tracker,
-    reaching,
-)
-from agentgym.tracking.pages import (
+from agentgym.tracking.inputs import packages
+from agentgym.tracking.mlflow import SUPERSEDED, Tracker
+from agentgym.tracking.points import SPOOL, LedgerError, Point, decode_points
+from agentgym.tracking.reaching import LedgerUnavailable, reaching
+from agentgym.tracking.step_page import (
     MANIFEST,
     describe,
     links_of_run,
@@ -32,8 +30,6 @@ from agentgym.tracking.pages import (
     show_step,
     show_tables,
 )
-from agentgym.tracking.points import SPOOL, LedgerError, Point, decode_points
-from agentgym.tracking.source import packages
 
 logger = logging.getLogger(__name__)
 

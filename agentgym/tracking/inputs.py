@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import getpass
+import importlib.metadata
 import json
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +50,7 @@ def prepared_by(store: RunStore, manifest: Manifest) -> Manifest | None:
         return manifest
     for name, digest in manifest.parents.items():
         parent = next(
-            (candidate for candidate in store.keys(name) if candidate.digest == digest), None
+            (candidate for candidate in store.heads(name) if candidate.digest == digest), None
         )
         if parent is not None and LISTS in parent.blobs:
             return parent
@@ -86,3 +91,52 @@ def dvc_revision(path: Path) -> str:
         return str(tree["outs"][0]["md5"])
     except (OSError, yaml.YAMLError, LookupError, TypeError):
         return ""
+
+
+ROOT = Path(__file__).resolve().parents[2]
+GIT_TIMEOUT_S = 5.0
+OURS = {"mlflow.source.name": "agentgym-flow", "mlflow.source.type": "PROJECT"}
+OF_MACHINE = ("mlflow.source.git.commit", "mlflow.user", "source")  # tags not in any store
+
+
+@functools.cache
+def source_tags() -> dict[str, str]:
+    """Return the tags that MLflow shows as source and author; without git, the package."""
+    tags = dict(OURS)
+    commit = _git("rev-parse", "HEAD")
+    if commit:
+        changed = bool(_git("status", "--porcelain", "--untracked-files=no"))
+        tags["mlflow.source.git.commit"] = commit
+        tags["source"] = f"{commit[:12]}{' with changes' if changed else ''}"
+    with contextlib.suppress(OSError, KeyError):
+        tags["mlflow.user"] = getpass.getuser()
+    return tags
+
+
+@functools.cache
+def packages() -> bytes:
+    """Return a line `name==version` for each installed package."""
+    versions = {
+        distribution.metadata["Name"].lower(): distribution.version
+        for distribution in importlib.metadata.distributions()
+        if distribution.metadata["Name"]
+    }
+    return "".join(f"{name}=={versions[name]}\n" for name in sorted(versions)).encode()
+
+
+def _git(*arguments: str) -> str:
+    """Return a git command's output in our own repository; empty if git fails or is missing."""
+    if not (ROOT / ".git").exists():
+        return ""
+    try:
+        completed = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_S,
+            check=False,
+            encoding="utf-8",
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return completed.stdout.strip() if completed.returncode == 0 else ""

@@ -5,29 +5,21 @@ MLflow is imported on first use, so that spooling metrics costs nothing.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import importlib
 import json
 import logging
-import os
-import re
-import sqlite3
 import tempfile
-import urllib.error
-import urllib.request
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from agentgym.private import own_login, with_login, without_login
-from agentgym.tracking.inputs import DatasetInput
+from agentgym.private import own_login, with_login
+from agentgym.tracking.inputs import DatasetInput, source_tags
 from agentgym.tracking.points import LedgerError, Point
-from agentgym.tracking.source import source_tags
+from agentgym.tracking.reaching import make_database, prepare_environment, quieten
+from agentgym.tracking.saved_view import tags_of_experiment
 from agentgym.tracking.traces import EpisodeTrace
-from agentgym.tracking.views import tags_of_experiment
 from envs.plain import plain
 
 logger = logging.getLogger(__name__)
@@ -35,19 +27,10 @@ logger = logging.getLogger(__name__)
 MAX_BATCH = 1000  # metrics of one log_batch; MLflow refuses more
 MAX_PARAMS = 100  # params of one log_batch
 MAX_PARAM_CHARS = 6000
-GATEWAY = (429, 502, 503, 504)  # statuses of a busy server, or of a proxy in front of it
-REACH_TIMEOUT_S = 10.0  # for the answer to a health check
 SUPERSEDED = "superseded"  # value of the tag `kind`
 CONTEXT = "mlflow.data.context"  # tag of a run's input: its split
 SOURCE_RUN, TRACE_NAME = "mlflow.sourceRun", "mlflow.traceName"
 ENDED = "ended"  # tag of a run that ended early: the reason
-
-
-class LedgerUnavailable(RuntimeError):
-    """Failure of MLflow to answer, or to accept anything at the moment.
-
-    Nothing is lost: the store keeps every point until it is delivered.
-    """
 
 
 class Tracker:
@@ -74,12 +57,12 @@ class Tracker:
     @cached_property
     def client(self) -> Any:
         """The MLflow client. First use takes seconds and creates a missing local database."""
-        _prepare_environment()
+        prepare_environment()
         from mlflow import MlflowClient
 
-        _quieten()
+        quieten()
         if self.uri.startswith("sqlite:"):
-            _make_database(Path(self.uri.removeprefix("sqlite:///")), self.artifact_root)
+            make_database(Path(self.uri.removeprefix("sqlite:///")), self.artifact_root)
         login = own_login(self.uri)
         # another server's login comes from MLflow's environment variables
         uri = with_login(self.uri, login) if login else self.uri
@@ -448,84 +431,6 @@ def local_path(location: str) -> Path | None:
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
-def check_server(uri: str) -> None:
-    """Raise LedgerUnavailable if `uri` names an MLflow server that does not answer.
-
-    Does not import MLflow.
-    """
-    if not uri.startswith(("http://", "https://")):
-        return
-    try:
-        # S310: the scheme is http or https, see above
-        health = f"{uri.rstrip('/')}/health"
-        with urllib.request.urlopen(health, timeout=REACH_TIMEOUT_S):  # noqa: S310
-            pass
-    except urllib.error.HTTPError:
-        pass  # it answers; a later request reports a refused login
-    except OSError as error:
-        raise LedgerUnavailable(_unavailable(uri, error)) from None
-
-
-@contextlib.contextmanager
-def reaching(uri: str) -> Iterator[None]:
-    """Turn errors of a server or database that is unreachable or busy into LedgerUnavailable."""
-    try:
-        yield
-    except Exception as error:
-        # compare names: the classes would need an import of MLflow or SQLAlchemy
-        code, kind = getattr(error, "error_code", ""), type(error).__name__
-        # MLflow's client reports no answer, or an answer that is not JSON
-        cut_off = kind.endswith("Exception") and str(error).startswith("API request to ")
-        if cut_off and _status(error) not in (None, *GATEWAY):
-            raise LedgerUnavailable(_refused(uri, error)) from error
-        # artifact transfers raise the errors of `requests`
-        cut_off = cut_off or type(error).__module__.startswith("requests.")
-        if nameless := "could not identify MLflow server version" in str(error):
-            from mlflow.store.tracking.rest_store import RestStore
-
-            RestStore._get_server_version.cache_clear()  # else the failure stays cached
-        if (
-            cut_off
-            or nameless
-            or kind == "OperationalError"
-            or code in ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
-        ):
-            raise LedgerUnavailable(_unavailable(uri, error)) from error
-        raise
-
-
-def _status(error: Exception) -> int | None:
-    """Return the HTTP status that an error of MLflow's client names; None if it names none."""
-    match = re.search(r"failed with error code (\d{3}) != \d{3}", str(error))
-    return int(match[1]) if match else None
-
-
-def _refused(uri: str, error: Exception) -> str:
-    """Return the error text for an answer that is neither a gateway's nor MLflow's JSON."""
-    return (
-        f"the MLflow server at tracking.uri {uri} refuses: {_quoted(error)}; its log gives the"
-        " reason. Nothing is lost: once it is mended, the same command delivers what is missing"
-    )
-
-
-def _quoted(error: Exception) -> str:
-    return " ".join(plain(without_login(str(error))).split())[:300]
-
-
-def _unavailable(uri: str, error: Exception) -> str:
-    quoted = _quoted(error)
-    if uri.startswith("sqlite:"):
-        return (
-            f"{uri} is busy or cannot be written: {quoted}; end what holds it. Nothing is lost: the"
-            " same command delivers what is missing"
-        )
-    return (
-        f"no MLflow server answers at tracking.uri {uri}: {quoted}; start it, or correct"
-        " tracking.uri (empty: a local database). Nothing is lost: the same command delivers"
-        " what is missing"
-    )
-
-
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return parameters as MLflow stores them: dotted names and texts, cut at MAX_PARAM_CHARS."""
     flat: dict[str, str] = {}
@@ -536,92 +441,3 @@ def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
             else {f"{prefix}{key}": plain(str(value))[:MAX_PARAM_CHARS]}
         )
     return flat
-
-
-def import_client(uri: str) -> None:
-    """Import the modules that a delivery needs: later, the import would slow rollouts down."""
-    _prepare_environment()
-    importlib.import_module("mlflow")
-    if uri.startswith("sqlite:"):
-        importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
-
-
-def _make_database(path: Path, artifact_root: Path) -> None:
-    """Create MLflow's database if it is missing.
-
-    It is created under another name and moved, so that it is there whole or not at all: SQLite
-    does not undo table changes when their process is killed, and MLflow cannot repair half of them.
-    """
-    if path.exists():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f"{path.name}.lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if this process dies
-        if path.exists():
-            return
-        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-
-        partial = path.with_name(f".tmp-{path.name}")
-
-        def clear() -> None:
-            for suffix in ("", "-wal", "-shm", "-journal"):
-                partial.with_name(partial.name + suffix).unlink(missing_ok=True)
-
-        clear()  # files left by a killed process
-        try:
-            with _unsynced(partial):
-                SqlAlchemyStore(f"sqlite:///{partial}", artifact_root.as_uri()).engine.dispose()
-            with contextlib.closing(sqlite3.connect(partial)) as database:
-                # the write-ahead log is not moved with the file
-                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            clear()  # for example after a full disk
-
-
-@contextlib.contextmanager
-def _unsynced(path: Path) -> Iterator[None]:
-    """Let SQLAlchemy's connections to this file not wait for the disk.
-
-    MLflow creates its tables in hundreds of transactions, which takes seconds if each is synced.
-    """
-    from sqlalchemy import event
-    from sqlalchemy.engine import Engine
-
-    def relax(connection: sqlite3.Connection, _: object) -> None:
-        if isinstance(connection, sqlite3.Connection) and connection.execute(
-            "PRAGMA database_list"
-        ).fetchone()[2] == str(path):
-            connection.execute("PRAGMA synchronous = OFF")
-
-    event.listen(Engine, "connect", relax)
-    try:
-        yield
-    finally:
-        event.remove(Engine, "connect", relax)
-
-
-def _prepare_environment() -> None:
-    """Set MLflow's environment variables, before its import; the user's own values win."""
-    for name, value in {
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "DO_NOT_TRACK": "true",
-        "GIT_PYTHON_REFRESH": "quiet",
-        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # stdout is for the command's output
-        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",  # stderr is for errors
-        # MLflow's default of 7 retries blocks for minutes; a later delivery repeats them
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
-        "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
-    }.items():
-        os.environ.setdefault(name, value)
-
-
-def _quieten() -> None:
-    """Hide routine notes of MLflow and its migrations, and the warnings of two of its modules."""
-    for name in ("alembic", "mlflow.store", "mlflow.tracking"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for name in ("mlflow.transformers", "mlflow.utils.git_utils"):
-        logging.getLogger(name).setLevel(logging.ERROR)

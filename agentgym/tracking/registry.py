@@ -9,7 +9,6 @@ import logging
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ import yaml
 
 from agentgym.store.manifest import sha256
 from agentgym.store.runstore import RunStore
+from agentgym.tracking.flavor import TASK, save_flavor
 from agentgym.tracking.mlflow import Tracker
-from agentgym.tracking.views import NOTE_OURS
+from agentgym.tracking.saved_view import NOTE_OURS
 from envs.plain import plain
 
 FILES = "files.sha256"  # tag of a version: path -> sha256, for each of its files
@@ -28,8 +28,6 @@ ABOUT = (
     " version was made of."
 )
 REGISTER, RECORD = "register", "files.json"  # step, and its record with the version's digests
-CARD = ("algorithm", "step_key", "weights.sha256")  # tags shown on a model's card
-TASK = "llm/v1/chat"  # one of MLflow's tasks for transformers
 MLMODEL = "MLmodel"
 # fields of MLmodel that change if the same model is registered again
 _IDENTITY = ("artifact_path", "model_id", "model_uuid", "run_id", "utc_time_created")
@@ -216,7 +214,7 @@ def registered_files(store: RunStore, name: str, version: str) -> dict[str, str]
     """
     commits = [
         commit
-        for commit in store.keys(REGISTER)
+        for commit in store.heads(REGISTER)
         if RECORD in commit.records
         and (commit.results["model"], str(commit.results["version"])) == (name, version)
     ]
@@ -419,73 +417,3 @@ def _create_registered(tracker: Tracker, name: str) -> None:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-
-
-def save_flavor(
-    model_dir: Path,
-    path: Path,
-    record: Any,
-    *,
-    name: str,
-    tags: Mapping[str, str],
-    task: str = TASK,
-) -> None:
-    """Save a model's folder at `path` in MLflow's transformers format, without the hub."""
-    import mlflow.transformers
-    from huggingface_hub import ModelCard
-    from mlflow.utils import requirements_utils
-    from transformers import AutoModelForCausalLM
-
-    from agentgym.models.model import no_progress_bar
-
-    # an empty cache makes MLflow scan all installed packages, only for a version warning
-    requirements_utils._MODULES_TO_PACKAGES = requirements_utils._MODULES_TO_PACKAGES or {}
-    with no_progress_bar():
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            attn_implementation="sdpa",
-        )
-        # MLflow would look for a license in a repository of this name
-        model.name_or_path = f"models:/{name}"
-        card = [
-            "---",
-            "library_name: transformers",
-            "---",
-            "",
-            f"# {name}",
-            "",
-            *(f"- {key}: {tags[key]}" for key in CARD if key in tags),
-            "",
-        ]
-        mlflow.transformers.save_model(
-            {"model": model, "tokenizer": _load_tokenizer(model_dir)},
-            path=str(path),
-            task=task,
-            mlflow_model=record,
-            pip_requirements=[
-                f"{package}=={installed_version(package).partition('+')[0]}"
-                for package in ("torch", "transformers")
-            ],
-            model_card=ModelCard("\n".join(card)),
-        )
-        # MLflow's guess links to a page that does not exist
-        (path / "LICENSE.txt").unlink(missing_ok=True)
-
-
-def _load_tokenizer(model_dir: Path) -> Any:
-    """Load a tokenizer as it was trained.
-
-    AutoTokenizer prefers the model family's class over the one the folder declares, and that class
-    rebuilds its own splitting of text: our own tokenizer would return other ids.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    path = model_dir / "tokenizer_config.json"
-    declared = json.loads(path.read_bytes()).get("tokenizer_class") if path.is_file() else None
-    generic = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(
-        model_dir, local_files_only=True, trust_remote_code=False
-    )

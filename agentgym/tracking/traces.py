@@ -38,7 +38,10 @@ class EpisodeTrace:
 
     @property
     def digest(self) -> str:
-        """sha256 of the trace's visible content."""
+        """sha256 of the names, inputs and outputs of the trace's spans, see `digest_of_spans`.
+
+        Times, tags and other attributes do not count.
+        """
         return digest_of_spans(self.spans)
 
 

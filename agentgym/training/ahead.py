@@ -1,13 +1,26 @@
-"""Batches generated while earlier ones are trained on: in order, and a limited number ahead."""
+"""Generation of rollouts in order, a limited number ahead of the updates that learn from them."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
+
+from agentgym.algorithms.batch import why_not
+from agentgym.algorithms.recipe import recipe_of
+from agentgym.compute.placement import Engine
+from agentgym.config import DynamicSamplingConfig, PolicyGradientConfig, RunConfig, max_refills
+from agentgym.data.items import ItemStream
+from agentgym.rollouts.collect import success_share
+from agentgym.rollouts.engine import RolloutRequest
+from agentgym.steps.step import HorizonState, advance, max_turns
+from agentgym.store.manifest import Manifest
+from agentgym.types import EngineUsage, Item, Trajectory
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 30.0
@@ -89,3 +102,159 @@ class Ahead(Generic[T]):
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 logger.warning("generation ahead did not end within %g s", CLOSE_TIMEOUT_S)
+
+
+@dataclass
+class Rollouts:
+    """The episodes of one optimizer step, filled in as they are generated."""
+
+    step: int
+    max_turns: int = 0
+    items: list[Item] = field(default_factory=list)  # taken from the stream, in order
+    # of all items, in admission order
+    trajectories: list[Trajectory] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)  # why left out; empty: learned from
+    position: int = 0  # of the stream after these items
+    horizon: HorizonState = field(default_factory=HorizonState)  # after these episodes
+    seconds: float = 0.0
+    before: EngineUsage = field(default_factory=EngineUsage)
+    after: EngineUsage = field(default_factory=EngineUsage)
+
+    @property
+    def learned(self) -> list[Trajectory]:
+        """The trajectories that are learned from, in order."""
+        return [
+            trajectory
+            for trajectory, reason in zip(self.trajectories, self.reasons, strict=True)
+            if not reason
+        ]
+
+    def staleness(self, *, most: int) -> int:
+        """Return the number of updates by which the oldest sampling weights lag behind.
+
+        Errors: RuntimeError if it exceeds `most`.
+        """
+        played = [trajectory for trajectory in self.trajectories if trajectory.versions]
+        if not played:
+            return 0
+        oldest = min(played, key=lambda trajectory: trajectory.versions)
+        lag = self.step - 1 - oldest.versions[0]
+        if lag > most:
+            raise RuntimeError(
+                f"step {self.step}: {oldest.item.item_id} sample {oldest.sample} was sampled by"
+                f" weights version {oldest.versions[0]}, {lag} updates behind (limit"
+                f" rollout.max_staleness {most}); the engine kept old weights after new ones were"
+                " published: run again, twice is a bug of the engine"
+            )
+        return lag
+
+
+def state_after(cfg: RunConfig, rollouts: Rollouts, waiting: Sequence[Rollouts]) -> dict[str, Any]:
+    """Return the state from which a run continues after learning from these rollouts.
+
+    waiting: rollouts generated or started for later steps. A resumed run generates them again, from
+    the same items and with the same rule of the horizon.
+    """
+    state = {
+        "global_step": rollouts.step,
+        "stream_position": rollouts.position,
+        "consumed": [item.item_id for item in rollouts.items],
+        "max_turns": rollouts.max_turns,
+        "horizon": asdict(rollouts.horizon),
+    }
+    if cfg.rollout.max_staleness:
+        state["ahead"] = [
+            {
+                "global_step": later.step,
+                "items": [item.item_id for item in later.items],
+                "versions": sorted({turn for t in later.trajectories for turn in t.versions}),
+            }
+            for later in waiting
+        ]
+    return state
+
+
+def generation(
+    cfg: RunConfig, engine: Engine, stream: ItemStream, horizon: HorizonState
+) -> Callable[[Rollouts], None]:
+    """Return the function that fills the rollouts of one optimizer step after another.
+
+    horizon: before the first of them. Each step's items begin where the step before left the
+    stream, and its horizon follows from the success of all earlier steps, learned from or not. So
+    neither depends on how far ahead a step is generated.
+    """
+
+    def fill(rollouts: Rollouts) -> None:
+        nonlocal horizon
+        rollouts.max_turns = max_turns(cfg.horizon, rollouts.step, horizon)
+        generate(cfg, engine, stream, rollouts)
+        horizon = advance(cfg.horizon, horizon, success_share(rollouts.trajectories))
+        rollouts.horizon = horizon
+
+    return fill
+
+
+def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollouts) -> None:
+    """Collect `items_per_step` groups of episodes into `rollouts`.
+
+    With dynamic sampling, as many are added as lack a signal, as often as the recipe allows.
+    """
+    rollouts.before, began = engine.usage(), time.perf_counter()
+    settings, algorithm = cfg.rollout, resolved(cfg)
+    truncated, signal = algorithm.truncated or "zero", isinstance(algorithm, DynamicSamplingConfig)
+    missing = settings.items_per_step
+    for _ in range(1 + max_refills(algorithm)):
+        new = stream.next(missing)
+        rollouts.items += new
+        request = RolloutRequest(
+            new,
+            num_samples=settings.group_size,
+            step=rollouts.step,
+            max_turns=rollouts.max_turns,
+            temperature=settings.temperature,
+            seed=cfg.seed,
+            read_last=reads_last(cfg),
+        )
+        rollouts.trajectories += engine.collect(request)
+        rollouts.reasons = why_not(rollouts.trajectories, truncated=truncated, signal=signal)
+        teaching = {
+            trajectory.item
+            for trajectory, reason in zip(rollouts.trajectories, rollouts.reasons, strict=True)
+            if not reason
+        }
+        missing = settings.items_per_step - len(teaching)
+        if missing <= 0:
+            break
+    rollouts.position = stream.position
+    rollouts.seconds = time.perf_counter() - began
+    rollouts.after = engine.usage()
+
+
+def resolved(cfg: RunConfig) -> PolicyGradientConfig:
+    """Return the algorithm's settings, with the recipe's own values for missing ones."""
+    recipe, algorithm = recipe_of(cfg.algorithm.recipe), cfg.algorithm
+    assert isinstance(algorithm, PolicyGradientConfig)
+    longest = cfg.rollout.max_new_tokens * max(cfg.horizon.max_turns)
+    defaults = {
+        "truncated": recipe.truncated,
+        "aggregation": recipe.aggregation,
+        "constant_length": longest,
+    }
+    return algorithm.model_copy(
+        update={name: value for name, value in defaults.items() if getattr(algorithm, name) is None}
+    )
+
+
+def reads_last(cfg: RunConfig) -> bool:
+    """Return True if the tokens of a truncated episode end with its last observation.
+
+    The critic's value of it then stands for the rewards to come.
+    """
+    is_rl = isinstance(cfg.algorithm, PolicyGradientConfig)
+    return is_rl and resolved(cfg).truncated == "bootstrap"
+
+
+def horizon_state(manifest: Manifest) -> HorizonState:
+    """Return the horizon's state in a commit; the initial one if it has none."""
+    recorded = manifest.state.get("horizon", {})
+    return HorizonState(int(recorded.get("level", 0)), tuple(recorded.get("recent", ())))

@@ -23,7 +23,7 @@ from agentgym.rollouts.episode import (
     Episode,
     EpisodeSettings,
     Player,
-    Said,
+    PlayerReply,
     extract_action,
     reply_naming,
 )
@@ -98,7 +98,7 @@ def _played(ctx: StepContext, splits: Splits) -> tuple[list[Trajectory], Episode
     """
     cfg, rollout = ctx.cfg, ctx.cfg.rollout
     is_expert = cfg.warm_start.source == "expert"
-    script: dict[tuple[Item, int], list[Said]] = {}
+    script: dict[tuple[Item, int], list[PlayerReply]] = {}
     if is_expert:
         title, slots = "expert demonstrations", [(item, 0) for item in expert_items(cfg, splits)]
     else:
@@ -230,7 +230,7 @@ def tokenized(played: Trajectory, renderer: ChatRenderer, settings: EpisodeSetti
     return replace(episode.finish(played.status), timing={})
 
 
-def replies_of(recorded: Recorded, action_format: Literal["plain", "react"]) -> list[Said]:
+def replies_of(recorded: Recorded, action_format: Literal["plain", "react"]) -> list[PlayerReply]:
     """Return the replies of a recorded trajectory for replay.
 
     action_format react keeps a react reply as it is; else only its action is replayed.
@@ -239,5 +239,5 @@ def replies_of(recorded: Recorded, action_format: Literal["plain", "react"]) -> 
     for reply in map(str.strip, recorded.replies):
         action = extract_action(reply, "react") if "Action:" in reply else reply
         whole = action_format == "react" and "Action:" in reply
-        replies.append(Said(reply if whole else action, action))
+        replies.append(PlayerReply(reply if whole else action, action))
     return replies

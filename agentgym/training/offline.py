@@ -19,32 +19,23 @@ import torch
 from agentgym.algorithms.batch import learnable, to_batch
 from agentgym.algorithms.recipe import recipe_of
 from agentgym.algorithms.signal import differ
-from agentgym.compute.placement import (
-    Engine,
-    Learner,
-    open_compute,
-    play_validation,
-)
+from agentgym.compute.placement import Engine, Learner, open_compute, play_validation
 from agentgym.config import ExplorationConfig, OptimizerConfig, PreferenceConfig, RunConfig
 from agentgym.data.items import Splits, splits_from_json, train_stream
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.chat import ChatRenderer
-from agentgym.models.checkpoint import (
-    OPTIMIZER,
-    Checkpoint,
-    has_weights,
-    load_checkpoint,
-)
+from agentgym.models.checkpoint import OPTIMIZER, Checkpoint, has_weights, load_checkpoint
 from agentgym.models.model import set_threads
 from agentgym.records import TRAJECTORIES, decode_trajectories
-from agentgym.rollouts.horizon import Stage
-from agentgym.rollouts.metrics import rollout_metrics, success_share, validation_metrics
+from agentgym.rollouts.collect import rollout_metrics, success_share, validation_metrics
+from agentgym.rollouts.engine import RolloutRequest
 from agentgym.steps.context import StepContext, now_ms
+from agentgym.steps.step import Stage
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
 from agentgym.training.demonstrations import demonstrations, tokenized_demonstrations
+from agentgym.training.observer import clock_of
 from agentgym.training.sft import demo_indices
-from agentgym.training.speed import clock_of
 from agentgym.types import Item, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -78,9 +69,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
         if episodes and not dataset:
             raise nothing_to_learn(cfg, stage, episodes)
         learn = _learning(ctx, stage, learner, dataset, checkpoint.renderer)
-        ctx.progress.start(
-            f"stage {stage.index} · {cfg.algorithm.recipe}", stage.last_step - stage.first_step + 1
-        )
+        ctx.progress.start(f"stage {stage.index} · {cfg.algorithm.recipe}", stage.num_steps)
         ctx.progress.advance(step + 1 - stage.first_step)
         clock = clock_of(cfg, learner)
         while step < stage.last_step:
@@ -153,9 +142,7 @@ def first_rate_step(cfg: RunConfig, stage: Stage) -> int:
 
 def rate_steps(cfg: RunConfig, stage: Stage) -> int:
     """Return the number of optimizer steps in the learning rate's schedule."""
-    return (
-        stage.last_step - stage.first_step + 1 if _explores(cfg) else sum(cfg.horizon.stage_steps)
-    )
+    return stage.num_steps if _explores(cfg) else sum(cfg.horizon.stage_steps)
 
 
 def explored_items(cfg: RunConfig, splits: Splits, start: Manifest) -> list[Item]:
@@ -282,15 +269,15 @@ def _explore(
     ctx.progress.advance(len(episodes))
     for begin in range(first, len(items), algorithm.chunk_items):
         chunk = items[begin : begin + algorithm.chunk_items]
-        collected = engine.collect(
+        request = RolloutRequest(
             chunk,
             num_samples=cfg.rollout.group_size,
             step=stage.first_step,
             max_turns=stage.max_turns,
             temperature=cfg.rollout.temperature,
             seed=cfg.seed,
-            progress=ctx.progress.advance,
         )
+        collected = engine.collect(request, progress=ctx.progress.advance)
         ctx.commit(
             done=False,
             state={

@@ -5,15 +5,11 @@ curriculum at a time.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 from agentgym.algorithms.advantages import with_advantages
-from agentgym.algorithms.batch import Batch, overlong_penalty, to_batch, why_not
-from agentgym.algorithms.recipe import recipe_of
-from agentgym.compute.placement import Engine, open_compute, play_validation
+from agentgym.algorithms.batch import Batch, overlong_penalty, to_batch
+from agentgym.compute.placement import open_compute, play_validation
 from agentgym.config import (
     ActorCriticConfig,
     ConfigError,
@@ -21,10 +17,9 @@ from agentgym.config import (
     DynamicSamplingConfig,
     PolicyGradientConfig,
     RunConfig,
-    max_refills,
 )
-from agentgym.data.items import ItemStream, splits_from_json, train_stream
-from agentgym.learner.plan import LearnerPlan
+from agentgym.data.items import splits_from_json, train_stream
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import (
     CRITIC,
     CRITIC_OPTIMIZER,
@@ -33,17 +28,22 @@ from agentgym.models.checkpoint import (
     load_checkpoint,
 )
 from agentgym.models.model import set_threads
-from agentgym.rollouts.horizon import HorizonState, Stage, advance, max_turns
-from agentgym.rollouts.metrics import rollout_metrics, success_share, validation_metrics
+from agentgym.rollouts.collect import rollout_metrics, success_share
 from agentgym.rollouts.policies.engines import tolerance_of
-from agentgym.steps.context import StepContext, StepReader, now_ms
+from agentgym.steps.context import StepContext, StepReader
+from agentgym.steps.step import Stage
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.alarms import AlarmStop
-from agentgym.tracking.points import Point
-from agentgym.training.ahead import Ahead
-from agentgym.training.learned import update_metrics, with_reasons
-from agentgym.training.speed import clock_of, rollout_speed
-from agentgym.types import EngineUsage, Item, Trajectory
+from agentgym.training.ahead import (
+    Ahead,
+    Rollouts,
+    generation,
+    horizon_state,
+    resolved,
+    state_after,
+)
+from agentgym.training.observer import Observer
+from agentgym.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -55,224 +55,64 @@ MAX_SKIPPED = 10  # optimizer steps in a row without an episode to learn from
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     """Train to the stage's end, from its last commit or the parent's; return the final commit."""
-    set_threads(ctx.cfg.learner_settings.threads)
     cfg = ctx.cfg
+    set_threads(cfg.learner_settings.threads)
     start = ctx.head or ctx.checkpoint
     splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
     checkpoint = load_checkpoint(ctx.store, start)
     algorithm, plan = with_limit(cfg, checkpoint), plan_learner(ctx, start, checkpoint)
-    step, skipped = int(start.state["global_step"]), 0
-    stream = train_stream(cfg, splits, start.state)
-    ctx.progress.start(
-        f"stage {stage.index} · max_turns {stage.max_turns}", stage.last_step - stage.first_step + 1
-    )
-    ctx.progress.advance(step + 1 - stage.first_step)
-
+    stream, num_done = train_stream(cfg, splits, start.state), int(start.state["global_step"])
+    steps, num_skipped = range(num_done + 1, stage.last_step + 1), 0
+    ctx.progress.start(f"stage {stage.index} · max_turns {stage.max_turns}", stage.num_steps)
+    ctx.progress.advance(stage.num_steps - len(steps))
     with (
         ctx.environment(False) as endpoints,
         Ahead[Rollouts](cfg.rollout.max_staleness) as ahead,
-        open_compute(cfg, plan, checkpoint, endpoints, version=step) as (learner, engine),
+        open_compute(cfg, plan, checkpoint, endpoints, version=num_done) as (learner, engine),
     ):
-        ahead.begin(
-            (Rollouts(later) for later in range(step + 1, stage.last_step + 1)),
-            generation(cfg, engine, stream, horizon_state(start)),
-        )
-        clock = clock_of(cfg, learner)
-        while step < stage.last_step:
-            step += 1
-            clock.lap("commit")  # of the previous step
-            cpu_began, usage = time.process_time(), engine.usage()
-
+        ahead.begin(map(Rollouts, steps), generation(cfg, engine, stream, horizon_state(start)))
+        observer = Observer(cfg, learner, engine)
+        for step in steps:
             # generate
-            rollouts = ahead.take()
-            clock.lap_rollouts(rollouts.after - usage)
+            rollouts = observer.wait(ahead)
             staleness = rollouts.staleness(most=cfg.rollout.max_staleness)
-            metrics = rollout_metrics(rollouts.trajectories)
             if step == stage.first_step:
-                require_success(ctx, metrics)
-            metrics["sync/staleness_max"] = float(staleness)
+                require_success(ctx, rollouts.trajectories)
 
             # prepare experience
-            clock.lap("other")
-            episodes = rollouts.learned
-            skipped = 0 if episodes else skipped + 1
-            if skipped > MAX_SKIPPED:
-                raise nothing_to_learn(algorithm, step, skipped, rollouts.trajectories)
-            metrics["actor/skipped_updates"] = float(not episodes)
-            experience = None
-            if episodes:
-                batch = batch_of(cfg, algorithm, episodes, step)
+            num_skipped = 0 if rollouts.learned else num_skipped + 1
+            if num_skipped > MAX_SKIPPED:
+                raise nothing_to_learn(algorithm, step, num_skipped, rollouts.trajectories)
+            update = None
+            if rollouts.learned:
                 # old weights may differ without an engine fault; the canary checks the present ones
                 limited = resolved(cfg) if staleness else algorithm
+                batch = batch_of(cfg, algorithm, rollouts.learned, step)
                 prepared = learner.prepare(batch, limited, step=step)
                 experience = with_advantages(prepared, algorithm)
 
-            # train
-            if experience is not None:
-                experience, of_update = learner.update(
-                    experience, limited, step=step, seed=cfg.seed
-                )
-                metrics |= experience.metrics | of_update
-            clock.lap("update")
-            metrics["sync/canary_rms"] = engine.publish(learner, step)
+                # train
+                update = learner.update(experience, limited, step=step, seed=cfg.seed)
+            observer.lap("update")
+            observer.published(engine.publish(learner, step))
             ahead.admit()
-            clock.lap("publish")
-            # CPU time of this process, without servers and validation
-            metrics["time/cpu_s"] = time.process_time() - cpu_began
-
-            validation = []
-            if cfg.validation.every and step % cfg.validation.every == 0:
-                validation = play_validation(cfg, engine, splits.validation, step)
-                metrics |= validation_metrics(validation)
-            clock.lap("validate")
-            records = with_reasons(
-                cfg, rollouts.trajectories, rollouts.reasons, experience, learner, step
-            )
-            metrics |= rollouts.speed | update_metrics(records)
-            metrics |= clock.step(experience.batch.num_tokens if experience else 0, metrics)
+            is_due = cfg.validation.every and step % cfg.validation.every == 0
+            validation = play_validation(cfg, engine, splits.validation, step) if is_due else []
+            point, records = observer.step(rollouts, update, validation)
             manifest = ctx.step_taken(
                 step,
                 done=step == stage.last_step,
                 state=state_after(cfg, rollouts, ahead.begun),
                 files={**checkpoint.files(), **plan.files()},
                 snapshot=learner.snapshot,
-                points=[Point(step, now_ms(), metrics)],
-                trajectories=[*records, *validation],
+                points=[point],
+                trajectories=records,
             )
-            success = success_share(rollouts.trajectories)
-            logger.info("step %d: success %.2f in %.1f s", step, success, metrics["time/step_s"])
-            ctx.progress.advance(1, f"success {success:.2f}")
+            note = f"success {success_share(rollouts.trajectories):.2f}"
+            logger.info("step %d: %s in %.1f s", step, note, point.metrics["time/step_s"])
+            ctx.progress.advance(1, note)
     assert manifest is not None  # of the last step
     return manifest
-
-
-@dataclass
-class Rollouts:
-    """The episodes of one optimizer step, filled in as they are generated."""
-
-    step: int
-    max_turns: int = 0
-    items: list[Item] = field(default_factory=list)  # taken from the stream, in order
-    # of all items, in admission order
-    trajectories: list[Trajectory] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)  # why left out; empty: learned from
-    position: int = 0  # of the stream after these items
-    horizon: HorizonState = field(default_factory=HorizonState)  # after these episodes
-    seconds: float = 0.0
-    before: EngineUsage = field(default_factory=EngineUsage)
-    after: EngineUsage = field(default_factory=EngineUsage)
-
-    @property
-    def learned(self) -> list[Trajectory]:
-        """The trajectories that are learned from, in order."""
-        return [
-            trajectory
-            for trajectory, reason in zip(self.trajectories, self.reasons, strict=True)
-            if not reason
-        ]
-
-    @property
-    def speed(self) -> dict[str, float]:
-        return rollout_speed(self.trajectories, self.seconds, self.after - self.before)
-
-    def staleness(self, *, most: int) -> int:
-        """Return the number of updates by which the oldest sampling weights lag behind.
-
-        Errors: RuntimeError if it exceeds `most`.
-        """
-        played = [trajectory for trajectory in self.trajectories if trajectory.versions]
-        if not played:
-            return 0
-        oldest = min(played, key=lambda trajectory: trajectory.versions)
-        lag = self.step - 1 - oldest.versions[0]
-        if lag > most:
-            raise RuntimeError(
-                f"step {self.step}: {oldest.item.item_id} sample {oldest.sample} was sampled by"
-                f" weights version {oldest.versions[0]}, {lag} updates behind (limit"
-                f" rollout.max_staleness {most}); the engine kept old weights after new ones were"
-                " published: run again, twice is a bug of the engine"
-            )
-        return lag
-
-
-def state_after(cfg: RunConfig, rollouts: Rollouts, waiting: Sequence[Rollouts]) -> dict[str, Any]:
-    """Return the state from which a run continues after learning from these rollouts.
-
-    waiting: rollouts generated or started for later steps. A resumed run generates them again, from
-    the same items and with the same rule of the horizon.
-    """
-    state = {
-        "global_step": rollouts.step,
-        "stream_position": rollouts.position,
-        "consumed": [item.item_id for item in rollouts.items],
-        "max_turns": rollouts.max_turns,
-        "horizon": asdict(rollouts.horizon),
-    }
-    if cfg.rollout.max_staleness:
-        state["ahead"] = [
-            {
-                "global_step": later.step,
-                "items": [item.item_id for item in later.items],
-                "versions": sorted({turn for t in later.trajectories for turn in t.versions}),
-            }
-            for later in waiting
-        ]
-    return state
-
-
-def generation(
-    cfg: RunConfig, engine: Engine, stream: ItemStream, horizon: HorizonState
-) -> Callable[[Rollouts], None]:
-    """Return the function that fills the rollouts of one optimizer step after another.
-
-    horizon: before the first of them. Each step's items begin where the step before left the
-    stream, and its horizon follows from the success of all earlier steps, learned from or not. So
-    neither depends on how far ahead a step is generated.
-    """
-
-    def fill(rollouts: Rollouts) -> None:
-        nonlocal horizon
-        rollouts.max_turns = max_turns(cfg.horizon, rollouts.step, horizon)
-        generate(cfg, engine, stream, rollouts)
-        horizon = advance(cfg.horizon, horizon, success_share(rollouts.trajectories))
-        rollouts.horizon = horizon
-
-    return fill
-
-
-def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollouts) -> None:
-    """Collect `items_per_step` groups of episodes into `rollouts`.
-
-    With dynamic sampling, as many are added as lack a signal, as often as the recipe allows.
-    """
-    rollouts.before, began = engine.usage(), time.perf_counter()
-    settings, algorithm = cfg.rollout, resolved(cfg)
-    truncated, signal = algorithm.truncated or "zero", isinstance(algorithm, DynamicSamplingConfig)
-    missing = settings.items_per_step
-    for _ in range(1 + max_refills(algorithm)):
-        new = stream.next(missing)
-        rollouts.items += new
-        rollouts.trajectories += engine.collect(
-            new,
-            num_samples=settings.group_size,
-            step=rollouts.step,
-            max_turns=rollouts.max_turns,
-            temperature=settings.temperature,
-            seed=cfg.seed,
-            read_last=reads_last(cfg),
-        )
-        rollouts.reasons = why_not(rollouts.trajectories, truncated=truncated, signal=signal)
-        teaching = {
-            trajectory.item
-            for trajectory, reason in zip(rollouts.trajectories, rollouts.reasons, strict=True)
-            if not reason
-        }
-        missing = settings.items_per_step - len(teaching)
-        if missing <= 0:
-            break
-    rollouts.position = stream.position
-    rollouts.seconds = time.perf_counter() - began
-    rollouts.after = engine.usage()
 
 
 def batch_of(
@@ -308,14 +148,15 @@ def nothing_to_learn(
     )
 
 
-def require_success(ctx: StepContext, first: Mapping[str, float]) -> None:
+def require_success(ctx: StepContext, trajectories: Sequence[Trajectory]) -> None:
     """Raise AlarmStop, or only warn if so configured, if a stage has nothing to learn from.
 
     That is so if all groups of the first rollouts have equal rewards without a success, and a
     stored evaluation of the same weights has none either, in MIN_HOPELESS episodes or more.
-    first: the metrics of the first rollouts.
+    trajectories: the first rollouts.
     """
     action, start = ctx.cfg.alarms.no_success, ctx.checkpoint
+    first = rollout_metrics(trajectories)
     equal = first.get("rollout/equal_reward_groups_frac", 0.0)
     if action == "off" or equal < 1 or first["rollout/success"]:
         return
@@ -384,30 +225,6 @@ def plan_learner(ctx: StepReader, start: Manifest, checkpoint: Checkpoint) -> Le
     )
 
 
-def resolved(cfg: RunConfig) -> PolicyGradientConfig:
-    """Return the algorithm's settings, with the recipe's own values for missing ones."""
-    recipe, algorithm = recipe_of(cfg.algorithm.recipe), cfg.algorithm
-    assert isinstance(algorithm, PolicyGradientConfig)
-    longest = cfg.rollout.max_new_tokens * max(cfg.horizon.max_turns)
-    defaults = {
-        "truncated": recipe.truncated,
-        "aggregation": recipe.aggregation,
-        "constant_length": longest,
-    }
-    return algorithm.model_copy(
-        update={name: value for name, value in defaults.items() if getattr(algorithm, name) is None}
-    )
-
-
-def reads_last(cfg: RunConfig) -> bool:
-    """Return True if the tokens of a truncated episode end with its last observation.
-
-    The critic's value of it then stands for the rewards to come.
-    """
-    is_rl = isinstance(cfg.algorithm, PolicyGradientConfig)
-    return is_rl and resolved(cfg).truncated == "bootstrap"
-
-
 def with_limit(cfg: RunConfig, checkpoint: Checkpoint) -> PolicyGradientConfig:
     """Return `resolved` with the limit of the distance between engine and learner.
 
@@ -418,9 +235,3 @@ def with_limit(cfg: RunConfig, checkpoint: Checkpoint) -> PolicyGradientConfig:
     if limit is None:
         limit = tolerance_of(cfg, checkpoint.dtype).mismatch_kl
     return algorithm.model_copy(update={"max_mismatch_kl": limit})
-
-
-def horizon_state(manifest: Manifest) -> HorizonState:
-    """Return the horizon's state in a commit; the initial one if it has none."""
-    recorded = manifest.state.get("horizon", {})
-    return HorizonState(int(recorded.get("level", 0)), tuple(recorded.get("recent", ())))

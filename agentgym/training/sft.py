@@ -10,14 +10,14 @@ import numpy as np
 from agentgym.algorithms.batch import Batch, to_batch
 from agentgym.compute.placement import open_learner
 from agentgym.config import RunConfig
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import OPTIMIZER, Checkpoint, load_checkpoint
 from agentgym.models.model import set_threads
 from agentgym.steps.context import StepContext, StepReader, now_ms
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
 from agentgym.training.demonstrations import tokenized_demonstrations
-from agentgym.training.speed import clock_of
+from agentgym.training.observer import clock_of
 from agentgym.types import Trajectory
 
 logger = logging.getLogger(__name__)

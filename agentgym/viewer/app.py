@@ -15,17 +15,17 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 
 from agentgym.config import ConfigError
+from agentgym.pages import FOLDER, STATIC, Pages
 from agentgym.records import RecordError
-from agentgym.rollouts.client import EnvError
-from agentgym.store.runstore import BlobMissing, DigestMismatch
+from agentgym.rollouts.env_client import EnvError
+from agentgym.store.manifest import BlobMissing, DigestMismatch
 from agentgym.viewer.bodies import Gone
+from agentgym.viewer.bundle import add_export
 from agentgym.viewer.episode_page import add_episode
-from agentgym.viewer.export import add_export
 from agentgym.viewer.index import IndexDamaged
 from agentgym.viewer.links import Served
 from agentgym.viewer.lists_page import add_lists
-from agentgym.viewer.pages import FOLDER, STATIC, Pages
-from agentgym.viewer.play import Room
+from agentgym.viewer.live import Room
 from agentgym.viewer.play_page import add_play
 from agentgym.viewer.query import BadQuery
 from agentgym.viewer.servers import Missing
@@ -45,7 +45,12 @@ def make_app(viewer: Viewer) -> FastAPI:
         await room.close()
 
     app = FastAPI(
-        title="agentgym view", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
+        title="agentgym view",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        default_response_class=HTMLResponse,
+        lifespan=lifespan,
     )
     pages = Pages(Served(), is_live=True)
     pages.prepare()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from agentgym.evaluation.paired import Decision, align, compare
 from agentgym.evaluation.result import Outcome, Result, Slot
-from agentgym.viewer.bodies import Found, address_of
+from agentgym.viewer.bodies import IndexedEpisode, address_of
+from agentgym.viewer.rows import Address
 from agentgym.viewer.servers import config_of
 
 MOST = 16  # episodes side by side
@@ -22,13 +23,13 @@ COUNTS = "reward IS NOT NULL"
 class Column:
     """One of several episodes side by side, compared with the first of them."""
 
-    found: Found
+    found: IndexedEpisode
     address: str
     parts: int | None  # first turn, from 1, whose action differs from the first column's, or None
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class EpisodeColumns:
     """Several episodes in columns."""
 
     columns: list[Column]
@@ -38,7 +39,7 @@ class Beside:
     rest: int = 0  # number of episodes that are not shown
 
 
-def beside(entries: Sequence[Found], rest: int = 0) -> Beside:
+def beside(entries: Sequence[IndexedEpisode], rest: int = 0) -> EpisodeColumns:
     """Return episodes as columns, compared with the first one; rest: number of those not shown."""
     actions = [[turn.action for turn in entry.episode.turns] for entry in entries]
     columns = [
@@ -49,7 +50,7 @@ def beside(entries: Sequence[Found], rest: int = 0) -> Beside:
     for turns in actions[1:]:
         common = min(common, (parting(actions[0], turns) or common + 1) - 1)
     rewards = [entry.row["reward"] for entry in entries if entry.row["reward"] is not None]
-    return Beside(
+    return EpisodeColumns(
         columns,
         common,
         len(rewards) > 1 and len(set(rewards)) == 1,
@@ -133,7 +134,6 @@ class Versus:
     both: int  # number of slots that count in both results
     families: list[tuple[str, str, int, float, float]]  # env, family, slots, before, after
     why_not: str = ""  # why there is no decision; empty: there is one
-    flips: list[Flip] = field(default_factory=list)
 
 
 def results(steps: Mapping[int, sqlite3.Row]) -> list[sqlite3.Row]:
@@ -170,8 +170,8 @@ def versus(
             row["item"],
             row["sample"],
             row["family"],
-            f"{before['folder']}.{row['a_seq']}.{'tad'[row['a_file']]}{row['a_line']}",
-            f"{after['folder']}.{row['b_seq']}.{'tad'[row['b_file']]}{row['b_line']}",
+            str(Address(before["folder"], row["a_seq"], row["a_file"], row["a_line"])),
+            str(Address(after["folder"], row["b_seq"], row["b_file"], row["b_line"])),
             bool(row["new"]),
         )
         for row in rows

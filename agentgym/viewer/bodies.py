@@ -30,11 +30,13 @@ _MAX_HELD = 16 * 2**20  # bytes of a file that is kept; a larger one is read aga
 
 
 class Gone(LookupError):
-    """The episode is not in the store; the text gives the reason."""
+    """Error for an episode or game that cannot be shown: unknown, removed, over, or not yet read
+    into the index. The text gives the reason.
+    """
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class IndexedEpisode:
     """An episode with its rows in the index."""
 
     row: sqlite3.Row  # of `episodes` in the index
@@ -63,7 +65,7 @@ class Bodies:
         """Return number in the index -> row, for every step, removed ones included."""
         return {row["id"]: row for row in self._index.reader.execute("SELECT * FROM steps")}
 
-    def find(self, address: Address) -> Found:
+    def find(self, address: Address) -> IndexedEpisode:
         """Read the episode at an address.
 
         Errors: Gone, DigestMismatch, BlobMissing, RecordError.
@@ -90,7 +92,7 @@ class Bodies:
             )
         return next(self.read([row]))
 
-    def read(self, rows: Sequence[sqlite3.Row]) -> Iterator[Found]:
+    def read(self, rows: Sequence[sqlite3.Row]) -> Iterator[IndexedEpisode]:
         """Yield episodes in the order of `rows`; a file is read once for adjacent rows in it.
 
         Errors: DigestMismatch, BlobMissing, RecordError.
@@ -105,7 +107,7 @@ class Bodies:
             with gzip.open(io.BytesIO(data), "rb") as lines:
                 for row in file_rows:
                     lines.seek(row["start"])
-                    yield Found(row, step, _episode(lines.read(row["size"]), row))
+                    yield IndexedEpisode(row, step, _episode(lines.read(row["size"]), row))
 
     def tokenizer(self, step: sqlite3.Row) -> Tokenizer | None:
         """Return the tokenizer of a step's episodes; None if no commit has it any more.

@@ -8,19 +8,9 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 560, 220
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 26
-NUM_COLORS = 8
-CELL_WIDTH, CELL_HEIGHT, LABEL = 14, 16, 170  # of a heat map
-LEVELS = 5  # of a heat map's color
 
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of a chart."""
-
-    name: str
-    points: str  # `points` of an SVG polyline
-    dots: list[tuple[float, float, str]]  # x, y, tooltip
-    color: int
+Dot = tuple[float, float, str, str]  # x, y, step, value
+Share = tuple[int, int, int]  # step, successes, episodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +18,9 @@ class Chart:
     """A chart of lines over steps."""
 
     title: str
-    lines: list[Line]
+    lines: dict[str, list[Dot]]  # by name
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
-    table: list[tuple[str, list[tuple[str, str]]]]  # the same as text: name, (step, value)
 
 
 def line_chart(
@@ -58,39 +47,13 @@ def line_chart(
     def label(y: float) -> str:
         return f"{100 * y:.3g} %" if share else f"{y:.4g}"
 
-    lines = [
-        Line(
-            name,
-            " ".join(f"{a},{b}" for a, b in (to_pixels(*pair) for pair in line_points)),
-            [(*to_pixels(x, y), f"{name}, step {x:g}: {label(y)}") for x, y in line_points],
-            number % NUM_COLORS,
-        )
-        for number, (name, line_points) in enumerate(series.items())
-    ]
+    lines = {
+        name: [(*to_pixels(x, y), f"{x:g}", label(y)) for x, y in line_points]
+        for name, line_points in series.items()
+    }
     x_ticks = [(to_pixels(x, low)[0], f"{x:g}") for x in _ticks(low_x, high_x, whole=True)]
     y_ticks = [(to_pixels(low_x, y)[1], label(y)) for y in _ticks(low, high)]
-    table = [
-        (name, [(f"{x:g}", label(y)) for x, y in line_points])
-        for name, line_points in series.items()
-    ]
-    return Chart(title, lines, x_ticks, y_ticks, table)
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A cell of a heat map."""
-
-    column: int
-    level: int  # 0 to LEVELS - 1
-    told: str
-
-
-@dataclass(frozen=True, slots=True)
-class HeatRow:
-    """A row of a heat map."""
-
-    name: str
-    cells: list[Cell]
+    return Chart(title, lines, x_ticks, y_ticks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +61,8 @@ class HeatMap:
     """Shares of successes by row over steps; a column may cover several steps."""
 
     title: str
-    rows: list[HeatRow]
+    rows: dict[str, list[Share]]  # name -> (column, successes, episodes), empty columns left out
     columns: list[str]
-
-    @property
-    def width(self) -> int:
-        return LABEL + CELL_WIDTH * len(self.columns) + 8
-
-    @property
-    def height(self) -> int:
-        return CELL_HEIGHT * len(self.rows) + 24
-
-
-Share = tuple[int, int, int]  # step, successes, episodes
 
 
 def heat_map(
@@ -130,22 +82,13 @@ def heat_map(
     wide = math.ceil((high - low + 1) / most_columns)  # steps in a column
     count = (high - low) // wide + 1
     columns = [_span(low + column * wide, wide) for column in range(count)]
-    heat_rows = []
+    heat_rows = {}
     for name, shares in rows.items():
         sums = [[0, 0] for _ in columns]
         for step, won, num in shares:
             at = sums[(step - low) // wide]
             at[0], at[1] = at[0] + won, at[1] + num
-        cells = [
-            Cell(
-                column,
-                min(LEVELS - 1, int(won / num * LEVELS)),
-                f"{name}, step {columns[column]}: {won} of {num}",
-            )
-            for column, (won, num) in enumerate(sums)
-            if num
-        ]
-        heat_rows.append(HeatRow(name, cells))
+        heat_rows[name] = [(column, won, num) for column, (won, num) in enumerate(sums) if num]
     return HeatMap(title, heat_rows, columns)
 
 

@@ -9,21 +9,21 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 
 from agentgym.config import asked_of
+from agentgym.pages import MAX_SHOWN, Pages
 from agentgym.types import Turn
-from agentgym.viewer.bodies import Found, address_of
+from agentgym.viewer.bodies import IndexedEpisode, address_of
 from agentgym.viewer.drawing import NOTHING, accessibility, drawing_of
-from agentgym.viewer.pages import MAX_SHOWN, Pages
+from agentgym.viewer.links import asked
 from agentgym.viewer.query import BadQuery, Query
 from agentgym.viewer.replay import Replay
 from agentgym.viewer.rows import Address
 from agentgym.viewer.servers import Missing, config_of, environment_of
-from agentgym.viewer.tokens import OVERLAYS, Shown, Token, available, spans, why_not_kept
+from agentgym.viewer.tokens import OVERLAYS, Token, TokenView, available, spans, why_not_kept
 from agentgym.viewer.viewer import Viewer
-from envs.wire import INVALID
 
 MAX_TURNS = 100  # on a page
 MAX_GIVEN = 4_000  # shown tokens between two actions
@@ -45,11 +45,8 @@ class TurnView:
 
     number: int  # from 1
     record: Turn
-    invalid: bool
-    thought: bool  # the reply is more than the action
     info: str
     tree: list[tuple[int, str, str, str]]  # accessibility tree; empty: plain text
-    differs: str
     before: list[Token]
     own: list[Token]
     after: list[Token]
@@ -59,7 +56,7 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
     """Add an episode's page, and its texts, replay and pictures, below `/e/`."""
 
     @app.get("/e/{address}")
-    def episode(address: str, request: Request) -> HTMLResponse:
+    def episode(address: str, request: Request) -> str:
         entry = viewer.bodies.find(address_in(address))
         parameters = request.query_params
         context = episode_page(
@@ -70,7 +67,7 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
             words=parameters.get("q", ""),
             listed=parameters.get("list", ""),
         )
-        return HTMLResponse(pages.render("episode.html", **context))
+        return pages.render("episode.html", **context)
 
     @app.get("/e/{address}/text/{turn}/{part}")
     def text(address: str, turn: int, part: str) -> PlainTextResponse:
@@ -95,9 +92,9 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         return RedirectResponse(f"/e/{address}{f'?{listed}' if listed else ''}", 303)
 
     @app.get("/e/{address}/replay")
-    def replayed(address: str) -> dict[str, bool]:
+    def replayed(address: str) -> JSONResponse:
         entry = viewer.bodies.find(address_in(address))
-        return {"waiting": viewer.replays.is_waiting(entry)}
+        return JSONResponse({"waiting": viewer.replays.is_waiting(entry)})
 
     @app.get("/e/{address}/picture/{turn}")
     def picture(address: str, turn: int) -> Response:
@@ -111,7 +108,7 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
 def episode_page(
     viewer: Viewer,
-    entry: Found,
+    entry: IndexedEpisode,
     *,
     overlay: str = "",
     first: int = 1,
@@ -131,7 +128,7 @@ def episode_page(
         raise BadQuery(f"overlay {overlay[:40]!r} is none of {', '.join(OVERLAYS)}")
     overlay = overlay if overlay in known else ""
     replay = viewer.replays.find(entry)
-    turns = turn_views(viewer, entry, overlay, replay, range(first, first + max_turns))
+    turns = turn_views(viewer, entry, overlay, range(first, first + max_turns))
     query = Query.parse(parse_qsl(listed)) if listed else None
     neighbours = _neighbours(viewer, entry, query)
     path, pairs = f"/e/{entry.address}", {"list": listed, "q": words}
@@ -147,11 +144,11 @@ def episode_page(
         "drawings": _drawings(replay, len(episode.turns)),
         "replay": replay,
         "waiting": viewer.replays.is_waiting(entry),
-        "replay_link": _with(f"{path}/replay", {**pairs, "overlay": overlay}),
+        "replay_link": f"{path}/replay{asked(**pairs, overlay=overlay)}",
         "overlay": overlay,
         "overlays": [(name, OVERLAYS[name]) for name in known],
         "overlay_links": {
-            name: _with(path, {**pairs, "overlay": name}) for name in ("", *OVERLAYS)
+            name: f"{path}{asked(**pairs, overlay=name)}" for name in ("", *OVERLAYS)
         },
         "legend": LEGENDS.get(overlay, ""),
         "why_not_kept": why_not_kept(episode),
@@ -160,13 +157,13 @@ def episode_page(
         "following": neighbours[1],
         "permalink": path,
         "cut_turns": len(episode.turns) - last,
-        "more_link": _with(path, {**pairs, "overlay": overlay, "from": str(last + 1)}),
+        "more_link": path + asked(**pairs, overlay=overlay, **{"from": str(last + 1)}),
         "stamp": viewer.index.stamp,
     }
 
 
 def turn_views(
-    viewer: Viewer, entry: Found, overlay: str, replay: Replay | None, numbers: range
+    viewer: Viewer, entry: IndexedEpisode, overlay: str, numbers: range
 ) -> list[TurnView]:
     """Return the views of the turns with these numbers, from 1; with tokens if `overlay` is set."""
     episode, shown = entry.episode, None
@@ -178,12 +175,11 @@ def turn_views(
                 return f" {token}"
             return str(tokenizer.decode([token], skip_special_tokens=False))
 
-        shown = Shown(episode, overlay, decode)
+        shown = TokenView(episode, overlay, decode)
     bounds, last = spans(episode), len(episode.turns)
     views = []
     for number in range(numbers.start, min(numbers.stop, last + 1)):
         turn = episode.turns[number - 1]
-        shot = replay.shot(number) if replay else None
         begin, _ = bounds[number - 1]
         before, action, after = [], [], []
         if shown is not None and turn.end:
@@ -199,11 +195,8 @@ def turn_views(
             TurnView(
                 number,
                 turn,
-                bool(turn.info.get(INVALID)),
-                bool(turn.reply) and turn.reply != turn.action,
                 _info(turn.info),
                 accessibility(turn.observation[:MAX_SHOWN]) if is_tree else [],
-                shot.differs if shot else "",
                 before,
                 action,
                 after,
@@ -212,7 +205,7 @@ def turn_views(
     return views
 
 
-def facts_of(entry: Found) -> list[tuple[str, str]]:
+def facts_of(entry: IndexedEpisode) -> list[tuple[str, str]]:
     """Return an episode's facts other than its turns, as (name, value)."""
     row, episode, step = entry.row, entry.episode, entry.step
     usage, timing = episode.usage, episode.timing
@@ -239,7 +232,7 @@ def facts_of(entry: Found) -> list[tuple[str, str]]:
 _TIMES = (("policy", "generate_s"), ("environment", "env_s"), ("in all", "wall_s"))
 
 
-def _would_use(viewer: Viewer, entry: Found) -> tuple[str, str]:
+def _would_use(viewer: Viewer, entry: IndexedEpisode) -> tuple[str, str]:
     """Return (what a replay would call or read, "") or ("", why none can be made).
 
     The environment is set up as the owner configured it.
@@ -257,22 +250,15 @@ def _drawings(replay: Replay | None, num_turns: int) -> list[Any]:
     return [drawing_of(replay.shot(turn)) for turn in range(num_turns + 1)]
 
 
-def _neighbours(viewer: Viewer, entry: Found, query: Query | None) -> list[str]:
+def _neighbours(viewer: Viewer, entry: IndexedEpisode, query: Query | None) -> list[str]:
     """Return the addresses of the episodes before and after this one in a list; empty for none."""
     if query is None:
         return ["", ""]
     steps = viewer.bodies.steps()
     return [
-        _with(f"/e/{address_of(row, steps[row['step_id']])}", {"list": query.text}) if row else ""
+        f"/e/{address_of(row, steps[row['step_id']])}{asked(list=query.text)}" if row else ""
         for row in viewer.lists.neighbours(query, entry.row)
     ]
-
-
-def _with(path: str, names: Mapping[str, str]) -> str:
-    from urllib.parse import urlencode
-
-    pairs = {name: value for name, value in names.items() if value}
-    return f"{path}?{urlencode(pairs)}" if pairs else path
 
 
 def address_in(text: str) -> Address:

@@ -21,7 +21,7 @@ from agentgym.viewer.rows import COLUMNS
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 2  # increment when the tables change: an older file is rebuilt
+SCHEMA = 3  # increment when the tables change: an older file is rebuilt
 CACHE_KIB = 4_096  # per connection
 _TYPES = {
     **dict.fromkeys(("reward", "advantage", "temperature", "began", "wall"), "REAL"),
@@ -50,8 +50,7 @@ CREATE TABLE steps(
     results TEXT, created REAL, gone TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE commits(
-    step_id INTEGER, seq INTEGER, created REAL, at INTEGER, max_turns INTEGER, metrics TEXT,
-    files TEXT, PRIMARY KEY (step_id, seq)
+    step_id INTEGER, seq INTEGER, created REAL, files TEXT, PRIMARY KEY (step_id, seq)
 ) WITHOUT ROWID;
 CREATE TABLE problems(step_id INTEGER, seq INTEGER, said TEXT);
 CREATE TABLE runs(name TEXT PRIMARY KEY, title TEXT, created REAL, done INTEGER);

@@ -8,7 +8,8 @@ from urllib.parse import quote, urlencode
 from agentgym.viewer.query import Query
 
 
-def _asked(**names: str) -> str:
+def asked(**names: str) -> str:
+    """Return the part of an address from the `?` on; empty without a value."""
     pairs = {name: value for name, value in names.items() if value}
     return f"?{urlencode(pairs)}" if pairs else ""
 
@@ -27,7 +28,7 @@ class Served:
 
         query: the list that the page is opened from, for its neighbors.
         """
-        return f"/e/{address}{_asked(list=query.text) if query else ''}"
+        return f"/e/{address}{asked(list=query.text) if query else ''}"
 
     def text(self, address: str, turn: int, part: str) -> str:
         return f"/e/{address}/text/{turn}/{part}"
@@ -48,10 +49,10 @@ class Served:
         return f"/item/{quote(item)}"
 
     def training(self, run: str) -> str:
-        return f"/training{_asked(run=run)}"
+        return f"/training{asked(run=run)}"
 
     def compare(self, a: str, b: str) -> str:
-        return f"/compare{_asked(a=a, b=b)}"
+        return f"/compare{asked(a=a, b=b)}"
 
     def page(self, name: str) -> str:
         return f"/{name}"
@@ -85,24 +86,15 @@ class Bundled:
     def episode(self, address: str, query: Query | None = None) -> str:
         return f"{self._root}{self._episodes[address]}" if address in self._episodes else ""
 
-    def text(self, address: str, turn: int, part: str) -> str:
-        return ""
-
     def picture(self, address: str, turn: int) -> str:
         file = self._pictures.get((address, turn))
         return f"{self._root}{file}" if file else ""
 
-    def group(self, address: str) -> str:
+    def nothing(self, *_: object) -> str:
+        """Return the empty address of a page that no bundle has."""
         return ""
 
-    def item(self, item: str) -> str:
-        return ""
-
-    def training(self, run: str) -> str:
-        return ""
-
-    def compare(self, a: str, b: str) -> str:
-        return ""
+    text = group = item = training = compare = nothing
 
     def page(self, name: str) -> str:
         return self.home()

@@ -224,10 +224,7 @@ def _rows(
         where += f"{' AND' if where else ' WHERE'} ({key}, id) {sign} (?, ?)"
         values += [_number(query.sort, cursor["value"]), int(cursor["id"])]
     way = "ASC" if up else "DESC"
-    sql = (
-        f"SELECT episodes.*, {key} AS sorted_by FROM {source}{where}"
-        f" ORDER BY {key} {way}, id {way} LIMIT ?"
-    )
+    sql = f"SELECT * FROM {source}{where} ORDER BY {key} {way}, id {way} LIMIT ?"
     return reader.execute(sql, [*values, limit]).fetchall()
 
 
@@ -241,11 +238,6 @@ def _number(sort: str, text: str) -> float | str:
 
 
 def _key(query: Query, row: sqlite3.Row) -> str:
-    is_listed = "sorted_by" in tuple(row.keys())  # False for a row read by its address
-    value = row["sorted_by"] if is_listed else _sorted_by(query, row)
+    """Return a row's place in a query's order, for `Query.after` and `Query.before`."""
+    value = -1e300 if row[query.sort] is None else row[query.sort]  # as SORTS has it
     return f"{value}~{row['id']}" if isinstance(value, str) else f"{value!r}~{row['id']}"
-
-
-def _sorted_by(query: Query, row: sqlite3.Row) -> Any:
-    value = row[query.sort]
-    return -1e300 if value is None else value

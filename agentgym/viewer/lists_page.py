@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse
 
+from agentgym.pages import Pages
 from agentgym.viewer.bodies import address_of
 from agentgym.viewer.index import RANGE_COLUMNS
-from agentgym.viewer.pages import Pages
 from agentgym.viewer.query import Query
 from agentgym.viewer.servers import config_of
 from agentgym.viewer.viewer import Viewer
@@ -68,7 +67,7 @@ def add_lists(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
     """Add the pages `/` and `/episodes`."""
 
     @app.get("/")
-    def home() -> HTMLResponse:
+    def home() -> str:
         reader = viewer.index.reader
         steps = viewer.bodies.steps()
         problems = [
@@ -79,7 +78,7 @@ def add_lists(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         if viewer.failure:
             problems.insert(0, {"where": "the store", "said": viewer.failure})
         counted = viewer.lists.counts()
-        page = pages.render(
+        return pages.render(
             "home.html",
             runs=run_rows(reader, steps, counted, viewer.runs, viewer.why_stopped),
             problems=problems,
@@ -90,12 +89,11 @@ def add_lists(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
             stamp=viewer.index.stamp,
             section="home",
         )
-        return HTMLResponse(page)
 
     @app.get("/episodes")
-    def episodes(request: Request) -> HTMLResponse:
+    def episodes(request: Request) -> str:
         query = Query.parse(request.query_params.multi_items())
-        return HTMLResponse(pages.render("episodes.html", **list_page(viewer, query)))
+        return pages.render("episodes.html", **list_page(viewer, query))
 
 
 def list_page(viewer: Viewer, query: Query) -> dict[str, Any]:

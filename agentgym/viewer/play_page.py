@@ -7,15 +7,15 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, RedirectResponse, Response
+from fastapi.responses import RedirectResponse, Response
 from starlette.exceptions import HTTPException
 
 from agentgym.config import ConfigError, EnvConfig, asked_of
 from agentgym.data.items import PUBLISHED_COUNTS
+from agentgym.pages import Pages
 from agentgym.viewer.bodies import Gone
 from agentgym.viewer.drawing import drawing_of
-from agentgym.viewer.pages import Pages
-from agentgym.viewer.play import YOU, Game, Room
+from agentgym.viewer.live import YOU, Game, Room
 from agentgym.viewer.servers import Missing, config_of
 from agentgym.viewer.viewer import Viewer
 
@@ -28,13 +28,12 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
     """Add the pages below `/play`."""
 
     @app.get("/play")
-    def choose() -> HTMLResponse:
+    def choose() -> str:
         withheld: list[str] = []
         envs = [(name, asked_of(env)) for name, env in environments(viewer, withheld).items()]
-        page = pages.render(
+        return pages.render(
             "play.html", envs=envs, withheld=withheld, game=None, you=YOU, section="play"
         )
-        return HTMLResponse(page)
 
     @app.post("/play")
     async def begin(request: Request) -> RedirectResponse:
@@ -52,10 +51,10 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
         return RedirectResponse(f"/play/{game.id}", 303)
 
     @app.get("/play/{game}")
-    def show(game: str) -> HTMLResponse:
+    def show(game: str) -> str:
         current = _found(room, game)
         drawings = [drawing_of(shot) for shot in current.shots]
-        page = pages.render(
+        return pages.render(
             "play.html",
             game=current,
             drawings=drawings,
@@ -63,7 +62,6 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
             words="",
             section="play",
         )
-        return HTMLResponse(page)
 
     @app.post("/play/{game}")
     async def act(game: str, request: Request) -> RedirectResponse:

@@ -114,11 +114,6 @@ class Query:
         """Return the first page of the query with these changes."""
         return replace(self, after="", before="", **changes)
 
-    @property
-    def is_plain(self) -> bool:
-        """True if only facets are chosen, so that counts for the whole index apply."""
-        return not (self.ranges or self.item or self.words)
-
 
 def bounds(name: str, text: str) -> tuple[float | None, float | None]:
     match = _RANGE.fullmatch(text)

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
-from agentgym.pipeline.runs import STEP as RUNS
+from agentgym.pipeline.stored_config import STEP as RUNS
 from agentgym.records import DAMAGE, RecordError, checked_row, lines_of
-from agentgym.steps.context import METRICS
-from agentgym.store.manifest import Manifest, ManifestError
-from agentgym.store.runstore import FOLDER, BlobMissing, DigestMismatch, RunStore
+from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, ManifestError
+from agentgym.store.runstore import FOLDER, RunStore
 from agentgym.viewer.index import Index
 from agentgym.viewer.rows import COLUMNS, DECISION, FILES, TOKENIZER, Row, row_of, words_of
 from envs.plain import plain
@@ -130,12 +129,6 @@ class Refresher:
             for name in (*FILES, TOKENIZER, DECISION)
             if name in blobs
         }
-        metrics = ""
-        if METRICS in commit.records:
-            try:
-                metrics = self._store.read(commit, METRICS).decode()
-            except (BlobMissing, DigestMismatch, ValueError) as error:
-                _problem(connection, step_id, commit, error)
         count = 0
         for number, name in enumerate(FILES):
             if name in files:
@@ -148,16 +141,8 @@ class Refresher:
                 except (DigestMismatch, RecordError) as error:
                     _problem(connection, step_id, commit, error)
         connection.execute(
-            "INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (
-                step_id,
-                commit.seq,
-                commit.created_at,
-                commit.state.get("global_step"),
-                commit.state.get("max_turns"),
-                metrics,
-                json.dumps(files),
-            ),
+            "INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?)",
+            (step_id, commit.seq, commit.created_at, json.dumps(files)),
         )
         return count
 

@@ -20,13 +20,13 @@ from functools import cache
 from pathlib import Path
 
 from agentgym.config import EnvConfig
-from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import ending
 from agentgym.rollouts.pools import EnvPools
 from agentgym.store.keys import environment_modules, source_digest
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.types import Status, Trajectory
-from agentgym.viewer.bodies import Found
+from agentgym.viewer.bodies import IndexedEpisode
 from agentgym.viewer.index import IndexDamaged
 from agentgym.viewer.servers import Missing, Servers, config_of, environment_of
 
@@ -73,7 +73,7 @@ class Replays:
         with contextlib.suppress(IndexDamaged):
             self._prepare()
 
-    def find(self, entry: Found) -> Replay | None:
+    def find(self, entry: IndexedEpisode) -> Replay | None:
         """Return an episode's stored replay; None if it was not replayed yet."""
         with contextlib.closing(self._connect()) as connection:
             row = connection.execute(
@@ -88,24 +88,21 @@ class Replays:
         agrees = None if row[1] is None else bool(row[1])
         return Replay(row[0], agrees, [Shot(*shot) for shot in shots])
 
-    def ask(self, entry: Found) -> str:
-        """Queue a replay, unless MAX_WAITING are queued. Result: its state, in words."""
+    def ask(self, entry: IndexedEpisode) -> bool:
+        """Queue a replay. Return False if MAX_WAITING others are queued."""
         key = _key(entry)
         with self._lock:
             self._waiting = {k: future for k, future in self._waiting.items() if not future.done()}
-            if key in self._waiting:
-                return "it is being played again"
-            if len(self._waiting) >= MAX_WAITING:
-                return f"{MAX_WAITING} others are being played; ask again in a moment"
-            self._waiting[key] = self._thread.submit(self._play, entry)
-        return "it is being played again"
+            if key not in self._waiting and len(self._waiting) < MAX_WAITING:
+                self._waiting[key] = self._thread.submit(self._play, entry)
+            return key in self._waiting
 
-    def is_waiting(self, entry: Found) -> bool:
+    def is_waiting(self, entry: IndexedEpisode) -> bool:
         with self._lock:
             future = self._waiting.get(_key(entry))
         return future is not None and not future.done()
 
-    def now(self, entry: Found) -> Replay:
+    def now(self, entry: IndexedEpisode) -> Replay:
         """Return an episode's replay; play it first if it is not stored. Errors: TimeoutError."""
         stored = self.find(entry)
         if stored is None:
@@ -117,13 +114,13 @@ class Replays:
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _play(self, entry: Found) -> None:
+    def _play(self, entry: IndexedEpisode) -> None:
         try:
             self._store(_key(entry), self._played(entry))
         except Exception:  # a thread must log it; the page shows no replay
             logger.exception("episode %s could not be played again", entry.address)
 
-    def _played(self, entry: Found) -> Replay:
+    def _played(self, entry: IndexedEpisode) -> Replay:
         episode = entry.episode
         try:
             config = config_of(entry.step["config"])
@@ -172,7 +169,7 @@ class Replays:
         return sqlite3.connect(self._path, timeout=10.0)
 
 
-def _key(entry: Found) -> str:
+def _key(entry: IndexedEpisode) -> str:
     """Return a replay's key: the digest of the record, the environment's settings and its code."""
     name = entry.episode.item.env
     config = config_of(entry.step["config"])
@@ -194,9 +191,11 @@ def _source(name: str) -> str:
 
 
 async def replay(episode: Trajectory, env: EnvConfig, endpoints: Sequence[str]) -> Replay:
-    """Play an episode's actions on a server. Return the answers compared with the record.
+    """Play an episode's actions again on a server and compare each answer with the record.
 
-    Errors: EnvError, ValueError, TimeoutError.
+    Result: whether they agree, and a drawing of the environment before the first action and after
+    each turn up to MAX_SHOTS. It ends early if the environment ends the task before the record.
+    Errors: EnvError; ValueError; TimeoutError after LIMIT_S.
     """
     async with asyncio.timeout(LIMIT_S), EnvPools.of([env], {env.name: endpoints}) as pools:
         await pools.check([env], allow_expert=True)  # nothing is learned here

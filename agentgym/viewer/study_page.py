@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse
 
 from agentgym.evaluation.result import differences
-from agentgym.store.runstore import BlobMissing, DigestMismatch
+from agentgym.pages import Pages
+from agentgym.store.manifest import BlobMissing, DigestMismatch
 from agentgym.viewer.beside import MOST, attempts_of, beside, group_of, results, versus
-from agentgym.viewer.bodies import Found, Gone
+from agentgym.viewer.bodies import Gone, IndexedEpisode
 from agentgym.viewer.episode_page import address_in
-from agentgym.viewer.pages import Pages
 from agentgym.viewer.query import BadQuery
 from agentgym.viewer.rows import DECISION
 from agentgym.viewer.servers import config_of
@@ -30,7 +29,7 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
     """Add the pages `/e/.../group`, `/beside`, `/item`, `/compare`, `/decisions`, `/training`."""
 
     @app.get("/e/{address}/group")
-    def group(address: str) -> HTMLResponse:
+    def group(address: str) -> str:
         entry = viewer.bodies.find(address_in(address))
         rows = group_of(viewer.index.reader, entry.row)
         shown = list(viewer.bodies.read(rows[:MOST]))
@@ -39,7 +38,7 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         return _beside(pages, title, shown, len(rows) - len(shown), is_group=True)
 
     @app.get("/beside")
-    def side_by_side(request: Request) -> HTMLResponse:
+    def side_by_side(request: Request) -> str:
         chosen = request.query_params.getlist("e")
         if not 1 < len(chosen) <= MOST:
             raise BadQuery(f"choose 2 to {MOST} episodes to see side by side")
@@ -48,12 +47,12 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         return _beside(pages, f"{', '.join(items)}: {len(entries)} attempts", entries, 0)
 
     @app.get("/item/{item}")
-    def item(item: str) -> HTMLResponse:
+    def item(item: str) -> str:
         attempts = attempts_of(viewer.index.reader, viewer.bodies.steps(), item, MOST_ATTEMPTS)
         if not attempts:
             raise Gone(f"no episode of {item[:80]} is on record")
         total = sum(len(attempt.episodes) for attempt in attempts)
-        page = pages.render(
+        return pages.render(
             "item.html",
             item=item,
             attempts=attempts,
@@ -62,30 +61,26 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
             most=MOST,
             stamp=viewer.index.stamp,
         )
-        return HTMLResponse(page)
 
     @app.get("/compare")
-    def compare(a: str = "", b: str = "") -> HTMLResponse:
-        return HTMLResponse(pages.render("compare.html", **_compared(viewer, a, b)))
+    def compare(a: str = "", b: str = "") -> str:
+        return pages.render("compare.html", **_compared(viewer, a, b))
 
     @app.get("/decisions")
-    def decisions() -> HTMLResponse:
-        newest_first = decided(viewer)
-        page = pages.render(
-            "decisions.html", decisions=newest_first, stamp=viewer.index.stamp, section="decisions"
-        )
-        return HTMLResponse(page)
+    def decisions() -> str:
+        context = {"decisions": decided(viewer), "stamp": viewer.index.stamp}
+        return pages.render("decisions.html", **context, section="decisions")
 
     @app.get("/training")
-    def training(run: str = "") -> HTMLResponse:
-        return HTMLResponse(pages.render("training.html", **_trained(viewer, run)))
+    def training(run: str = "") -> str:
+        return pages.render("training.html", **_trained(viewer, run))
 
 
 def _beside(
-    pages: Pages, title: str, entries: list[Found], rest: int, *, is_group: bool = False
-) -> HTMLResponse:
+    pages: Pages, title: str, entries: list[IndexedEpisode], rest: int, *, is_group: bool = False
+) -> str:
     columns = beside(entries, rest)
-    return HTMLResponse(pages.render("beside.html", title=title, told=columns, is_group=is_group))
+    return pages.render("beside.html", title=title, told=columns, is_group=is_group)
 
 
 def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
@@ -127,13 +122,12 @@ def result_name(step: sqlite3.Row) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class DecisionRow:
     """A decision on a model's alias, from the store."""
 
     number: int
     at: float
     verdict: str
-    kind: str
     why: str
     who: str
     candidate: str  # folder of its evaluation; empty: unknown
@@ -141,7 +135,7 @@ class Decided:
     rulings: list[tuple[str, str, str]]  # rule, verdict, why
 
 
-def decided(viewer: Viewer) -> list[Decided]:
+def decided(viewer: Viewer) -> list[DecisionRow]:
     """Return up to 200 decisions, newest first; the error stands for an unreadable one."""
     rows = viewer.index.reader.execute(
         "SELECT steps.*, commits.seq AS seq FROM commits JOIN steps ON steps.id = step_id"
@@ -156,22 +150,21 @@ def decided(viewer: Viewer) -> list[Decided]:
         except (ValueError, TypeError, KeyError, AttributeError, BlobMissing) as error:
             what = "damaged" if isinstance(error, DigestMismatch) else "not readable here"
             why = f"{row['folder']} commit {row['seq']}: {error}"
-            newest_first.append(Decided(0, row["created"], what, "", why, "", "", "", []))
+            newest_first.append(DecisionRow(0, row["created"], what, why, "", "", "", []))
     return newest_first
 
 
-def _decision(tree: dict[str, Any]) -> Decided:
+def _decision(tree: dict[str, Any]) -> DecisionRow:
     decision = tree.get("decision") or {}
     rulings = [
         (str(rule.get("rule", "")), str(rule.get("verdict", "")), str(rule.get("why", "")))
         for rule in decision.get("rules", ())
         if isinstance(rule, dict)
     ]
-    return Decided(
+    return DecisionRow(
         int(tree.get("number", 0)),
         float(tree.get("at", 0.0)),
         str(decision.get("verdict") or tree.get("kind", "")),
-        str(tree.get("kind", "")),
         str(tree.get("why", "")),
         str(tree.get("who", "")),
         _evaluation(tree.get("candidate")),

@@ -6,11 +6,11 @@ Nothing is tokenized again: the page shows the tokens that were sampled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from agentgym.types import Trajectory
+from agentgym.types import Learned, Trajectory
 
 OVERLAYS = {
     "mask": "which tokens the policy sampled",
@@ -45,32 +45,27 @@ class Numbers:
     """The recorded numbers of a sampled token; None: not recorded."""
 
     engine: float
+    version: int
     learner: float | None
     entropy: float | None
     advantage: float | None
     ratio: float | None
-    version: int
 
 
 def numbers_of(episode: Trajectory) -> dict[int, Numbers]:
     """Return position -> numbers, for the tokens that the policy sampled."""
-    learned, sampled = episode.learned, [i for i, flag in enumerate(episode.action_mask) if flag]
+    learned = episode.learned or Learned()
+    columns = (learned.logprobs, learned.entropies, learned.advantages, learned.ratios)
+    sampled = [i for i, flag in enumerate(episode.action_mask) if flag]
     versions = {
         position: turn.version for turn in episode.turns for position in range(turn.start, turn.end)
     }
     newest = max(versions.values(), default=0)
-
-    def value_at(numbers: Sequence[float], number: int) -> float | None:
-        return numbers[number] if number < len(numbers) else None
-
     return {
         position: Numbers(
             episode.logprobs[position],
-            value_at(learned.logprobs, number) if learned else None,
-            value_at(learned.entropies, number) if learned else None,
-            value_at(learned.advantages, number) if learned else None,
-            value_at(learned.ratios, number) if learned else None,
             versions.get(position, newest),
+            *(column[number] if number < len(column) else None for column in columns),
         )
         for number, position in enumerate(sampled)
     }
@@ -78,29 +73,23 @@ def numbers_of(episode: Trajectory) -> dict[int, Numbers]:
 
 def available(episode: Trajectory) -> list[str]:
     """Return the overlays whose numbers are recorded."""
-    names = ["mask"] if episode.input_ids else []
-    if any(episode.action_mask):
-        names += ["engine", "version"]
-    learned = episode.learned
-    if learned is not None:
-        by_name = {
-            "learner": learned.logprobs,
-            "entropy": learned.entropies,
-            "ratio": learned.ratios,
-            "advantage": learned.advantages,
-        }
-        names += [name for name, numbers in by_name.items() if numbers]
-    return [name for name in OVERLAYS if name in names]
+    tokens = numbers_of(episode).values()
+    return [
+        name
+        for name in OVERLAYS
+        if (name == "mask" and episode.input_ids)
+        or any(getattr(token, name, None) is not None for token in tokens)
+    ]
 
 
 def why_not_kept(episode: Trajectory) -> str:
     """Return why the update's numbers are missing; empty if they are not."""
-    learned = episode.learned
+    learned = episode.learned or Learned()
     if not episode.input_ids:
         return "this player has no tokens"
-    if learned is not None and learned.excluded:
+    if learned.excluded:
         return f"not in the loss: {learned.excluded}"
-    if learned is None or not learned.logprobs:
+    if not learned.logprobs:
         return (
             "the update's numbers are kept for a share of the episodes that are learned from"
             " (rollout.token_numbers_frac), and this is none of them"
@@ -118,7 +107,7 @@ def spans(episode: Trajectory) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-class Shown:
+class TokenView:
     """The tokens of an episode, colored by an overlay."""
 
     def __init__(self, episode: Trajectory, overlay: str, decode: Decode) -> None:

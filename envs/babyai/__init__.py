@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, get_args, get_type_hints
 
-from envs.babyai.agentgym import DIALECT
 from envs.babyai.examples import worked_examples
 from envs.babyai.levels import AGENTGYM_LEVELS, check_level, told_whole
 from envs.babyai.world import Options, World
+from envs.dialect import common
 from envs.env import EnvSpec
 from envs.options import choose, nearest
 
@@ -89,7 +89,7 @@ def _served(chosen: dict[str, Any], parsed: Options) -> EnvSpec:
     )
     return EnvSpec(
         name="babyai",
-        dialect=DIALECT,
+        dialect=common("This is environment BabyAI."),
         instructions="\n".join(instructions),
         make=lambda: World(parsed),
         options=chosen,

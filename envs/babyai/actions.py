@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from envs.babyai.views import VIEW_SIZE, Cell, Seen, View, number
+from envs.babyai.views import VIEW_SIZE, Cell, View, VisibleObject, number
 
 
 class Move(IntEnum):
@@ -230,7 +230,7 @@ def _barred(view: View) -> bool:
     return view.barrier is not None and view.barrier[1] == 1
 
 
-def _can_open(door: Seen, view: View) -> bool:
+def _can_open(door: VisibleObject, view: View) -> bool:
     return door.state == "closed" or view.carrying == f"{door.color} key"
 
 
@@ -247,7 +247,7 @@ def _refuse_plain(text: str, view: View) -> Refusal:
     return Refusal(UNREADABLE, readable=False)
 
 
-def _obstacle(verb: str, target: Seen, view: View) -> str:
+def _obstacle(verb: str, target: VisibleObject, view: View) -> str:
     """Return the reason why a command about an object in view is not offered."""
     if verb == "pickup" and target.kind not in PORTABLE:
         return "it cannot be carried"

@@ -17,7 +17,7 @@ _DOOR_STATES = ("open", "closed", "locked")
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class VisibleObject:
     """One object in view."""
 
     kind: str
@@ -49,12 +49,12 @@ class Seen:
 class View:
     """Objects in view, nearest first; the walls in view; and the carried object."""
 
-    objects: tuple[Seen, ...]
+    objects: tuple[VisibleObject, ...]
     walls: frozenset[Cell]
     carrying: str  # `red key`, or empty
 
     @property
-    def in_front(self) -> Seen | None:
+    def in_front(self) -> VisibleObject | None:
         return next((obj for obj in self.objects if obj.cell == (1, 0)), None)
 
     @property
@@ -80,7 +80,7 @@ class View:
         return self.walls.union(obj.cell for obj in self.objects if obj.kind != "door")
 
 
-def number(objects: Iterable[Seen]) -> list[tuple[Seen, int]]:
+def number(objects: Iterable[VisibleObject]) -> list[tuple[VisibleObject, int]]:
     """Number the objects of equal name from 1, in the given order."""
     counts: dict[str, int] = {}
     result = []
@@ -107,7 +107,7 @@ def decode(image: Any) -> View:
                 walls.append((ahead, left))
             elif kind not in (_EMPTY, _FLOOR):
                 objects.append(
-                    Seen(
+                    VisibleObject(
                         IDX_TO_OBJECT[kind],
                         IDX_TO_COLOR[color],
                         _DOOR_STATES[state] if kind == _DOOR else "",
@@ -169,18 +169,18 @@ def agentgym_reply(text: str, actions: Sequence[str]) -> str:
     return f"{text}\nAvailable actions: {json.dumps(list(actions))}"
 
 
-def _where(obj: Seen) -> str:
+def _where(obj: VisibleObject) -> str:
     words = [f"{obj.ahead} ahead"] if obj.ahead else []
     if obj.left:
         words.append(f"{abs(obj.left)} {_side(obj)}")
     return " ".join(words)
 
 
-def _where_in_words(obj: Seen) -> str:
+def _where_in_words(obj: VisibleObject) -> str:
     if obj.left == 0:
         return f"right in front of you {obj.ahead} steps away"
     return f"{obj.ahead} steps in front of you and {abs(obj.left)} steps to your {_side(obj)}"
 
 
-def _side(obj: Seen) -> str:
+def _side(obj: VisibleObject) -> str:
     return "left" if obj.left > 0 else "right"

@@ -98,8 +98,9 @@ class Slot:
     broken: bool = False
 
     def call(self, operation: str, *texts: str) -> Answer:
-        """Carry out an operation.
-        Errors: GameFailed, JvmLost; after either the slot is not used again.
+        """Carry out an operation of the slot's game and return its answer, see `Place.call`.
+
+        Errors: GameFailed, JvmLost; after either, release the slot and call nothing more on it.
         """
         try:
             return self.process.jvm.call(

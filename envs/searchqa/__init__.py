@@ -12,12 +12,12 @@ from envs.env import EnvSpec
 from envs.options import choose, nearest
 from envs.searchqa import questions, retrievers
 from envs.searchqa.agentgym import DIALECT
-from envs.searchqa.episode import Episode, Options
 from envs.searchqa.examples import worked_examples
 from envs.searchqa.flashrag import FlashRag
 from envs.searchqa.questions import Questions
 from envs.searchqa.retrievers import Retriever
 from envs.searchqa.search_r1 import SearchR1
+from envs.searchqa.world import Episode, Options
 
 DEFAULTS: dict[str, Any] = {
     "mode": "strict",

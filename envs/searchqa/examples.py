@@ -7,8 +7,8 @@ from functools import cache, partial
 
 from envs.examples import played, solved
 from envs.searchqa import retrievers
-from envs.searchqa.episode import Episode, Options
 from envs.searchqa.questions import Hop, Question
+from envs.searchqa.world import Episode, Options
 from envs.wire import Example
 
 QUESTIONS = (

@@ -202,7 +202,7 @@ def _with_invented(number: str) -> Book:
 
 
 def _read_file(path: Path) -> list[Draft]:
-    """Read a file in the form that `make_recipes` writes."""
+    """Read a file in the form that `tools/textcraft_recipes.py` writes."""
     content = _json(path)
     try:
         kind_of = {member: kind for kind, members in content["kinds"].items() for member in members}

@@ -80,10 +80,10 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             "webarena needs Playwright; install it from the checkout: pip install -e '.[webarena]'"
         ) from None
     from envs.webarena.chromium import find_browser, use_sandbox
-    from envs.webarena.episode import Episode, Setting
     from envs.webarena.helpers import check_calls
     from envs.webarena.places import Deployed, Embedded, Place, Shared
     from envs.webarena.tasks import embedded_gold, identity, load
+    from envs.webarena.world import Episode, Setting
 
     executable = find_browser(_text(chosen, "browser"))
     embedded = chosen["sites"] == "embedded"

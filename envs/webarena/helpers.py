@@ -18,7 +18,6 @@ from typing import Any
 
 from envs.env import GraderFailed
 from envs.options import SECRET_PREFIX
-from envs.outbound import open_url
 from envs.webarena.evaluators import Page
 from envs.webarena.tasks import PAGE, Task, parse_call
 
@@ -144,3 +143,21 @@ class SiteHelpers:
         request = urllib.request.Request(url, body, headers)  # noqa: S310  (a configured site)
         with open_url(request, TIMEOUT_S) as reply:
             return json.loads(reply.read(MAX_REPLY_BYTES))
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """Refuse: urllib would send all headers again, also the authorization.
+        Result: None, which makes urllib raise HTTPError.
+        """
+        return
+
+
+_opener = urllib.request.build_opener(_NoRedirects)
+
+
+def open_url(request: urllib.request.Request, timeout_s: float) -> Any:
+    """Send a request and return the open reply.
+    Errors: OSError; HTTPError for every status but 2xx, also for redirects.
+    """
+    return _opener.open(request, timeout=timeout_s)

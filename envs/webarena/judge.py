@@ -15,7 +15,7 @@ import urllib.request
 from dataclasses import dataclass
 
 from envs.env import GraderFailed
-from envs.outbound import open_url
+from envs.webarena.helpers import open_url
 
 logger = logging.getLogger(__name__)
 

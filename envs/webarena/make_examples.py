@@ -15,8 +15,8 @@ from typing import Any, cast
 from envs.env import EnvSpec
 from envs.examples import Script, played, record
 from envs.webarena import spec
-from envs.webarena.episode import Episode
 from envs.webarena.gold import Gold
+from envs.webarena.world import Episode
 from envs.wire import Example
 
 FILE = Path(__file__).with_name("examples.json")

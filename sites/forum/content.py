@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import date, timedelta
 
 from sites.dice import Dice
@@ -16,9 +15,8 @@ from sites.forum.records import (
     Member,
     Post,
     Subscription,
-    Vote,
 )
-from sites.table import Seed, Table
+from sites.overlay import Seed, Table
 from sites.text import slug
 
 DEMO = "marlow_reads"
@@ -27,29 +25,7 @@ _DAYS = 420
 _SUBSCRIBED = ("books", "cooking", "homelab")
 
 
-@dataclass(frozen=True)
-class Content:
-    boards: Seed[Board]
-    members: Seed[Member]
-    posts: Seed[Post]
-    comments: Seed[Comment]
-    votes: Seed[Vote]
-    subscriptions: Seed[Subscription]
-    demo_member: int = 1
-
-    def fresh(self) -> Forum:
-        return Forum(
-            Table(self.boards),
-            Table(self.members),
-            Table(self.posts),
-            Table(self.comments),
-            Table(self.votes),
-            Table(self.votes),
-            Table(self.subscriptions),
-        )
-
-
-def generate(seed: int) -> Content:
+def generate(seed: int) -> Forum:
     dice = Dice(seed, "boards")
     boards = [
         Board(id, t.name, t.title, t.description, t.rules, dice.between(120, 4800))
@@ -64,8 +40,14 @@ def generate(seed: int) -> Content:
     posts = _posts(Dice(seed, "posts"))
     comments = _comments(posts, Dice(seed, "comments"))
     subscribed = [Subscription(board.id) for board in boards if board.name in _SUBSCRIBED]
-    return Content(
-        Seed(boards), Seed(members), Seed(posts), Seed(comments), Seed(()), Seed(subscribed)
+    return Forum(
+        Table(Seed(boards)),
+        Table(Seed(members)),
+        Table(Seed(posts)),
+        Table(Seed(comments)),
+        Table(Seed(())),
+        Table(Seed(())),
+        Table(Seed(subscribed)),
     )
 
 

@@ -17,7 +17,7 @@ from sites.forum.records import (
     Subscription,
     Vote,
 )
-from sites.table import Table
+from sites.overlay import Table
 from sites.text import slug
 from sites.web import (
     NotFound,
@@ -25,7 +25,7 @@ from sites.web import (
     Request,
     Response,
     Site,
-    local,
+    existing,
     paged,
     redirect,
 )
@@ -251,15 +251,13 @@ def _own_post(request: Request, name: str, id: int) -> Post:
 
 @site.post("/vote/post/{id}")
 def vote_post(request: Request, id: int) -> Response:
-    if request.world.forum.posts.get(id) is None:
-        raise NotFound("This post does not exist.")
+    existing(request.world.forum.posts.get(id), "post")
     return _vote(request, request.world.forum.post_votes, id)
 
 
 @site.post("/vote/comment/{id}")
 def vote_comment(request: Request, id: int) -> Response:
-    if request.world.forum.comments.get(id) is None:
-        raise NotFound("This comment does not exist.")
+    existing(request.world.forum.comments.get(id), "comment")
     return _vote(request, request.world.forum.comment_votes, id)
 
 
@@ -375,22 +373,10 @@ def search(request: Request) -> Response:
     return _listing(request, "search.html", posts, "new", query=query)
 
 
-@site.get("/login")
-def login(request: Request) -> Response:
-    return request.page(
-        "login.html", demo=DEMO, password=PASSWORD, next=local(request.query.get("next", "/"))
-    )
-
-
-@site.post("/login", private=False)
-def log_in(request: Request) -> Response:
-    if request.form.get("username", "").strip() != DEMO or request.form.get("password") != PASSWORD:
-        raise Refused("Unknown user name or wrong password.")
-    request.world.logins["reddit"] = 1
-    return request.done(f"Welcome back, {DEMO}!", local(request.form.get("next", "/")))
-
-
-@site.post("/logout", private=False)
-def log_out(request: Request) -> Response:
-    request.world.logins["reddit"] = None
-    return request.done("You are logged out.", "/")
+site.admit(
+    lambda _: DEMO,
+    PASSWORD,
+    wrong="Unknown user name or wrong password.",
+    welcome=lambda _: f"Welcome back, {DEMO}!",
+    goodbye="You are logged out.",
+)

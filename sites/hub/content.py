@@ -27,40 +27,11 @@ from sites.hub.records import (
     Remark,
     Star,
 )
-from sites.table import Seed, Table
+from sites.overlay import Seed, Table
 from sites.text import slug
 
 _NAMES = tuple(name for name, _ in lore.PEOPLE)
 _DEMO = lore.DEMO[0]
-
-
-@dataclass(frozen=True)
-class Content:
-    accounts: Seed[Account]
-    projects: Seed[Project]
-    files: Seed[File]
-    commits: Seed[Commit]
-    labels: Seed[Label]
-    milestones: Seed[Milestone]
-    issues: Seed[Issue]
-    merge_requests: Seed[MergeRequest]
-    memberships: Seed[Membership]
-    stars: Seed[Star]
-    demo_account: int = 1
-
-    def fresh(self) -> Hub:
-        return Hub(
-            Table(self.accounts),
-            Table(self.projects),
-            Table(self.files),
-            Table(self.commits),
-            Table(self.labels),
-            Table(self.milestones),
-            Table(self.issues),
-            Table(self.merge_requests),
-            Table(self.memberships),
-            Table(self.stars),
-        )
 
 
 @dataclass
@@ -77,7 +48,7 @@ class _Draft:
     memberships: list[Membership] = field(default_factory=list)
 
 
-def generate(seed: int) -> Content:
+def generate(seed: int) -> Hub:
     dice = Dice(seed, "accounts")
     accounts = [
         Account(
@@ -93,21 +64,22 @@ def generate(seed: int) -> Content:
     draft = _Draft()
     for plan in lore.PLANS:
         _project(draft, plan, Dice(seed, plan.path))
-    return Content(
-        Seed(accounts),
-        Seed(draft.projects),
-        Seed(draft.files),
-        Seed(draft.commits),
-        Seed(draft.labels),
-        Seed(draft.milestones),
-        Seed(draft.issues),
-        Seed(draft.merge_requests),
-        Seed(draft.memberships),
-        Seed(
-            Star(project.id)
-            for project in draft.projects
-            if project.path in ("lanternworks/lantern", "openquay/crane")
-        ),
+    starred = [
+        Star(project.id)
+        for project in draft.projects
+        if project.path in ("lanternworks/lantern", "openquay/crane")
+    ]
+    return Hub(
+        Table(Seed(accounts)),
+        Table(Seed(draft.projects)),
+        Table(Seed(draft.files)),
+        Table(Seed(draft.commits)),
+        Table(Seed(draft.labels)),
+        Table(Seed(draft.milestones)),
+        Table(Seed(draft.issues)),
+        Table(Seed(draft.merge_requests)),
+        Table(Seed(draft.memberships)),
+        Table(Seed(starred)),
     )
 
 

@@ -21,7 +21,7 @@ from sites.hub.records import (
     Project,
 )
 from sites.hub.site import me, site
-from sites.web import NotFound, Refused, Request, Response, local, paged
+from sites.web import NotFound, Refused, Request, Response, paged
 
 PASSWORD = "ferry-at-dawn"  # noqa: S105 (of the demo account, printed on the login page)
 _SORTS = {"name": "Name", "stars": "Most stars", "newest": "Newest"}
@@ -229,28 +229,4 @@ def save_profile(request: Request) -> Response:
     return request.done("Profile was successfully updated.", "/profile")
 
 
-@site.get("/login")
-def login(request: Request) -> Response:
-    return request.page(
-        "login.html",
-        demo=lore.DEMO[0],
-        password=PASSWORD,
-        next=local(request.query.get("next", "/")),
-    )
-
-
-@site.post("/login", private=False)
-def log_in(request: Request) -> Response:
-    if (
-        request.form.get("username", "").strip() != lore.DEMO[0]
-        or request.form.get("password") != PASSWORD
-    ):
-        raise Refused("Invalid login or password.")
-    request.world.logins["gitlab"] = 1
-    return request.done("You are signed in.", local(request.form.get("next", "/")))
-
-
-@site.post("/logout", private=False)
-def log_out(request: Request) -> Response:
-    request.world.logins["gitlab"] = None
-    return request.done("You are signed out.", "/login")
+site.admit(lambda _: lore.DEMO[0], PASSWORD, wrong="Invalid login or password.", after="/login")

@@ -15,7 +15,7 @@ from sites.store.records import (
     Wish,
 )
 from sites.store.shop import find, me, site
-from sites.web import NotFound, Refused, Request, Response, local, paged
+from sites.web import NotFound, Refused, Request, Response, paged
 
 PASSWORD = "larkspur-2024"  # noqa: S105 (of the demo account, printed on the login page)
 _FIELDS = (
@@ -147,29 +147,10 @@ def save_account(request: Request) -> Response:
     return request.done("You saved the account information.", "/account")
 
 
-@site.get("/login")
-def login(request: Request) -> Response:
-    return request.page(
-        "login.html",
-        password=PASSWORD,
-        demo=request.world.store.customers[1].email,
-        next=local(request.query.get("next", "/")),
-    )
-
-
-@site.post("/login", private=False)
-def log_in(request: Request) -> Response:
-    customer = request.world.store.customers[1]
-    if (
-        request.form.get("email", "").strip().lower() != customer.email
-        or request.form.get("password") != PASSWORD
-    ):
-        raise Refused("The account sign-in was incorrect. Please check the email and the password.")
-    request.world.logins["shopping"] = customer.id
-    return request.done(f"Welcome back, {customer.first}!", local(request.form.get("next", "/")))
-
-
-@site.post("/logout", private=False)
-def log_out(request: Request) -> Response:
-    request.world.logins["shopping"] = None
-    return request.done("You are signed out.", "/")
+site.admit(
+    lambda world: world.store.customers[1].email,
+    PASSWORD,
+    form_field="email",
+    wrong="The account sign-in was incorrect. Please check the email and the password.",
+    welcome=lambda world: f"Welcome back, {world.store.customers[1].first}!",
+)

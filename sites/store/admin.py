@@ -21,7 +21,7 @@ from sites.store.records import (
     Product,
     Review,
 )
-from sites.web import NotFound, Refused, Request, Response, Site, local, paged
+from sites.web import Refused, Request, Response, Site, existing, paged
 
 PASSWORD = "backoffice-2024"  # noqa: S105 (of the demo account, printed on the login page)
 USER = "admin"
@@ -104,10 +104,7 @@ def _is(product: Product, status: str) -> bool:
 
 
 def _product(request: Request, id: int) -> Product:
-    product = request.world.store.products.get(id)
-    if product is None:
-        raise NotFound("This product does not exist.")
-    return product
+    return existing(request.world.store.products.get(id), "product")
 
 
 @site.get("/products/{id}")
@@ -165,10 +162,7 @@ def orders(request: Request) -> Response:
 
 
 def _order(request: Request, id: int) -> Order:
-    order = request.world.store.orders.get(id)
-    if order is None:
-        raise NotFound("This order does not exist.")
-    return order
+    return existing(request.world.store.orders.get(id), "order")
 
 
 @site.get("/orders/{id}")
@@ -215,10 +209,7 @@ def customers(request: Request) -> Response:
 
 
 def _customer(request: Request, id: int) -> Customer:
-    customer = request.world.store.customers.get(id)
-    if customer is None:
-        raise NotFound("This customer does not exist.")
-    return customer
+    return existing(request.world.store.customers.get(id), "customer")
 
 
 @site.get("/customers/{id}")
@@ -261,10 +252,7 @@ def reviews(request: Request) -> Response:
 
 
 def _review(request: Request, id: int) -> Review:
-    review = request.world.store.reviews.get(id)
-    if review is None:
-        raise NotFound("This review does not exist.")
-    return review
+    return existing(request.world.store.reviews.get(id), "review")
 
 
 @site.get("/reviews/{id}")
@@ -334,24 +322,9 @@ def _in_span(request: Request) -> tuple[list[Order], dict[str, Any]]:
     }
 
 
-@site.get("/login")
-def login(request: Request) -> Response:
-    return request.page(
-        "login.html", password=PASSWORD, demo=USER, next=local(request.query.get("next", "/"))
-    )
-
-
-@site.post("/login", private=False)
-def log_in(request: Request) -> Response:
-    if request.form.get("username", "").strip() != USER or request.form.get("password") != PASSWORD:
-        raise Refused(
-            "The account sign-in was incorrect. Please check the user name and the password."
-        )
-    request.world.logins["shopping_admin"] = 1
-    return request.done("You are signed in.", local(request.form.get("next", "/")))
-
-
-@site.post("/logout", private=False)
-def log_out(request: Request) -> Response:
-    request.world.logins["shopping_admin"] = None
-    return request.done("You are signed out.", "/login")
+site.admit(
+    lambda _: USER,
+    PASSWORD,
+    wrong="The account sign-in was incorrect. Please check the user name and the password.",
+    after="/login",
+)

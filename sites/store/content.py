@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import date, timedelta
 
 from sites.dice import Dice
+from sites.overlay import Seed, Table
 from sites.store import lore
 from sites.store.lore import Kind
 from sites.store.records import (
@@ -13,7 +13,6 @@ from sites.store.records import (
     SHIPPING,
     TODAY,
     Address,
-    CartLine,
     Category,
     Comment,
     Customer,
@@ -22,9 +21,7 @@ from sites.store.records import (
     Product,
     Review,
     Store,
-    Wish,
 )
-from sites.table import Seed, Table
 from sites.text import slug
 
 _PER_KIND = 6
@@ -34,32 +31,7 @@ _DEMO_ORDERS = 22
 _OPENED = date(2022, 1, 10)
 
 
-@dataclass(frozen=True)
-class Content:
-    categories: tuple[Category, ...]
-    search_terms: tuple[tuple[str, int, int], ...]
-    products: Seed[Product]
-    reviews: Seed[Review]
-    customers: Seed[Customer]
-    orders: Seed[Order]
-    cart: Seed[CartLine]
-    wishes: Seed[Wish]
-    demo_customer: int = 1
-
-    def fresh(self) -> Store:
-        return Store(
-            self.categories,
-            self.search_terms,
-            Table(self.products),
-            Table(self.reviews),
-            Table(self.customers),
-            Table(self.orders),
-            Table(self.cart),
-            Table(self.wishes),
-        )
-
-
-def generate(seed: int) -> Content:
+def generate(seed: int) -> Store:
     products = _products(Dice(seed, "products"))
     customers = _customers(Dice(seed, "customers"))
     dice = Dice(seed, "terms")
@@ -67,15 +39,15 @@ def generate(seed: int) -> Content:
         (term, sum(term in product.name.lower() for product in products), dice.between(3, 60))
         for term in lore.SEARCH_TERMS
     )
-    return Content(
+    return Store(
         tuple(Category(shelf.slug, shelf.name, shelf.blurb) for shelf in lore.SHELVES),
         tuple(sorted(terms, key=lambda term: -term[2])),
-        Seed(products),
-        Seed(_reviews(products, Dice(seed, "reviews"))),
-        Seed(customers),
-        Seed(_orders(products, customers, Dice(seed, "orders"))),
-        Seed(()),
-        Seed(()),
+        Table(Seed(products)),
+        Table(Seed(_reviews(products, Dice(seed, "reviews")))),
+        Table(Seed(customers)),
+        Table(Seed(_orders(products, customers, Dice(seed, "orders")))),
+        Table(Seed(())),
+        Table(Seed(())),
     )
 
 

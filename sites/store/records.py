@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import date
 
-from sites.table import Table
+from sites.overlay import Table
 
 TODAY = date(2024, 3, 15)  # the sites' clock stands still
 ORDER_STATUSES = ("Pending", "Processing", "On Hold", "Shipped", "Complete", "Canceled")

@@ -3,17 +3,17 @@ learning signal in it.
 """
 
 import functools
-import importlib.util
 import json
 import secrets
 import shutil
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.waiting import text_of
 
 ROOT = Path(__file__).parents[2]
 # what recipes that explore learn from
@@ -171,7 +171,7 @@ def ray_cluster(tmp_path_factory):
     """
     import tempfile
 
-    from agentgym.deploy.owned import owned_process, tail
+    from agentgym.deploy.owned import owned_process
 
     log, place = (
         tmp_path_factory.mktemp("cluster") / "log",
@@ -191,12 +191,7 @@ def ray_cluster(tmp_path_factory):
             [sys.executable, "-c", CLUSTER, folder, str(place)], log_path=log, env=environment
         ) as process,
     ):
-        deadline = time.monotonic() + 180
-        while not place.exists():
-            assert process.poll() is None, tail(log)
-            assert time.monotonic() < deadline, tail(log)
-            time.sleep(0.1)
-        yield RayCluster(**json.loads(place.read_text()), token=token)
+        yield RayCluster(**json.loads(text_of(place, process, log)), token=token)
 
 
 CLUSTER = """
@@ -224,25 +219,32 @@ class RayCluster:
     token: str
 
 
-def beside(name):
-    """The module of that name in this folder."""
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def forger_of():
     """forger_of(cfg) -> a `tests/agentgym/forger.py` Forger of that run."""
-    return beside("forger").Forger
+    from tests.agentgym.forger import Forger
+
+    return Forger
 
 
 @pytest.fixture(scope="session")
 def family_of():
     """family_of(name) -> a tokenizer of a family of `tests/agentgym/families.py`."""
-    return functools.cache(beside("families").tokenizer_of)
+    from tests.agentgym.families import tokenizer_of
+
+    return functools.cache(tokenizer_of)
+
+
+@pytest.fixture
+def make_learner(make_model):
+    """make_learner(optimizer, seed, settings of LearnerConfig) -> a LocalLearner of 10 steps."""
+    from agentgym.config import LearnerConfig
+    from agentgym.learner.learner import LocalLearner
+    from tests.agentgym.learner.learning import OPTIMIZER
+
+    return lambda config=OPTIMIZER, seed=0, **settings: LocalLearner(
+        make_model(seed), config, total_steps=10, settings=LearnerConfig(**settings)
+    )
 
 
 @pytest.fixture(scope="session")

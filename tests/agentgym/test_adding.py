@@ -69,7 +69,6 @@ class Copy:
     """The sources as a reader of the guides has them."""
 
     folder: Path
-    forks: object
     touched: set[str] = field(default_factory=set)
     commands: list[str] = field(default_factory=list)
 
@@ -101,33 +100,22 @@ class Copy:
 
     def run(self, command, code=0, **more):
         """One line as the page has it. Result: what it printed."""
-        return self.ended(
-            subprocess.run(
-                ["bash", "-o", "pipefail", "-c", command],
-                cwd=self.folder,
-                env=self.environment(),
-                capture_output=True,
-                text=True,
-                check=False,
-                **more,
-            ),
-            code,
+        return self.ended(["bash", "-o", "pipefail", "-c", command], code, **more)
+
+    def ended(self, words, code=0, **more):
+        ended = subprocess.run(
+            words,
+            cwd=self.folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(self.folder),
+                "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+            **more,
         )
-
-    def run_python(self, *words):
-        """`python` with these words, begun with what takes seconds to import."""
-        return self.ended(
-            self.forks.run(["python", *words], cwd=self.folder, env=self.environment())
-        )
-
-    def environment(self):
-        return {
-            **os.environ,
-            "PYTHONPATH": str(self.folder),
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        }
-
-    def ended(self, ended, code=0):
         assert ended.returncode == code, f"{ended.args}\n{ended.stdout}{ended.stderr}"
         return ended.stdout
 
@@ -136,14 +124,9 @@ class Copy:
         process, so that its imports are paid for once.
         """
         others = [line for line in self.commands if not line.startswith("agentgym ")]
-        said = {
-            line: self.run_python(*shlex.split(line)[1:])
-            if line.startswith("python -m pytest ")
-            else self.run(line)
-            for line in others
-        }
+        said = {line: self.run(line) for line in others}
         ours = [shlex.split(line)[1:] for line in self.commands if line not in others]
-        printed = iter(json.loads(self.run_python("-c", MAIN, repr(ours))))
+        printed = iter(json.loads(self.ended(["python", "-c", MAIN, repr(ours)])))
         return [said[line] if line in said else next(printed) for line in self.commands]
 
     def points(self, step="stage-1", **algorithm):
@@ -151,7 +134,7 @@ class Copy:
         store = open_store(load_config(self.folder / "params.yaml"))
         (head,) = (
             each
-            for each in store.keys(step)
+            for each in store.heads(step)
             if algorithm.items() <= each.config.get("algorithm", {}).items()
         )
         return [
@@ -173,7 +156,7 @@ def inserted(text, place, block):
 
 
 @pytest.fixture(scope="module")
-def make_copy(tiny_params, empty_ledger, forks):
+def make_copy(tiny_params, empty_ledger):
     def make(folder):
         for name in COPIED:
             source, target = ROOT / name, folder / name
@@ -185,7 +168,7 @@ def make_copy(tiny_params, empty_ledger, forks):
         shutil.copy(ROOT / "pyproject.toml", folder)
         shutil.copy(empty_ledger, folder)
         tiny_params(folder, **SHORT)
-        return Copy(folder, forks)
+        return Copy(folder)
 
     return make
 
@@ -241,7 +224,7 @@ def followed(make_copy, tmp_path_factory):
                 "agentgym/steps/step.py",
             },
         ),
-        ("A metric", {"agentgym/rollouts/metrics.py"}),
+        ("A metric", {"agentgym/rollouts/collect.py"}),
     ],
 )
 def test_a_guide_alone_touches_these_files_and_leaves_nothing_undefined(copy, guide, files):

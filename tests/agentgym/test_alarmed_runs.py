@@ -8,9 +8,9 @@ from statistics import median
 
 import pytest
 
-from agentgym.audit.numbers import check_alarms
-from agentgym.audit.report import Checks
-from agentgym.audit.steps import StepRecord
+from agentgym.audit.findings import Checks
+from agentgym.audit.reported import check_alarms
+from agentgym.audit.stored_steps import StepRecord
 from agentgym.cli import main
 from agentgym.config import load_config
 from agentgym.learner.learner import LocalLearner

@@ -1,19 +1,20 @@
 """Every process of ours keeps its state in the project and tells nobody of it."""
 
 import gc
-import http.server
 import io
+import json
 import os
+import subprocess
 import sys
-import threading
 import urllib.request
 
 import httpx
 import pytest
 import requests
 
-from agentgym.console.terminal import PlainConsole
+from agentgym.console.progress import PlainConsole
 from agentgym.defaults import COLLECT_AFTER, set_process_defaults
+from tests.answering import Handler, http_server
 
 
 def test_state_lies_in_the_project_and_nothing_is_sent(tmp_path, monkeypatch):
@@ -44,24 +45,16 @@ def test_garbage_is_looked_for_less_often_than_imports_make_objects(tmp_path, mo
         gc.set_threshold(*before)
 
 
-class Answers(http.server.BaseHTTPRequestHandler):
+class Answers(Handler):
     def do_GET(self):
-        self.send_response(200)
-        self.send_header("Content-Length", "4")
-        self.end_headers()
-        self.wfile.write(b"here")
-
-    def log_message(self, *_):
-        """Nothing."""
+        self.send(b"here")
 
 
 @pytest.fixture
 def own_server():
     """The address of a server of ours on loopback."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with http_server(Answers) as address:
+        yield address
 
 
 @pytest.mark.parametrize("listed", [{}, {"NO_PROXY": "corp.example"}, {"no_proxy": "corp.example"}])
@@ -96,3 +89,45 @@ def test_what_an_ascii_terminal_cannot_show_is_spelled_out(tmp_path, monkeypatch
     PlainConsole(file=terminal).print("5 of 9 · 3 %")
     print("é", file=terminal, flush=True)
     assert terminal.buffer.getvalue() == b"5 of 9 \\xb7 3 %\n\\xe9\n"
+
+
+SCRIPT = """
+import json, resource
+import torch
+from agentgym.defaults import keep_blocks, return_memory
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+
+keep_blocks()
+torch.ones(1 << 20)
+faults = -resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(60):
+    torch.ones(1 << 20)  # 4 MiB
+faults += resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+small, large = [], []
+for _ in range(60):
+    large.append(torch.ones(1 << 20))
+    small.append(torch.ones(1 << 10))  # stays, so that no end of the heap is free
+before = resident()
+del large
+return_memory()
+print(json.dumps([before - resident(), faults]))
+"""
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """(MiB given back of 240 that were freed, page faults of 60 blocks of 4 MiB in turn)."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120
+    )
+    return json.loads(done.stdout)
+
+
+def test_blocks_go_back_to_the_system_between_rollouts_and_updates(measured):
+    assert measured[0] > 200
+
+
+def test_a_block_that_is_used_again_costs_no_new_pages(measured):
+    assert measured[1] < 20_000  # 61,440 pages are used

@@ -1,28 +1,19 @@
-"""Every environment, several at once, and one of somebody else's: learned from, resumed and
-audited like the first.
-"""
+"""Every environment, and several at once, are learned from, resumed and audited like BabyAI."""
 
-import asyncio
 import contextlib
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from agentgym.audit import audit
-from agentgym.config import EnvConfig, load_config
-from agentgym.deploy.local import local_env
+from agentgym.config import load_config
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.records import TRAJECTORIES, decode_trajectories
-from agentgym.rollouts.pools import EnvPool
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
-from agentgym.types import Item, Status
+from agentgym.types import Status
 from tests.first_steps import BEFORE
 
 pytestmark = pytest.mark.integration
@@ -56,7 +47,6 @@ TEXTCRAFT = {
 SEARCHQA = {"name": "searchqa", "options": {"topk": 1, "max_doc_chars": 240}}
 SCIWORLD = {"name": "sciworld", "options": {"tasks": ["find-non-living-thing"]}}
 WEBARENA = {"name": "webarena", "options": {"max_observation_chars": 100}}
-HIGHER_LOWER = {"name": "higher-lower", "options": {"limit": 20}}
 
 
 @pytest.fixture
@@ -120,9 +110,9 @@ def train_on(cfg):
 
 @pytest.mark.parametrize(
     ("env", "max_new_tokens", "observation_tokens", "entropy_coef"),
-    # so small a model finds no answer there
-    [(BABYAI, 6, 32, 0.0), (TEXTCRAFT, 40, 64, 0.0), (SEARCHQA, 60, 110, 0.01)],
-    ids=["babyai", "textcraft", "searchqa"],
+    # so small a model finds no answer in SearchQA
+    [(TEXTCRAFT, 40, 64, 0.0), (SEARCHQA, 60, 110, 0.01)],
+    ids=["textcraft", "searchqa"],
 )
 def test_three_updates_on_each_environment_pass_the_audit(
     params, serving, env, max_new_tokens, observation_tokens, entropy_coef
@@ -319,58 +309,3 @@ def test_science_and_a_grid_world_are_learned_in_one_run(params, serving):
 def test_environments_of_one_run_need_names_of_their_own(params):
     with pytest.raises(ValueError, match="must have different names, got babyai, babyai"):
         params(BABYAI, BABYAI)
-
-
-@pytest.fixture
-def plugged_in(tmp_path, monkeypatch):
-    """The example, installed as a package, as every process started from here finds it."""
-    place = tmp_path / "site"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--target",
-        str(place),
-    ]
-    # setuptools builds beside what it installs
-    source = shutil.copytree(ROOT / "examples/higher_lower", tmp_path / "source")
-    subprocess.run([*command, str(source)], check=True, timeout=120)
-    monkeypatch.setenv(
-        "PYTHONPATH",
-        os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-    )
-
-
-@pytest.mark.slow
-def test_an_installed_environment_is_served_solved_and_trained(plugged_in, params, tmp_path):
-    assert len((ROOT / "examples/higher_lower/higher_lower.py").read_text().splitlines()) <= 60
-
-    async def gold(endpoints):
-        async def play(task):
-            async with pool.session(Item("higher-lower", task), f"key {task}") as session:
-                for turn in range(1, 8):  # 2^7 > 100
-                    reply = await session.step(await session.expert())
-                    if reply.terminated:
-                        return turn, reply.reward, reply.success
-            raise AssertionError(f"task {task} is not solved")
-
-        async with EnvPool(endpoints, request_timeout_s=10) as pool:
-            return await asyncio.gather(*(play(task) for task in range(200)))
-
-    with local_env(
-        EnvConfig(name="higher-lower"), expert=True, log_path=tmp_path / "log"
-    ) as endpoints:
-        played = asyncio.run(gold(endpoints))
-    assert all((reward, success) == (1.0, True) for _, reward, success in played)
-    assert len({turns for turns, _, _ in played}) > 3
-
-    metrics, done = train(
-        params(HIGHER_LOWER, rollout={**ROLLOUT, "max_new_tokens": 6, "observation_tokens": 16})
-    )
-    assert len(metrics) == 3
-    assert done["demonstrate"].results["expert_success"] == 1.0
-    assert all(row["rollout/env_error_frac"] == 0 for row in metrics)

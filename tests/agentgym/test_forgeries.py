@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from agentgym.audit import audit
-from agentgym.audit.numbers import _check_report
-from agentgym.audit.report import Checks
-from agentgym.audit.steps import read_steps
+from agentgym.audit.findings import Checks
+from agentgym.audit.reported import _check_report
+from agentgym.audit.stored_steps import read_steps
 from agentgym.cli import main
 from agentgym.config import load_config
 from agentgym.evaluation.publish import PAGE
-from agentgym.evaluation.report import picture_data
+from agentgym.pages import picture_data
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.records import TRAJECTORIES, decode_trajectories

@@ -4,7 +4,6 @@ import ast
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.tracking.alarms import RULES
 from envs.sessions import STATUS
 from envs.wire import ErrorKind
+from tests.completed import completed
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/operations.md").read_text()
@@ -146,9 +146,7 @@ def test_a_store_that_was_deleted_comes_back_from_its_backup(copy_run, tmp_path,
     def run(title):
         (script,) = re.findall(r"```sh\n(.*?)```", SECTIONS[title], re.DOTALL)
         command = ["bash", "-e", "-c", script]
-        ended = subprocess.run(
-            command, cwd=project, env=environment, capture_output=True, text=True
-        )
+        ended = completed(*command, cwd=project, env=environment)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
 

@@ -10,6 +10,7 @@ import pytest
 
 from agentgym.config import ConfigError
 from agentgym.private import private_folder, private_state, with_login, without_login, write_private
+from tests.completed import completed
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -170,14 +171,7 @@ def test_a_command_in_a_project_with_another_users_state_says_so_and_does_nothin
         ("-m", "services", "up"),
         ("-m", "agentgym", "doctor", "--params", params),
     ):
-        ended = subprocess.run(
-            [sys.executable, *words],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        ended = completed(sys.executable, *words, cwd=tmp_path, env=environment)
         assert (ended.returncode, ended.stdout) == (2, "")
         assert len(ended.stderr.splitlines()) == 1
         assert ended.stderr.startswith(

@@ -9,20 +9,18 @@ import yaml
 from transformers import AutoTokenizer
 
 from agentgym.audit import audit
-from agentgym.audit.report import Checks
+from agentgym.audit.findings import Checks
 from agentgym.audit.sampling import check_sampling
-from agentgym.audit.steps import read_steps
+from agentgym.audit.stored_steps import read_steps
 from agentgym.cli import main
 from agentgym.config import ModelConfig, OptimizerConfig, RunConfig, load_config
 from agentgym.learner.learner import LocalLearner
 from agentgym.models.checkpoint import new_checkpoint
-from agentgym.models.fidelity import HALF_KL, differences, half_precision_kl
+from agentgym.models.fidelity import HALF_KL, TORCH, differences, half_precision_kl
 from agentgym.models.model import load_hub
-from agentgym.models.tolerance import TORCH
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import open_store
-from agentgym.rollouts.engine import LocalEngine
-from agentgym.rollouts.loop import LoopThread
+from agentgym.rollouts.engine import LocalEngine, LoopThread
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import EngineMismatch
 

@@ -17,6 +17,7 @@ from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.steps.step import Outcome
 from agentgym.store.lease import LeaseHeld
+from tests.completed import completed
 
 HOLD = """
 import sys
@@ -64,13 +65,11 @@ def test_a_run_on_s3_survives_a_kill_keeps_a_second_learner_out_and_ends_as_on_d
             with pytest.raises(LeaseHeld, match=held):
                 run_step(name, cfg)
             command = [sys.executable, "-m", "agentgym", "step", name, "--params", str(params)]
-            second = subprocess.run(command, capture_output=True, text=True, timeout=240)
+            second = completed(*command, timeout=240)
             assert second.returncode == 1
             assert f"is held by process {holder.pid} on" in second.stderr
             holder.stdin.close()
-        killed = subprocess.run(
-            [sys.executable, "-c", KILLED, str(params)], capture_output=True, text=True, timeout=240
-        )
+        killed = completed(sys.executable, "-c", KILLED, params, timeout=240)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert {step.name: step.action for step in plan(cfg)}[name] == "resume"
         assert str(run_step(name, cfg)).startswith("resumed at ")

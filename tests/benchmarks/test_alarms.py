@@ -1,6 +1,5 @@
 """Recorded runs of every recipe against the alarms as they are by default."""
 
-import importlib.util
 import itertools
 import json
 from pathlib import Path
@@ -8,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from agentgym.tracking.alarms import RULES
+from tests.benchmarks.conftest import imported
 
 ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "docs/results/alarms.json"
+
+
+alarms = imported("alarms")
 
 
 @pytest.fixture(scope="module")
-def ordinary():
+def ordinary(alarms):
     """(the benchmark, what it recorded)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        spec = importlib.util.spec_from_file_location("alarms", ROOT / "benchmarks/alarms.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module, json.loads(module.OUT.read_text())
+    return alarms, json.loads(RESULT.read_text())
 
 
 def test_an_ordinary_run_of_every_recipe_trips_none(ordinary):
@@ -34,7 +33,7 @@ def test_an_ordinary_run_of_every_recipe_trips_none(ordinary):
         assert bench.worst(points) == recorded["worst"][name]
     measured = set(itertools.chain.from_iterable(recorded["worst"].values()))
     assert measured == set(RULES)
-    assert bench.text_of(recorded) == bench.OUT.read_text()
+    assert bench.text_of(recorded) == RESULT.read_text()
 
 
 @pytest.mark.parametrize(

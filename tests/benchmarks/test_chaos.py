@@ -2,7 +2,6 @@
 says what happened.
 """
 
-import importlib
 import json
 import os
 import sqlite3
@@ -12,21 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.conftest import imported
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def chaos():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("chaos")
-    finally:
-        sys.path.remove(str(FOLDER))
-
-
-@pytest.fixture(scope="module")
-def project(chaos):
-    return importlib.import_module("chaos_project")
+chaos = imported("chaos")
+project = imported("chaos_project")
 
 
 @pytest.fixture

@@ -1,28 +1,23 @@
 """A comparison of equal policies is rarely a verdict, and what was measured of it is committed."""
 
-import importlib
 import json
-import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.benchmarks.conftest import imported
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "docs/results/decisions.json").read_text())
 
 
-@pytest.fixture
-def decisions(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    monkeypatch.delitem(sys.modules, "coverage", raising=False)  # the package is not meant
-    return importlib.import_module("decisions")
+decisions = imported("decisions")
 
 
 @pytest.mark.parametrize(("families", "samples"), [(0, 1), (0, 4), (10, 4)])
 def test_equal_policies_are_seldom_told_apart(decisions, families, samples):
-    """A reduced twin of `make decisions`."""
+    """A reduced twin of `make measure NAME=decisions`."""
     case = decisions.Case(100, samples, families, 0.0)
     said = decisions.simulate(case, 600, np.random.Generator(np.random.Philox(7)))["said"]
     assert said["ours"] < 0.08  # three standard errors over 5 %
@@ -46,34 +41,3 @@ def test_the_committed_decisions_hold_what_is_asked(decisions):
         if each["gain"] == 0.1 and not each["families"]
     }
     assert powers[500, 8] > powers[100, 8] > powers[100, 1]
-
-
-def test_the_manual_states_what_was_measured():
-    text = " ".join((ROOT / "docs/operations.md").read_text().split())
-    false = RESULT["false_positives"]
-    said = re.search(
-        r"called ([\d.]+) % of equal pairs different \(([\d.]+) % in the worst of 18 designs\),"
-        r" where \"the mean is higher\" calls"
-        r" ([\d.]+) % or more better and a test that takes items of (\d+) families for themselves"
-        r" up to ([\d.]+) %",
-        text,
-    )
-    assert said is not None
-    assert said.groups() == (
-        f"{100 * false['ours']:.1f}",
-        f"{100 * false['ours_highest']:.1f}",
-        f"{100 * false['mean_lowest']:.0f}",
-        str(max(each["families"] for each in RESULT["cases"])),
-        f"{100 * false['items_highest_with_families']:.0f}",
-    )
-    rows = {
-        (each["items"], each["samples"], each["families"], each["gain"]): each["said"]["ours"]
-        for each in RESULT["cases"]
-    }
-    table = re.findall(
-        r"\| (\d+) x (\d+) \| (1?\.\d\d) / (1?\.\d\d) \| (1?\.\d\d) / (1?\.\d\d) \|", text
-    )
-    assert len(table) == 9
-    for items, samples, *powers in table:
-        found = [rows[int(items), int(samples), f, gain] for f in (0, 10) for gain in (0.05, 0.1)]
-        assert [float(each) for each in powers] == pytest.approx(found, abs=0.0051)

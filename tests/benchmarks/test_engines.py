@@ -1,19 +1,17 @@
 """What the default task reaches through vLLM is what it reaches through the built-in engine."""
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.conftest import imported
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "docs/results/engines.json").read_text())
 
 
-@pytest.fixture
-def engines(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("engines")
+engines = imported("engines")
 
 
 def seed(low, mean, high):

@@ -1,20 +1,18 @@
 """What is said of a GPU is what was measured on one, or that nothing was."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.conftest import imported
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs/results/gpu.json"
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("gpu")
+gpu = imported("gpu")
 
 
 def test_the_documents_hold_the_figures_of_the_result_file_or_say_not_run(gpu):

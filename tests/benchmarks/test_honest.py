@@ -1,23 +1,14 @@
 """The honest runs are of every kind, and each is a run that can be configured."""
 
-import importlib
-import sys
 from pathlib import Path
 
-import pytest
-
 from agentgym.config import load_config
+from tests.benchmarks.conftest import imported
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def honest():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module("honest")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+honest = imported("honest")
 
 
 def test_twenty_runs_of_every_kind_some_of_them_killed(honest):

@@ -2,9 +2,7 @@
 figures.
 """
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +13,12 @@ from agentgym.comparison.described import Comparison, load_comparison
 from agentgym.comparison.matrix import Cell, cells_of
 from agentgym.comparison.results import CellResult, Checkpoint, Row, table
 from agentgym.config import RunConfig
+from tests.benchmarks.conftest import imported
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def learn():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        spec = importlib.util.spec_from_file_location("learn", FOLDER / "learn.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["learn"] = module
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(FOLDER))
+learn = imported("learn")
 
 
 def row(

@@ -1,20 +1,17 @@
 """An adapter learns the default task with every seed, and its merged weights act as it does."""
 
-import importlib
 import json
-import re
 from pathlib import Path
 
 import pytest
+
+from tests.benchmarks.conftest import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "docs/results/lora.json").read_text())
 
 
-@pytest.fixture
-def lora(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("lora")
+lora = imported("lora")
 
 
 @pytest.mark.parametrize(
@@ -41,30 +38,3 @@ def test_three_seeds_learned_as_it_is_configured_and_hold(lora):
     assert RESULT["verdict"] == lora.verdict(RESULT["runs"])
     assert RESULT["verdict"]["ok"]
     assert {run["greedy"]["items"] for run in RESULT["runs"]} == {512}
-
-
-def test_the_numbers_of_the_page_are_those_of_the_file():
-    page = (ROOT / "docs/operations.md").read_text()
-    said = re.search(
-        r"rank (\d+) \(`optimizer.lr` ([\d.]+)\) on warm starts of ([\d.]+), ([\d.]+) and"
-        r" ([\d.]+) %\ssampled success end at ([\d.]+), ([\d.]+) and ([\d.]+) %"
-        r".*? state take\s([\d.]+) of what .*?"
-        r"all ([\d,]+) actions on the (\d+) test items",
-        page,
-        re.DOTALL,
-    )
-    rank, lr = (RESULT["changes"][index].rpartition("=")[2] for index in (0, 2))
-    verdict, shares = RESULT["verdict"], []
-    for run in RESULT["runs"]:
-        size = run["bytes"]
-        own = size["adapter"] + size["its_optimizer"]
-        shares.append(own / (size["weights"] + size["their_optimizer"]))
-    assert list(said.groups()) == [
-        rank,
-        lr,
-        *map(str, verdict["start"]),
-        *map(str, verdict["end"]),
-        f"{max(shares):.2f}",
-        f"{verdict['actions']:,}",
-        str(verdict["items"]),
-    ]

@@ -1,20 +1,17 @@
 """Packing computes at most half the tokens that padding does, on episodes as long as real ones."""
 
-import importlib
 import json
-import re
 from pathlib import Path
 
 import pytest
+
+from tests.benchmarks.conftest import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "docs/results/packed.json").read_text())
 
 
-@pytest.fixture
-def packed(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("packed")
+packed = imported("packed")
 
 
 def test_the_figures_follow_from_the_lengths_and_hold_the_limit(packed):
@@ -26,21 +23,6 @@ def test_the_figures_follow_from_the_lengths_and_hold_the_limit(packed):
         assert found["tokens_ratio"] >= packed.LIMIT == 2.0
         rounds = zip(found["seconds"]["packed"], found["seconds"]["padded"], strict=True)
         assert all(own < rows for own, rows in rounds)
-
-
-def test_the_documents_have_its_figures():
-    text = " ".join((ROOT / "docs/operations.md").read_text().split())
-    (said,) = re.findall(
-        r"computes ([\d.]+) times fewer tokens on episodes as long as SciWorld's and ([\d.]+) times"
-        r" on WebArena's, in ([\d.]+) and ([\d.]+) times less time",
-        text,
-    )
-    environments = RESULT["environments"]
-    assert [float(each) for each in said] == [
-        environments[env][name]
-        for name in ("tokens_ratio", "seconds_ratio")
-        for env in ("sciworld", "webarena")
-    ]
 
 
 def test_tokens_are_counted_by_hand(packed, monkeypatch):

@@ -1,16 +1,17 @@
 """What MLflow's pages cost a run, and how they open with two hundred runs, as committed."""
 
-import importlib
 import json
 from pathlib import Path
+
+from tests.benchmarks.conftest import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "docs/results/pages.json").read_text())
 
+pages = imported("pages")
 
-def test_pages_cost_a_run_little_and_open_with_two_hundred_runs(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    pages = importlib.import_module("pages")
+
+def test_pages_cost_a_run_little_and_open_with_two_hundred_runs(pages):
     cost = RESULT["cost"]
     extra = cost["with_s"] - cost["without_s"]
     assert extra > 0

@@ -2,7 +2,6 @@
 processes that train.
 """
 
-import functools
 import importlib
 import json
 import re
@@ -12,7 +11,8 @@ import pytest
 import torch
 
 from agentgym.config import LearnerConfig
-from agentgym.models.empty import empty_model
+from agentgym.models.model import empty_model
+from tests.benchmarks.conftest import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "docs/results/scale.json").read_text())
@@ -35,10 +35,7 @@ TINY = SMALL | {
 }
 
 
-@pytest.fixture
-def scale(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("scale")
+scale = imported("scale")
 
 
 @pytest.fixture
@@ -158,10 +155,8 @@ def test_seconds_are_bytes_by_bandwidth(scale):
 
 
 @pytest.mark.integration
-def test_a_smaller_model_holds_for_real_what_it_holds_on_paper(scale, forks, tmp_path):
-    with (tmp_path / "log").open("w") as log:
-        start = functools.partial(forks.start, stdout=log)
-        real = {str(ranks): scale.really(tmp_path, SMALL, ranks, start) for ranks in (1, 2)}
+def test_a_smaller_model_holds_for_real_what_it_holds_on_paper(scale, tmp_path):
+    real = {str(ranks): scale.really(tmp_path, SMALL, ranks) for ranks in (1, 2)}
     paper = {ranks: scale.as_real(SMALL, int(ranks)) for ranks in real}
     found = scale.compared(real, paper, SMALL)  # also that as much was moved
     # what any process takes is a larger part of a smaller model's

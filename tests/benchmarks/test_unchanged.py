@@ -1,23 +1,15 @@
 """Two commits are compared by what they committed, and what was published says so."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
-import pytest
+from tests.benchmarks.conftest import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/results"
 
 
-@pytest.fixture(scope="module")
-def unchanged():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module("unchanged")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+unchanged = imported("unchanged")
 
 
 def test_the_last_manifest_of_a_step_counts_under_its_present_name(unchanged, tmp_path):

@@ -1,25 +1,17 @@
 """What was measured of a training beside the viewer, and that the page tells it."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.benchmarks.conftest import imported
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "docs/results/viewer_beside.json"
 
 
-@pytest.fixture(scope="module")
-def benchmark_of():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module("viewer_beside")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-        for name in ("viewer", "viewer_beside"):
-            sys.modules.pop(name, None)
+benchmark_of = imported("viewer_beside")
 
 
 def test_a_fall_is_the_mean_of_the_pairs_with_students_interval(benchmark_of):
@@ -30,7 +22,7 @@ def test_a_fall_is_the_mean_of_the_pairs_with_students_interval(benchmark_of):
 
 def test_the_page_tells_what_was_measured(benchmark_of):
     if not RESULT.exists():
-        pytest.skip("not measured yet: make viewer-beside")
+        pytest.skip("not measured yet: make measure NAME=viewer_beside")
     result = json.loads(RESULT.read_text())
     pairs = [(pair["alone"], pair["beside"]) for pair in result["steps_per_s"]]
     assert len(pairs) >= 4

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.integration
+from tests.completed import completed
 
+pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 ABSENT = ("torch", "ray", "prefect", "mlflow", "transformers", "agentgym", "dvc", "vllm")
 DOCKERFILE = (ROOT / "envs/Dockerfile").read_text()
@@ -46,15 +47,7 @@ def build(env, place):
     }
     environment = {**clean, "PATH": f"{place}/venv/bin:{os.environ['PATH']}", "ENV": env}
     installs = next(run for run in commands("RUN") if "pip install" in run)
-    done = subprocess.run(
-        ["sh", "-ec", installs],
-        cwd=srv,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = completed("sh", "-ec", installs, cwd=srv, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return srv, environment
 
@@ -77,9 +70,7 @@ def test_the_image_serves_its_environment_and_holds_nothing_of_the_trainer(env, 
         f"import importlib.util as u, json; print(json.dumps([n for n in {ABSENT!r} if"
         " u.find_spec(n)]))"
     )
-    found = subprocess.run(
-        [python, "-c", code], cwd=srv, env=environment, capture_output=True, text=True, check=True
-    )
+    found = completed(python, "-c", code, cwd=srv, env=environment, check=True)
     assert json.loads(found.stdout) == []
     entry = (
         json.loads(commands("ENTRYPOINT")[0])[2]

@@ -14,8 +14,8 @@ from envs.env import ExpertFailed
 from envs.registry import load_spec
 from envs.searchqa import examples as searchqa
 from envs.searchqa import questions, retrievers
-from envs.searchqa.episode import Episode
-from envs.searchqa.episode import Options as SearchQA
+from envs.searchqa.world import Episode
+from envs.searchqa.world import Options as SearchQA
 from envs.textcraft import examples as textcraft
 from envs.textcraft.recipes import Book, load_book
 from envs.textcraft.world import Options as TextCraft

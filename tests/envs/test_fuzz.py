@@ -3,7 +3,6 @@ on.
 """
 
 import asyncio
-import subprocess
 import sys
 import urllib.request
 
@@ -13,6 +12,7 @@ from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
+from tests.completed import completed
 
 pytestmark = pytest.mark.integration
 
@@ -54,9 +54,7 @@ def fuzz(endpoint, folder, checks, *chosen, examples):
         "--continue-on-failure",
         *chosen,
     ]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=280, check=False
-    )
+    done = completed(*command, cwd=folder, timeout=280)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     return done.stdout
 

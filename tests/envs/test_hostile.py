@@ -4,10 +4,8 @@ to what judges it.
 
 import contextlib
 import dataclasses
-import importlib
 import random
 import re
-import sys
 import time
 from pathlib import Path
 from urllib.parse import quote
@@ -17,20 +15,16 @@ from pydantic import ValidationError
 
 from envs.registry import load_spec
 from envs.wire import StepReply, StepRequest
+from tests.benched import benchmark
 
 pytestmark = pytest.mark.integration
-
 FOLDER = Path(__file__).parents[2]
 SLOW_S = 1.5  # on a busy machine; what is quadratic takes minutes
 
 
 @pytest.fixture(scope="module")
 def bench():
-    sys.path.insert(0, str(FOLDER / "benchmarks"))
-    try:
-        yield importlib.import_module("hostile")
-    finally:
-        sys.path.remove(str(FOLDER / "benchmarks"))
+    return benchmark("hostile")
 
 
 def storm(bench, name, number):
@@ -100,7 +94,7 @@ def test_no_answer_and_no_page_breaks_an_evaluator_or_holds_it_up(bench):
     from envs.webarena.judge import Rules
     from envs.webarena.tasks import load
     from sites import queries
-    from sites.server import SiteServer
+    from sites.local_server import SiteServer
 
     server = SiteServer()
     helpers = StateHelpers(server.state(server.open_tenant()), queries)
@@ -147,7 +141,7 @@ def test_no_repeated_part_holds_up_an_evaluator(bench, length):
 
 
 def test_no_form_or_address_breaks_an_embedded_site(bench):
-    from sites.server import _BY_HOST, TENANT_HEADER, SiteServer
+    from sites.local_server import _BY_HOST, TENANT_HEADER, SiteServer
 
     server, chance = SiteServer(), random.Random("sites")
     names = sorted(

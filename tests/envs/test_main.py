@@ -15,9 +15,10 @@ from envs import __main__ as command
 from envs.__main__ import _parser
 from envs.connection import server_config
 from envs.sessions import CLOSE_S, ServerSettings
+from tests.completed import completed
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
-
 SERVE = [sys.executable, "-m", "envs", "serve"]
 
 
@@ -31,22 +32,18 @@ SERVE = [sys.executable, "-m", "envs", "serve"]
         (["babyai", "--max-sessions", "0"], "not positive"),
     ],
 )
-def test_bad_input_is_one_clear_line_and_code_2(arguments, message):
-    ended = subprocess.run([*SERVE, *arguments], capture_output=True, text=True, timeout=30)
-    assert ended.returncode == 2
-    assert message in ended.stderr.splitlines()[-1]
-    assert "Traceback" not in ended.stderr
+def test_bad_input_is_one_clear_line_and_code_2(arguments, message, capsys):
+    try:
+        code = command.main(["serve", *arguments])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def identities(name, ids, **options):
     command = [sys.executable, "-m", "envs", "identities", name, "--options", json.dumps(options)]
-    return subprocess.run(
-        command,
-        input=ids if isinstance(ids, str) else json.dumps(ids),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return completed(*command, input=ids if isinstance(ids, str) else json.dumps(ids), timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -81,18 +78,11 @@ def started(tmp_path, *arguments, **popen):
         **popen,
     )
     try:
-        wait_for(port_file.exists)
+        wait_until(port_file.exists, 20)
         yield process, f"http://127.0.0.1:{port_file.read_text().strip()}"
     finally:
         process.kill()
         process.wait()
-
-
-def wait_for(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def call(url, body=None, token=""):
@@ -172,7 +162,7 @@ def test_the_server_ends_within_seconds_of_its_owner_being_killed_and_leaves_its
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
 
-    wait_for(is_gone, seconds=5)
+    wait_until(is_gone, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 

@@ -1,10 +1,11 @@
 """What a server needs is its own extra and the one of all servers."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.completed import completed
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,10 +26,7 @@ def test_an_environment_adds_its_own_extra(requirements, tmp_path):
 
 
 def test_it_runs_with_the_standard_library_alone():
-    told = subprocess.run(
-        [sys.executable, "-I", "-S", str(ROOT / "envs/requirements.py"), "sciworld"],
-        capture_output=True,
-        text=True,
-        check=True,
+    told = completed(
+        sys.executable, "-I", "-S", ROOT / "envs/requirements.py", "sciworld", check=True
     )
     assert "scienceworld==1.2.3" in told.stdout.splitlines()

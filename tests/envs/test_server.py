@@ -1,139 +1,19 @@
 """The rules of the wire, on the real app and a simulator that counts what is done to it."""
 
 import asyncio
-import math
-import time
-from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 
 from envs.babyai import spec as babyai
-from envs.env import EnvSpec, ExpertFailed, StepResult, UnknownTask
+from envs.env import EnvSpec, UnknownTask
 from envs.server import ServerSettings, make_app
-from envs.wire import (
-    BatchReply,
-    CreateReply,
-    ErrorReply,
-    InfoReply,
-    StepReply,
-)
+from envs.wire import BatchReply, ErrorReply, InfoReply, StepReply
+from tests.envs.counter import Counter, create, refusal, serving, step
 
 
-class Counter:
-    """Ends with success at the third action; `crash`, `slow`, `cut` do what they say."""
-
-    made = 0
-    closed = 0
-    acted = 0
-
-    def __init__(self):
-        type(self).made += 1
-        self.count = 0
-
-    def reset(self, task_id):
-        if task_id == 13:
-            raise RuntimeError("unlucky")
-        self.task_id = task_id
-        return f"task {task_id}"
-
-    def step(self, action):
-        type(self).acted += 1
-        self.count += 1
-        if action == "crash":
-            raise OSError("disk on fire")
-        if action == "slow":
-            time.sleep(0.2)
-        if action == "odd":
-            return StepResult("odd", 0.0, False, info={"not json": object()})
-        if action == "not a number":
-            return StepResult("worth nothing that can be added up", math.nan, False)
-        done = self.count == 3
-        return StepResult(
-            f"{action} {self.count}",
-            1.0 if done else 0.0,
-            done,
-            truncated=action == "cut",
-            success=done,
-        )
-
-    async def step_async(self, action):
-        return await asyncio.to_thread(self.step, action)
-
-    def render(self):
-        return "image/png", b"png"
-
-    def expert(self):
-        return self
-
-    def next_action(self):
-        if self.task_id == 7:
-            raise ExpertFailed("no idea")
-        while self.task_id == 8:
-            pass
-        return "onward"
-
-    def close(self):
-        type(self).closed += 1
-
-
-@asynccontextmanager
-async def serving(*, blocking=False, awaited=False, probe=("a",), make=None, warm=None, **settings):
-    """(client, sessions, simulator class) of a running app."""
-    simulator = make or type("Fresh", (Counter,), {"made": 0, "closed": 0, "acted": 0})
-    spec = EnvSpec("counter", "count", simulator, {"x": 1}, probe, blocking, awaited, warm=warm)
-    app = make_app(
-        spec, ServerSettings(**{"drain_timeout_s": 0.2, "expert_timeout_s": 0.2, **settings})
-    )
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(
-            transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://env"
-        ) as client,
-    ):
-        for _ in range(100):
-            if app.state.sessions.ready or app.state.sessions.failure:
-                break
-            await asyncio.sleep(0.01)
-        yield client, app.state.sessions, simulator
-
-
-async def create(client, key="k", task_id=0):
-    reply = await client.post("/create", json={"request_key": key, "task_id": task_id})
-    return (
-        CreateReply.model_validate_json(reply.content).session_id
-        if reply.status_code == 200
-        else refusal(reply)
-    )
-
-
-async def step(client, session_id, turn, action="go"):
-    return await client.post(
-        "/step", json={"session_id": session_id, "turn": turn, "action": action}
-    )
-
-
-def refusal(reply):
-    error = ErrorReply.model_validate_json(reply.content)
-    return reply.status_code, error.kind.value
-
-
-def run(test):
-    """Run `test(client, sessions, simulator)` on a server with the given settings."""
-
-    def with_settings(**settings):
-        async def main():
-            async with serving(**settings) as served:
-                await test(*served)
-
-        asyncio.run(main())
-
-    return with_settings
-
-
-def test_an_episode_from_create_to_close():
-    @run
-    async def test(client, sessions, simulator):
+async def test_an_episode_from_create_to_close():
+    async with serving() as (client, _, simulator):
         info = InfoReply.model_validate_json((await client.get("/info")).content)
         assert (info.env, info.options, info.offers_expert, info.active_sessions) == (
             "counter",
@@ -171,12 +51,9 @@ def test_an_episode_from_create_to_close():
         }
         assert simulator.closed == simulator.made == 2  # one of them played the scripted episode
 
-    test()
 
-
-def test_a_batch_is_answered_as_its_requests_would_be_alone():
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_batch_is_answered_as_its_requests_would_be_alone():
+    async with serving() as (client, sessions, simulator):
         good, bad = [await create(client, key) for key in ("good", "bad")]
         asked = [
             {"session_id": good, "turn": 1, "action": "go"},
@@ -205,43 +82,31 @@ def test_a_batch_is_answered_as_its_requests_would_be_alone():
         assert simulator.acted == 1 + 2  # the scripted episode's, one of each session
         assert sessions.metrics.steps._value.get() == 1
 
-    test()
-
 
 @pytest.mark.parametrize("kind", [{"blocking": True}, {"awaited": True}])
-def test_slow_environments_take_no_batches(kind):
-    @run
-    async def test(client, sessions, simulator):
+async def test_slow_environments_take_no_batches(kind):
+    async with serving(**kind) as (client, _, _):
         assert not (await client.get("/info")).json()["takes_batches"]
         assert (await client.post("/batch", json={"requests": []})).status_code == 404
 
-    test(**kind)
 
-
-def test_a_batch_has_an_end_and_one_bad_request_refuses_it():
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_batch_has_an_end_and_one_bad_request_refuses_it():
+    async with serving() as (client, _, _):
         assert (await client.get("/info")).json()["takes_batches"]
         close = {"session_id": "nobody's"}
         for asked in ([close] * 257, [close, {"session_id": ""}], [{"turn": 1}], [close, None]):
             reply = await client.post("/batch", json={"requests": asked})
             assert refusal(reply) == (422, "bad_request")
 
-    test()
 
-
-def test_the_expert_exists_only_where_it_was_asked_for():
-    @run
-    async def test(client, sessions, simulator):
+async def test_the_expert_exists_only_where_it_was_asked_for():
+    async with serving() as (client, _, _):
         reply = await client.post("/expert", json={"session_id": await create(client)})
         assert refusal(reply) == (404, "bad_request")
 
-    test()
 
-
-def test_an_expert_that_fails_or_hangs_costs_an_error_and_not_the_session():
-    @run
-    async def test(client, sessions, simulator):
+async def test_an_expert_that_fails_or_hangs_costs_an_error_and_not_the_session():
+    async with serving(offer_expert=True) as (client, _, _):
         good, lost, hung = (
             await create(client, "a", 1),
             await create(client, "b", 7),
@@ -261,8 +126,6 @@ def test_an_expert_that_fails_or_hangs_costs_an_error_and_not_the_session():
         assert refusal(reply) == (500, "expert_failed")
         assert "no answer within 0.2 s (task 8, turn 0)" in reply.json()["message"]
         assert (await step(client, hung, 1)).status_code == 200
-
-    test(offer_expert=True)
 
 
 @pytest.mark.parametrize(
@@ -285,19 +148,15 @@ def test_an_expert_that_fails_or_hangs_costs_an_error_and_not_the_session():
         ("/info", b"{}", 405),
     ],
 )
-def test_every_bad_request_gets_a_typed_error(route, body, status):
-    @run
-    async def test(client, sessions, simulator):
+async def test_every_bad_request_gets_a_typed_error(route, body, status):
+    async with serving() as (client, _, _):
         assert refusal(
             await client.post(route, content=body, headers={"Content-Type": "application/json"})
         ) == (status, "bad_request")
 
-    test()
 
-
-def test_unknown_sessions_and_missing_parameters_are_told_apart():
-    @run
-    async def test(client, sessions, simulator):
+async def test_unknown_sessions_and_missing_parameters_are_told_apart():
+    async with serving() as (client, _, _):
         assert refusal(await step(client, "nobody", 1)) == (404, "unknown_session")
         assert refusal(await client.get("/observation", params={"session_id": "nobody"})) == (
             404,
@@ -305,12 +164,9 @@ def test_unknown_sessions_and_missing_parameters_are_told_apart():
         )
         assert refusal(await client.get("/render")) == (422, "bad_request")
 
-    test()
 
-
-def test_metrics_count_what_happened():
-    @run
-    async def test(client, sessions, simulator):
+async def test_metrics_count_what_happened():
+    async with serving() as (client, _, _):
         session = await create(client)
         await step(client, session, 1)
         await step(client, session, 1)
@@ -325,87 +181,69 @@ def test_metrics_count_what_happened():
             assert line in text.splitlines()
         assert "env_step_seconds_bucket" in text
 
-    test()
 
-
-def test_a_fault_in_the_server_itself_is_not_a_success(monkeypatch):
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_fault_in_the_server_itself_is_not_a_success(monkeypatch):
+    async with serving() as (client, sessions, _):
         monkeypatch.setattr(sessions, "info", lambda: 1 / 0)
         assert refusal(await client.get("/info")) == (500, "env_crashed")
 
-    test()
+
+async def test_babyai_is_served_with_its_options():
+    app = make_app(
+        babyai({"actions": "high"}), ServerSettings(drain_timeout_s=0.1, offer_expert=True)
+    )
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://env") as client,
+    ):
+        info = InfoReply.model_validate_json((await client.get("/info")).content)
+        assert info.options["actions"] == "high"
+        session = await create(client)
+        action = (await client.post("/expert", json={"session_id": session})).json()["action"]
+        assert action == "go to green key 1"
+        assert (await step(client, session, 1, action)).json()["success"] is True
 
 
-def test_babyai_is_served_with_its_options():
-    async def main():
-        app = make_app(
-            babyai({"actions": "high"}), ServerSettings(drain_timeout_s=0.1, offer_expert=True)
-        )
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://env") as client,
-        ):
-            info = InfoReply.model_validate_json((await client.get("/info")).content)
-            assert info.options["actions"] == "high"
-            session = await create(client)
-            action = (await client.post("/expert", json={"session_id": session})).json()["action"]
-            assert action == "go to green key 1"
-            assert (await step(client, session, 1, action)).json()["success"] is True
-
-    asyncio.run(main())
-
-
-def test_a_token_is_asked_for_where_there_is_one_but_not_by_probes():
-    async def main():
-        async with serving(token="secret") as (client, _, _):
-            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
-                reply = await client.get("/info", headers=headers)
-                assert (reply.status_code, reply.headers["WWW-Authenticate"]) == (401, "Bearer")
-                failure = ErrorReply.model_validate_json(reply.content)
-                assert failure.kind == "unauthorized"
-                assert "AGENTGYM_ENV_TOKEN" in failure.message
-                assert "secret" not in reply.text
-            assert (
-                await client.get("/info", headers={"Authorization": "Bearer secret"})
-            ).status_code == 200
-            assert [
-                (await client.get(path)).status_code for path in ("/healthz", "/readyz", "/metrics")
-            ] == [200] * 3
-            assert (
-                'env_errors_total{kind="unauthorized"} 3.0' in (await client.get("/metrics")).text
-            )
-
-    asyncio.run(main())
+async def test_a_token_is_asked_for_where_there_is_one_but_not_by_probes():
+    async with serving(token="secret") as (client, _, _):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            reply = await client.get("/info", headers=headers)
+            assert (reply.status_code, reply.headers["WWW-Authenticate"]) == (401, "Bearer")
+            failure = ErrorReply.model_validate_json(reply.content)
+            assert failure.kind == "unauthorized"
+            assert "AGENTGYM_ENV_TOKEN" in failure.message
+            assert "secret" not in reply.text
+        assert (
+            await client.get("/info", headers={"Authorization": "Bearer secret"})
+        ).status_code == 200
+        assert [
+            (await client.get(path)).status_code for path in ("/healthz", "/readyz", "/metrics")
+        ] == [200] * 3
+        assert 'env_errors_total{kind="unauthorized"} 3.0' in (await client.get("/metrics")).text
 
 
-def test_the_openapi_document_names_every_route_and_its_messages():
-    async def main():
-        async with serving(offer_expert=True, token="t") as (client, _, _):
-            document = (
-                await client.get("/openapi.json", headers={"Authorization": "Bearer t"})
-            ).json()
-            routes = {
-                (method, path) for path, methods in document["paths"].items() for method in methods
-            }
-            assert {("post", f"/{name}") for name in ("create", "step", "close", "expert")} < routes
-            assert {
-                ("get", f"/{name}")
-                for name in ("info", "observation", "render", "healthz", "readyz", "metrics")
-            } < routes
-            schemas = document["components"]["schemas"]
-            assert schemas["StepRequest"]["properties"]["turn"]["minimum"] == 1
-            assert document["paths"]["/observation"]["get"]["parameters"][0]["name"] == "session_id"
-            assert document["security"] == [{"token": []}]
-        async with serving() as (client, _, _):
-            document = (await client.get("/openapi.json")).json()
-            assert "/expert" not in document["paths"]
-            assert "security" not in document
-
-    asyncio.run(main())
+async def test_the_openapi_document_names_every_route_and_its_messages():
+    async with serving(offer_expert=True, token="t") as (client, _, _):
+        document = (await client.get("/openapi.json", headers={"Authorization": "Bearer t"})).json()
+        routes = {
+            (method, path) for path, methods in document["paths"].items() for method in methods
+        }
+        assert {("post", f"/{name}") for name in ("create", "step", "close", "expert")} < routes
+        assert {
+            ("get", f"/{name}")
+            for name in ("info", "observation", "render", "healthz", "readyz", "metrics")
+        } < routes
+        schemas = document["components"]["schemas"]
+        assert schemas["StepRequest"]["properties"]["turn"]["minimum"] == 1
+        assert document["paths"]["/observation"]["get"]["parameters"][0]["name"] == "session_id"
+        assert document["security"] == [{"token": []}]
+    async with serving() as (client, _, _):
+        document = (await client.get("/openapi.json")).json()
+        assert "/expert" not in document["paths"]
+        assert "security" not in document
 
 
-def test_what_an_environment_offers_beside_episodes_is_served():
+async def test_what_an_environment_offers_beside_episodes_is_served():
     """Hints on a route of their own, figures in the metrics, a refusal of tasks it does not
     have, an end of what its sessions share.
     """
@@ -419,40 +257,34 @@ def test_what_an_environment_offers_beside_episodes_is_served():
         def hints(self):
             return ["one", "two"]
 
-    async def main():
-        ended = []
-        gauges = {"env_engines": ("engines that run", lambda: 3)}
-        spec = EnvSpec(
-            "counter",
-            "",
-            Hinting,
-            {},
-            (),
-            offers_hints=True,
-            gauges=gauges,
-            close=lambda: ended.append(True),
-        )
-        app = make_app(spec, ServerSettings(drain_timeout_s=0.1))
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://env") as client,
-        ):
-            session = await create(client)
-            assert (await client.get(f"/hints?session_id={session}")).json() == {
-                "actions": ["one", "two"]
-            }
-            assert "\nenv_engines 3.0\n" in (await client.get("/metrics")).text
-            assert "/hints" in (await client.get("/openapi.json")).json()["paths"]
-            assert await create(client, "other", 10) == (422, "bad_request")
-            assert not ended
-        assert ended == [True]
-
-    asyncio.run(main())
+    ended = []
+    gauges = {"env_engines": ("engines that run", lambda: 3)}
+    spec = EnvSpec(
+        "counter",
+        "",
+        Hinting,
+        {},
+        (),
+        offers_hints=True,
+        gauges=gauges,
+        close=lambda: ended.append(True),
+    )
+    app = make_app(spec, ServerSettings(drain_timeout_s=0.1))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://env") as client,
+    ):
+        session = await create(client)
+        assert (await client.get(f"/hints?session_id={session}")).json() == {
+            "actions": ["one", "two"]
+        }
+        assert "\nenv_engines 3.0\n" in (await client.get("/metrics")).text
+        assert "/hints" in (await client.get("/openapi.json")).json()["paths"]
+        assert await create(client, "other", 10) == (422, "bad_request")
+        assert not ended
+    assert ended == [True]
 
 
-def test_hints_are_no_route_of_an_environment_without_them():
-    @run
-    async def test(client, sessions, simulator):
+async def test_hints_are_no_route_of_an_environment_without_them():
+    async with serving() as (client, _, _):
         assert (await client.get(f"/hints?session_id={await create(client)}")).status_code == 404
-
-    test()

@@ -1,141 +1,20 @@
 """Sessions of a server: one per key, reaped, bounded, drained, and ready when they can be."""
 
 import asyncio
-import math
 import sys
 import threading
 import time
-from contextlib import asynccontextmanager
 
-import httpx
 import pytest
 
-from envs.env import EnvSpec, ExpertFailed, StepResult
-from envs.server import ServerSettings, make_app
 from envs.sessions import Memory
-from envs.wire import (
-    CreateReply,
-    CreateRequest,
-    ErrorReply,
-    ReadyReply,
-)
-
-
-class Counter:
-    """Ends with success at the third action; `crash`, `slow`, `cut` do what they say."""
-
-    made = 0
-    closed = 0
-    acted = 0
-
-    def __init__(self):
-        type(self).made += 1
-        self.count = 0
-
-    def reset(self, task_id):
-        if task_id == 13:
-            raise RuntimeError("unlucky")
-        self.task_id = task_id
-        return f"task {task_id}"
-
-    def step(self, action):
-        type(self).acted += 1
-        self.count += 1
-        if action == "crash":
-            raise OSError("disk on fire")
-        if action == "slow":
-            time.sleep(0.2)
-        if action == "odd":
-            return StepResult("odd", 0.0, False, info={"not json": object()})
-        if action == "not a number":
-            return StepResult("worth nothing that can be added up", math.nan, False)
-        done = self.count == 3
-        return StepResult(
-            f"{action} {self.count}",
-            1.0 if done else 0.0,
-            done,
-            truncated=action == "cut",
-            success=done,
-        )
-
-    async def step_async(self, action):
-        return await asyncio.to_thread(self.step, action)
-
-    def render(self):
-        return "image/png", b"png"
-
-    def expert(self):
-        return self
-
-    def next_action(self):
-        if self.task_id == 7:
-            raise ExpertFailed("no idea")
-        while self.task_id == 8:
-            pass
-        return "onward"
-
-    def close(self):
-        type(self).closed += 1
-
-
-@asynccontextmanager
-async def serving(*, blocking=False, awaited=False, probe=("a",), make=None, warm=None, **settings):
-    """(client, sessions, simulator class) of a running app."""
-    simulator = make or type("Fresh", (Counter,), {"made": 0, "closed": 0, "acted": 0})
-    spec = EnvSpec("counter", "count", simulator, {"x": 1}, probe, blocking, awaited, warm=warm)
-    app = make_app(
-        spec, ServerSettings(**{"drain_timeout_s": 0.2, "expert_timeout_s": 0.2, **settings})
-    )
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(
-            transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://env"
-        ) as client,
-    ):
-        for _ in range(100):
-            if app.state.sessions.ready or app.state.sessions.failure:
-                break
-            await asyncio.sleep(0.01)
-        yield client, app.state.sessions, simulator
-
-
-async def create(client, key="k", task_id=0):
-    reply = await client.post("/create", json={"request_key": key, "task_id": task_id})
-    return (
-        CreateReply.model_validate_json(reply.content).session_id
-        if reply.status_code == 200
-        else refusal(reply)
-    )
-
-
-async def step(client, session_id, turn, action="go"):
-    return await client.post(
-        "/step", json={"session_id": session_id, "turn": turn, "action": action}
-    )
-
-
-def refusal(reply):
-    error = ErrorReply.model_validate_json(reply.content)
-    return reply.status_code, error.kind.value
-
-
-def run(test):
-    """Run `test(client, sessions, simulator)` on a server with the given settings."""
-
-    def with_settings(**settings):
-        async def main():
-            async with serving(**settings) as served:
-                await test(*served)
-
-        asyncio.run(main())
-
-    return with_settings
+from envs.wire import CreateRequest, ReadyReply
+from tests.envs.counter import Counter, create, refusal, serving, step
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_a_request_key_opens_one_session_even_when_sent_many_times_at_once(blocking):
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_request_key_opens_one_session_even_when_sent_many_times_at_once(blocking):
+    async with serving(blocking=blocking) as (client, _, simulator):
         made = simulator.made
         ids = await asyncio.gather(*(create(client, "same") for _ in range(8)))
         assert len(set(ids)) == 1
@@ -144,8 +23,6 @@ def test_a_request_key_opens_one_session_even_when_sent_many_times_at_once(block
         assert await create(client, "other") != ids[0]
         await client.post("/close", json={"session_id": ids[0]})
         assert await create(client, "same") == (410, "session_gone")
-
-    test(blocking=blocking)
 
 
 def test_nothing_is_allocated_for_good_by_parsing_a_request_or_remembering_its_session():
@@ -166,27 +43,23 @@ def test_nothing_is_allocated_for_good_by_parsing_a_request_or_remembering_its_s
     assert "key 4000" not in memory
 
 
-def test_the_memory_of_closed_keys_is_bounded(monkeypatch):
+async def test_the_memory_of_closed_keys_is_bounded(monkeypatch):
     monkeypatch.setattr("envs.sessions.REMEMBERED", 3)
 
-    @run
-    async def test(client, sessions, simulator):
+    async with serving() as (client, _, _):
         for number in range(5):
             await client.post("/close", json={"session_id": await create(client, f"k{number}")})
         replies = [await create(client, f"k{number}") for number in range(2, 5)]
         assert replies == [(410, "session_gone")] * 3
         assert isinstance(await create(client, "k0"), str)
 
-    test()
-
 
 KINDS = [{}, {"blocking": True}, {"blocking": True, "awaited": True}]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_repeated_turn_gets_the_stored_reply_and_never_acts_twice(kind):
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_repeated_turn_gets_the_stored_reply_and_never_acts_twice(kind):
+    async with serving(**kind) as (client, _, simulator):
         session = await create(client)
         acted = simulator.acted
         replies = await asyncio.gather(
@@ -197,12 +70,9 @@ def test_a_repeated_turn_gets_the_stored_reply_and_never_acts_twice(kind):
         assert again.content == replies[0].content
         assert simulator.acted == acted + 1
 
-    test(**kind)
 
-
-def test_a_gap_in_turns_is_refused_with_the_expected_one():
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_gap_in_turns_is_refused_with_the_expected_one():
+    async with serving() as (client, _, _):
         session = await create(client)
         await step(client, session, 1)
         await step(client, session, 2)
@@ -211,13 +81,10 @@ def test_a_gap_in_turns_is_refused_with_the_expected_one():
             assert refusal(reply) == (409, "turn_mismatch")
             assert reply.json()["expected_turn"] == 3
 
-    test()
-
 
 @pytest.mark.parametrize("last", ["go", "cut"])
-def test_no_reward_can_be_had_after_the_end(last):
-    @run
-    async def test(client, sessions, simulator):
+async def test_no_reward_can_be_had_after_the_end(last):
+    async with serving() as (client, _, simulator):
         session = await create(client)
         turn = 1
         while True:
@@ -230,13 +97,10 @@ def test_no_reward_can_be_had_after_the_end(last):
         assert refusal(await step(client, session, turn + 1)) == (410, "session_gone")
         assert simulator.acted == acted
 
-    test()
-
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_crash_closes_its_session_and_leaves_the_others_alone(kind):
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_crash_closes_its_session_and_leaves_the_others_alone(kind):
+    async with serving(**kind) as (client, _, _):
         first, second = await create(client, "a"), await create(client, "b")
         for action in ("crash", "odd", "not a number"):
             reply = await step(client, first, 1, action)
@@ -249,12 +113,9 @@ def test_a_crash_closes_its_session_and_leaves_the_others_alone(kind):
         # a failed create does not use up its key
         assert await create(client, "c", task_id=12) not in (first, second)
 
-    test(**kind)
 
-
-def test_idle_sessions_are_reaped_and_used_ones_are_not():
-    @run
-    async def test(client, sessions, simulator):
+async def test_idle_sessions_are_reaped_and_used_ones_are_not():
+    async with serving(session_ttl_s=0.25) as (client, _, _):
         idle, used = await create(client, "idle"), await create(client, "used")
         for _ in range(10):
             await asyncio.sleep(0.06)
@@ -264,12 +125,9 @@ def test_idle_sessions_are_reaped_and_used_ones_are_not():
         assert refusal(await step(client, idle, 1)) == (410, "session_gone")
         assert "env_sessions_reaped_total 1.0" in (await client.get("/metrics")).text
 
-    test(session_ttl_s=0.25)
 
-
-def test_a_full_server_says_when_to_come_back():
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_full_server_says_when_to_come_back():
+    async with serving(max_sessions=1) as (client, _, _):
         first = await create(client, "a")
         reply = await client.post("/create", json={"request_key": "b", "task_id": 0})
         assert refusal(reply) == (503, "full")
@@ -278,12 +136,9 @@ def test_a_full_server_says_when_to_come_back():
         await client.post("/close", json={"session_id": first})
         assert isinstance(await create(client, "b"), str)
 
-    test(max_sessions=1)
 
-
-def test_a_draining_server_refuses_new_sessions_and_lets_open_ones_finish():
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_draining_server_refuses_new_sessions_and_lets_open_ones_finish():
+    async with serving(drain_timeout_s=30.0) as (client, sessions, _):
         session = await create(client)
         draining = asyncio.create_task(sessions.drain())
         await asyncio.sleep(0.05)
@@ -294,22 +149,17 @@ def test_a_draining_server_refuses_new_sessions_and_lets_open_ones_finish():
         await client.post("/close", json={"session_id": session})
         await asyncio.wait_for(draining, 1)
 
-    test(drain_timeout_s=30.0)
 
-
-def test_draining_ends_at_its_deadline_and_closes_what_is_left():
-    async def main():
-        started = time.monotonic()
-        async with serving(drain_timeout_s=0.3) as (client, _, simulator):
-            await create(client)
-        return time.monotonic() - started, simulator
-
-    elapsed, simulator = asyncio.run(main())
+async def test_draining_ends_at_its_deadline_and_closes_what_is_left():
+    started = time.monotonic()
+    async with serving(drain_timeout_s=0.3) as (client, _, simulator):
+        await create(client)
+    elapsed, simulator = time.monotonic() - started, simulator
     assert 0.3 <= elapsed < 2
     assert simulator.closed == simulator.made
 
 
-def test_many_simulators_that_are_slow_to_close_hold_up_the_end_of_a_server_but_shortly():
+async def test_many_simulators_that_are_slow_to_close_hold_up_the_end_of_a_server_but_shortly():
     class Slow(Counter):
         made = closed = acted = 0
 
@@ -317,39 +167,30 @@ def test_many_simulators_that_are_slow_to_close_hold_up_the_end_of_a_server_but_
             time.sleep(0.1)
             super().close()
 
-    async def main():
-        async with serving(blocking=True, make=Slow, drain_timeout_s=0.05) as (client, *_):
-            for number in range(64):
-                await create(client, f"k{number}")
-            ending = time.monotonic()
-        return time.monotonic() - ending
-
-    assert asyncio.run(main()) < 3  # one after the other: 6.4
+    async with serving(blocking=True, make=Slow, drain_timeout_s=0.05) as (client, *_):
+        for number in range(64):
+            await create(client, f"k{number}")
+        ending = time.monotonic()
+    assert time.monotonic() - ending < 3  # one after the other: 6.4
     assert Slow.closed == Slow.made
 
 
-def test_a_server_is_ready_once_the_scripted_episode_has_passed():
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_server_is_ready_once_the_scripted_episode_has_passed():
+    async with serving() as (client, sessions, _):
         assert ReadyReply.model_validate_json((await client.get("/readyz")).content).ready
         sessions.ready = False
         assert refusal(await client.get("/readyz")) == (503, "not_ready")
         assert (await client.get("/healthz")).text == "ok"
 
-    test()
 
-
-def test_a_scripted_episode_that_fails_is_reported_and_never_ready():
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_scripted_episode_that_fails_is_reported_and_never_ready():
+    async with serving(probe=("crash",)) as (client, _, _):
         reply = await client.get("/readyz")
         assert refusal(reply) == (503, "env_crashed")
         assert "disk on fire" in reply.json()["message"]
 
-    test(probe=("crash",))
 
-
-def test_a_server_is_ready_once_it_is_warm():
+async def test_a_server_is_ready_once_it_is_warm():
     warmed = []
     cooking = threading.Event()
 
@@ -357,28 +198,22 @@ def test_a_server_is_ready_once_it_is_warm():
         cooking.wait(10)
         warmed.append(most)
 
-    async def main():
-        # waits for readiness for a second
-        async with serving(warm=warm, max_sessions=7) as (client, sessions, _):
-            assert refusal(await client.get("/readyz")) == (503, "not_ready")
-            cooking.set()
-            async with asyncio.timeout(10):
-                while not sessions.ready:
-                    await asyncio.sleep(0.01)
-        assert warmed == [7]
-
-    asyncio.run(main())
+    # waits for readiness for a second
+    async with serving(warm=warm, max_sessions=7) as (client, sessions, _):
+        assert refusal(await client.get("/readyz")) == (503, "not_ready")
+        cooking.set()
+        async with asyncio.timeout(10):
+            while not sessions.ready:
+                await asyncio.sleep(0.01)
+    assert warmed == [7]
 
 
-def test_a_server_that_cannot_be_warmed_is_never_ready():
-    @run
-    async def test(client, sessions, simulator):
+async def test_a_server_that_cannot_be_warmed_is_never_ready():
+    def warm(most):
+        raise MemoryError(f"no memory left for {most}")
+
+    async with serving(warm=warm) as (client, _, simulator):
         reply = await client.get("/readyz")
         assert refusal(reply) == (503, "env_crashed")
         assert "no memory left" in reply.json()["message"]
         assert simulator.made == 0
-
-    def warm(most):
-        raise MemoryError(f"no memory left for {most}")
-
-    test(warm=warm)

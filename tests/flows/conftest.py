@@ -1,12 +1,11 @@
 """Fixtures of tests/projects.py: clones of this repository, and what is typed in them."""
 
+from tests.flows.deployed import deployed, switched_on  # noqa: F401
 from tests.projects import (  # noqa: F401
-    _forked_commands,
     copied,
     finished,
     fresh,
     made_databases,
     make_clone,
     pulled,
-    typed,
 )

@@ -9,7 +9,6 @@ import yaml
 from mlflow import MlflowClient
 
 from agentgym.algorithms.recipe import RECIPES
-from agentgym.cli import main as agentgym
 from agentgym.comparison.described import load_comparison
 from agentgym.comparison.matrix import cells_of, contrast_rows
 from flows.compare import main
@@ -230,11 +229,11 @@ def ledger(client):
         ),
     ],
 )
-def test_a_wrong_comparison_is_one_line_and_starts_nothing(fresh, typed, changes, arguments, line):
+def test_a_wrong_comparison_is_one_line_and_starts_nothing(fresh, changes, arguments, line):
     (fresh.folder / "comparisons/small.yaml").write_text(
         yaml.safe_dump({**SMALL, **changes}, sort_keys=False)
     )
-    ended = typed(fresh, main, *WORDS, *arguments)
+    ended = fresh.call(main, *WORDS, *arguments)
     assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
     assert line in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
@@ -258,7 +257,7 @@ def test_a_table_of_ones_own_stays_out_of_the_repositorys_results(
     assert f"written to {folder}/small.json, .md and .png" in capsys.readouterr().out
 
 
-def test_comparisons_of_the_repository_are_valid(pulled, typed):
+def test_comparisons_of_the_repository_are_valid(pulled):
     files = sorted((pulled.folder / "comparisons").glob("*.yaml"))
     assert files
     for file in files:
@@ -266,7 +265,7 @@ def test_comparisons_of_the_repository_are_valid(pulled, typed):
             recipe["algorithm"]["recipe"]
             for recipe in yaml.safe_load(file.read_text())["recipes"].values()
         }
-        shown = typed(pulled, agentgym, "compare", str(file))
+        shown = pulled.run("agentgym", "compare", str(file))
         if "dataset not imported" in shown.stderr:  # of the published lists, whose cells are valid
             cells = cells_of(load_comparison(file))
             assert {cell.protocol.name for cell in cells} == {"agentgym-rl"}

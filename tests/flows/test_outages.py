@@ -4,7 +4,6 @@ and loses nothing.
 
 import json
 import re
-import socket
 import time
 import urllib.request
 
@@ -12,6 +11,9 @@ import psutil
 import pytest
 import yaml
 from mlflow import MlflowClient
+
+from tests.answering import closed_port
+from tests.waiting import wait_until
 
 FEW_DEMOS = (
     "--set",
@@ -21,19 +23,6 @@ FEW_DEMOS = (
     "--set",
     "warm_start.batch_size=4",
 )
-
-
-def closed_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_for(condition, what, seconds=300):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 def answers(url):
@@ -75,16 +64,11 @@ def commits(project, step):
 
 
 def warm_started(project, *overrides):
-    """The steps before stage 1, done, in one process."""
+    """The steps before stage 1, done."""
     assert project.run("dvc", "pull").returncode == 0
-    steps = (
-        "any(main(['step', name, *sys.argv[1:]]) for name in ('prepare', 'demonstrate',"
-        " 'initialize', 'warm-start'))"
-    )
-    ended = project.run(
-        "python", "-c", f"import sys; from agentgym.cli import main; sys.exit({steps})", *overrides
-    )
-    assert ended.returncode == 0, ended.stderr
+    for name in ("prepare", "demonstrate", "initialize", "warm-start"):
+        ended = project.run("agentgym", "step", name, *overrides)
+        assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -131,12 +115,12 @@ def test_an_environment_server_that_dies_in_a_stage_costs_the_unfinished_step_al
         server = start(
             "python", "-m", "envs", "serve", "babyai", "--options", options, "--port", str(port)
         )
-        wait_for(lambda: answers(f"http://127.0.0.1:{port}/readyz"), "the server never came up")
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/readyz"), 300)
         return server, f"http://127.0.0.1:{port}"
 
     server, endpoint = serve()
     run = start(*stage, "--set", f"env.endpoints=[{endpoint!r}]")
-    wait_for(lambda: commits(fresh, "stage-1") or run.poll() is not None, "stage 1 never committed")
+    wait_until(lambda: commits(fresh, "stage-1") or run.poll() is not None, 300)
     kill(server)
     began = time.monotonic()
     said, _ = run.communicate(timeout=240)
@@ -185,13 +169,13 @@ def test_an_mlflow_server_that_dies_in_a_stage_gets_everything_once_when_it_is_b
             "--workers",
             "1",
         )
-        wait_for(lambda: answers(f"{uri}/health"), "MLflow never came up")
+        wait_until(lambda: answers(f"{uri}/health"), 300)
         return server
 
     server = serve()
     warm_started(fresh, *overrides)
     run = start("agentgym", "step", "stage-1", *overrides)
-    wait_for(lambda: commits(fresh, "stage-1") or run.poll() is not None, "stage 1 never committed")
+    wait_until(lambda: commits(fresh, "stage-1") or run.poll() is not None, 300)
     kill(server)
     said, _ = run.communicate(timeout=240)
     assert run.returncode == 0, said

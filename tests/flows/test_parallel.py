@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,8 @@ import pytest
 from agentgym.config import load_config
 from agentgym.pipeline.table import steps_of
 from agentgym.steps.step import Kind
-from flows.run import is_training
+from flows.common import is_training
+from tests.waiting import wait_until
 
 SHORT = ("deterministic=true", "horizon.max_turns=[6,12]", "horizon.stage_steps=[1,4]")
 BESIDE = "pipeline.parallel=2"
@@ -72,21 +72,13 @@ def children(project):
     return found
 
 
-def wait_until(done):
-    deadline = time.monotonic() + 200
-    while not (found := done()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
-
-
 @pytest.mark.slow
 def test_an_ended_run_leaves_no_evaluation_behind_and_the_same_command_goes_on(fresh):
     running = fresh.start("python", "-m", "flows.pipeline", BESIDE, "evaluation.chunk_items=1")
-    wait_until(lambda: children(fresh))
+    wait_until(lambda: children(fresh), 200)
     running.send_signal(signal.SIGTERM)
     assert running.wait(60) != 0
-    wait_until(lambda: fresh.processes() == [])
+    wait_until(lambda: fresh.processes() == [], 200)
     again = fresh.pipeline(BESIDE, "evaluation.chunk_items=1")
     assert again.returncode == 0, again.stdout + again.stderr
 
@@ -97,11 +89,11 @@ def test_a_killed_evaluation_is_tried_once_more_and_named_if_it_dies_again(fresh
         running = fresh.start("python", "-m", "flows.pipeline", BESIDE)
         killed = set()
         for _ in range(kills):
-            (pid, *_) = wait_until(lambda: set(children(fresh)) - killed)  # noqa: B023
+            (pid, *_) = wait_until(lambda: set(children(fresh)) - killed, 200)  # noqa: B023
             killed.add(pid)
             os.kill(pid, signal.SIGKILL)
         said, _ = running.communicate(timeout=240)
         assert running.returncode == code, said
         if code:
             assert "failed: RuntimeError: evaluate-" in said
-        wait_until(lambda: fresh.processes() == [])
+        wait_until(lambda: fresh.processes() == [], 200)

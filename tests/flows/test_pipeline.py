@@ -3,15 +3,14 @@
 import json
 import re
 import signal
-import time
-from html import escape
 
 import pytest
+from markupsafe import escape
 from mlflow import MlflowClient
 
-from agentgym.cli import main as agentgym
 from agentgym.config import load_config
 from agentgym.pipeline.table import steps_of
+from tests.waiting import wait_until
 
 STEPS = 14
 
@@ -110,9 +109,9 @@ def test_an_alarm_is_told_wherever_a_run_is_looked_at(finished):
 
 
 @pytest.mark.slow
-def test_another_evaluation_parameter_runs_evaluations_alone(finished, typed):
+def test_another_evaluation_parameter_runs_evaluations_alone(finished):
     plan = json.loads(
-        typed(finished, agentgym, "plan", "--json", "--set", "evaluation.num_items=4").stdout
+        finished.run("agentgym", "plan", "--json", "--set", "evaluation.num_items=4").stdout
     )["steps"]
     actions = {step["name"]: step["action"] for step in plan}
     assert {name for name, action in actions.items() if action == "run"} == {
@@ -132,9 +131,9 @@ def test_another_evaluation_parameter_runs_evaluations_alone(finished, typed):
     assert "version 1" in ran.stdout
 
 
-def test_another_learning_rate_never_touches_the_old_checkpoint(finished, typed):
+def test_another_learning_rate_never_touches_the_old_checkpoint(finished):
     plan = json.loads(
-        typed(finished, agentgym, "plan", "--json", "--set", "optimizer.lr=0.0002").stdout
+        finished.run("agentgym", "plan", "--json", "--set", "optimizer.lr=0.0002").stdout
     )["steps"]
     assert (
         next(step for step in plan if step["name"] == "stage-1")["why"]
@@ -151,12 +150,12 @@ def test_another_learning_rate_never_touches_the_old_checkpoint(finished, typed)
     assert all(path.read_bytes() == content for path, content in old.items())
 
 
-def test_the_run_passes_its_audit_from_the_command_line(finished, typed):
+def test_the_run_passes_its_audit_from_the_command_line(finished):
     name = re.search(r"agentgym audit (r[0-9a-f]{12})", finished.first.stdout).group(1)
-    audit = typed(finished, agentgym, "audit", name, "--episodes", "4")
+    audit = finished.run("agentgym", "audit", name, "--episodes", "4")
     assert audit.returncode == 0, audit.stdout + audit.stderr
     assert re.search(r"audit passed; to repeat it: --seed \d+\n$", audit.stdout)
-    other = typed(finished, agentgym, "audit", "r000000000000")
+    other = finished.run("agentgym", "audit", "r000000000000")
     assert other.returncode == 2
     assert name in other.stderr
 
@@ -165,7 +164,7 @@ def test_the_run_passes_its_audit_from_the_command_line(finished, typed):
     "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(
-    fresh, made_databases, number, typed
+    fresh, made_databases, number
 ):
     made_databases(fresh)
     short = (
@@ -174,24 +173,24 @@ def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(
     )
     set_short = [word for value in short for word in ("--set", value)]
     process = fresh.start("python", "-m", "flows.pipeline", *short)
-    deadline = time.monotonic() + 300
-    while not list((fresh.folder / ".agentgym/store").glob("steps/warm-start-*/manifests/*.json")):
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline, "the warm start never committed"
-        time.sleep(0.05)
+    wait_until(
+        lambda: list(
+            (fresh.folder / ".agentgym/store").glob("steps/warm-start-*/manifests/*.json")
+        ),
+        300,
+        process=process,
+        why=lambda: "the warm start never committed",
+    )
     assert any("envs serve" in command for command in fresh.processes())
     process.send_signal(number)
     code = process.wait(30)
     assert code == (-signal.SIGKILL if number == signal.SIGKILL else 130), process.stdout.read()
     process.stdout.close()
-    deadline = time.monotonic() + 30
-    while fresh.processes():
-        assert time.monotonic() < deadline, fresh.processes()
-        time.sleep(0.2)
+    wait_until(lambda: not fresh.processes(), 30, why=lambda: fresh.processes())
     before = fresh.manifests()
     plan = {
         step["name"]: step
-        for step in json.loads(typed(fresh, agentgym, "plan", "--json", *set_short).stdout)["steps"]
+        for step in json.loads(fresh.run("agentgym", "plan", "--json", *set_short).stdout)["steps"]
     }
     assert plan["initialize"]["action"] == "skip"
     if plan["warm-start"]["action"] != "skip":  # the signal came before its last commit
@@ -202,6 +201,6 @@ def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(
     again = fresh.pipeline(*short)
     assert again.returncode == 0, again.stdout + again.stderr
     assert before.items() <= fresh.manifests().items()
-    audit = typed(fresh, agentgym, "audit", "--episodes", "2", *set_short)
+    audit = fresh.run("agentgym", "audit", "--episodes", "2", *set_short)
     assert audit.returncode == 0, audit.stdout
     assert fresh.processes() == []

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,9 @@ from base64 import b64encode
 from pathlib import Path
 
 import pytest
+
+from tests.answering import closed_port
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -60,9 +62,7 @@ def test_commands_of_the_readme_work(finished, command):
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(SERVERS)])
 def test_servers_of_the_readme_come_up_and_end(finished, tmp_path, command):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(closed_port())
     if command == "make ui":
         (finished.folder / ".venv").unlink(missing_ok=True)
         (finished.folder / ".venv").symlink_to(sys.prefix)
@@ -100,10 +100,7 @@ def test_servers_of_the_readme_come_up_and_end(finished, tmp_path, command):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
         process.wait(30)
-    deadline = time.monotonic() + 30
-    while finished.processes():
-        assert time.monotonic() < deadline, finished.processes()
-        time.sleep(0.2)
+    wait_until(lambda: not finished.processes(), 30, why=lambda: finished.processes())
 
 
 def answers(url, process, within_s=120, **headers):

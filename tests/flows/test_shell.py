@@ -11,15 +11,14 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from agentgym.cli import main as agentgym
 from agentgym.config import ConfigError, load_config
-from agentgym.pipeline.runs import how_to_find
+from agentgym.pipeline.stored_config import how_to_find
 from agentgym.pipeline.table import steps_of
 from agentgym.steps.step import Kind
 from agentgym.store.lease import LeaseHeld
 from flows import shell
+from flows.common import is_any
 from flows.pipeline import pipeline
-from flows.run import is_any
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = partial(shell.main, "flows.pipeline", pipeline, is_any)
@@ -63,8 +62,8 @@ PIPELINE = partial(shell.main, "flows.pipeline", pipeline, is_any)
         ),
     ],
 )
-def test_a_wrong_parameter_is_one_line_and_starts_nothing(fresh, typed, override, line):
-    ended = typed(fresh, PIPELINE, *override.split())
+def test_a_wrong_parameter_is_one_line_and_starts_nothing(fresh, override, line):
+    ended = fresh.call(PIPELINE, *override.split())
     assert (ended.returncode, ended.stdout) == (2, "")
     assert line in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
@@ -79,22 +78,22 @@ def test_a_wrong_parameter_is_one_line_of_the_command_too(fresh):
     assert {path.name for path in (fresh.folder / ".agentgym").iterdir()} <= {"prefect"}
 
 
-def test_an_eval_item_in_the_train_file_is_named_and_starts_nothing(pulled, typed):
+def test_an_eval_item_in_the_train_file_is_named_and_starts_nothing(pulled):
     train = pulled.folder / "data/AgentGym-RL-Data-ID/train/babyai_train.json"
     items = json.loads(train.read_text())
     leaked = json.loads(
         (pulled.folder / "data/AgentGym-RL-Data-ID/eval/babyai_test.json").read_text()
     )[3]
     train.write_text(json.dumps([*items, leaked]))
-    ended = typed(pulled, PIPELINE)
+    ended = pulled.call(PIPELINE)
     assert ended.returncode == 2
     assert leaked["item_id"] in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
     assert not (pulled.folder / ".agentgym/store").exists()
 
 
-def test_more_test_items_than_there_are_start_nothing(pulled, typed):
-    ended = typed(pulled, PIPELINE, "evaluation.num_items=1000")
+def test_more_test_items_than_there_are_start_nothing(pulled):
+    ended = pulled.call(PIPELINE, "evaluation.num_items=1000")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert (
         ended.stderr
@@ -102,10 +101,10 @@ def test_more_test_items_than_there_are_start_nothing(pulled, typed):
     )
 
 
-def test_what_cannot_be_written_leaves_nothing_beside_it(pulled, typed):
+def test_what_cannot_be_written_leaves_nothing_beside_it(pulled):
     (pulled.folder / "taken").mkdir()
     before = set(pulled.folder.iterdir())
-    assert typed(pulled, agentgym, "step", "prepare", "--out", "taken").returncode == 1
+    assert pulled.run("agentgym", "step", "prepare", "--out", "taken").returncode == 1
     assert set(pulled.folder.iterdir()) - before <= {pulled.folder / ".agentgym"}
 
 
@@ -117,8 +116,8 @@ def test_what_cannot_be_written_leaves_nothing_beside_it(pulled, typed):
         (("--seed", str(2**64)), "is no seed; expected 0 to 9223372036854775807"),
     ],
 )
-def test_an_audit_of_no_episode_or_with_no_seed_is_refused(fresh, typed, words, said):
-    ended = typed(fresh, agentgym, "audit", *words)
+def test_an_audit_of_no_episode_or_with_no_seed_is_refused(fresh, words, said):
+    ended = fresh.run("agentgym", "audit", *words)
     assert ended.returncode == 2
     assert said in ended.stderr
 
@@ -135,14 +134,14 @@ def test_two_pipelines_may_start_at_once(fresh):
         assert process.returncode == 0, said
 
 
-def test_a_step_whose_parent_is_not_done_says_which_to_run(pulled, typed):
-    ended = typed(pulled, agentgym, "step", "stage-2")
+def test_a_step_whose_parent_is_not_done_says_which_to_run(pulled):
+    ended = pulled.run("agentgym", "step", "stage-2")
     assert ended.returncode == 2
     assert "step stage-2 needs prepare, stage-1 first; run `agentgym step prepare`" in ended.stderr
 
 
-def test_a_dataset_that_was_not_pulled_is_named_with_the_command_that_pulls_it(fresh, typed):
-    ended = typed(fresh, agentgym, "plan")
+def test_a_dataset_that_was_not_pulled_is_named_with_the_command_that_pulls_it(fresh):
+    ended = fresh.run("agentgym", "plan")
     assert ended.returncode == 2
     assert "dataset not pulled" in ended.stderr
     assert "dvc pull data/AgentGym-RL-Data-ID.dvc" in ended.stderr

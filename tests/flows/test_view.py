@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from agentgym.audit.episodes import replay_sample
-from agentgym.audit.report import Checks
-from agentgym.audit.steps import read_steps
+from agentgym.audit.findings import Checks
+from agentgym.audit.stored_steps import read_steps
 from agentgym.config import load_config
 from agentgym.store.runstore import folder_name
 from agentgym.viewer.rows import FILES, Address

@@ -49,7 +49,7 @@ NEEDED = [
 ]
 NEEDED += [
     (verb, resource)
-    for resource in ("/pods", "/endpoints", "/events", "discovery.k8s.io/endpointslices")
+    for resource in ("/pods", "/events", "discovery.k8s.io/endpointslices")
     for verb in ("get", "list", "watch")
 ]
 NEEDED += [("get", "/pods/log"), ("get", "/resourcequotas")]

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agentgym.deploy.capacity import CAPACITIES, replicas_for
+from agentgym.deploy.manifests import CAPACITIES, replicas_for
 from envs.registry import load_spec
 from envs.sessions import ServerSettings, Sessions
 from envs.wire import CreateRequest

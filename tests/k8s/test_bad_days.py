@@ -11,8 +11,7 @@ import time
 
 import pytest
 
-from agentgym.deploy.kube import Kind
-from agentgym.deploy.kube.client import connect
+from agentgym.deploy.kube.client import Kind, connect
 
 pytestmark = [
     pytest.mark.kubernetes,
@@ -65,7 +64,7 @@ def test_a_storm_of_429_is_waited_out_as_long_as_it_says(kube, api_proxy, a_map)
     assert kube.apply(a_map("told"))["data"] == {"value": "told"}
     assert time.monotonic() - began >= 3.0
     assert api_proxy.asked["PATCH", 429] == 3
-    assert kube.calls["patch"] == 4
+    assert kube.transport.calls["server_side_apply"] == 4
 
 
 @pytest.mark.parametrize("status", [500, 503, 504])
@@ -86,17 +85,14 @@ class Watcher:
 
     def __init__(self, kube, label):
         self.told = {}
-        self._changes = kube.watch(MAP, labels=label, for_s=DEADLINE_S, idle_s=0.5)
+        self._watch = kube.watch(MAP, labels=label, for_s=DEADLINE_S, idle_s=0.5)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow)
         self._thread.start()
 
     def _follow(self):
-        for change in self._changes:
-            if change.what == "deleted":
-                del self.told[change.object["metadata"]["name"]]
-            elif change.what != "idle":
-                self.told[change.object["metadata"]["name"]] = change.object["data"]["value"]
+        for maps in self._watch:
+            self.told = {each["metadata"]["name"]: each["data"]["value"] for each in maps}
             if self._stop.is_set():
                 return
 

@@ -120,7 +120,7 @@ def test_its_install_steps_work_in_an_empty_environment_and_its_commands_answer(
     answers = {
         shlex.join(json.loads(of("CMD")[0])): "step",
         "prefect version": "3.7",
-        "python -m services.cluster --help": "set-up",
+        "python -m services.pods --help": "set-up",
         "ray --version": "2.",
         "agentgym plan --set compute=inline": "prepare",
     }

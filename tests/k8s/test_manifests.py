@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from agentgym.config import EnvConfig
-from agentgym.deploy.capacity import CAPACITIES, MIN_REPLICAS
-from agentgym.deploy.manifests import find_kubectl
+from agentgym.deploy.manifests import CAPACITIES, MIN_REPLICAS, find_kubectl
 from envs.__main__ import _parser
 from envs.doors import OPEN_PATHS, is_own
 from envs.env import EnvSpec

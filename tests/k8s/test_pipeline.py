@@ -29,9 +29,9 @@ try:
         forwarded,
         kill_container,
         prefect_command,
-        s3_for_pods,
     )
     from chaos_project import Project
+    from harness import s3_bucket
 finally:
     sys.path.remove(str(BENCHMARKS))
 
@@ -125,7 +125,7 @@ def cluster(real_nodes, kubectl, tmp_path_factory):
     began = time.monotonic()
     with (
         real_nodes("agent-1", app=project.folder, backoff=2) as nodes,
-        s3_for_pods(nodes["gateway"], folder, BUCKET) as (bucket, variables),
+        s3_bucket(folder, BUCKET, nodes["gateway"]) as (bucket, variables),
     ):
         namespace = f"agentgym-{secrets.token_hex(4)}"
         deployed = Deployed(kubectl, namespace, volumes, variables)

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.projects import (  # noqa: F401
-    _forked_commands,
     copied,
     finished_project,
     made_databases,

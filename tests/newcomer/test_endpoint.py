@@ -5,32 +5,14 @@ README. The vendors' ways of answering are those of public bug reports.
 import json
 import re
 import shlex
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Event, Thread
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
+from tests.answering import Handler, http_server
+
 pytestmark = pytest.mark.timeout(600)  # the finished project may have to be made first
-
-
-class Vendor(BaseHTTPRequestHandler):
-    """Answers `turn left` in the way that `server.way` names, once `server.may_answer` is set."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.requests.append(json.loads(body))
-        self.server.may_answer.wait(60)
-        status, reply = WAYS[self.server.way](self.server.requests[-1])
-        data = json.dumps(reply).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_): ...
 
 
 def completion(content="turn left", finish="stop"):
@@ -58,14 +40,22 @@ WAYS = {
 
 @pytest.fixture
 def vendor():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Vendor)
-    server.requests, server.way, server.may_answer = [], "text", Event()
-    server.may_answer.set()
-    server.url = f"http://127.0.0.1:{server.server_port}/v1"
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    """Answers `turn left` in the way that its `way` names, once its `may_answer` is set."""
+    state = SimpleNamespace(requests=[], way="text", may_answer=Event())
+    state.may_answer.set()
+
+    class Vendor(Handler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            state.requests.append(self.read_json())
+            state.may_answer.wait(60)
+            status, reply = WAYS[state.way](state.requests[-1])
+            self.send(json.dumps(reply).encode(), status, Content_Type="application/json")
+
+    with http_server(Vendor) as address:
+        state.url = f"{address}/v1"
+        yield state
 
 
 ASKED = ("--env", "babyai", "--num-items", "2", "--max-turns", "3")
@@ -91,7 +81,7 @@ def test_the_first_request_waits_until_it_is_printed_how_the_model_is_asked(fini
         first = next(line for line in running.stdout if "not trained here" in line)
         assert TOLD.fullmatch(first.strip())
         vendor.may_answer.set()
-        rest, _ = running.communicate(120)
+        rest = running.stdout.read()
     assert running.returncode == 0, rest
     assert vendor.requests[0]["max_tokens"] == 512
     *_, how, report, compare = rest.splitlines()

@@ -48,6 +48,7 @@ def installed(finished, tmp_path_factory):
     assert done.returncode == 0, done.stderr
     before = finished.environment.get("PYTHONPATH", "")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finished, "is_separate", True)  # its path is not this process's
         path = os.pathsep.join(filter(None, (site, before)))
         patch.setitem(finished.environment, "PYTHONPATH", path)
         yield finished
@@ -65,6 +66,7 @@ def typed_line(installed, lists):
 
 
 def test_chance_plays_an_installed_environment(typed_line):
+    assert len((EXAMPLE / "higher_lower.py").read_text().splitlines()) <= 60
     ended = typed_line("agentgym evaluate random", "--num-items", "2", "--max-turns", "3")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "coverage 100.0%: 6 of 6 episodes count" in ended.stdout
@@ -73,8 +75,12 @@ def test_chance_plays_an_installed_environment(typed_line):
 
 
 def test_a_run_of_an_installed_environment_has_a_champion_of_its_own(installed, typed_line, lists):
+    before = installed.manifests()
     ran = typed_line("python -m flows.pipeline", *SHORT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    new = [each for path, each in installed.manifests().items() if path not in before]
+    demonstrated = [json.loads(each) for each in new if b'"step": "demonstrate"' in each]
+    assert any(each["results"].get("expert_success") == 1.0 for each in demonstrated)
     said = " ".join(ran.stdout.split())
     assert (
         "model agentgym-higher-lower version 1 alias champion moves to version 1: the first model"

@@ -21,8 +21,8 @@ from agentgym.private import new_login, own_login, with_login
 from agentgym.store.lease import process_start
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.points import Point
-from services.gate import listener
 from services.mlflow_server import LOGIN
+from services.proxy import listener
 from services.supervisor import Service, healthy
 
 pytestmark = pytest.mark.timeout(300)

@@ -26,7 +26,6 @@ TASKS = json.loads((FOLDER / "tasks.json").read_text())
 GOLD = json.loads((FOLDER / "gold.json").read_text())
 SHORT = (2, 35, 82, 89)  # in every run; the environment plays more of them in test_webarena.py
 VIEWPORT = {"width": 1280, "height": 720}
-
 pytestmark = pytest.mark.usefixtures("chromium")
 
 

@@ -2,15 +2,15 @@
 
 import asyncio
 import logging
-import time
 
 from prefect.logging.handlers import APILogHandler
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from agentgym.steps.context import NoProgress
-from flows.run import plain_logs
+from flows.common import plain_logs
 from tasks import artifacts
 from tasks.artifacts import _Watched, progress_artifact
+from tests.waiting import wait_until
 
 
 def test_percent_and_text_follow_the_part_that_is_under_way():
@@ -53,8 +53,5 @@ def test_a_server_that_does_not_answer_costs_a_warning_and_no_step(monkeypatch, 
     ):
         progress.start("stage 1", 2)
         asyncio.run(work(progress))
-        deadline = time.monotonic() + 30
-        while "is not shown in Prefect" not in caplog.text:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: "is not shown in Prefect" in caplog.text, 30)
     assert "progress of stage-1 is not shown in Prefect: " in caplog.text

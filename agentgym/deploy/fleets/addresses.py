@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from agentgym.deploy.kube import Kind, Kube, NotFound
-from agentgym.deploy.kube.kinds import ENDPOINTS, POD, Object
+from agentgym.deploy.kube.calls import NotFound
+from agentgym.deploy.kube.client import POD, Kind, Kube, Object
 from agentgym.store.files import write_whole
 
 logger = logging.getLogger(__name__)
@@ -35,47 +35,30 @@ class Server(NamedTuple):
 
 
 def kind_of_addresses(kube: Kube) -> Kind:
-    """Return EndpointSlice, or Endpoints if the cluster is too old for slices."""
-    return next((kind for kind in SLICES if kube.serves(kind)), ENDPOINTS)
+    """Return EndpointSlice in the version that the cluster knows. Errors: KubeError."""
+    return next((kind for kind in SLICES if kube.serves(kind)), SLICES[0])
 
 
 def service_of(obj: Object) -> str:
-    """Return the name of the Service that an EndpointSlice or Endpoints object belongs to."""
-    metadata = obj["metadata"]
-    return str(metadata.get("labels", {}).get(SERVICE_LABEL) or metadata["name"])
+    """Return the name of the Service that an EndpointSlice belongs to."""
+    return str(obj["metadata"].get("labels", {}).get(SERVICE_LABEL, ""))
 
 
-def servers_of(objects: Iterable[Object]) -> list[Server]:
-    """Return the ready servers in EndpointSlices or Endpoints, one per address, sorted by it."""
+def servers_of(slices: Iterable[Object]) -> list[Server]:
+    """Return the ready servers in EndpointSlices, one per address, sorted by it."""
     servers: dict[str, Server] = {}
-    for obj in objects:
-        rows = _of_slice(obj) if obj["kind"] == "EndpointSlice" else _of_endpoints(obj)
-        servers |= {row.address: row for row in rows}
+    for obj in slices:
+        ports = [port["port"] for port in obj.get("ports") or [] if port.get("port")]
+        for endpoint in obj.get("endpoints") or []:
+            conditions = endpoint.get("conditions") or {}
+            # None means true; a terminating server takes no sessions
+            if conditions.get("ready") is False or conditions.get("terminating"):
+                continue
+            pod, host = (endpoint.get("targetRef") or {}).get("name", ""), endpoint["addresses"][0]
+            for port in ports[:1]:
+                address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+                servers[address] = Server(pod, address)
     return [servers[address] for address in sorted(servers)]
-
-
-def _of_slice(obj: Object) -> Iterable[Server]:
-    ports = [port["port"] for port in obj.get("ports") or [] if port.get("port")]
-    for endpoint in obj.get("endpoints") or []:
-        conditions = endpoint.get("conditions") or {}
-        # None means true; a terminating server takes no sessions
-        if conditions.get("ready") is False or conditions.get("terminating"):
-            continue
-        pod = (endpoint.get("targetRef") or {}).get("name", "")
-        for port in ports[:1]:
-            yield Server(pod, _joined(endpoint["addresses"][0], port))
-
-
-def _of_endpoints(obj: Object) -> Iterable[Server]:
-    for subset in obj.get("subsets") or []:
-        for port in (subset.get("ports") or [])[:1]:
-            for address in subset.get("addresses") or []:  # ready ones only
-                pod = (address.get("targetRef") or {}).get("name", "")
-                yield Server(pod, _joined(address["ip"], port["port"]))
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Outside:

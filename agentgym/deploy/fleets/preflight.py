@@ -4,11 +4,11 @@ its remedy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
-from agentgym.deploy.fleets.quantities import asked, lacking
-from agentgym.deploy.kube import Forbidden, Kind, Kube, KubeError, NotFound
-from agentgym.deploy.kube.kinds import NODE, RESOURCE_QUOTA, Object
+from agentgym.deploy.kube.calls import Forbidden, KubeError, NotFound
+from agentgym.deploy.kube.client import NODE, RESOURCE_QUOTA, Kind, Kube, Object
 
 GPU = "nvidia.com/gpu"
 OWN = ("get", "list", "watch", "create", "patch", "delete")
@@ -26,22 +26,18 @@ RIGHTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("get",), "", "pods/log"),
     (("list",), "", "events"),
     (("list",), "", "resourcequotas"),
+    (("list", "watch"), "discovery.k8s.io", "endpointslices"),
 )
-SLICE_RIGHTS = (("list", "watch"), "discovery.k8s.io", "endpointslices")
-ENDPOINT_RIGHTS = (("list", "watch"), "", "endpoints")
 
 
-def lacks(kube: Kube, objects: Sequence[Object], addresses: Kind) -> list[str]:
+def lacks(kube: Kube, objects: Sequence[Object]) -> list[str]:
     """Return a line for each obstacle to sending these objects; empty: none. Unknown kinds, then
     missing rights, end the check early.
-    addresses: the kind that has the servers' addresses.
-
     Errors: ApiUnreachable, Forbidden if the cluster cannot be asked at all.
     """
     if missing := unknown_kinds(kube, objects):
         return missing
-    rights = [*RIGHTS, SLICE_RIGHTS if addresses.group else ENDPOINT_RIGHTS]
-    if refused := missing_rights(kube, rights):
+    if refused := missing_rights(kube):
         return refused
     return [
         *refusals(kube, objects),
@@ -56,18 +52,16 @@ def unknown_kinds(kube: Kube, objects: Iterable[Object]) -> list[str]:
     unknown = [str(kind) for kind in kinds if not kube.serves(kind)]
     if not unknown:
         return []
-    major, minor = kube.version()
     return [
-        f"the cluster (Kubernetes {f'{major}.{minor}' if major else 'of unknown version'}) does not"
-        f" know {', '.join(unknown)}; use Kubernetes 1.25 or newer, install what defines it (CRD),"
-        " or another kubernetes.overlay"
+        f"the cluster (Kubernetes {kube.version()}) does not know {', '.join(unknown)}; use"
+        " Kubernetes 1.25 or newer, install what defines it (CRD), or another kubernetes.overlay"
     ]
 
 
-def missing_rights(kube: Kube, rights: Iterable[tuple[tuple[str, ...], str, str]]) -> list[str]:
+def missing_rights(kube: Kube) -> list[str]:
     """Return a line for each resource on which this account lacks a needed right."""
     lines = []
-    for verbs, group, name in rights:
+    for verbs, group, name in RIGHTS:
         plural, _, subresource = name.partition("/")
         refused = [
             verb for verb in verbs if not kube.may(verb, group, plural, subresource=subresource)
@@ -113,6 +107,56 @@ def no_room(kube: Kube, objects: Sequence[Object]) -> list[str]:
 
 def _is_new(kube: Kube, obj: Object) -> bool:
     return kube.find(Kind.of(obj), obj["metadata"]["name"]) is None
+
+
+def asked(objects: Iterable[Object]) -> dict[str, float]:
+    """Return the amounts that a ResourceQuota counts for these objects, by resource name.
+    The extra pod of a Deployment that changes is not counted.
+    """
+    total: defaultdict[str, float] = defaultdict(float)
+    for obj in objects:
+        if obj["kind"] == "Service":
+            total["services"] += 1
+        if obj["kind"] != "Deployment":
+            continue
+        replicas = obj["spec"].get("replicas", 1)
+        total["pods"] += replicas
+        for kind in ("requests", "limits"):
+            for container in obj["spec"]["template"]["spec"]["containers"]:
+                for name, quantity in container.get("resources", {}).get(kind, {}).items():
+                    total[f"{kind}.{name}"] += replicas * _amount(quantity)
+    for name in ("cpu", "memory"):  # a quota may use either name
+        total[name] = total[f"requests.{name}"]
+    return total
+
+
+def lacking(quotas: Sequence[Object], needed: Mapping[str, float]) -> list[str]:
+    """Return a sentence for each resource of which a quota has less left than needed."""
+    lines = []
+    for quota in quotas:
+        status = quota.get("status", {})
+        hard, used = status.get("hard", {}), status.get("used", {})
+        for name in sorted(hard.keys() & needed.keys()):
+            rest = _amount(hard[name]) - _amount(used.get(name, 0))
+            if needed[name] > rest:
+                lines.append(
+                    f"quota {quota['metadata']['name']}: {name} {_shown(name, needed[name])} is"
+                    f" needed, {_shown(name, max(0.0, rest))} of {hard[name]} is left; end what is"
+                    " no longer needed (agentgym envs gc), lower env.replicas or"
+                    " rollout.concurrency, or raise the quota"
+                )
+    return lines
+
+
+def _amount(quantity: str | int | float) -> float:
+    """Convert Kubernetes' `500m`, `2Gi` or `1e3` to a number. Errors: ValueError."""
+    from kubernetes.utils import parse_quantity
+
+    return float(parse_quantity(quantity))
+
+
+def _shown(name: str, number: float) -> str:
+    return f"{number / 2**20:.0f}Mi" if "memory" in name else f"{number:g}"
 
 
 def no_nodes(kube: Kube, objects: Sequence[Object]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from agentgym.deploy.kube.kinds import Object
+from agentgym.deploy.kube.client import Object
 
 BAD_INPUT = 2  # exit code of a server that refuses its options
 CRASHES = 3  # restarts after which waiting does not help

@@ -20,10 +20,10 @@ from agentgym.deploy.fleets.addresses import (
     servers_of,
     service_of,
 )
-from agentgym.deploy.fleets.lease import RENEWALS, Group, renew
-from agentgym.deploy.fleets.sending import FleetTripped, check_breaker
-from agentgym.deploy.kube import Kube, KubeError
-from agentgym.deploy.kube.kinds import Object
+from agentgym.deploy.fleets.fleet_lease import RENEWALS, Group, renew
+from agentgym.deploy.fleets.startup import FleetTripped, check_breaker
+from agentgym.deploy.kube.calls import KubeError
+from agentgym.deploy.kube.client import Kube, Object
 from agentgym.deploy.manifests import RUN_LABEL
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,6 @@ class Upkeep:
         self._kube, self._group, self._listings, self._most = kube, group, dict(listings), most
         self._kind = kind_of_addresses(kube)
         self._outside = Outside(kube)
-        self._slices: dict[str, Object] = {}
         self._renewed_at = time.monotonic()
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards the listings' files
@@ -82,17 +81,11 @@ class Upkeep:
                 self._stop.wait(PAUSE_S)
 
     def _watch(self) -> None:
-        labels: dict[str, str | None] = {RUN_LABEL: self._group.run}
-        self._slices.clear()
-        for change in self._kube.watch(self._kind, labels=labels, for_s=3600.0, idle_s=IDLE_S):
+        labels = {RUN_LABEL: self._group.run}
+        for slices in self._kube.watch(self._kind, labels=labels, for_s=3600.0, idle_s=IDLE_S):
             if self._stop.is_set():
                 return
-            if change.what == "idle":
-                self._say()
-            elif change.what == "deleted":
-                self._slices.pop(change.object["metadata"]["name"], None)
-            else:
-                self._slices[change.object["metadata"]["name"]] = change.object
+            self._say(slices)
             if time.monotonic() - self._renewed_at >= self._period_s:
                 self._renewed_at = time.monotonic()
                 if not renew(self._kube, self._group):
@@ -106,10 +99,10 @@ class Upkeep:
     def _period_s(self) -> float:
         return min(self._group.ttl_s / RENEWALS, 60.0)
 
-    def _say(self) -> None:
+    def _say(self, slices: Sequence[Object]) -> None:
         for service, listing in self._listings.items():
-            slices = [obj for obj in self._slices.values() if service_of(obj) == service]
-            self._write(listing, self._outside.addresses(servers_of(slices)))
+            servers = servers_of(obj for obj in slices if service_of(obj) == service)
+            self._write(listing, self._outside.addresses(servers))
 
     def _write(self, listing: Listing, addresses: Sequence[str], trouble: str = "") -> None:
         with self._lock:

@@ -6,17 +6,14 @@ Objects are plain mappings, as in manifests.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import secrets
-import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from agentgym.deploy.kube.credentials import Session, Source
-from agentgym.deploy.kube.errors import (
+from agentgym.deploy.kube.calls import (
     MISSING,
     AlreadyExists,
     Forbidden,
@@ -24,12 +21,11 @@ from agentgym.deploy.kube.errors import (
     KubeError,
     NotFound,
     NotServed,
-    error_of,
+    RateLimiter,
+    Retries,
+    Transport,
 )
-from agentgym.deploy.kube.kinds import POD, Kind, Object, Place, name_of, selector
-from agentgym.deploy.kube.pace import RateLimiter, Retries
-from agentgym.deploy.kube.transport import Request, Transport
-from agentgym.deploy.kube.watching import IDLE, Change, Known
+from agentgym.deploy.kube.credentials import Session, Source
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +34,36 @@ REQUEST_ANNOTATION = "agentgym.io/request"  # marks a create, whose answer may g
 PAGE = 500  # objects of one answer to a list
 STREAM_S = 240.0  # one connection of a watch
 LOG_S = 4.0  # short: a log is a courtesy
-APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
-REVIEW = Kind("authorization.k8s.io/v1", "SelfSubjectAccessReview")
+MERGE = "application/merge-patch+json"
 
+Object = dict[str, Any]  # as JSON has it
+Labels = Mapping[str, str | None]  # None matches any value
 Propagation = Literal["Background", "Foreground", "Orphan"]
+
+
+class Kind(NamedTuple):
+    """A kind of object as a manifest names it, for example Kind("apps/v1", "Deployment")."""
+
+    api_version: str
+    kind: str
+
+    @classmethod
+    def of(cls, obj: Object) -> Kind:
+        return cls(obj["apiVersion"], obj["kind"])
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.api_version})"
+
+
+DEPLOYMENT = Kind("apps/v1", "Deployment")
+POD = Kind("v1", "Pod")
+SECRET = Kind("v1", "Secret")
+SERVICE = Kind("v1", "Service")
+EVENT = Kind("v1", "Event")
+NODE = Kind("v1", "Node")
+RESOURCE_QUOTA = Kind("v1", "ResourceQuota")
+LEASE = Kind("coordination.k8s.io/v1", "Lease")
+REVIEW = Kind("authorization.k8s.io/v1", "SelfSubjectAccessReview")
 
 
 class Listing(NamedTuple):
@@ -76,37 +98,25 @@ def connect(
     )
 
 
+@dataclass(eq=False)
 class Kube:
-    """Client of one cluster and a namespace in it; a method's `namespace` overrides that one.
+    """Client of one cluster and a namespace in it; a manifest's own namespace overrides that one.
     Threads may share it.
 
-    Every method raises KubeError (see errors.py) with a sentence that names the remedy: Forbidden,
-    NotFound, NotServed, FieldConflict, ..., and ApiUnreachable once the deadline has passed.
+    Every method raises KubeError (see transport.py) with a sentence that names the remedy:
+    Forbidden, NotFound, NotServed, FieldConflict, ..., and ApiUnreachable once the deadline has
+    passed.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        *,
-        namespace: str,
-        manager: str,
-        creates: RateLimiter,
-        deletes: RateLimiter,
-    ) -> None:
-        self.namespace = namespace
-        self.manager = manager
-        self._transport = transport
-        self._creates, self._deletes = creates, deletes
-        self._places: dict[str, dict[str, Place]] = {}  # api version -> kind -> place
-        self._lock = threading.Lock()
-
-    @property
-    def calls(self) -> Counter[str]:
-        """Number of requests by verb, repeated ones included."""
-        return self._transport.calls
+    transport: Transport
+    namespace: str
+    manager: str
+    creates: RateLimiter
+    deletes: RateLimiter
+    _resources: dict[str, dict[str, Any]] = field(default_factory=dict)  # by version and kind
 
     def close(self) -> None:
-        self._transport.session.close()
+        self.transport.session.close()
 
     def apply(self, wanted: Object, *, force: bool = False, dry_run: bool = False) -> Object:
         """Apply the object on the server side and return it as it is now. A repeated call changes
@@ -114,17 +124,17 @@ class Kube:
 
         Errors: FieldConflict if another manager owns a field, unless forced.
         """
-        metadata = wanted["metadata"]
-        query = [("fieldManager", self.manager), ("force", str(force).lower())]
-        request = Request(
-            "PATCH",
-            self._path(Kind.of(wanted), metadata["name"], metadata.get("namespace")),
+        return self._ask(
+            "server_side_apply",
             f"apply of {name_of(wanted)}",
-            query + ([("dryRun", "All")] if dry_run else []),
-            wanted,
-            APPLY,
+            Kind.of(wanted),
+            wanted["metadata"].get("namespace"),
+            limiter=self.creates,
+            body=wanted,
+            field_manager=self.manager,
+            force_conflicts=force,
+            dry_run="All" if dry_run else None,
         )
-        return self._transport.ask(request, limiter=self._creates)
 
     def create(self, wanted: Object) -> Object:
         """Create the object and return it. If the answer is lost, the object is recognized by a key
@@ -135,53 +145,41 @@ class Kube:
         metadata, kind = wanted["metadata"], Kind.of(wanted)
         key, namespace = secrets.token_hex(8), metadata.get("namespace")
         marked = metadata.get("annotations", {}) | {REQUEST_ANNOTATION: key}
-        request = Request(
-            "POST",
-            self._path(kind, None, namespace),
-            f"creation of {name_of(wanted)}",
-            [("fieldManager", f"{self.manager}-update")],
-            wanted | {"metadata": metadata | {"annotations": marked}},
-        )
         try:
-            return self._transport.ask(request, limiter=self._creates)
+            return self._ask(
+                "create",
+                f"creation of {name_of(wanted)}",
+                kind,
+                namespace,
+                limiter=self.creates,
+                body=wanted | {"metadata": metadata | {"annotations": marked}},
+                field_manager=f"{self.manager}-update",
+            )
         except AlreadyExists:
-            existing = None
             with contextlib.suppress(Forbidden):  # an account may only create Secrets, for example
-                existing = self.find(kind, metadata["name"], namespace=namespace)
-            if (
-                existing
-                and existing["metadata"].get("annotations", {}).get(REQUEST_ANNOTATION) == key
-            ):
-                return existing
+                obj = self.find(kind, metadata["name"], namespace=namespace)
+                if obj and obj["metadata"].get("annotations", {}).get(REQUEST_ANNOTATION) == key:
+                    return obj
             raise
 
-    def patch(
-        self,
-        kind: Kind,
-        name: str,
-        changes: Object,
-        *,
-        namespace: str | None = None,
-        subresource: str = "",
-    ) -> Object:
+    def patch(self, kind: Kind, name: str, changes: Object, *, subresource: str = "") -> Object:
         """Apply a JSON merge patch and return the object as it is now.
         With metadata.resourceVersion among the changes, raise Stale if the object was changed
         since.
         """
-        request = Request(
-            "PATCH",
-            self._path(kind, name, namespace, subresource),
+        return self._ask(
+            "patch",
             f"change of {kind.kind} {name}",
-            [("fieldManager", f"{self.manager}-update")],
-            changes,
-            MERGE,
+            kind,
+            name=f"{name}/{subresource}" if subresource else name,
+            body=changes,
+            content_type=MERGE,
+            field_manager=f"{self.manager}-update",
         )
-        return self._transport.ask(request)
 
     def get(self, kind: Kind, name: str, *, namespace: str | None = None) -> Object:
         """Return the object. Errors: NotFound."""
-        path = self._path(kind, name, namespace)
-        return self._transport.ask(Request("GET", path, f"look at {kind.kind} {name}"))
+        return self._ask("get", f"look at {kind.kind} {name}", kind, namespace, name=name)
 
     def find(self, kind: Kind, name: str, *, namespace: str | None = None) -> Object | None:
         """Return the object, or None if there is none."""
@@ -190,43 +188,34 @@ class Kube:
         except NotFound:
             return None
 
-    def list(
-        self,
-        kind: Kind,
-        *,
-        labels: Mapping[str, str | None] | None = None,
-        fields: str = "",
-        namespace: str | None = None,
-    ) -> Listing:
-        """Return all objects of a kind that have the labels; None as a label's value matches any
-        value.
+    def list(self, kind: Kind, *, labels: Labels | None = None, fields: str = "") -> Listing:
+        """Return all objects of a kind that have the labels.
         fields: a field selector, for example `involvedObject.name=env-babyai-7`.
         """
-        query = [("limit", str(PAGE)), *_selected(labels, fields)]
-        path, doing = self._path(kind, None, namespace), f"list of {kind.kind}"
+        chosen = {"label_selector": selector(labels or {}), "field_selector": fields or None}
         items: list[Object] = []
-        more: list[tuple[str, str]] = []
+        doing = f"list of {kind.kind}"
+        more: str | None = None
         while True:
             try:
-                page = self._transport.ask(Request("GET", path, doing, query + more))
+                page = self._ask("get", doing, kind, limit=PAGE, _continue=more, **chosen)
             except Gone:
-                if not more:
+                if more is None:
                     raise
-                items, more = [], []  # the pages read so far are too old
+                items, more = [], None  # the pages read so far are too old
                 continue
             # an answer names kind and version once, for all of its items
             shared = {"apiVersion": kind.api_version, "kind": kind.kind}
             items += [shared | item for item in page.get("items") or []]
-            if not page["metadata"].get("continue"):
+            more = page["metadata"].get("continue") or None
+            if more is None:
                 return Listing(items, page["metadata"].get("resourceVersion", ""))
-            more = [("continue", page["metadata"]["continue"])]
 
     def delete(
         self,
         kind: Kind,
         name: str,
         *,
-        namespace: str | None = None,
         uid: str = "",
         propagation: Propagation = "Background",
         grace_s: int | None = None,
@@ -235,168 +224,168 @@ class Kube:
         uid: delete only the object with this uid; raise Stale for another one of that name.
         grace_s: seconds that a pod has instead of its own grace period.
         """
-        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
-        options["propagationPolicy"] = propagation
-        if uid:
-            options["preconditions"] = {"uid": uid}
-        if grace_s is not None:
-            options["gracePeriodSeconds"] = grace_s
-        path = self._path(kind, name, namespace)
-        request = Request("DELETE", path, f"deletion of {kind.kind} {name}", body=options)
+        options = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": propagation,
+            "preconditions": {"uid": uid or None},
+            "gracePeriodSeconds": grace_s,
+        }
+        doing = f"deletion of {kind.kind} {name}"
         try:
-            self._transport.ask(request, limiter=self._deletes)
+            self._ask("delete", doing, kind, limiter=self.deletes, name=name, body=options)
         except NotFound:
             return False
         return True
 
     def watch(
-        self,
-        kind: Kind,
-        *,
-        labels: Mapping[str, str | None] | None = None,
-        fields: str = "",
-        namespace: str | None = None,
-        for_s: float,
-        idle_s: float = 5.0,
-    ) -> Iterator[Change]:
-        """Yield what exists (as `added`), then what changes, for for_s seconds or until closed.
+        self, kind: Kind, *, labels: Labels | None = None, for_s: float, idle_s: float = 5.0
+    ) -> Iterator[Sequence[Object]]:
+        """Yield all objects of a kind that have the labels, for for_s seconds or until closed: as
+        they are now, after every change, and whenever nothing has changed for idle_s.
 
-        `idle` follows the first objects, and comes whenever nothing has changed for idle_s.
         The watch recovers from dropped connections, and from versions that the API server has
-        forgotten (410): a change may come late, or two of one object as one, and none is lost.
+        forgotten (410): a change may come late, or several as one, and none is lost.
         Errors: ApiUnreachable if no answer comes for the deadline of a call.
         """
-        clock = self._transport.clock
-        end, known, version, attempt, heard_at = clock() + for_s, Known(), "", 0, clock()
-        path, doing = self._path(kind, None, namespace), f"watch of {kind.kind}"
+        clock, retries = self.transport.clock, self.transport.retries
+        end, version, attempt, heard_at = clock() + for_s, "", 0, clock()
+        objects: dict[str, Object] = {}  # by uid
+        doing = f"watch of {kind.kind}"
         while (left_s := end - clock()) > 0:
             if not version:
-                listing = self.list(kind, labels=labels, fields=fields, namespace=namespace)
+                listing = self.list(kind, labels=labels)
                 version, heard_at = listing.version, clock()
-                yield from known.listed(listing.items)
-                yield IDLE
-            query = [
-                ("watch", "true"),
-                ("allowWatchBookmarks", "true"),
-                ("resourceVersion", version),
-                ("timeoutSeconds", str(max(1, round(min(left_s, STREAM_S))))),
-                *_selected(labels, fields),
-            ]
-            request = Request("GET", path, doing, query)
+                objects = {obj["metadata"]["uid"]: obj for obj in listing.items}
+                yield tuple(objects.values())
+            events = self.transport.stream(
+                doing,
+                idle_s=idle_s,
+                resource=self._resource(kind),
+                namespace=self.namespace,
+                label_selector=selector(labels or {}),
+                resource_version=version,
+                allow_watch_bookmarks=True,
+                timeout_seconds=max(1, round(min(left_s, STREAM_S))),
+            )
             try:
-                for event in self._transport.stream(request, idle_s=idle_s, end=end):
+                for event in events:
                     attempt, heard_at = 0, clock()
-                    if event is None:
-                        yield IDLE
-                        continue
-                    _raise_error(event, doing)
-                    version = event["object"]["metadata"]["resourceVersion"]
-                    if event["type"] != "BOOKMARK" and (change := known.told(event)):
-                        yield change
-            except Gone:
-                logger.info("%s: its version is forgotten, listing again", doing)
-                version = ""
+                    if event is not None:
+                        version = _record(event, objects)
+                    if event is None or event["type"] != "BOOKMARK":
+                        yield tuple(objects.values())
+                    if clock() >= end:
+                        return
             except KubeError as error:
-                patience_s = self._transport.retries.deadline_s
-                may_retry = self._transport.retries.may_retry(error.status)
-                if not may_retry or clock() - heard_at > patience_s:
+                may_pass = isinstance(error, Gone) or retries.may_retry(error)
+                if not may_pass or clock() - heard_at > retries.deadline_s:
                     raise
                 logger.info("%s; watching on", error)
                 version = version if error.status == 0 else ""
-                yield IDLE
-                self._transport.pause(attempt)
+                yield tuple(objects.values())
+                self.transport.sleep(self.transport.pause_s(attempt))
                 attempt += 1
 
-    def log(self, pod: str, *, container: str = "", lines: int = 15, previous: bool = False) -> str:
-        """Return the last lines of a container's output; empty if there are none."""
-        query = [("tailLines", str(lines))]
-        query += [("container", container)] if container else []
-        query += [("previous", "true")] if previous else []
-        request = Request("GET", self._path(POD, pod, None, "log"), f"log of pod {pod}", query)
+    def log(self, pod: str, *, lines: int = 15, previous: bool = False) -> str:
+        """Return the last lines of a pod's output; empty if there are none.
+        previous: of its container before the last restart.
+        """
+        query = [("tailLines", lines), *([("previous", "true")] if previous else [])]
         try:
-            reply = self._transport.call(request, within_s=LOG_S)
+            output = self.transport.call(
+                "get",
+                f"log of pod {pod}",
+                within_s=LOG_S,
+                resource=self._resource(POD),
+                namespace=self.namespace,
+                name=f"{pod}/log",
+                query_params=query,
+            )
         except KubeError as error:
             if error.status in (MISSING, 400):  # the container never started
                 return ""
             raise
-        return reply.body.decode(errors="replace")
+        return output.decode(errors="replace")
 
-    def may(
-        self, verb: str, group: str, plural: str, *, subresource: str = "", anywhere: bool = False
-    ) -> bool:
-        """Return True if this account may do that in the namespace, by a SelfSubjectAccessReview.
-        anywhere: for a resource that has no namespace.
+    def may(self, verb: str, group: str, plural: str, *, subresource: str = "") -> bool:
+        """Return True if this account may do that in the namespace, by a
+        SelfSubjectAccessReview.
         """
         attributes = {"verb": verb, "group": group, "resource": plural, "subresource": subresource}
-        if not anywhere:
-            attributes["namespace"] = self.namespace
-        request = Request(
-            "POST",
-            f"{REVIEW.root}/selfsubjectaccessreviews",
-            f"question whether it may {verb} {plural}",
-            body={
-                "apiVersion": REVIEW.api_version,
-                "kind": REVIEW.kind,
-                "spec": {"resourceAttributes": attributes},
-            },
-        )
-        answer = self._transport.ask(request)
+        spec = {"resourceAttributes": attributes | {"namespace": self.namespace}}
+        review = {"apiVersion": REVIEW.api_version, "kind": REVIEW.kind, "spec": spec}
+        doing = f"question whether it may {verb} {plural}"
+        answer = self._ask("create", doing, REVIEW, body=review)
         return bool(answer.get("status", {}).get("allowed"))
 
-    def version(self) -> tuple[int, int]:
-        """Return the version of Kubernetes, for example (1, 36); (0, 0) if it is unknown."""
-        info = self._transport.ask(Request("GET", "/version", "question for the version"))
-        digits = ("".join(filter(str.isdigit, str(info.get(name)))) for name in ("major", "minor"))
-        major, minor = (int(number or 0) for number in digits)
-        return major, minor
+    def version(self) -> str:
+        """Return the version of Kubernetes, for example `v1.36.0`."""
+        doing = "question for the version"
+        info = self.transport.ask("request", doing, method="get", path="/version")
+        return str(info.get("gitVersion", "of unknown version"))
 
     def serves(self, kind: Kind) -> bool:
         """Return True if the cluster knows the kind in that version."""
         try:
-            self._place(kind)
+            self._resource(kind)
         except NotServed:
             return False
         return True
 
-    def _place(self, kind: Kind) -> Place:
-        """Return the kind's Place, from one cached request per API version. Errors: NotServed."""
-        with self._lock:
-            places = self._places.get(kind.api_version, {})
-        if kind.kind not in places:
-            doing = f"question for {kind.api_version}"
+    def _ask(
+        self, verb: str, doing: str, kind: Kind, namespace: str | None = None, **options: Any
+    ) -> Object:
+        """Carry out a verb of the dynamic client on a kind and return the answer."""
+        resource, namespace = self._resource(kind), namespace or self.namespace
+        return self.transport.ask(verb, doing, resource=resource, namespace=namespace, **options)
+
+    def _resource(self, kind: Kind) -> Any:
+        """Return the package's Resource for a kind, from one cached request per API version.
+        The package's own discovery asks before the first call, without a deadline, and trusts a
+        file in the shared temporary folder. Errors: NotServed.
+        """
+        version = kind.api_version
+        resources = self._resources.get(version, {})
+        if kind.kind not in resources:
+            from kubernetes.dynamic import Resource
+
+            prefix = "apis" if "/" in version else "api"
+            doing, path = f"question for {version}", f"/{prefix}/{version}"
             try:
-                answer = self._transport.ask(Request("GET", kind.root, doing))
+                known = self.transport.ask("request", doing, method="get", path=path)["resources"]
             except NotFound:
-                answer = {"resources": []}
-            places = {
-                resource["kind"]: Place(resource["name"], resource["namespaced"])
-                for resource in answer["resources"]
-                if "/" not in resource["name"]  # a subresource
+                known = []
+            resources = self._resources[version] = {
+                row["kind"]: Resource(
+                    prefix, None, version, row["kind"], row["namespaced"], name=row["name"]
+                )
+                for row in known
+                if "/" not in row["name"]  # a subresource
             }
-            with self._lock:
-                self._places[kind.api_version] = places
-        if kind.kind not in places:
+        if kind.kind not in resources:
             raise NotServed(
                 f"the cluster does not know {kind}; it is too old, or lacks the definition (CRD)"
             )
-        return places[kind.kind]
-
-    def _path(
-        self, kind: Kind, name: str | None, namespace: str | None, subresource: str = ""
-    ) -> str:
-        kind_place = self._place(kind)
-        within = f"/namespaces/{namespace or self.namespace}" if kind_place.is_namespaced else ""
-        parts = (kind.root + within, kind_place.plural, name, subresource)
-        return "/".join(part for part in parts if part)
+        return resources[kind.kind]
 
 
-def _selected(labels: Mapping[str, str | None] | None, fields: str) -> list[tuple[str, str]]:
-    query = [("labelSelector", selector(labels))] if labels else []
-    return query + ([("fieldSelector", fields)] if fields else [])
+def _record(event: Mapping[str, Any], objects: dict[str, Object]) -> str:
+    """Apply an event of a watch to the known objects. Result: the version that it brings."""
+    obj = event["object"]
+    if event["type"] == "DELETED":
+        objects.pop(obj["metadata"]["uid"], None)
+    elif event["type"] != "BOOKMARK":
+        objects[obj["metadata"]["uid"]] = obj
+    return str(obj["metadata"]["resourceVersion"])
 
 
-def _raise_error(event: Object, doing: str) -> None:
-    """Raise KubeError if an event of a watch is an error. doing: for the message."""
-    if event["type"] == "ERROR":
-        status = event["object"]
-        raise error_of(int(status.get("code") or 500), json.dumps(status).encode(), doing)
+def selector(labels: Labels) -> str | None:
+    """Return the label selector of a query; None without labels."""
+    texts = (name if value is None else f"{name}={value}" for name, value in sorted(labels.items()))
+    return ",".join(texts) or None
+
+
+def name_of(obj: Object) -> str:
+    """Return kind and name for a message: `Deployment env-babyai`."""
+    return f"{obj.get('kind', 'object')} {obj['metadata'].get('name', '?')}"

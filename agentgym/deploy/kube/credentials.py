@@ -1,7 +1,7 @@
 """Identity for the API server: a context of a kubeconfig, or the account of the pod this runs in.
 
-Credentials in files are read again, at the latest when the API server no longer accepts them:
-tokens rotate within the hour.
+Credentials are read again when the API server no longer accepts them: tokens rotate within the
+hour.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ import functools
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
 from agentgym.config import ConfigError
 
 if TYPE_CHECKING:
-    from kubernetes.client import ApiClient
+    from kubernetes.dynamic import DynamicClient
 
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install -e '.[cluster]'"
-RENEW_S = 60.0  # how old credentials read from files may be
 NO_MAPPING = (ValueError, TypeError, AttributeError)  # errors of a kubeconfig with other content
 CONNECTIONS = 32  # kept open to one API server
+OF_CONNECTIONS = ("host", "ssl_ca_cert", "cert_file", "key_file", "verify_ssl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,51 +72,38 @@ class Source:
 
 
 class Session:
-    """A client of the package `kubernetes` with current credentials; threads may share it."""
+    """A dynamic client of the package `kubernetes` with current credentials; threads may share it.
 
-    def __init__(self, source: Source, clock: Callable[[], float] = time.monotonic) -> None:
+    The package itself renews a pod's token every minute, and a plugin's once it has expired.
+    """
+
+    def __init__(self, source: Source) -> None:
         """Load the credentials. Errors: ConfigError without the package, or if they
         cannot be read.
         """
         self.source = source
-        self._clock = clock
         self._lock = threading.Lock()
-        self._api = self._load()
-        self._loaded_at = clock()
+        self.client = self._load()
 
-    def api(self) -> ApiClient:
-        """Return the client with current credentials. Errors: ConfigError if a file can no longer
-        be read.
+    def renew(self, refused: DynamicClient) -> bool:
+        """Load the credentials again after a refusal. Return True if they are new ones.
+        Connections stay open if only the token is new. Errors: ConfigError.
         """
         with self._lock:
-            if self._clock() - self._loaded_at >= RENEW_S:
-                self._reload()
-            return self._api
-
-    def renew(self, refused: ApiClient) -> bool:
-        """Reload the credentials after a refusal. Return True if the token is a new one."""
-        with self._lock:
-            before = dict(refused.configuration.api_key)
-            if self._api is refused:
-                self._reload()
-            return dict(self._api.configuration.api_key) != before
+            if self.client is refused:
+                self.client = self._load()
+            old, new = refused.configuration, self.client.configuration
+            is_same = all(getattr(old, name) == getattr(new, name) for name in OF_CONNECTIONS)
+            if is_same:
+                self.client.client.rest_client = refused.client.rest_client
+            return not is_same or old.api_key != new.api_key
 
     def close(self) -> None:
-        self._api.close()
+        self.client.client.close()
 
-    def _reload(self) -> None:
-        """Reload the credentials. Connections stay open if only the token is new."""
-        fresh = self._load()
-        old, new = self._api.configuration, fresh.configuration
-        same = ("host", "ssl_ca_cert", "cert_file", "key_file", "verify_ssl")
-        if all(getattr(old, name) == getattr(new, name) for name in same):
-            fresh.rest_client = self._api.rest_client
-        self._api = fresh
-        self._loaded_at = self._clock()
-
-    def _load(self) -> ApiClient:
+    def _load(self) -> DynamicClient:
         try:
-            from kubernetes import client, config
+            from kubernetes import client, config, dynamic
         except ImportError as error:
             raise ConfigError(
                 f"Kubernetes needs its client ({error}); install it from the checkout: {INSTALL}"
@@ -140,7 +126,8 @@ class Session:
         settings.retries = False  # we repeat calls by our own rules
         settings.connection_pool_maxsize = CONNECTIONS
         settings.keep_alive = True
-        return client.ApiClient(settings)
+        # its discovery would ask now, and trust a file in the shared temporary folder
+        return dynamic.DynamicClient(client.ApiClient(settings), discoverer=lambda *_: None)
 
 
 @functools.cache
@@ -154,11 +141,3 @@ def _tell_once(source: str) -> None:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def authorized(api: Any, method: str, path: str, query: list[tuple[str, str]]) -> tuple[Any, ...]:
-    """Return (method, URL, headers) of a request, with the credentials added."""
-    method, url, headers, _, _ = api.param_serialize(
-        method, path, query_params=list(query), auth_settings=["BearerToken"]
-    )
-    return method, url, headers

@@ -1,20 +1,25 @@
-"""Settings and first weights of an engine, as values that can be sent to another process."""
+"""Settings and first weights of an engine, as values that can be sent to another process, and what
+vLLM is started with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor
 
-from agentgym.config import RunConfig
+from agentgym.config import RunConfig, VllmConfig
 from agentgym.models.checkpoint import ARCHITECTURE, SHARD_BYTES, WEIGHTS, Checkpoint
 from agentgym.models.model import weights_of
 from agentgym.models.tensorfiles import StoredTensors, digest_of, export_tensors
 from agentgym.models.transport import layout_of, weights_digest
-from agentgym.rollouts.policies.engines import engine_dtype
+from agentgym.rollouts.policies.engines import VLLM_RANKS, engine_dtype
+from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
 from agentgym.store.manifest import canonical_json, sha256
 
 
@@ -106,3 +111,85 @@ def first_digest(checkpoint: Checkpoint) -> str:
     if type(stored) is StoredTensors and len(stored.files) == 1:
         return stored.manifest.blobs[stored.files[0]].digest
     return weights_digest(first_weights(checkpoint))
+
+
+MOST_BATCHED = 8192  # tokens of one forward; at least a context
+
+
+# variables for vLLM's processes; a variable that is already set keeps its value
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",  # send nothing out
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # this process has threads
+    # silence messages that users cannot act on
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_LOGS": "-torch._library",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+}
+
+
+@contextmanager
+def engine_environment(settings: EngineSettings, folder: Path) -> Iterator[None]:
+    """Set the variables with which vLLM starts its processes, for the block.
+
+    folder: for their sockets, which vLLM does not remove.
+    """
+    vllm = VllmConfig(**settings.vllm)
+    variables = {
+        **ENVIRONMENT,
+        OWNER: str(os.getpid()),
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(vllm.start_timeout_s)),
+        "VLLM_CPU_KVCACHE_SPACE": str(vllm.cpu_cache_gib),
+        "VLLM_RPC_BASE_PATH": str(folder),
+    }
+    if vllm.tensor_parallel_size > 1:  # the CPU build would ask for a NUMA node for each
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    before = dict(os.environ)
+    os.environ.update({**variables, **before, OWNER: variables[OWNER]})
+    try:
+        yield
+    finally:  # also remove variables that vLLM sets itself
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def engine_arguments(settings: EngineSettings, folder: Path) -> Any:
+    """Return the arguments that vLLM is started with."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    vllm, context, on_gpu = (
+        VllmConfig(**settings.vllm),
+        settings.context_tokens,
+        settings.device != "cpu",
+    )
+    rank = settings.adapter["r"] if settings.adapter else 0
+    return AsyncEngineArgs(
+        model=str(folder),
+        load_format="auto" if any(folder.glob("*.safetensors")) else "dummy",
+        skip_tokenizer_init=True,  # tokens go in and come out
+        dtype=settings.dtype,
+        seed=0,  # each request has a seed of its own
+        max_model_len=context,
+        max_num_seqs=settings.num_slots,
+        max_num_batched_tokens=max(MOST_BATCHED, context),
+        # the CPU build cannot undo the draw of a prompt that it has read in part
+        enable_chunked_prefill=on_gpu,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
+        generation_config="vllm",  # ignore the model's own top_p
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        # in a Ray actor vLLM would start actors, for which no room is reserved
+        distributed_executor_backend="mp" if vllm.tensor_parallel_size > 1 else None,
+        enforce_eager=not (on_gpu and vllm.compile),
+        enable_sleep_mode=on_gpu,
+        worker_extension_cls=f"{WeightReceiver.__module__}.{WeightReceiver.__name__}",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        trust_remote_code=False,
+        **(
+            {"enable_lora": True, "max_lora_rank": min(size for size in VLLM_RANKS if size >= rank)}
+            if rank
+            else {}
+        ),
+        **({"gpu_memory_utilization": vllm.memory_frac} if on_gpu else {}),
+    )

@@ -1,5 +1,5 @@
 """Engines by name: the built-in ones, and those that installed packages offer under the entry point
-group `agentgym.engines`. Other modules do not name engines.
+group `agentgym.engines`, and what they count. Other modules do not name engines.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, distributions, entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.trust import untrusted_python
-from agentgym.types import Policy
+from agentgym.types import EngineUsage, Policy
 
-if TYPE_CHECKING:  # the table of steps needs only names
+if TYPE_CHECKING:
     import torch
 
     from agentgym.models.adapter import Adapter
     from agentgym.models.checkpoint import Checkpoint
-    from agentgym.models.tolerance import Tolerance, Tolerances
+    from agentgym.models.fidelity import Tolerance, Tolerances
 
 ENTRY_POINT_GROUP = "agentgym.engines"
 BUILT_IN = {
@@ -219,3 +220,35 @@ def _entry(name: str) -> EntryPoint:
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
         raise ConfigError(f"rollout.engine: unknown engine {name!r}; {hint}")
     return entries[name]
+
+
+class Meter:
+    """An accumulator of request counts over time; call `requests` at every change."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._since = clock, clock()
+        self._num_running = self._num_waiting = 0
+        self._prompt_tokens = self._cached_tokens = 0
+        self._busy_s = 0.0
+        self._depth_s: dict[int, float] = {}
+
+    def requests(self, *, running: int, waiting: int) -> None:
+        """Record the number of running and of waiting requests from now on."""
+        now = self._clock()
+        elapsed_s, self._since = now - self._since, now
+        if self._num_running:
+            self._busy_s += elapsed_s
+        self._depth_s[self._num_waiting] = self._depth_s.get(self._num_waiting, 0.0) + elapsed_s
+        self._num_running, self._num_waiting = running, waiting
+
+    def prompt(self, num_tokens: int, num_cached: int) -> None:
+        """Count one prompt, whose first `num_cached` tokens had cached keys and values."""
+        self._prompt_tokens += num_tokens
+        self._cached_tokens += num_cached
+
+    def usage(self) -> EngineUsage:
+        """Usage from the start until now."""
+        self.requests(running=self._num_running, waiting=self._num_waiting)
+        return EngineUsage(
+            self._prompt_tokens, self._cached_tokens, self._busy_s, dict(self._depth_s)
+        )

@@ -24,7 +24,7 @@ from typing import Any, Protocol, Self, cast
 from agentgym.deploy.owned import end_with_owner
 from agentgym.models.transport import FromProcess
 from agentgym.rollouts.policies.engine_settings import EngineSettings
-from agentgym.rollouts.policies.wire import (
+from agentgym.rollouts.policies.host_protocol import (
     SOCKET,
     HostBusy,
     Outbox,

@@ -19,7 +19,13 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from agentgym.rollouts.episode import ContextFull, Episode, PlayerFailed, Said, environment_waits
+from agentgym.rollouts.episode import (
+    ContextFull,
+    Episode,
+    PlayerFailed,
+    PlayerReply,
+    environment_waits,
+)
 from agentgym.rollouts.players import chance
 from agentgym.rollouts.policies.prices import Tariff
 from agentgym.types import Item, Sampling, Usage
@@ -326,12 +332,12 @@ class HostedPlayer:
         self._messages.append({"role": "user", "content": episode.first_observation})
         return True
 
-    async def act(self, session: Any, sampling: Sampling) -> Said:
+    async def act(self, session: Any, sampling: Sampling) -> PlayerReply:
         with environment_waits():
             answer = await self._model.chat(self._messages, sampling, self._spend)
         self._num_tokens = answer.num_tokens
         self._messages.append({"role": "assistant", "content": answer.text})
-        return Said(answer.text)
+        return PlayerReply(answer.text)
 
     def hear(self, observation: str, *, last: bool) -> bool:
         self._messages.append({"role": "user", "content": observation})

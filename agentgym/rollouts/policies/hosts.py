@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from agentgym.config import ConfigError, RunConfig
 from agentgym.deploy.owned import owned_process, tail
 from agentgym.rollouts.policies.engines import engine_entry, engine_python
-from agentgym.rollouts.policies.wire import (
+from agentgym.rollouts.policies.host_protocol import (
     SOCKET,
     HostBusy,
     HostLost,

@@ -29,8 +29,8 @@ from agentgym.rollouts.policies.engine_settings import (
     settings_of,
     write_model,
 )
+from agentgym.rollouts.policies.host_protocol import HostLost, Outbox, raised, read
 from agentgym.rollouts.policies.hosts import Connection, take
-from agentgym.rollouts.policies.wire import HostLost, Outbox, raised, read
 from agentgym.types import Completion, Delivery, EngineUsage, Sampling
 
 logger = logging.getLogger(__name__)

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 
 from agentgym.config import RunConfig
+from agentgym.defaults import return_memory
 from agentgym.models.attention import PackedSequences, require_ragged
 from agentgym.models.cache import CachedRows, KeyValueCache
 from agentgym.models.checkpoint import Checkpoint
+from agentgym.models.fidelity import TORCH, Tolerances
 from agentgym.models.half import keep_wide_weights
-from agentgym.models.memory import return_memory
 from agentgym.models.model import load_weights, set_threads
-from agentgym.models.prefixes import common_tokens
-from agentgym.models.tolerance import TORCH, Tolerances
+from agentgym.models.networks import common_tokens
 from agentgym.models.transport import require_newer
 from agentgym.rollouts.policies.draw import sample, uniforms
-from agentgym.rollouts.policies.meter import Meter
+from agentgym.rollouts.policies.engines import Meter
 from agentgym.types import Completion, Delivery, EngineUsage, SampleKey, Sampling
 
 logger = logging.getLogger(__name__)

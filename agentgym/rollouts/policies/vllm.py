@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -22,11 +21,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from agentgym.config import RunConfig, VllmConfig
+from agentgym.config import RunConfig
 from agentgym.models.checkpoint import SHARD_BYTES, WEIGHTS, Checkpoint, save_adapter
+from agentgym.models.fidelity import VLLM, Tolerances
 from agentgym.models.model import weights_of
 from agentgym.models.tensorfiles import StoredTensors, export_tensors, require_fit
-from agentgym.models.tolerance import VLLM, Tolerances
 from agentgym.models.transport import (
     Broadcast,
     FromProcess,
@@ -38,10 +37,14 @@ from agentgym.models.transport import (
     write_weights,
 )
 from agentgym.rollouts.policies.draw import seed_of
-from agentgym.rollouts.policies.engine_settings import EngineSettings, settings_of, write_model
-from agentgym.rollouts.policies.engines import VLLM_RANKS
-from agentgym.rollouts.policies.meter import Meter
-from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
+from agentgym.rollouts.policies.engine_settings import (
+    EngineSettings,
+    engine_arguments,
+    engine_environment,
+    settings_of,
+    write_model,
+)
+from agentgym.rollouts.policies.engines import Meter
 from agentgym.types import Completion, Delivery, EngineUsage, Sampling
 
 logger = logging.getLogger(__name__)
@@ -49,17 +52,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 LOWEST = 0.01  # lowest temperature above 0
 FIRST_ADAPTER = "adapter"  # folder of the adapter that it begins with
-MOST_BATCHED = 8192  # tokens of one forward; at least a context
-# variables for vLLM's processes; a variable that is already set keeps its value
-ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",  # send nothing out
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # this process has threads
-    # silence messages that users cannot act on
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TORCH_LOGS": "-torch._library",
-    "PYTHONWARNINGS": "ignore::FutureWarning",
-}
 
 
 def _parameters(**options: Any) -> Any:
@@ -91,7 +83,9 @@ def _of_tokens(logprobs: Any, ids: Sequence[int]) -> list[float]:
 
 
 class VllmPolicy:
-    """Policy that samples with vLLM's copy of the weights; only `publish` changes them."""
+    """Policy that samples with vLLM's copy of the weights. `begin` sets the weights that a session
+    begins with; after that only `publish` changes them.
+    """
 
     repeats_draws: ClassVar[bool] = False
     tolerances: ClassVar[Tolerances] = VLLM
@@ -143,10 +137,10 @@ class VllmPolicy:
         folder: the policy's own from here on, with config.json and weights, deleted once read;
         without weights the engine starts with random ones and gets the first in `begin`.
         """
-        with _environment(settings, folder):
+        with engine_environment(settings, folder):
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            engine = AsyncLLM.from_engine_args(_arguments(settings, folder))
+            engine = AsyncLLM.from_engine_args(engine_arguments(settings, folder))
         for path in folder.iterdir():  # vLLM has read these large files
             if path.is_file():
                 path.unlink()
@@ -406,73 +400,6 @@ class VllmPolicy:
                 self._num_publishing -= 1
                 async with self._changed:
                     self._changed.notify_all()
-
-
-@contextmanager
-def _environment(settings: EngineSettings, folder: Path) -> Iterator[None]:
-    """Set the variables with which vLLM starts its processes, for the block.
-
-    folder: for their sockets, which vLLM does not remove.
-    """
-    vllm = VllmConfig(**settings.vllm)
-    variables = {
-        **ENVIRONMENT,
-        OWNER: str(os.getpid()),
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(vllm.start_timeout_s)),
-        "VLLM_CPU_KVCACHE_SPACE": str(vllm.cpu_cache_gib),
-        "VLLM_RPC_BASE_PATH": str(folder),
-    }
-    if vllm.tensor_parallel_size > 1:  # the CPU build would ask for a NUMA node for each
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    before = dict(os.environ)
-    os.environ.update({**variables, **before, OWNER: variables[OWNER]})
-    try:
-        yield
-    finally:  # also remove variables that vLLM sets itself
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _arguments(settings: EngineSettings, folder: Path) -> Any:
-    """Return the arguments that vLLM is started with."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    vllm, context, on_gpu = (
-        VllmConfig(**settings.vllm),
-        settings.context_tokens,
-        settings.device != "cpu",
-    )
-    rank = settings.adapter["r"] if settings.adapter else 0
-    return AsyncEngineArgs(
-        model=str(folder),
-        load_format="auto" if any(folder.glob("*.safetensors")) else "dummy",
-        skip_tokenizer_init=True,  # tokens go in and come out
-        dtype=settings.dtype,
-        seed=0,  # each request has a seed of its own
-        max_model_len=context,
-        max_num_seqs=settings.num_slots,
-        max_num_batched_tokens=max(MOST_BATCHED, context),
-        # the CPU build cannot undo the draw of a prompt that it has read in part
-        enable_chunked_prefill=on_gpu,
-        enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
-        generation_config="vllm",  # ignore the model's own top_p
-        tensor_parallel_size=vllm.tensor_parallel_size,
-        # in a Ray actor vLLM would start actors, for which no room is reserved
-        distributed_executor_backend="mp" if vllm.tensor_parallel_size > 1 else None,
-        enforce_eager=not (on_gpu and vllm.compile),
-        enable_sleep_mode=on_gpu,
-        worker_extension_cls=f"{WeightReceiver.__module__}.{WeightReceiver.__name__}",
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        trust_remote_code=False,
-        **(
-            {"enable_lora": True, "max_lora_rank": min(size for size in VLLM_RANKS if size >= rank)}
-            if rank
-            else {}
-        ),
-        **({"gpu_memory_utilization": vllm.memory_frac} if on_gpu else {}),
-    )
 
 
 def _write_weights(folder: Path, checkpoint: Checkpoint) -> None:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from agentgym.algorithms.advantages import ADVANTAGES, whiten, with_advantages
-from agentgym.algorithms.batch import Batch
-from agentgym.algorithms.experience import Experience
+from agentgym.algorithms.batch import Batch, Experience
 
 
 def experience(sequences, groups, env_ids=None, **more):

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from agentgym.audit.episodes import _replay
-from agentgym.audit.report import Checks
+from agentgym.audit.findings import Checks
 from agentgym.config import EnvConfig
-from agentgym.rollouts.metrics import rollout_metrics
+from agentgym.rollouts.collect import rollout_metrics
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Item, Status, Trajectory, Turn
 from envs.wire import FAMILY, INVALID

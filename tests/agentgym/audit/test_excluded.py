@@ -6,7 +6,7 @@ import pytest
 
 from agentgym.audit import audit
 from agentgym.audit.excluded import MAX_CHANCE, _check_chance, at_most
-from agentgym.audit.report import Checks
+from agentgym.audit.findings import Checks
 from agentgym.types import Item, Status, Trajectory, Turn
 
 LAST = "evaluate-stage-2"

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
+from agentgym.audit.findings import Checks
 from agentgym.audit.registered import check_registry
-from agentgym.audit.report import Checks
-from agentgym.audit.steps import read_steps
+from agentgym.audit.stored_steps import read_steps
 from agentgym.cli import main
 from agentgym.config import ConfigError, load_config
 from agentgym.evaluation.policies import PolicyName

@@ -7,22 +7,13 @@ import torch
 from safetensors.torch import load, save
 
 from agentgym.audit import audit
-from agentgym.audit.report import Checks
+from agentgym.audit.findings import Checks
 from agentgym.audit.sampling import _Deviations, _Judge
 from agentgym.models.attention import PackedSequences
 from agentgym.models.checkpoint import WEIGHTS, load_checkpoint
 from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import Blob
-from agentgym.types import Status
-
-
-def played(forger, step="stage-1", seq=0, status=Status.MAX_TURNS):
-    """An episode that failed by its horizon: index, episode."""
-    return next(
-        (i, e)
-        for i, e in enumerate(forger.episodes(step, seq))
-        if e.status is status and len(e.turns) > 2
-    )
+from tests.agentgym.audit.test_episodes import played
 
 
 def test_a_forged_token_with_its_action_is_not_what_the_weights_sampled(forger):

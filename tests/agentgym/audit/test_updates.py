@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from agentgym.audit.report import Checks
-from agentgym.audit.steps import read_steps
+from agentgym.audit.findings import Checks
+from agentgym.audit.stored_steps import read_steps
 from agentgym.audit.updates import check_updates
 from agentgym.cli import main
 from agentgym.pipeline.table import open_store

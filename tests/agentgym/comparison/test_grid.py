@@ -2,7 +2,7 @@
 
 import copy
 
-from agentgym.comparison.grid import grid_files, grid_markdown, lines_png
+from agentgym.comparison.shown import result_files, table_markdown
 
 
 def estimate(mean, seeds=(0,)):
@@ -62,7 +62,7 @@ TABLE = {
 
 
 def test_methods_are_lines_and_environments_columns():
-    text = grid_markdown(TABLE)
+    text = table_markdown(TABLE)
     avg = text.split("\n\n")[2].splitlines()
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in avg] == [
         ["recipe", "horizon", "babyai", "textcraft"],
@@ -76,25 +76,25 @@ def test_methods_are_lines_and_environments_columns():
     assert "babyai: 50 test items x 4 samples at temperature 1, 3 turns" in text
     assert "Not in the table, because not done: ppo in textcraft seed 0." in text
     nothing = {**TABLE, "rows": [], "contrasts": []}
-    assert grid_markdown(nothing) == "# A few\n\nNo cell is done.\n"
-    assert set(grid_files(nothing)) == {"few.json", "few.md"}
+    assert table_markdown(nothing) == "# A few\n\nNo cell is done.\n"
+    assert set(result_files(nothing)) == {"few.json", "few.md"}
 
 
 def test_starts_that_differ_are_in_no_line_of_their_own():
     other = copy.deepcopy(TABLE)
     other["rows"][2]["start"]["avg_at_4"] = estimate(0.1)
-    parts = grid_markdown(other).split("\n\n")
+    parts = table_markdown(other).split("\n\n")
     assert "*start*" not in parts[2]
     assert "*start*" in parts[4]  # pass@4 began alike
 
 
 def test_figures_are_drawn_where_there_is_something_to_draw_and_are_the_same_every_time():
-    files = grid_files(TABLE)
+    files = result_files(TABLE)
     assert set(files) == {
         f"few{end}" for end in (".json", ".md", ".png", "_turns.png", "_pass.png", "_curves.png")
     }
     assert all(files[name].startswith(b"\x89PNG") for name in files if name.endswith(".png"))
-    assert files == grid_files(TABLE)
+    assert files == result_files(TABLE)
     blind = {**TABLE, "rows": [row("grpo", "babyai", 0.5, turns=False)]}
-    assert lines_png(blind, "turns", "turns") is None
-    assert "No success against turns in babyai: the policy is told" in grid_markdown(blind)
+    assert "few_turns.png" not in result_files(blind)
+    assert "No success against turns in babyai: the policy is told" in table_markdown(blind)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from agentgym.cli import main
-from agentgym.comparison.versus import Named, overall, versus
+from agentgym.comparison.versus import NamedResult, overall, versus
 from agentgym.comparison.versus_report import PAGE, files, lines, table_markdown
 from agentgym.config import ConfigError
 from agentgym.evaluation.numbers import numbers_of
@@ -48,7 +48,7 @@ def result(name, gain, seed=1, **about):
 @pytest.fixture(scope="module")
 def found():
     named = [
-        Named(name, result(name, gain, seed))
+        NamedResult(name, result(name, gain, seed))
         for name, gain, seed in (("plain <b>", 0.0, 1), ("strong $x$", 0.4, 2), ("twin", 0.0, 3))
     ]
     return versus(named)
@@ -68,8 +68,8 @@ def test_the_first_result_is_the_baseline_and_a_better_one_is_told_apart(found):
 
 
 def test_a_result_beside_itself_is_the_same_policy():
-    one = Named("one", result("one", 0.2))
-    contrast = versus([one, Named("again", one.result)])["contrasts"][0]
+    one = NamedResult("one", result("one", 0.2))
+    contrast = versus([one, NamedResult("again", one.result)])["contrasts"][0]
     assert (contrast["same_policy"], contrast["verdict"]) == (True, "not shown")
     assert contrast["envs"]["babyai"]["num_ties"] == 60
 
@@ -112,7 +112,7 @@ def test_a_policy_that_is_told_its_horizon_has_no_curve_against_turns(tmp_path):
     parquet.write_table(
         pyarrow.Table.from_pylist(rows, schema=kinds), tmp_path / "episodes.parquet"
     )
-    named = [Named("a", result("a", 0.1), tmp_path), Named("b", result("b", 0.1, 2))]
+    named = [NamedResult("a", result("a", 0.1), tmp_path), NamedResult("b", result("b", 0.1, 2))]
     own = versus(named)["results"][0]["envs"]
     assert "told its horizon" in own["babyai"]["no_turns_curve"]
     assert [curve["axis"] for curve in own["babyai"]["curves"]] == ["tokens", "seconds"]
@@ -121,15 +121,15 @@ def test_a_policy_that_is_told_its_horizon_has_no_curve_against_turns(tmp_path):
 
 def test_invalid_results_and_other_questions_are_refused():
     with pytest.raises(ConfigError, match="two results or more"):
-        versus([Named("a", result("a", 0.1))])
+        versus([NamedResult("a", result("a", 0.1))])
     good = result("a", 0.1)
     other = Result({**good.identity, "prompts": "q"}, good.slots, good.numbers, good.about)
     with pytest.raises(ConfigError, match='prompts: "p" and "q"'):
-        versus([Named("a", good), Named("b", other)])
+        versus([NamedResult("a", good), NamedResult("b", other)])
     failed = Slot("babyai", "babyai_0", 1, outcome=Outcome.ENV_ERROR)
     bad = Result(good.identity, (failed,) * 9 + good.slots[:1], {}, good.about)
     with pytest.raises(ConfigError, match=r"invalid: coverage 10\.0%"):
-        versus([Named("a", good), Named("b", bad)])
+        versus([NamedResult("a", good), NamedResult("b", bad)])
     assert overall(["better", "worse"]) == "mixed"
 
 

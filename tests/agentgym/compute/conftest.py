@@ -13,8 +13,8 @@ from agentgym.data.items import ItemStream, load_splits
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.records import TRAJECTORIES, decode_trajectories
-from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS
+from agentgym.steps.step import stages
 from agentgym.tracking.points import decode_points
 from tests.first_steps import BEFORE_AND_EVALUATED
 
@@ -50,16 +50,16 @@ def kill_worker_at(monkeypatch):
     def prepare(step, count):
         killed, collect = [], RayEngine.collect
 
-        def collecting(self, items, **settings):
+        def collecting(self, request):
             finished = []
 
             def progress(number):
                 finished.append(number)
-                if settings["step"] == step and len(finished) == count and not killed:
+                if request.step == step and len(finished) == count and not killed:
                     killed.append(self.workers[0].where)
                     os.kill(int(killed[0].split()[1]), signal.SIGKILL)
 
-            return collect(self, items, **settings, progress=progress)
+            return collect(self, request, progress=progress)
 
         monkeypatch.setattr(RayEngine, "collect", collecting)
         return killed

@@ -20,10 +20,11 @@ from agentgym.compute.learner_ranks import RankLost
 from agentgym.compute.rollout_workers import WorkersLost
 from agentgym.config import ConfigError, OptimizerConfig, load_config
 from agentgym.deploy.attempts import RayUnreachable
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import WEIGHTS
 from agentgym.models.tensorfiles import StoredTensors
 from agentgym.pipeline.run import run_step
+from tests.waiting import wait_until
 
 ray = pytest.mark.ray
 STEP = "import sys; from agentgym.cli import main; sys.exit(main(['step', *sys.argv[1:]]))"
@@ -138,14 +139,6 @@ def auth_settings():
     return {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")}
 
 
-def wait_for(what, seconds=240):
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return found
-
-
 @ray
 @pytest.mark.timeout(900)
 def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(
@@ -159,9 +152,9 @@ def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(
         [sys.executable, "-c", STEP, "stage-1", "--params", str(warm)]
         + [word for each in broadcasting for word in ("--set", each)]
     ) as process:
-        wait_for(lambda: list(cfg.store.path.glob("steps/stage-1-*/manifests/000000.json")))
+        wait_until(lambda: list(cfg.store.path.glob("steps/stage-1-*/manifests/000000.json")), 240)
         process.kill()
-    wait_for(lambda: not local_ray(), 60)
+    wait_until(lambda: not local_ray())
     assert list(cluster.TEMP_ROOT.glob(f"{cluster.TEMP_PREFIX}*"))  # nobody was there to remove it
 
     killed = kill_worker_at(step=2, count=3)
@@ -171,7 +164,7 @@ def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(
         r" again",
         caplog.text,
     )
-    wait_for(lambda: not local_ray(), 60)
+    wait_until(lambda: not local_ray())
     # the other one's was removed on the way
     assert not list(cluster.TEMP_ROOT.glob(f"{cluster.TEMP_PREFIX}*"))
     assert signal.getsignal(signal.SIGTERM) == handler

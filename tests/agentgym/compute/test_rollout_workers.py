@@ -13,7 +13,7 @@ from agentgym.config import OptimizerConfig, RunConfig
 from agentgym.learner.learner import LocalLearner
 from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.transport import TransportBroken
-from agentgym.rollouts.loop import LoopThread
+from agentgym.rollouts.engine import LoopThread, RolloutRequest
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import EngineMismatch, EngineUsage, Item, Status, Trajectory
 
@@ -136,6 +136,9 @@ def test_weights_that_do_not_arrive_alone_either_end_it(engine_of):
         engine.publish(Learner(), 7)
 
 
+REQUEST = RolloutRequest(
+    [Item("babyai", 1)], num_samples=1, step=1, max_turns=5, temperature=1.0, seed=0
+)
 SHARED = {"compute_device": "cuda", "compute": "ray"}
 
 
@@ -158,10 +161,7 @@ SHARED = {"compute_device": "cuda", "compute": "ray"}
 )
 def test_workers_that_may_share_a_gpu_with_a_rank_sleep_between_rollouts(engine_of, settings, did):
     engine = engine_of(taken, **settings)
-    played = engine.collect(
-        [Item("babyai", 1)], num_samples=1, step=1, max_turns=5, temperature=1.0, seed=0
-    )
-    assert played == [EPISODE]
+    assert engine.collect(REQUEST) == [EPISODE]
     assert engine.workers[0].actor.did == did
 
 
@@ -172,8 +172,7 @@ def test_a_worker_lost_before_it_wakes_is_replaced_and_the_episode_is_played(eng
     )
     engine.workers[0].actor.wake = Call(died)
     engine.workers[0].actor.wake.remote = lambda: Call(died).remote(None)
-    asked = {"num_samples": 1, "step": 1, "max_turns": 5, "temperature": 1.0, "seed": 0}
-    assert engine.collect([Item("babyai", 1)], **asked) == [EPISODE]
+    assert engine.collect(REQUEST) == [EPISODE]
     assert engine.workers[0].actor.did == ["play", "sleep"]
 
 

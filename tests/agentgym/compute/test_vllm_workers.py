@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from agentgym.config import load_config
-from agentgym.models.tolerance import VLLM
+from agentgym.models.fidelity import VLLM
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.steps.context import METRICS

@@ -5,8 +5,10 @@ import json
 import pytest
 
 from agentgym.config import ConfigError, load_config
-from agentgym.data.check import load_data
+from agentgym.data.check import load_data, repeated_tasks
+from agentgym.data.items import DataError
 from agentgym.pipeline.run import run_step
+from agentgym.types import Item
 
 
 @pytest.fixture
@@ -104,3 +106,40 @@ def test_a_step_that_could_draw_an_item_twice_is_bad_input(tmp_path, tiny_params
     assert load_data(
         load_config(params, ["algorithm.recipe=sft", f"rollout.items_per_step={most + 1}"])
     )
+
+
+def test_tasks_under_several_ids_are_counted_by_split_and_named() -> None:
+    items = [
+        Item("toy", task, split)
+        for split, tasks in (("train", (1, 2, 3)), ("validation", (4,)), ("test", (5, 6, 7)))
+        for task in tasks
+    ]
+    assert repeated_tasks(items, ["a", "b", "a", "c", "b", "c", "d"]) == (
+        "toy: 1 of 3 train items are the same task as another train item: toy_3 = toy_1",
+        (
+            "toy: 1 of 3 test items are the same task as a train item: toy_5 = toy_2; test is not"
+            " held out"
+        ),
+        (
+            "toy: 1 of 3 test items are the same task as a validation item: toy_6 = toy_4; test is"
+            " not held out"
+        ),
+    )
+    assert repeated_tasks(items, list("abcdefg")) == ()
+    many = [Item("toy", task, "test") for task in range(8)]
+    (warning,) = repeated_tasks(many, ["a"] * 8)
+    assert warning.endswith(
+        "toy_1 = toy_0, toy_2 = toy_0, toy_3 = toy_0, toy_4 = toy_0, toy_5 = toy_0 and 2 more"
+    )
+
+
+def test_items_that_name_no_task_are_refused_and_named() -> None:
+    items = [Item("toy", task) for task in range(3)]
+    with pytest.raises(
+        DataError,
+        match=(
+            r"^toy: toy_0, toy_2 name no task of the environment as it is set; correct the lists or"
+            r" its options$"
+        ),
+    ):
+        repeated_tasks(items, [None, "a", None])

@@ -19,7 +19,6 @@ from agentgym.data.items import (
     load_splits,
     mix_splits,
     parse_item_id,
-    repeated_tasks,
     splits_from_json,
 )
 from agentgym.types import Item
@@ -216,43 +215,6 @@ def test_items_in_both_lists_are_a_leak_and_five_are_named(tmp_path: Path) -> No
         in message
     )
     assert "the test is not held out" in message
-
-
-def test_tasks_under_several_ids_are_counted_by_split_and_named() -> None:
-    items = [
-        Item("toy", task, split)
-        for split, tasks in (("train", (1, 2, 3)), ("validation", (4,)), ("test", (5, 6, 7)))
-        for task in tasks
-    ]
-    assert repeated_tasks(items, ["a", "b", "a", "c", "b", "c", "d"]) == (
-        "toy: 1 of 3 train items are the same task as another train item: toy_3 = toy_1",
-        (
-            "toy: 1 of 3 test items are the same task as a train item: toy_5 = toy_2; test is not"
-            " held out"
-        ),
-        (
-            "toy: 1 of 3 test items are the same task as a validation item: toy_6 = toy_4; test is"
-            " not held out"
-        ),
-    )
-    assert repeated_tasks(items, list("abcdefg")) == ()
-    many = [Item("toy", task, "test") for task in range(8)]
-    (warning,) = repeated_tasks(many, ["a"] * 8)
-    assert warning.endswith(
-        "toy_1 = toy_0, toy_2 = toy_0, toy_3 = toy_0, toy_4 = toy_0, toy_5 = toy_0 and 2 more"
-    )
-
-
-def test_items_that_name_no_task_are_refused_and_named() -> None:
-    items = [Item("toy", task) for task in range(3)]
-    with pytest.raises(
-        DataError,
-        match=(
-            r"^toy: toy_0, toy_2 name no task of the environment as it is set; correct the lists or"
-            r" its options$"
-        ),
-    ):
-        repeated_tasks(items, [None, "a", None])
 
 
 def test_an_empty_list_is_refused(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 from agentgym.config import load_config
-from agentgym.deploy.kube import Kind, KubeError
-from agentgym.deploy.kube.client import connect
-from agentgym.deploy.kube.kinds import POD
+from agentgym.deploy.kube.calls import KubeError
+from agentgym.deploy.kube.client import POD, Kind, connect
 from agentgym.deploy.manifests import ENVIRONMENT_LABEL, rendered
 
 NAMESPACE = Kind("v1", "Namespace")
@@ -21,9 +20,10 @@ def end_pods(admin):
     """As kubelets of servers without sessions do: hollow ones take ten seconds to end a pod."""
     kube = connect(kubeconfig=admin.kubeconfig, namespace=admin.namespace)
     with contextlib.suppress(KubeError):  # the tests are over
-        for change in kube.watch(POD, for_s=3600.0):
-            if change.object.get("metadata", {}).get("deletionTimestamp"):
-                kube.delete(POD, change.object["metadata"]["name"], grace_s=0)
+        for pods in kube.watch(POD, for_s=3600.0):
+            for pod in pods:
+                if pod["metadata"].get("deletionTimestamp"):
+                    kube.delete(POD, pod["metadata"]["name"], grace_s=0)
 
 
 @pytest.fixture(scope="session")

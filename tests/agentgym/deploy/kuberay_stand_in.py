@@ -20,7 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from agentgym.deploy.kube import Kind, Kube, NotFound
+from agentgym.deploy.kube.calls import NotFound
+from agentgym.deploy.kube.client import Kind, Kube
 from agentgym.deploy.kuberay import RAY_CLUSTER, RAY_JOB
 
 POLL_S = 0.3

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentgym.config import ConfigError
-from agentgym.deploy.capacity import CAPACITIES, replicas_for
+from agentgym.deploy.manifests import CAPACITIES, replicas_for
 
 RESULT = Path(__file__).parents[3] / "docs/results/capacity.json"
 

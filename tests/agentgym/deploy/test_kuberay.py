@@ -15,7 +15,7 @@ from agentgym.config import ConfigError, load_config
 from agentgym.deploy import jobs
 from agentgym.deploy.attempts import Job, Phase, RayJobFailed
 from agentgym.deploy.jobs import run_as_job
-from agentgym.deploy.kube import Kind, connect
+from agentgym.deploy.kube.client import Kind, connect
 from agentgym.deploy.kuberay import RAY_CLUSTER, RAY_JOB, KubeRay, end_jobs, look_at, overlap
 from agentgym.deploy.rayjob import rayjob
 from agentgym.store.posix import posix_store

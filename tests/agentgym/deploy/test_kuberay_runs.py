@@ -5,7 +5,6 @@ here, not KubeRay.
 """
 
 import base64
-import importlib.util
 import os
 import secrets
 import subprocess
@@ -18,22 +17,15 @@ import pytest
 from agentgym.audit import audit
 from agentgym.config import load_config
 from agentgym.deploy import rayjobs
-from agentgym.deploy.kube import Kind, connect
+from agentgym.deploy.kube.client import Kind, connect
 from agentgym.deploy.kuberay import RAY_CLUSTER, RAY_JOB
 from agentgym.pipeline.run import STAYS_HERE, run_step
 from agentgym.pipeline.table import finished, open_store, run_label, steps_of
+from tests.agentgym.deploy.kuberay_stand_in import StandIn
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.ray, pytest.mark.slow]
 
 STEP = "import sys; from agentgym.cli import main; sys.exit(main(sys.argv[1:]))"
-
-
-def beside(name):
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +73,7 @@ def operator(kube, ray_cluster, s3_endpoint, tmp_path, monkeypatch):
     kube.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": credentials})
     (tmp_path / "jobs").mkdir()
     client = rayjobs._connect(ray_cluster.dashboard)
-    with beside("kuberay_stand_in").StandIn(kube, client, tmp_path / "jobs") as operator:
+    with StandIn(kube, client, tmp_path / "jobs") as operator:
         yield operator
 
 

@@ -14,14 +14,12 @@ import pytest
 from agentgym.cli import main
 from agentgym.config import ConfigError, EnvConfig, load_config
 from agentgym.deploy import kubernetes
-from agentgym.deploy.capacity import CAPACITIES
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.fleets.addresses import listed
-from agentgym.deploy.fleets.lease import HOLDER, KEPT, acquire, groups
-from agentgym.deploy.fleets.sending import remaining, send
-from agentgym.deploy.kube import Forbidden, Kind
-from agentgym.deploy.kube.client import connect
-from agentgym.deploy.kube.kinds import DEPLOYMENT, LEASE, POD, SECRET
+from agentgym.deploy.fleets.fleet_lease import HOLDER, KEPT, acquire, groups
+from agentgym.deploy.fleets.startup import remaining, send
+from agentgym.deploy.kube.calls import Forbidden
+from agentgym.deploy.kube.client import DEPLOYMENT, LEASE, POD, SECRET, Kind, connect
 from agentgym.deploy.kubernetes import (
     Plan,
     check_fleets,
@@ -31,6 +29,7 @@ from agentgym.deploy.kubernetes import (
     keep_up,
     orphans,
 )
+from agentgym.deploy.manifests import CAPACITIES
 
 
 def load(*overrides):
@@ -255,7 +254,7 @@ def test_the_flows_account_is_refused_what_it_does_not_need(admin, flow_kubeconf
     with pytest.raises(Forbidden):
         kube.create(pod)
     with pytest.raises(Forbidden):
-        kube.list(DEPLOYMENT, namespace="default")
+        kube.get(DEPLOYMENT, "any", namespace="default")
     kube.close()
 
 

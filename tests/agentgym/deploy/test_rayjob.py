@@ -7,8 +7,7 @@ import yaml
 
 from agentgym.config import ConfigError, load_config
 from agentgym.deploy.attempts import Job
-from agentgym.deploy.rayjob import image_of, rayjob
-from agentgym.deploy.sent import main
+from agentgym.deploy.rayjob import image_of, main, rayjob
 
 RUN_KEY, KEY = "ab12" * 16, "cd34" * 16
 IMAGE = "registry/agentgym@sha256:" + "0" * 64

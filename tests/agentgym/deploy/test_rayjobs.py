@@ -11,10 +11,9 @@ import pytest
 
 from agentgym.config import ConfigError, load_config
 from agentgym.deploy import rayjobs
-from agentgym.deploy.attempts import RayUnreachable
+from agentgym.deploy.attempts import RayUnreachable, sent_config
 from agentgym.deploy.jobs import run_as_job
 from agentgym.deploy.rayjobs import auth_headers
-from agentgym.deploy.sent import sent_config
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store, run_key
 

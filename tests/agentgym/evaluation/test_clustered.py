@@ -2,9 +2,7 @@
 truth is known.
 """
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,28 +10,15 @@ import pytest
 from scipy.stats import t as student
 
 from agentgym.evaluation.clustered import clustered_interval, family_codes, moments
+from tests.benched import benchmark
 
 NAN = float("nan")
 ROOT = Path(__file__).parents[3]
-BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def clusters():
-    outer = sys.modules.pop("coverage", None)  # the package of that name is not meant
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec = importlib.util.spec_from_file_location("clusters", BENCHMARKS / "clusters.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["clusters"] = module  # a dataclass looks itself up
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name in ("clusters", "coverage"):
-            sys.modules.pop(name, None)
-        if outer is not None:
-            sys.modules["coverage"] = outer
+def intervals():
+    return benchmark("intervals")
 
 
 def test_without_families_it_is_the_t_interval_everybody_knows():
@@ -77,10 +62,12 @@ def test_a_difference_of_nothing_keeps_a_width_and_a_p_of_one():
 
 @pytest.mark.parametrize("families", [0, 5, 30])
 @pytest.mark.parametrize("kind", ["share", "difference"])
-def test_the_interval_covers(clusters, families, kind):
-    """A reduced twin of `make coverage`."""
-    world = clusters.World(kind, "avg", 0.3, 120, 4, 1.0, families, 0.7 if families else 0.0)
-    found = clusters.simulate(world, 3000, np.random.Generator(np.random.Philox(5)))["coverage"]
+def test_the_interval_covers(intervals, families, kind):
+    """A reduced twin of `make measure NAME=intervals`."""
+    shift = 0.7 if families else 0.0
+    world = intervals.FamiliesWorld(kind, "avg", 0.3, 120, 4, 1.0, families, shift)
+    generator = np.random.Generator(np.random.Philox(5))
+    found = intervals.simulate_families(world, 3000, generator)["coverage"]
     assert found["ours"] >= 0.92
     if families:  # what it would be to take every item for itself
         assert found["items"] < 0.9

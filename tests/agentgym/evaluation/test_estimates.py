@@ -16,7 +16,7 @@ from agentgym.evaluation.estimates import (
     success,
     to_success,
 )
-from agentgym.evaluation.passk import curves, pass_at_k, wilson_interval
+from agentgym.evaluation.passk import curves, wilson_interval
 
 NAN = float("nan")
 
@@ -28,7 +28,6 @@ def test_pass_at_k_and_pass_hat_k_equal_the_binomial_coefficients_for_every_k():
     for k in range(1, n + 1):
         assert at[:, k - 1] == pytest.approx([1 - comb(n - x, k) / comb(n, k) for x in c])
         assert hat[:, k - 1] == pytest.approx([comb(x, k) / comb(n, k) for x in c])
-        assert pass_at_k(n, c, k) == pytest.approx(at[:, k - 1])
 
 
 def test_above_the_samples_there_is_no_estimate_and_never_a_number():

@@ -7,8 +7,9 @@ import pytest
 
 from agentgym.config import load_config
 from agentgym.console import doctor
+from agentgym.evaluation.decision import judged_again
 from agentgym.evaluation.history import History, HistoryElsewhere, Home
-from agentgym.evaluation.promotion import HOME, Promotions, judged_again
+from agentgym.evaluation.promotion import HOME, Promotions
 from agentgym.evaluation.question import Question
 from agentgym.store.place import StorePlace
 from agentgym.store.posix import posix_store

@@ -5,7 +5,6 @@ import re
 from agentgym.evaluation.numbers import numbers_of
 from agentgym.evaluation.page import PAGE, failures, headline, notes, render, usage_facts
 from agentgym.evaluation.protocol import protocol_from
-from agentgym.evaluation.report import EpisodeExample
 from agentgym.evaluation.result import Result, expected_slots
 from agentgym.types import Item, Status, Trajectory, Turn, Usage
 
@@ -89,8 +88,7 @@ def test_replies_that_were_cut_or_filtered_are_told_beside_the_score():
 
 def test_no_text_of_a_policy_or_an_environment_becomes_markup():
     found, items = result()
-    example = EpisodeExample.from_trajectory("babyai", episode(items[0], Status.TERMINATED, True))
-    files = render(found, [example])
+    files = render(found, [episode(items[0], Status.TERMINATED, True)])
     page = files[PAGE].decode()
     assert "<script" not in page
     assert "&lt;script&gt;" in page

@@ -4,8 +4,8 @@ import pytest
 
 from agentgym.config import ConfigError
 from agentgym.evaluation.policies import (
+    PolicyKind,
     PolicyName,
-    Who,
     endpoint_contender,
     plain_contender,
     prompts_digest,
@@ -21,22 +21,22 @@ def parsed(text):
 
 
 def test_each_kind_of_policy_is_known_by_its_name(tmp_path):
-    assert parsed("expert") == (Who.EXPERT, "", "")
-    assert parsed("random") == (Who.RANDOM, "", "")
-    assert parsed("echo:go to: the door") == (Who.ECHO, "go to: the door", "")
-    assert parsed("echo:") == (Who.ECHO, "", "")
-    assert parsed("r3d1c27a5b9e0:stage-3") == (Who.RUN, "stage-3", "r3d1c27a5b9e0")
-    assert parsed(":stage-3") == (Who.RUN, "stage-3", "")
+    assert parsed("expert") == (PolicyKind.EXPERT, "", "")
+    assert parsed("random") == (PolicyKind.RANDOM, "", "")
+    assert parsed("echo:go to: the door") == (PolicyKind.ECHO, "go to: the door", "")
+    assert parsed("echo:") == (PolicyKind.ECHO, "", "")
+    assert parsed("r3d1c27a5b9e0:stage-3") == (PolicyKind.RUN, "stage-3", "r3d1c27a5b9e0")
+    assert parsed(":stage-3") == (PolicyKind.RUN, "stage-3", "")
     assert parsed("models:/agentgym-babyai@champion") == (
-        Who.REGISTRY,
+        PolicyKind.REGISTRY,
         "agentgym-babyai",
         "@champion",
     )
-    assert parsed("models:/agentgym-babyai/12") == (Who.REGISTRY, "agentgym-babyai", "12")
-    assert parsed("https://host/v1") == (Who.ENDPOINT, "https://host/v1", "")
-    assert parsed("Qwen/Qwen2.5-7B-Instruct") == (Who.MODEL, "Qwen/Qwen2.5-7B-Instruct", "")
-    assert parsed("Qwen/Qwen3-4B@main") == (Who.MODEL, "Qwen/Qwen3-4B", "main")
-    assert parsed(str(tmp_path)) == (Who.MODEL, str(tmp_path), "")
+    assert parsed("models:/agentgym-babyai/12") == (PolicyKind.REGISTRY, "agentgym-babyai", "12")
+    assert parsed("https://host/v1") == (PolicyKind.ENDPOINT, "https://host/v1", "")
+    assert parsed("Qwen/Qwen2.5-7B-Instruct") == (PolicyKind.MODEL, "Qwen/Qwen2.5-7B-Instruct", "")
+    assert parsed("Qwen/Qwen3-4B@main") == (PolicyKind.MODEL, "Qwen/Qwen3-4B", "main")
+    assert parsed(str(tmp_path)) == (PolicyKind.MODEL, str(tmp_path), "")
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,22 @@ the same, and never unnoticed.
 """
 
 import json
+import os
 import signal
-import sys
 import threading
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from agentgym.config import ConfigError
-from agentgym.evaluation.history import RECORD, History
-from agentgym.evaluation.promotion import DECISION, judged_again, sentence, summary
+from agentgym.config import ConfigError, GateConfig
+from agentgym.evaluation.decision import DECISION, judged_again, sentence, summary
+from agentgym.evaluation.history import RECORD, History, OpenHistory
+from agentgym.evaluation.promotion import Promotions
+from agentgym.store.posix import posix_store
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.registry import version_tags
+from tests.forked import FORKS
 from tests.registries import RULES, Registry
 
 pytestmark = pytest.mark.integration
@@ -90,35 +93,23 @@ def test_asked_again_what_was_decided_stands(registry):
     assert len(registry.entries) == 2
 
 
-PROMOTE = """
-import json, os, signal, sys
-from pathlib import Path
-
-from agentgym.config import GateConfig
-from agentgym.evaluation.gate import Evidence
-from agentgym.evaluation.history import OpenHistory
-from agentgym.evaluation.promotion import Promotions
-from agentgym.store.posix import posix_store
-from agentgym.tracking.mlflow import Tracker
-
-address, folder, name, number, where = sys.argv[1:]
-tracker = Tracker(address, "tests", Path(folder, "unused"))
-store = posix_store(Path(folder, "store"), lease_ttl_s=30.0)
-promotions = Promotions(store, tracker, name, "champion")
-places = {
-    "history": (OpenHistory, "add"),
-    "decision": (tracker, "log_artifacts"),
-    "tags": (tracker.client, "set_model_version_tag"),
-    "alias": (tracker.client, "set_registered_model_alias"),
-    "settled": (OpenHistory, "settle"),
-}
-if where in places:
-    setattr(*places[where], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-evidence = Evidence.from_json(json.loads(Path(folder, "evidence.json").read_text()))
-candidate = promotions.version(number)
-entry = promotions.consider(candidate, GateConfig(), lambda _: evidence, candidate.checkpoint)
-print(entry.verdict, entry.moved)
-"""
+def promote(uri, folder, name, evidence, where=None):
+    """Judge version 2 with this evidence as a process of its own would; die at `where`."""
+    tracker = Tracker(uri, "tests", folder / "unused")
+    promotions = Promotions(
+        posix_store(folder / "store", lease_ttl_s=30.0), tracker, name, "champion"
+    )
+    places = {
+        "history": (OpenHistory, "add"),
+        "decision": (tracker, "log_artifacts"),
+        "tags": (tracker.client, "set_model_version_tag"),
+        "alias": (tracker.client, "set_registered_model_alias"),
+        "settled": (OpenHistory, "settle"),
+    }
+    if where is not None:
+        setattr(*places[where], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    candidate = promotions.version("2")
+    return promotions.consider(candidate, GateConfig(), lambda _: evidence, candidate.checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +123,7 @@ print(entry.verdict, entry.moved)
     ],
 )
 def test_a_kill_anywhere_ends_in_what_the_same_command_ends_in(
-    registry, tmp_path, forks, where, moved_before
+    registry, tmp_path, where, moved_before
 ):
     """Between version and history, history and decision, decision and alias, alias and history:
     the process is gone, with its lease.
@@ -140,14 +131,15 @@ def test_a_kill_anywhere_ends_in_what_the_same_command_ends_in(
     registry.consider(registry.version(100))
     candidate = registry.version(140)
     evidence = registry.evidence(candidate, registry.promotions().version("1"))
-    (tmp_path / "evidence.json").write_text(json.dumps(evidence.to_json()))
-    command = [sys.executable, "-c", PROMOTE, registry.tracker.uri, tmp_path, registry.name, "2"]
-    killed = forks.run([*command, where])
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    asked = (registry.tracker.uri, tmp_path, registry.name, evidence)
+    killed = FORKS.Process(target=promote, args=(*asked, where))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     assert (registry.holder == "2") is moved_before
     assert registry.promotions().history.is_owed is (where != "history")
-    again = forks.run([*command, "nowhere"])
-    assert (again.returncode, again.stdout) == (0, "PROMOTE True\n"), again.stderr
+    again = promote(*asked)
+    assert (again.verdict, again.moved) == ("PROMOTE", True)
     assert registry.holder == "2"
     assert [each.number for each in registry.entries] == [1, 2]
     assert not registry.promotions().history.is_owed

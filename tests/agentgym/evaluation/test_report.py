@@ -14,14 +14,12 @@ import pytest
 from agentgym.evaluation.passk import Interval
 from agentgym.evaluation.report import (
     Curve,
-    EpisodeExample,
-    EvaluationPoint,
     EvaluationRow,
-    StageSpan,
     evaluation_png,
     learning_curve_png,
-    report_html,
 )
+from agentgym.pages import single_page
+from agentgym.steps.step import Stage
 from agentgym.types import Item, Status, Trajectory, Turn
 
 BEFORE = EvaluationRow(
@@ -45,10 +43,22 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def episode(
     text: str = "goal: go to the red ball", success: bool = True, reward: float | None = 1.0
-) -> EpisodeExample:
-    return EpisodeExample(
-        "after", "babyai_7", "terminated", reward, success, text, (("move forward", text),)
+) -> tuple[str, Trajectory]:
+    trajectory = Trajectory(
+        item=Item(text, 7),
+        sample=0,
+        step=0,
+        max_turns=12,
+        status=Status.TERMINATED,
+        reward=reward,
+        success=success,
+        first_observation=text,
+        turns=(Turn(text, text, 0.0, 3, 5, 1),),
+        input_ids=(1, 2),
+        action_mask=(False, True),
+        logprobs=(0.0, -1.0),
     )
+    return text, trajectory
 
 
 def page(**changes: object) -> str:
@@ -59,8 +69,10 @@ def page(**changes: object) -> str:
         "figures": {"Learning curve": PNG},
         "episodes": [episode()],
         "timings": {"stage 1": 90.0, "prepare": 10.0},
+        "confidence": 0.95,
+        "notes": [],
     }
-    return report_html(**(arguments | changes))  # type: ignore[arg-type]
+    return single_page("report.html", **(arguments | changes)).decode()
 
 
 class Tags(HTMLParser):
@@ -102,9 +114,7 @@ def test_a_script_in_any_text_is_escaped(place: str) -> None:
     changes: dict[str, dict[str, object]] = {
         "title": {"title": evil},
         "facts": {"facts": {evil: evil}},
-        "episode": {
-            "episodes": [EpisodeExample(evil, evil, evil, 1.0, True, evil, ((evil, evil),))]
-        },
+        "episode": {"episodes": [episode(evil)]},
         "row": {
             "rows": [EvaluationRow(evil, evil, {evil: Interval(0.5, 0.4, 0.6, 1)}, None, 1, 1)]
         },
@@ -114,7 +124,7 @@ def test_a_script_in_any_text_is_escaped(place: str) -> None:
     }
     text = page(**changes[place])
     assert "<script" not in text
-    assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;" in text
+    assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;" in text
     assert Tags(text).open == []
 
 
@@ -128,13 +138,13 @@ def test_the_table_shows_intervals_and_paired_gains_in_percent() -> None:
 
 def test_a_difference_is_coloured_only_where_its_interval_excludes_zero() -> None:
     text = page()
-    assert "<span class='gain good'>+25.0</span>" in text
-    assert "<span class='gain even'>−1.0</span>" in text
+    assert '<span class="gain good">+25.0</span>' in text
+    assert '<span class="gain even">−1.0</span>' in text
 
 
 def test_the_headline_compares_the_first_row_with_the_last_paired_one() -> None:
     unpaired = EvaluationRow("other", "other", BEFORE.summary, None, 100, 12)
-    assert '50.0 <span class="to">→</span> 75.0' in page(rows=[BEFORE, AFTER, unpaired])
+    assert '50.0 <span class="note">→</span> 75.0' in page(rows=[BEFORE, AFTER, unpaired])
     assert 'class="tile"' not in page(rows=[BEFORE])
 
 
@@ -153,29 +163,9 @@ def test_an_episode_whose_environment_failed_is_neither_solved_nor_unsolved() ->
 
 
 def test_a_page_without_parts_has_none_of_their_headings() -> None:
-    text = report_html("empty", {}, [], {}, [])
+    text = page(facts={}, rows=[], figures={}, episodes=[], timings={})
     assert "<h2>" not in text
     assert Tags(text).open == []
-
-
-def test_a_trajectory_becomes_an_example() -> None:
-    trajectory = Trajectory(
-        item=Item("babyai", 7, "test"),
-        sample=0,
-        step=0,
-        max_turns=12,
-        status=Status.MAX_TURNS,
-        reward=0.0,
-        success=False,
-        first_observation="goal: x",
-        turns=(Turn("left", "see: wall", 0.0, 3, 5, 1),),
-        input_ids=(1, 2),
-        action_mask=(False, True),
-        logprobs=(0.0, -1.0),
-    )
-    assert EpisodeExample.from_trajectory("before", trajectory) == EpisodeExample(
-        "before", "babyai_7", "max_turns", 0.0, False, "goal: x", (("left", "see: wall"),)
-    )
 
 
 def test_figures_are_png_and_repeat_byte_for_byte() -> None:
@@ -184,16 +174,13 @@ def test_figures_are_png_and_repeat_byte_for_byte() -> None:
         Curve("training", steps, [float("nan"), *[0.5] * 29], smooth=True),
         Curve("validation", [10, 20, 30], [0.4, 0.5, 0.6]),
     ]
-    stages = [StageSpan("stage 1", 1, 10, 5), StageSpan("stage 2", 11, 30, 12)]
-    points = [
-        EvaluationPoint("test", 0, BEFORE.summary["greedy"]),
-        EvaluationPoint("test", 30, AFTER.summary["greedy"]),
-    ]
+    stages = [Stage(1, 5, 1, 10), Stage(2, 12, 11, 30)]
+    points = {"test": (0, BEFORE.summary["greedy"]), "after": (30, AFTER.summary["greedy"])}
     first = learning_curve_png(curves, stages, points)
     assert first.startswith(PNG)
     assert len(first) > 10_000
     assert first == learning_curve_png(curves, stages, points)
-    assert learning_curve_png([], [], []).startswith(PNG)
+    assert learning_curve_png([], [], {}).startswith(PNG)
     for rows in ([BEFORE], [BEFORE, AFTER], [BEFORE, AFTER, AFTER]):
         assert evaluation_png(rows).startswith(PNG)
     with pytest.raises(ValueError, match="at least one row"):
@@ -205,7 +192,7 @@ def test_importing_the_room_does_not_import_matplotlib_and_drawing_leaves_pyplot
 import sys
 from agentgym.evaluation.report import learning_curve_png
 assert "matplotlib" not in sys.modules
-learning_curve_png([], [], [])
+learning_curve_png([], [], {})
 assert "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -240,9 +227,7 @@ def test_under_its_policy_the_page_shows_as_before_and_runs_no_script(
 
     from envs.webarena.chromium import find_browser
 
-    curve = learning_curve_png(
-        [Curve("success", [0, 1], [0.1, 0.4])], [StageSpan("stage 1", 0, 2, 5)], []
-    )
+    curve = learning_curve_png([Curve("success", [0, 1], [0.1, 0.4])], [Stage(1, 5, 0, 2)], {})
     evil = (
         '<script>document.title = "ran"</script><img src="x" onerror="document.title = 1"><p'
         ' id="evil" style="color: red">x</p>'
@@ -268,7 +253,7 @@ Math.round(bar.getBoundingClientRect().width)),
     assert facts["width"] == "1040px"
     assert facts["picture"] > 500
     assert facts["bars"] == pytest.approx([0.9 * facts["cell"], 0.1 * facts["cell"]], abs=1.5)
-    assert facts["colour"] == "rgb(138, 169, 204)"
+    assert facts["colour"] == "rgb(29, 78, 216)"
     assert facts["evil"] != "rgb(255, 0, 0)"
     assert facts["title"] == "BabyAI"
 

@@ -2,33 +2,20 @@
 truth is known.
 """
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from scipy.stats import t as student
 
 from agentgym.evaluation.clustered import clustered_interval, clustered_intervals
 from agentgym.evaluation.seeds import crossed_interval, crossed_intervals
+from tests.benched import benchmark
 
 NAN = float("nan")
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def coverage():
-    spec = importlib.util.spec_from_file_location("coverage_benchmark", BENCHMARKS / "coverage.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["coverage_benchmark"] = module  # a dataclass looks itself up
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        del sys.modules["coverage_benchmark"]
+def intervals():
+    return benchmark("intervals")
 
 
 def interval(values, kind="share"):
@@ -120,17 +107,18 @@ def test_tables_together_are_tables_one_by_one():
 @pytest.mark.parametrize("kind", ["share", "difference"])
 @pytest.mark.parametrize("success", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("spread", [0.0, 0.05, 0.12])
-def test_the_interval_over_three_seeds_covers(coverage, kind, success, spread):
-    """A reduced twin of `make coverage`; the crossed bootstrap this replaces held the truth in
-    76 to 88 of 100 where seeds differ. Where they do not differ it is wide rather than short, for
-    it is never narrower than that over the items.
+def test_the_interval_over_three_seeds_covers(intervals, kind, success, spread):
+    """A reduced twin of `make measure NAME=intervals`; the crossed bootstrap this replaces held the
+    truth in 76 to 88 of 100 where seeds differ. Where they do not differ it is wide rather than
+    short, for it is never narrower than that over the items.
     """
-    world = coverage.World(kind, success, spread, 3, 50, 4, 1.5, True)
-    found = coverage.simulate(world, 3000, np.random.Generator(np.random.Philox(5)))
-    assert 0.92 <= found.coverage <= 0.99, found  # 3,000 draws: two standard errors are 0.8 points
+    world = intervals.SeedsWorld(kind, success, spread, 3, 50, 4, 1.5, True)
+    found = intervals.simulate_seeds(world, 3000, np.random.Generator(np.random.Philox(5)))
+    # 3,000 draws: two standard errors are 0.8 points
+    assert 0.92 <= found["coverage"] <= 0.99, found
 
 
-def test_a_cut_normal_has_the_mean_that_drawing_it_gives(coverage):
+def test_a_cut_normal_has_the_mean_that_drawing_it_gives(intervals):
     drawn = np.clip(np.random.default_rng(1).normal(0.9, 0.12, 200_000), 0, 1).mean()
-    assert coverage.cut_mean(0.9, 0.12) == pytest.approx(drawn, abs=0.001)
-    assert coverage.cut_mean(0.9, 0.0) == 0.9
+    assert intervals.cut_mean(0.9, 0.12) == pytest.approx(drawn, abs=0.001)
+    assert intervals.cut_mean(0.9, 0.0) == 0.9

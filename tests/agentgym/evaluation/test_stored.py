@@ -9,13 +9,13 @@ from agentgym.cli import main
 from agentgym.comparison.versus import find_result, versus
 from agentgym.config import ConfigError, load_config
 from agentgym.evaluation.paired import align, compare
+from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.evaluation.publish import evidence_anew, promotions_of
 from agentgym.evaluation.record import PLAN
-from agentgym.evaluation.request import EvaluationRequest
 from agentgym.evaluation.result import CLOCK, RESULT, outcome_table
 from agentgym.evaluation.stored import OUTCOMES, NumbersChanged, plan_of, stored_result
-from agentgym.pipeline.evaluation import evaluate_policy, regrade
-from agentgym.pipeline.promotion import play_anew
+from agentgym.pipeline.policy_evaluation import evaluate_policy, regrade
+from agentgym.pipeline.promote import play_anew
 from agentgym.pipeline.table import finished, open_store
 from agentgym.records import TRAJECTORIES
 from agentgym.store.manifest import Blob

@@ -1,35 +1,13 @@
-"""What several files of tests learn from, and the processes that learn together."""
-
-import contextlib
-import pickle
+"""What several files of tests learn from."""
 
 import pytest
 import torch
 
 from agentgym.algorithms.batch import Batch
-
-LIMIT_S = 240.0
-
-
-@pytest.fixture(scope="session")
-def together(forks):
-    """together(program, folder, size) -> what rank 0 of so many processes wrote to folder/told;
-    each runs the program's text with the folder, its rank and the size.
-    """
-
-    def start(program, folder, size):
-        with contextlib.ExitStack() as stack, (folder / "log").open("w") as log:
-            ranks = [
-                forks.start(["python", "-c", program, folder, rank, size], stdout=log)
-                for rank in range(size)
-            ]
-            for rank in ranks:
-                stack.callback(rank.kill)
-            codes = [rank.wait(LIMIT_S) for rank in ranks]
-            assert codes == [0] * size, (folder / "log").read_text()
-        return pickle.loads((folder / "told").read_bytes())
-
-    return start
+from agentgym.config import LearnerConfig
+from agentgym.learner.learner import LocalLearner
+from agentgym.models import networks
+from tests.agentgym.learner.learning import OPTIMIZER
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +32,26 @@ def batch_of():
             sequences // 2,
             sequences % 2 == 1,
             1.0,
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_whole(make_model):
+    """A learner with a critic that has opinions, and a reference that is another policy."""
+
+    def make(**settings):
+        critic = networks.ValueNet(make_model(7))
+        with torch.no_grad():
+            critic.head.weight.normal_(generator=torch.Generator().manual_seed(1))
+        return LocalLearner(
+            make_model(0),
+            OPTIMIZER,
+            total_steps=10,
+            critic=critic,
+            reference=make_model(3),
+            settings=LearnerConfig(**settings),
         )
 
     return make

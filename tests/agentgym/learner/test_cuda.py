@@ -14,10 +14,9 @@ from agentgym.learner.learner import LocalLearner
 from agentgym.learner.process_group import SingleProcess
 from agentgym.models import attention
 from agentgym.models.attention import PackedSequences, Variant
-from agentgym.models.blocks import checkpoint_blocks
 from agentgym.models.checkpoint import WEIGHTS
 from agentgym.models.model import load_weights, new_model
-from agentgym.models.networks import PolicyNet, ValueNet
+from agentgym.models.networks import PolicyNet, ValueNet, checkpoint_blocks
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 on_cuda = pytest.mark.parametrize("device", [CUDA])

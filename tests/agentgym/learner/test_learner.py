@@ -7,131 +7,35 @@ from typing import get_args
 import pytest
 import torch
 
-from agentgym.algorithms import advantages as advantages_module
 from agentgym.algorithms import losses as losses_module
 from agentgym.algorithms.advantages import with_advantages
-from agentgym.algorithms.batch import Batch
 from agentgym.algorithms.losses import clip_fractions
 from agentgym.algorithms.recipe import RECIPES, Correction
-from agentgym.config import (
-    ActorCriticConfig,
-    LearnerConfig,
-    OptimizerConfig,
-    PolicyGradientConfig,
-    algorithm_config,
-    family_of,
-)
+from agentgym.config import OptimizerConfig, PolicyGradientConfig, algorithm_config, family_of
 from agentgym.learner.learner import LocalLearner
-from agentgym.models import checkpoint, networks
-from agentgym.models.model import load_weights, weights_of
+from agentgym.models import networks
 from agentgym.types import EngineMismatch
+from tests.agentgym.learner.learning import (
+    OPTIMIZER,
+    REWARDS,
+    ROWS,
+    assert_same,
+    batch_of,
+    everything,
+    gradients,
+    on_policy,
+    train,
+    weights,
+)
 
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0)
 ONE_UPDATE = algorithm_config(minibatches=1)
 SPLIT = {"micro_batch_tokens": 7}  # sequences of up to 8
 # recipes that sample at every optimizer step
 SAMPLING = sorted(name for name in RECIPES if issubclass(family_of(name), PolicyGradientConfig))
-# two groups of three; actions at scattered places, observations between and after them
-ROWS = [
-    ([5, 9, 33, 12, 40, 41], [0, 0, 1, 1, 0, 1]),
-    ([5, 9, 12], [0, 0, 1]),
-    ([5, 9, 18, 19, 20, 21, 22, 23], [0, 0, 1, 0, 0, 1, 1, 0]),
-    ([6, 30, 31], [0, 1, 1]),
-    ([6, 30, 7, 8, 50], [0, 1, 0, 0, 1]),
-    ([6, 35], [0, 1]),
-]
-REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
-
-
-def batch_of(rows=ROWS, rewards=REWARDS, groups=(0, 0, 0, 1, 1, 1), temperature=1.0):
-    starts = torch.cumsum(torch.tensor([0, *(len(ids) for ids, _ in rows)]), 0)
-    mask = torch.tensor([bool(m) for _, masks in rows for m in masks])
-    placed = torch.zeros(len(mask))
-    for row, (_, masks) in enumerate(rows):
-        placed[int(starts[row]) + max(index for index, m in enumerate(masks) if m)] = rewards[row]
-    ids = torch.tensor([token for ids, _ in rows for token in ids])
-    return Batch(
-        ids,
-        starts,
-        mask,
-        placed,
-        torch.zeros(len(mask)),
-        torch.tensor(groups),
-        torch.zeros(len(rows), dtype=torch.bool),
-        temperature,
-    )
-
-
-def train(learner, batch, config, *, step, seed):
-    """The three verbs; all metrics together."""
-    experience = with_advantages(learner.prepare(batch, config, step=step), config)
-    experience, metrics = learner.update(experience, config, step=step, seed=seed)
-    return experience.metrics | metrics
-
-
-def on_policy(learner, batch):
-    return replace(batch, logprobs=learner.score(batch))
-
-
-@pytest.fixture
-def make_learner(make_model):
-    return lambda config=OPTIMIZER, seed=0, **settings: LocalLearner(
-        make_model(seed), config, total_steps=10, settings=LearnerConfig(**settings)
-    )
-
-
-def gradients(learner):
-    return {name: parameter.grad.clone() for name, parameter in learner.model.named_parameters()}
-
-
-def weights(learner):
-    return {name: tensor.clone() for name, tensor in weights_of(learner.model).items()}
-
-
-def assert_same(first, second, **tolerance):
-    for name, tensor in first.items():
-        torch.testing.assert_close(
-            tensor, second[name], **(tolerance or {"atol": 0, "rtol": 0}), msg=name
-        )
-
-
-EVERYTHING = {
-    "kl_coef": 0.1,
-    "entropy_coef": 0.05,
-    "minibatches": 1,
-    "constant_length": 6,
-}
-
-
-def everything(recipe, **more):
-    """Its settings, with everything on that a learner can do, and a critic that does not wait."""
-    config = algorithm_config(recipe, **EVERYTHING | more)
-    has_critic = isinstance(config, ActorCriticConfig)
-    return config.model_copy(update={"critic_warmup_steps": 0}) if has_critic else config
-
-
-@pytest.fixture
-def make_whole(make_model):
-    """A learner with a critic that has opinions, and a reference that is another policy."""
-
-    def make(**settings):
-        critic = networks.ValueNet(make_model(7))
-        with torch.no_grad():
-            critic.head.weight.normal_(generator=torch.Generator().manual_seed(1))
-        return LocalLearner(
-            make_model(0),
-            OPTIMIZER,
-            total_steps=10,
-            critic=critic,
-            reference=make_model(3),
-            settings=LearnerConfig(**settings),
-        )
-
-    return make
 
 
 def num_micro_batches(learner, batch):
-    return len(learner.deal(batch, torch.arange(batch.num_sequences)).ranks[0])
+    return len(learner.passes.deal(batch, torch.arange(batch.num_sequences)).ranks[0])
 
 
 def all_gradients(learner):
@@ -273,98 +177,6 @@ def test_a_batch_without_action_tokens_reaches_no_loss(make_whole):
         with pytest.raises(ValueError, match="without a single action token"):
             train(learner, batch, algorithm_config(recipe=recipe), step=1, seed=0)
     assert_same(before, weights(learner))
-
-
-def test_a_row_cut_before_its_observation_is_bootstrapped_from_a_state_the_critic_knows(
-    make_model, monkeypatch
-):
-    """Row 4 always won after its observation; now the context ends right after the next action,
-    before anything is paid.
-
-    With gamma 1, lambda 1 and no reward of its own the target of each of its tokens is V(s_end),
-    which should be 1.
-    """
-    critic = networks.ValueNet(make_model(0))
-    learner = LocalLearner(make_model(0), OPTIMIZER, total_steps=99, critic=critic, critic_lr=3e-3)
-    config = algorithm_config(
-        recipe="ppo", minibatches=1, critic_warmup_steps=99, truncated="bootstrap"
-    )
-    outcomes = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
-    ended = on_policy(learner, batch_of(rewards=outcomes))
-    for step in range(1, 61):
-        train(learner, ended, config, step=step, seed=0)
-    rewards = batch_of(rewards=[*outcomes[:4], 0.0, 0.0]).rewards
-    cut = replace(ended, rewards=rewards, truncated=torch.arange(6) == 4)
-    with torch.no_grad():
-        everywhere = critic.head(networks._states(critic.body, cut, share=False)[0])[:, 0]
-    given = []
-    gae = advantages_module.ADVANTAGES["gae"]
-    monkeypatch.setitem(
-        advantages_module.ADVANTAGES,
-        "gae",
-        lambda *of: given.append(gae(*of)) or given[0],
-    )
-    train(learner, cut, config, step=61, seed=0)
-    targets = given[0][1][cut.sequence[cut.action_mask] == 4]
-    assert targets.tolist() == pytest.approx([1.0, 1.0], abs=0.05)
-    # negative control: at the last token, where no action was ever chosen, the critic says 0.18
-    assert float(everywhere[cut.starts[5] - 1]) < 0.5
-
-
-def test_only_cut_rows_are_bootstrapped_and_only_where_asked(make_whole):
-    cut = torch.tensor([False, True, False, False, False, True])
-    values = {}
-    for truncated in ("zero", "bootstrap"):
-        learner = make_whole()
-        batch = replace(on_policy(learner, batch_of()), truncated=cut)
-        values[truncated] = train(
-            learner, batch, everything("ppo", kl_coef=0.0, truncated=truncated), step=1, seed=0
-        )["critic/loss"]
-    learner = make_whole()
-    batch = on_policy(learner, batch_of())  # nothing is cut: nothing to bootstrap
-    uncut = train(
-        learner, batch, everything("ppo", kl_coef=0.0, truncated="bootstrap"), step=1, seed=0
-    )["critic/loss"]
-    assert values["zero"] == pytest.approx(uncut, rel=1e-5)
-    assert values["bootstrap"] != pytest.approx(uncut, rel=1e-3)
-
-
-def test_the_critic_learns_the_outcome(make_model):
-    learner = LocalLearner(
-        make_model(0),
-        OPTIMIZER,
-        total_steps=99,
-        critic=networks.ValueNet(make_model(0)),
-        critic_lr=3e-3,
-    )
-    config = algorithm_config(recipe="ppo", minibatches=1, critic_warmup_steps=99)
-    before = weights(learner)
-    batch = on_policy(learner, batch_of())
-    logs = [train(learner, batch, config, step=step, seed=0) for step in range(1, 81)]
-    # half of the outcomes, a head of zeros: 0.5 * mean of r
-    assert logs[0]["critic/loss"] == pytest.approx(0.25, abs=0.1)
-    # 3 of the 12 states start sequences with outcomes 1, 0, 0, and 3 with 1, 1, 0
-    # each of these 6 has variance 2 / 9, which no critic can predict
-    # loss 0.5 * 6 * (2 / 9) / 12 = 1 / 18
-    assert logs[-1]["critic/loss"] == pytest.approx(1 / 18, abs=1e-3)
-    assert_same(before, weights(learner))  # the policy waits for it
-    assert "actor/loss" not in logs[-1]
-
-
-def test_a_saved_critic_continues_to_the_bit(make_whole, stored, content):
-    config = everything("ppo")
-    whole, resumed = make_whole(), make_whole()
-    batch = on_policy(whole, batch_of())
-    train(whole, batch, config, step=1, seed=0)
-    saved = stored(whole.snapshot())
-    load_weights(resumed.model, saved[checkpoint.WEIGHTS].load())
-    load_weights(resumed._critic, saved[checkpoint.CRITIC].load())
-    resumed.load_optimizers(saved)
-    assert stored(resumed.snapshot()).keys() == saved.keys()
-    assert content(resumed) == content(whole)
-    for learner in (whole, resumed):
-        train(learner, replace(batch, logprobs=learner.score(batch)), config, step=2, seed=0)
-    assert content(resumed) == content(whole)
 
 
 def test_a_reference_is_scored_as_the_policy_and_dropped(make_whole, make_model):

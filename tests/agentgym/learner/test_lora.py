@@ -1,13 +1,12 @@
 """An adapter is all that is trained, kept and resumed, in one process and in several alike."""
 
-import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 
 from agentgym.config import LearnerConfig, OptimizerConfig, algorithm_config
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.adapter import DOWN, Adapter, is_matrix
 from agentgym.models.checkpoint import (
     ADAPTER,
@@ -18,6 +17,8 @@ from agentgym.models.checkpoint import (
 from agentgym.models.model import load_weights
 from agentgym.models.networks import PolicyNet
 from agentgym.models.tensorfiles import StoredTensors
+from tests.agentgym.learner.learning import train
+from tests.agentgym.learner.ranks import alone, kept_blobs, together
 
 RANK, MODULES = 4, ("down_proj", "q_proj", "v_proj")
 LR = 1e-3
@@ -31,69 +32,43 @@ CONFIG = algorithm_config(
     critic_warmup_steps=0,
 )
 KINDS = (ADAPTER, OPTIMIZER, CRITIC, CRITIC_OPTIMIZER)
-LEARN = """
-import torch, torch.distributed as dist
-from agentgym.algorithms.advantages import with_advantages
 
-def keep(learner, like):
-    parts = [learner.snapshot().write(like.place, like.manifest.step, like.manifest.key)]
-    if learner.ranks.size > 1:
-        mine, parts = parts[0], [None] * learner.ranks.size
-        dist.all_gather_object(parts, mine)
-    return {name: blob for part in parts for name, blob in part.items()}
 
-def learn(learner, like, batch, config, steps):
-    told = {"metrics": [], "gradients": [], "begun": keep(learner, like)}
+def learn(plan, batch, config, steps, build):
+    """Return what a learner says of these steps, what it keeps before and after them and after
+    step 2, and the weights that rank 0 publishes.
+    """
+    learner, like = build(plan), plan.adapter.base
+    told = {"metrics": [], "gradients": [], "begun": kept_blobs(learner, like)}
     for step in steps:
         batch.logprobs.copy_(learner.score(batch))
-        experience = with_advantages(learner.prepare(batch, config, step=step), config)
-        experience, updated = learner.update(experience, config, step=step, seed=0)
-        told["metrics"].append(experience.metrics | updated)
-        told["gradients"].append({
-            name: learner.ranks.whole(master.grad).clone()
-            for optimized in (learner._policy, learner._values)
-            for name, master in optimized._masters.items()
-        })
+        told["metrics"].append(train(learner, batch, config, step=step, seed=0))
+        told["gradients"].append(
+            {
+                name: learner.ranks.whole(master.grad).clone()
+                for optimized in (learner._policy, learner._values)
+                for name, master in optimized._masters.items()
+            }
+        )
         if step == 2:
-            told["kept"] = keep(learner, like)
+            told["kept"] = kept_blobs(learner, like)
     told["reference"] = learner.score_reference(batch)
-    # on rank 0, which tells; the others are told nothing
     told["weights"] = learner.weights_on_host()
     assert learner.ranks.rank == 0 or not told["weights"]
-    return {**told, "ended": keep(learner, like)}
+    return {**told, "ended": kept_blobs(learner, like)}
+
 
 def more(plans, batch, build):
-    # of a stage that begins with a trained adapter, and of weights in bfloat16
+    """Return what learners of a trained adapter and of weights in bfloat16 say."""
     later, narrow = (build(plan) for plan in plans)
-    told = {"reference": later.score_reference(batch), "critic": {
-        name: later.ranks.whole(each) for name, each in later._values.weights().items()
-    }}
+    critic = {name: later.ranks.whole(each) for name, each in later._values.weights().items()}
+    told = {"reference": later.score_reference(batch), "critic": critic}
     told["narrow"] = [narrow.sft_step(batch, step=step) for step in (1, 2)]
     return told | {"narrow score": narrow.score(batch)}
-"""
-RANKS = (
-    """
-import datetime, pickle, sys
-from agentgym.learner.sharded import Sharded
-from agentgym.models.model import set_threads
-"""
-    + LEARN
-    + """
-folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-set_threads()
-wait = datetime.timedelta(seconds=120)
-dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, \
-world_size=size, timeout=wait)
-plan, batch, config, steps, plans = pickle.load(open(folder + "/asked", "rb"))
-def build(plan):
-    return plan.build(Sharded(torch.device("cpu")))
-told = learn(build(plan), plan.adapter.base, batch, config, steps)
-told["more"] = more(plans, batch, build)
-if rank == 0:
-    pickle.dump(told, open(folder + "/told", "wb"))
-dist.destroy_process_group()
-"""
-)
+
+
+def learn_and_more(plan, batch, config, steps, plans, build):
+    return learn(plan, batch, config, steps, build) | {"more": more(plans, batch, build)}
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +94,9 @@ def batch(batch_of):
 
 
 @pytest.fixture(scope="module")
-def alone(plan, batch_of):
-    scope = {}
-    exec(LEARN, scope)
-    batch = batch_of([7, 12, 5, 9, 3, 8], 60)
-    return scope["learn"](plan.build(), plan.adapter.base, batch, CONFIG, [1, 2, 3, 4, 5])
+def learned(plan, batch_of):
+    """What one process says of five steps."""
+    return alone(learn, (plan, batch_of([7, 12, 5, 9, 3, 8], 60), CONFIG, [1, 2, 3, 4, 5]))
 
 
 def resumed(plan, blobs):
@@ -142,21 +115,16 @@ def resumed(plan, blobs):
 
 
 @pytest.fixture(scope="module")
-def further(plan, alone, batch_of, make_model, stored):
+def further(plan, learned, batch_of, make_model, stored):
     """(two more plans, what one process tells of them): a trained adapter whose reference and
     whose new critic's body are its merged weights, and frozen weights in bfloat16.
     """
-    later = resumed(plan, alone["ended"])
+    later = resumed(plan, learned["ended"])
     later = replace(later, critic=None, reference=later.weights, optimizer_states={})
     base = stored(make_model().bfloat16())
     adapter = replace(plan.adapter, base=base)
     narrow = replace(plan, weights=base, reference=None, has_critic=False, adapter=adapter)
-    scope = {}
-    exec(LEARN, scope)
-    told = scope["more"](
-        (later, narrow), batch_of([7, 12, 5, 9, 3, 8], 60), lambda plan: plan.build()
-    )
-    return (later, narrow), told
+    return (later, narrow), alone(more, ((later, narrow), batch_of([7, 12, 5, 9, 3, 8], 60)))
 
 
 def tensors(plan, blobs, kind):
@@ -214,7 +182,9 @@ def test_an_adapter_that_is_published_alone_is_its_matrices(plan, batch):
     assert all(torch.equal(each, matrices[name]) for name, each in published.items())
 
 
-def test_the_reference_is_the_frozen_weights_without_a_second_copy(plan, alone, make_model, batch):
+def test_the_reference_is_the_frozen_weights_without_a_second_copy(
+    plan, learned, make_model, batch
+):
     learner = plan.build()
     learner.sft_step(batch, step=1)
     mine = learner.score_reference(batch)
@@ -222,11 +192,11 @@ def test_the_reference_is_the_frozen_weights_without_a_second_copy(plan, alone, 
     torch.testing.assert_close(mine[batch.action_mask], expected, rtol=0, atol=1e-6)
     assert float((learner.score(batch) - mine).abs().max()) > 1e-3
     assert learner._reference is learner._net
-    torch.testing.assert_close(alone["reference"], mine, rtol=0, atol=0)
+    torch.testing.assert_close(learned["reference"], mine, rtol=0, atol=0)
 
 
-def test_a_reference_that_was_trained_is_a_copy_of_its_own(plan, alone, batch):
-    later = resumed(plan, alone["ended"])
+def test_a_reference_that_was_trained_is_a_copy_of_its_own(plan, learned, batch):
+    later = resumed(plan, learned["ended"])
     learner = replace(later, reference=later.weights, has_critic=False, optimizer_states={}).build()
     begun = learner.score_reference(batch)
     torch.testing.assert_close(begun, learner.score(batch), rtol=0, atol=1e-5)
@@ -288,26 +258,26 @@ def test_what_saves_memory_changes_no_adapter(plan, batch, settings):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_ranks_learn_what_one_learns(plan, alone, batch, further, together, tmp_path, size):
+def test_several_ranks_learn_what_one_learns(plan, learned, batch, further, tmp_path, size):
     plans, expected = further
-    (tmp_path / "asked").write_bytes(pickle.dumps((plan, batch, CONFIG, [1, 2, 3, 4, 5], plans)))
-    told = together(RANKS, tmp_path, size)
+    asked = (plan, batch, CONFIG, [1, 2, 3, 4, 5], plans)
+    told = together(learn_and_more, asked, tmp_path, size)
     assert len(told["kept"]) == size * len(KINDS)
-    for ours, theirs in zip(told["metrics"], alone["metrics"], strict=True):
+    for ours, theirs in zip(told["metrics"], learned["metrics"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-    for ours, theirs in zip(told["gradients"], alone["gradients"], strict=True):
+    for ours, theirs in zip(told["gradients"], learned["gradients"], strict=True):
         assert ours.keys() == theirs.keys()
         for name, each in theirs.items():
             torch.testing.assert_close(ours[name], each, rtol=1e-5, atol=1e-5, msg=name)
-    torch.testing.assert_close(told["reference"], alone["reference"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(told["reference"], learned["reference"], rtol=0, atol=1e-5)
     begun = plan.weights.load()
     moved = 0.0
-    for name, each in alone["weights"].items():
+    for name, each in learned["weights"].items():
         torch.testing.assert_close(told["weights"][name], each, rtol=0, atol=1e-5)
         moved = max(moved, float((each - begun[name]).abs().max()))
     assert moved > LR
     # the new matrices are of the seed, whatever the number of ranks
-    first, other = (tensors(plan, each["begun"], ADAPTER) for each in (alone, told))
+    first, other = (tensors(plan, each["begun"], ADAPTER) for each in (learned, told))
     assert any(float(each.abs().max()) for name, each in first.items() if name.endswith(DOWN))
     assert all(torch.equal(other[name], each) for name, each in first.items())
     # merged weights as they are read by rows; bfloat16's forwards differ by their shapes
@@ -317,10 +287,6 @@ def test_several_ranks_learn_what_one_learns(plan, alone, batch, further, togeth
     for ours, theirs in zip(more["narrow"], expected["narrow"], strict=True):
         assert ours == pytest.approx(theirs, rel=0.05)
     # and one process goes on with what several stored
-    scope = {}
-    exec(LEARN, scope)
-    again = scope["learn"](
-        resumed(plan, told["kept"]).build(), plan.adapter.base, batch, CONFIG, [3, 4, 5]
-    )
-    for ours, theirs in zip(again["metrics"], alone["metrics"][2:], strict=True):
+    again = alone(learn, (resumed(plan, told["kept"]), batch, CONFIG, [3, 4, 5]))
+    for ours, theirs in zip(again["metrics"], learned["metrics"][2:], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)

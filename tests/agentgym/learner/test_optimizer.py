@@ -8,91 +8,24 @@ import torch
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save
 
-from agentgym.algorithms.advantages import with_advantages
-from agentgym.algorithms.batch import Batch
 from agentgym.config import (
-    ActorCriticConfig,
     LearnerConfig,
     OptimizerConfig,
-    algorithm_config,
 )
 from agentgym.learner.learner import LocalLearner
-from agentgym.learner.optimizer import learning_rate
+from agentgym.learner.optimizer import HostMemory, learning_rate
+from agentgym.learner.process_group import SingleProcess
 from agentgym.models import checkpoint, networks
 from agentgym.models.model import load_weights, weights_of
-
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0)
-# two groups of three; actions at scattered places, observations between and after them
-ROWS = [
-    ([5, 9, 33, 12, 40, 41], [0, 0, 1, 1, 0, 1]),
-    ([5, 9, 12], [0, 0, 1]),
-    ([5, 9, 18, 19, 20, 21, 22, 23], [0, 0, 1, 0, 0, 1, 1, 0]),
-    ([6, 30, 31], [0, 1, 1]),
-    ([6, 30, 7, 8, 50], [0, 1, 0, 0, 1]),
-    ([6, 35], [0, 1]),
-]
-REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
-
-
-def batch_of(rows=ROWS, rewards=REWARDS, groups=(0, 0, 0, 1, 1, 1), temperature=1.0):
-    starts = torch.cumsum(torch.tensor([0, *(len(ids) for ids, _ in rows)]), 0)
-    mask = torch.tensor([bool(m) for _, masks in rows for m in masks])
-    placed = torch.zeros(len(mask))
-    for row, (_, masks) in enumerate(rows):
-        placed[int(starts[row]) + max(index for index, m in enumerate(masks) if m)] = rewards[row]
-    ids = torch.tensor([token for ids, _ in rows for token in ids])
-    return Batch(
-        ids,
-        starts,
-        mask,
-        placed,
-        torch.zeros(len(mask)),
-        torch.tensor(groups),
-        torch.zeros(len(rows), dtype=torch.bool),
-        temperature,
-    )
-
-
-def train(learner, batch, config, *, step, seed):
-    """The three verbs; all metrics together."""
-    experience = with_advantages(learner.prepare(batch, config, step=step), config)
-    experience, metrics = learner.update(experience, config, step=step, seed=seed)
-    return experience.metrics | metrics
-
-
-def on_policy(learner, batch):
-    return replace(batch, logprobs=learner.score(batch))
-
-
-@pytest.fixture
-def make_learner(make_model):
-    return lambda config=OPTIMIZER, seed=0: LocalLearner(make_model(seed), config, total_steps=10)
-
-
-def weights(learner):
-    return {name: tensor.clone() for name, tensor in weights_of(learner.model).items()}
-
-
-def assert_same(first, second, **tolerance):
-    for name, tensor in first.items():
-        torch.testing.assert_close(
-            tensor, second[name], **(tolerance or {"atol": 0, "rtol": 0}), msg=name
-        )
-
-
-EVERYTHING = {
-    "kl_coef": 0.1,
-    "entropy_coef": 0.05,
-    "minibatches": 1,
-    "constant_length": 6,
-}
-
-
-def everything(recipe, **more):
-    """Its settings, with everything on that a learner can do, and a critic that does not wait."""
-    config = algorithm_config(recipe, **EVERYTHING | more)
-    has_critic = isinstance(config, ActorCriticConfig)
-    return config.model_copy(update={"critic_warmup_steps": 0}) if has_critic else config
+from tests.agentgym.learner.learning import (
+    OPTIMIZER,
+    assert_same,
+    batch_of,
+    everything,
+    on_policy,
+    train,
+    weights,
+)
 
 
 def test_a_saved_optimizer_continues_to_the_bit(make_learner, stored, content):
@@ -297,3 +230,60 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_unchanged(make_learner
     hook.remove()
     learner.sft_step(batch_of(), step=1)  # nothing of it is left behind
     assert all(torch.isfinite(tensor).all() for tensor in weights(learner).values())
+
+
+@pytest.fixture
+def offloading(make_model):
+    def make(offload, dtype=torch.float32, seed=0):
+        return LocalLearner(
+            make_model(seed).to(dtype),
+            OPTIMIZER,
+            total_steps=10,
+            settings=LearnerConfig(offload_optimizer=offload),
+        )
+
+    return make
+
+
+def test_a_tensor_that_waits_keeps_its_values_and_no_memory():
+    tensor, host = torch.arange(12.0).view(3, 4), HostMemory(SingleProcess())
+    host.put(tensor)
+    assert tensor.untyped_storage().nbytes() == 0
+    assert tensor.shape == (3, 4)
+    assert torch.equal(host[tensor], torch.arange(12.0).view(3, 4))
+    waiting = host[tensor]
+    for expected in (torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4) + 1):
+        host.fetch(tensor)
+        assert torch.equal(tensor, expected)
+        tensor += 1
+        host.put(tensor)
+    assert host[tensor] is waiting  # no memory is asked for twice
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_update_is_that_of_states_on_the_device_to_the_bit(offloading, content, batch_of, dtype):
+    batch = batch_of([7, 12, 5], 60)
+    plain, offloaded = offloading(False, dtype), offloading(True, dtype)
+    for step in (1, 2, 3):
+        metrics = [each.sft_step(batch, step=step) for each in (plain, offloaded)]
+        assert metrics[0] == metrics[1]
+    assert content(plain) == content(offloaded)
+    kept = offloaded._policy._host._hosts
+    keys = 4 if dtype == torch.bfloat16 else 3  # step and moments, and the master weight
+    assert len(kept) == keys * len(weights_of(plain.model))
+    assert all(each.untyped_storage().nbytes() == 0 for each in kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("first", [True, False], ids=["from the host", "from the device"])
+def test_a_commit_goes_on_with_and_without(offloading, stored, content, batch_of, dtype, first):
+    batch = batch_of([7, 12, 5], 60)
+    whole, resumed = offloading(first, dtype), offloading(not first, dtype, seed=1)
+    whole.sft_step(batch, step=1)
+    saved = stored(whole.snapshot())
+    load_weights(resumed.model, saved[checkpoint.WEIGHTS].load())
+    resumed.load_optimizers(saved)
+    assert content(resumed) == content(whole)
+    for each in (whole, resumed):
+        each.sft_step(batch, step=2)
+    assert content(resumed) == content(whole)

@@ -1,14 +1,14 @@
 """What two processes stored goes on in one, three and four as it would have in two."""
 
-import pickle
-
 import pytest
 import torch
 
+from agentgym.algorithms.advantages import with_advantages
 from agentgym.config import OptimizerConfig, algorithm_config
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
 from agentgym.models.tensorfiles import StoredTensors
+from tests.agentgym.learner.ranks import kept_blobs, together
 
 pytestmark = pytest.mark.integration
 
@@ -19,53 +19,19 @@ LR = 1e-5
 CONFIG = algorithm_config(
     recipe="ppo", minibatches=2, max_mismatch_kl=1.0, critic_warmup_steps=0, epochs=1
 )
-# after two updates a commit, after three more the end; what a rank stores is one file of each kind
-RANK = """
-import datetime, pickle, sys
-import torch, torch.distributed as dist
-from agentgym.algorithms.advantages import with_advantages
-from agentgym.learner.sharded import Sharded
-from agentgym.models.model import set_threads
-
-folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-set_threads()
-wait = datetime.timedelta(seconds=120)
-dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, \
-world_size=size, timeout=wait)
-plan, batch, config, steps = pickle.load(open(folder + "/asked", "rb"))
-learner, told = plan.build(Sharded(torch.device("cpu"))), {"metrics": []}
-place, made = plan.weights.place, plan.weights.manifest
-
-def keep():
-    parts = [None] * size
-    dist.all_gather_object(parts, learner.snapshot().write(place, made.step, made.key))
-    return {name: blob for part in parts for name, blob in part.items()}
-
-told["begun"] = keep()
-for step in steps:
-    scored = learner.score(batch)
-    batch.logprobs.copy_(scored)
-    experience = with_advantages(learner.prepare(batch, config, step=step), config)
-    told["metrics"].append(learner.update(experience, config, step=step, seed=0)[1])
-    if step == 2:
-        told["kept"] = keep()
-told["ended"] = keep()
-if rank == 0:
-    pickle.dump(told, open(folder + "/told", "wb"))
-dist.destroy_process_group()
-"""
 
 
-@pytest.fixture(scope="module")
-def told(together):
-    """told(folder, size, plan, batch, steps) -> what so many processes tell of these steps."""
-
-    def tell(folder, size, plan, batch, steps):
-        folder.mkdir()
-        (folder / "asked").write_bytes(pickle.dumps((plan, batch, CONFIG, steps)))
-        return together(RANK, folder, size)
-
-    return tell
+def learn(plan, batch, config, steps, build):
+    """Return the metrics of these steps, and what all ranks keep: before, after step 2, after."""
+    learner, like, told = build(plan), plan.weights, {"metrics": []}
+    told["begun"] = kept_blobs(learner, like)
+    for step in steps:
+        batch.logprobs.copy_(learner.score(batch))
+        experience = with_advantages(learner.prepare(batch, config, step=step), config)
+        told["metrics"].append(learner.update(experience, config, step=step, seed=0)[1])
+        if step == 2:
+            told["kept"] = kept_blobs(learner, like)
+    return {**told, "ended": kept_blobs(learner, like)}
 
 
 def tensors(plan, blobs):
@@ -76,20 +42,21 @@ def tensors(plan, blobs):
 
 
 @pytest.fixture(scope="module")
-def two(told, make_model, stored, batch_of, tmp_path_factory):
-    """(plan, batch, what two processes told of five steps, where to work)"""
+def two(make_model, stored, batch_of, tmp_path_factory):
+    """(plan, batch, what two processes told of five steps)"""
     batch = batch_of([7, 12, 5, 9, 3, 8], 60)
-    model, folder = make_model(), tmp_path_factory.mktemp("two")
+    model = make_model()
     optimizer = OptimizerConfig(lr=LR, warmup_steps=0)
     plan = LearnerPlan(
         model.config.to_json_string(), stored(model), optimizer, 10, has_critic=True, critic_lr=LR
     )
-    return plan, batch, told(folder / "2", 2, plan, batch, [1, 2, 3, 4, 5]), folder
+    asked = (plan, batch, CONFIG, [1, 2, 3, 4, 5])
+    return plan, batch, together(learn, asked, tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.mark.parametrize("size", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_commit_of_two_ranks_goes_on_at_another_number_of_them(two, told, size):
-    plan, batch, before, folder = two
+def test_a_commit_of_two_ranks_goes_on_at_another_number_of_them(two, tmp_path, size):
+    plan, batch, before = two
     manifest = plan.weights.manifest.model_copy(update={"blobs": before["kept"]})
     assert len(before["kept"]) == 2 * len(KINDS)
     held = {kind: StoredTensors.of(plan.weights.store, manifest, kind) for kind in KINDS}
@@ -103,7 +70,7 @@ def test_a_commit_of_two_ranks_goes_on_at_another_number_of_them(two, told, size
         critic_lr=LR,
         optimizer_states={kind: held[kind] for kind in (OPTIMIZER, CRITIC_OPTIMIZER)},
     )
-    again = told(folder / str(size), size, resumed, batch, [3, 4, 5])
+    again = together(learn, (resumed, batch, CONFIG, [3, 4, 5]), tmp_path, size)
     # to the bit before anything is learned; a file of each kind from each process
     assert len(again["begun"]) == size * len(KINDS)
     kept, begun = tensors(plan, before["kept"]), tensors(plan, again["begun"])

@@ -3,7 +3,6 @@ what it wrote.
 """
 
 import json
-import pickle
 from dataclasses import replace
 from typing import get_args
 
@@ -18,8 +17,11 @@ from agentgym.config import (
     algorithm_config,
     family_of,
 )
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
+from agentgym.models.tensorfiles import StoredTensors, files_of
+from tests.agentgym.learner.learning import train
+from tests.agentgym.learner.ranks import alone, kept_blobs, together
 
 pytestmark = pytest.mark.integration
 
@@ -34,57 +36,26 @@ CONFIG = algorithm_config(
     max_mismatch_kl=1.0,
     critic_warmup_steps=0,
 )
-RANK = """
-import datetime, pickle, sys
-import torch, torch.distributed as dist
-from agentgym.models.model import set_threads
-from agentgym.learner.sharded import Sharded
 
-folder, rank = sys.argv[1], int(sys.argv[2])
-set_threads()
-wait = datetime.timedelta(seconds=120)
-dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, \
-world_size=int(sys.argv[3]), timeout=wait)
-asked = pickle.load(open(folder + "/asked", "rb"))
-learn = pickle.load(open(folder + "/learn", "rb"))
-exec(learn)
-told = all_of(*asked, lambda plan: plan.build(Sharded(torch.device("cpu"))))
-if rank == 0:
-    pickle.dump(told, open(folder + "/told", "wb"))
-dist.destroy_process_group()
-"""
-LEARN = """
-from dataclasses import replace
-import torch.distributed as dist
-from agentgym.models.tensorfiles import StoredTensors, files_of
-from agentgym.algorithms.advantages import with_advantages
-
-def train(learner, batch, config, step):
-    experience = with_advantages(learner.prepare(batch, config, step=step), config)
-    experience, metrics = learner.update(experience, config, step=step, seed=0)
-    return experience.metrics | metrics
 
 def plan_from(plan, kept):
+    """Return the plan that goes on from what was kept."""
     states = {name: each for name, each in kept.items() if "optimizer" in name}
-    return replace(plan, weights=kept["model.safetensors"], critic=kept["critic.safetensors"], \
-optimizer_states=states)
+    return replace(plan, weights=kept[WEIGHTS], critic=kept[CRITIC], optimizer_states=states)
+
 
 def keep(learner, like):
-    # what a commit of it would hold; like: where
-    snapshot, place, made = learner.snapshot(), like.place, like.manifest
-    parts = [snapshot.write(place, made.step, made.key)]
-    if learner.ranks.size > 1:
-        mine, parts = parts[0], [None] * learner.ranks.size
-        dist.all_gather_object(parts, mine)
-    blobs = {name: blob for part in parts for name, blob in part.items()}
-    manifest = made.model_copy(update={"blobs": blobs})
-    names = ("model", "optimizer", "critic", "critic_optimizer")
-    names = [name + ".safetensors" for name in names]
-    return {name: StoredTensors.of(place.open(), manifest, name) for name in names \
-if files_of(manifest, name)}
+    """Return the tensors that a commit of the learner would hold, by name; like: where."""
+    manifest = like.manifest.model_copy(update={"blobs": kept_blobs(learner, like)})
+    return {
+        name: StoredTensors.of(like.place.open(), manifest, name)
+        for name in (WEIGHTS, OPTIMIZER, CRITIC, CRITIC_OPTIMIZER)
+        if files_of(manifest, name)
+    }
+
 
 def five_steps(learner, batch, config):
-    # what each tells, its gradients (clipped), and the weights in the end
+    """Return what each step says, its gradients (clipped), and rank 0's weights in the end."""
     told, whole = [], learner.ranks.whole
     for step in range(1, 6):
         if config is None:
@@ -92,53 +63,58 @@ def five_steps(learner, batch, config):
             metrics = learner.dpo_step(batch, reference, beta=0.1, label_smoothing=0.0, step=step)
         else:
             batch = replace(batch, logprobs=learner.score(batch))
-            metrics = train(learner, batch, config, step)
+            metrics = train(learner, batch, config, step=step, seed=0)
         networks = {"actor": learner._policy, "critic": learner._values}
         gradients = {
-            kind + " " + name: whole(master.grad).clone()
+            f"{kind} {name}": whole(master.grad).clone()
             for kind, network in networks.items()
             for name, master in network._masters.items()
             if master.grad is not None
         }
         told.append((metrics, gradients))
-    # on rank 0, which tells
     held = learner.weights_on_host()
     assert learner.ranks.rank == 0 or not held
     assert all(held[name].equal(each) for name, each in learner.weights().items() if held)
     return told, held
 
+
 def all_of(plans, batches, config, others, five, build):
-    told = {}
+    """Return what learners of all plans say and keep."""
+
+    told, like, whole = {}, plans["new"].weights, batches["whole"]
+
+    def two_steps(name, learner):
+        told[f"{name} first"] = train(learner, whole, config, step=1, seed=0)
+        learner.score(whole)  # as the canary does before each commit
+        kept = keep(learner, like)
+        told[f"{name} second"] = train(learner, whole, config, step=2, seed=0)
+        return kept
+
     for name, recipe in [*(("plain", each) for each in five), ("small", "ppo"), ("small", "dpo")]:
         batch = batches["long pairs" if recipe == "dpo" else "long"]
         told[name, recipe] = five_steps(build(plans[name]), batch, five[recipe])
     learner = build(plans["new"])
-    told["score"] = learner.score(batches["whole"])
-    told["first"] = train(learner, batches["whole"], config, 1)
-    learner.score(batches["whole"])  # as the canary does before each commit
-    told["blobs"] = keep(learner, plans["new"].weights)
-    told["second"] = train(learner, batches["whole"], config, 2)
-    told["resumed"] = train(build(plans["resumed"]), batches["whole"], config, 2)
-    lonely = build(plans["new"])
+    told["score"] = learner.score(whole)
+    told["blobs"] = two_steps("new", learner)
+    told["resumed"] = train(build(plans["resumed"]), whole, config, step=2, seed=0)
+    lonely, pairs = build(plans["new"]), batches["pairs"]
     told["one sequence"] = lonely.sft_step(batches["one sequence"], step=1)
-    told["pairs"] = lonely.dpo_step(batches["pairs"], told["score"][: \
-len(batches["pairs"].input_ids)], beta=0.1, label_smoothing=0.0, step=2)
-    told["after"] = keep(lonely, plans["new"].weights)["model.safetensors"]
+    reference = told["score"][: len(pairs.input_ids)]
+    told["pairs"] = lonely.dpo_step(pairs, reference, beta=0.1, label_smoothing=0.0, step=2)
+    told["after"] = keep(lonely, like)[WEIGHTS]
     for name in ("narrow", "narrow small"):
         narrow = build(plans[name])
-        told[name + " first"] = train(narrow, batches["whole"], config, 1)
-        kept = keep(narrow, plans["new"].weights)
-        told[name + " second"] = train(narrow, batches["whole"], config, 2)
-        told[name] = keep(narrow, plans["new"].weights)
+        kept = two_steps(name, narrow)
+        told[name] = keep(narrow, like)
         again = build(plan_from(plans[name], kept))
-        train(again, batches["whole"], config, 2)
-        told[name + " again"] = keep(again, plans["new"].weights)
+        train(again, whole, config, step=2, seed=0)
+        told[f"{name} again"] = keep(again, like)
     for name, other in others.items():
         fresh = build(plans["new"])
-        told[name] = train(fresh, replace(batches["whole"], logprobs=batches["off"]), other, 1)
-        told[name + " weights"] = keep(fresh, plans["new"].weights)["model.safetensors"]
+        off = replace(whole, logprobs=batches["off"])
+        told[name] = train(fresh, off, other, step=1, seed=0)
+        told[f"{name} weights"] = keep(fresh, like)[WEIGHTS]
     return told
-"""
 
 
 CORRECTIONS = get_args(Correction)
@@ -174,7 +150,7 @@ SMALL = LearnerConfig(
 
 
 @pytest.fixture(scope="module")
-def alone(make_model, stored, batch_of):
+def said_alone(make_model, stored, batch_of):
     """(what is asked, what one process says of it)"""
     model = make_model()
     optimizer = OptimizerConfig(lr=LR, warmup_steps=0)
@@ -198,24 +174,21 @@ def alone(make_model, stored, batch_of):
     batches["whole"].logprobs.copy_(scored)  # as if an engine with these weights had sampled it
     drift = 0.05 * torch.randn(len(scored), generator=torch.Generator().manual_seed(4))
     batches["off"] = scored + drift * batches["whole"].action_mask
-    scope = {}
-    exec(LEARN, scope)
     one = new.build()
-    scope["train"](one, batches["whole"], CONFIG, 1)
-    kept = scope["keep"](one, new.weights)
+    train(one, batches["whole"], CONFIG, step=1, seed=0)
+    kept = keep(one, new.weights)
     narrow = replace(new, weights=stored(make_model().bfloat16()))
     plain = replace(new, optimizer=OptimizerConfig(lr=1e-4, warmup_steps=0), critic_lr=1e-4)
     plans = {
         "new": new,
-        "resumed": scope["plan_from"](new, kept),
+        "resumed": plan_from(new, kept),
         "narrow": narrow,
         "plain": plain,
         "small": replace(plain, settings=SMALL),
         "narrow small": replace(narrow, settings=SMALL),
     }
     asked = (plans, batches, CONFIG, OTHERS, FIVE)
-    alone = scope["all_of"](*asked, lambda plan: plan.build())
-    return asked, alone
+    return asked, alone(all_of, asked)
 
 
 @pytest.fixture(
@@ -223,16 +196,17 @@ def alone(make_model, stored, batch_of):
     params=[2, pytest.param(4, marks=pytest.mark.slow)],
     ids="{} ranks".format,
 )
-def alone_and_together(request, alone, together, tmp_path_factory):
+def alone_and_together(request, said_alone, tmp_path_factory):
     """What one process and what several say about the same plans and batches."""
-    (plans, batches, *_), told = alone
-    folder = tmp_path_factory.mktemp("ranks")
-    (folder / "asked").write_bytes(pickle.dumps(alone[0]))
-    (folder / "learn").write_bytes(pickle.dumps(LEARN))
-    return plans["new"], batches, told, together(RANK, folder, request.param)
+    asked, told = said_alone
+    plans, batches, *_ = asked
+    said = together(all_of, asked, tmp_path_factory.mktemp("ranks"), request.param)
+    return plans["new"], batches, told, said
 
 
-@pytest.mark.parametrize("part", ["first", "second", "resumed", "one sequence", "pairs", *OTHERS])
+@pytest.mark.parametrize(
+    "part", ["new first", "new second", "resumed", "one sequence", "pairs", *OTHERS]
+)
 def test_losses_gradients_and_metrics_do_not_depend_on_the_number_of_ranks(
     alone_and_together, part
 ):
@@ -285,17 +259,14 @@ def test_weights_after_every_recipe_and_correction_are_those_of_one_process(
 
 def test_a_checkpoint_of_several_ranks_goes_on_in_one_process(alone_and_together):
     new, batches, _, together = alone_and_together
-    scope = {}
-    exec(LEARN, scope)
-    resumed = scope["train"](
-        scope["plan_from"](new, together["blobs"]).build(), batches["whole"], CONFIG, 2
-    )
-    assert resumed == pytest.approx(together["second"], rel=2e-4, abs=2e-5)
+    learner = plan_from(new, together["blobs"]).build()
+    resumed = train(learner, batches["whole"], CONFIG, step=2, seed=0)
+    assert resumed == pytest.approx(together["new second"], rel=2e-4, abs=2e-5)
 
 
 def test_a_checkpoint_of_one_process_goes_on_at_several_ranks(alone_and_together):
     _, _, alone, together = alone_and_together
-    assert together["resumed"] == pytest.approx(alone["second"], rel=2e-4, abs=2e-5)
+    assert together["resumed"] == pytest.approx(alone["new second"], rel=2e-4, abs=2e-5)
 
 
 @pytest.mark.parametrize(

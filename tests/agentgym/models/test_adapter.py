@@ -23,8 +23,7 @@ from agentgym.models.adapter import (
 )
 from agentgym.models.attention import PackedSequences
 from agentgym.models.checkpoint import ADAPTER, save_adapter
-from agentgym.models.empty import empty_model, materialize
-from agentgym.models.model import load_weights, weights_of
+from agentgym.models.model import empty_model, load_weights, materialize, weights_of
 from agentgym.models.tensorfiles import Snapshot, TensorFile
 
 ALL = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")

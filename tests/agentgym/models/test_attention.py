@@ -10,7 +10,7 @@ from torch.nn.attention import varlen
 from agentgym.models import attention
 from agentgym.models.attention import PackedSequences, Variant, has_kernel, require_ragged
 from agentgym.models.cache import CachedRows, KeyValueCache
-from agentgym.models.prefixes import Prefixes
+from agentgym.models.networks import Prefixes
 
 ROWS = [[5, 9, 33, 12], [7], [4, 8, 15, 16, 23, 42, 4, 8], [11, 12]]
 

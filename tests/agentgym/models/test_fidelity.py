@@ -6,11 +6,11 @@ import torch
 import transformers
 
 from agentgym.config import ModelConfig, OptimizerConfig
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.attention import PackedSequences
 from agentgym.models.fidelity import differences, require_faithful, require_faithful_once
 from agentgym.models.model import from_config, load_hub
-from agentgym.models.prefixes import Prefixes
+from agentgym.models.networks import Prefixes
 
 SMALL = {
     "vocab_size": 96,

@@ -6,9 +6,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save, save_file
+from torch import nn
 
 from agentgym.config import ChatConfig, ConfigError, ModelConfig, OptimizerConfig
-from agentgym.learner.plan import LearnerPlan
+from agentgym.learner.start import LearnerPlan
 from agentgym.models.attention import RAGGED, PackedSequences
 from agentgym.models.checkpoint import (
     load_checkpoint,
@@ -16,16 +17,19 @@ from agentgym.models.checkpoint import (
     save_pretrained,
     stored_checkpoint,
 )
-from agentgym.models.files import CHAT
 from agentgym.models.model import (
+    change_parameters,
+    empty_model,
     load_hub,
     load_weights,
+    materialize,
     new_model,
     tokenizer_files,
     tokenizer_from_files,
     train_tokenizer,
     weights_of,
 )
+from agentgym.models.model_files import CHAT
 
 SMALL = ModelConfig(
     hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, mlp_size=32, context_tokens=64
@@ -351,3 +355,45 @@ def test_weights_in_float16_are_trained_in_float32_and_it_is_said(
     for name, weight in model.named_parameters():
         assert weight.dtype == torch.float32
         assert torch.equal(weight, narrow[name].float())
+
+
+@pytest.fixture
+def config(make_model):
+    return json.loads(make_model().config.to_json_string())
+
+
+def test_parameters_take_no_memory_and_what_is_computed_is_there(config, make_model):
+    model, real = empty_model(json.dumps(config), torch.bfloat16), make_model()
+    assert {each.device.type for each in model.parameters()} == {"meta"}
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    buffers, expected = dict(model.named_buffers()), dict(real.named_buffers())
+    assert buffers.keys() == expected.keys() != set()
+    assert all(torch.equal(buffers[name], each) for name, each in expected.items())
+    names = [name for name, _ in model.named_parameters()]
+    assert names == [name for name, _ in real.named_parameters()]
+    assert not model.training
+
+
+def test_a_tied_weight_stays_one(config):
+    model = empty_model(json.dumps({**config, "tie_word_embeddings": True}), torch.float32)
+    materialize(model, torch.device("cpu"))
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert all(not each.is_meta for each in model.parameters())
+
+
+def test_what_has_memory_is_left_as_it_is():
+    layer = nn.Linear(2, 2)
+    weight = layer.weight
+    materialize(layer, torch.device("cpu"))
+    assert layer.weight is weight
+    layer.bias.requires_grad_(False)
+    change_parameters(layer, lambda each: each.to("meta"))
+    assert layer.weight.is_meta
+    assert (layer.weight.requires_grad, layer.bias.requires_grad) == (True, False)
+
+
+def test_making_one_draws_nothing(config):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    empty_model(json.dumps(config), torch.float32)
+    assert torch.equal(torch.get_rng_state(), before)

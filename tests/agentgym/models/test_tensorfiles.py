@@ -19,7 +19,7 @@ from agentgym.models.tensorfiles import (
     file_name,
     files_of,
 )
-from agentgym.store.runstore import BlobMissing, DigestMismatch
+from agentgym.store.manifest import BlobMissing, DigestMismatch
 
 TENSORS = {
     "b.weight": torch.arange(35.0).reshape(7, 5),

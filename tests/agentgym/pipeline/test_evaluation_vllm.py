@@ -13,10 +13,10 @@ import pytest
 
 from agentgym.config import load_config
 from agentgym.deploy.owned import owned_process, tail
-from agentgym.evaluation.request import EvaluationRequest
-from agentgym.pipeline.evaluation import evaluate_policy
+from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.pipeline.export import export
-from agentgym.rollouts.policies.vllm import ENVIRONMENT
+from agentgym.pipeline.policy_evaluation import evaluate_policy
+from agentgym.rollouts.policies.engine_settings import ENVIRONMENT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration, pytest.mark.timeout(1500)]
 CONTEXT = 512

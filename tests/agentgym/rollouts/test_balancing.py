@@ -9,44 +9,20 @@ import pytest
 from agentgym.config import EnvConfig
 from agentgym.deploy.fleets.addresses import Listing
 from agentgym.rollouts import balancing
-from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.pools import EnvPool, EnvPools
+from agentgym.rollouts.env_client import EnvError
+from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Endpoint, Item
 from envs.wire import InfoReply
-
-ACTIONS = ["turn left", "move forward", "turn right", "blub", "move forward"]
-
-
-def pool_of(*endpoints, **settings):
-    return EnvPool(endpoints, **{"request_timeout_s": 5.0, "patience_s": 0.0, **settings})
+from tests.agentgym.rollouts.sessions import play, pool_of
 
 
-async def play(pool, key, actions=ACTIONS, task_id=3):
-    async with pool.session(Item("babyai", task_id), key) as session:
-        told = [session.observation]
-        for turn, action in enumerate(actions, start=1):
-            reply = await session.step(action)
-            assert (reply.turn, session.turn, session.observation) == (
-                turn,
-                turn,
-                reply.observation,
-            )
-            told.append(reply.observation)
-            if reply.terminated:
-                break
-    return told
-
-
-def test_another_server_takes_what_one_refuses(serving):
-    async def main(first, second, full):
+async def test_another_server_takes_what_one_refuses(serving):
+    with serving(max_sessions=1) as (first, full), serving(max_sessions=64) as (second, _):
         async with pool_of(first, second) as pool:
             async with pool.session(Item("babyai", 0), "a"), pool.session(Item("babyai", 1), "b"):
                 assert len(full._by_id) == 1
             played = await asyncio.gather(*(play(pool, f"k{number}") for number in range(12)))
             assert len(played) == 12
-
-    with serving(max_sessions=1) as (first, full), serving(max_sessions=64) as (second, _):
-        asyncio.run(main(first, second, full))
 
 
 def test_sessions_spread_over_the_servers_and_a_dead_one_is_left_out(serving):
@@ -109,72 +85,66 @@ async def server_at(host, port, options=None):
         await running
 
 
-def test_a_name_with_several_addresses_is_several_servers_that_come_and_go(monkeypatch):
-    async def main():
-        table = {"envs.test": ["127.0.0.2", "127.0.0.3"]}
-        resolving(monkeypatch, table)
-        async with (  # noqa: SIM117
-            server_at("127.0.0.2", 0) as (port, first),
-            server_at("127.0.0.3", port) as (_, second),
-        ):
-            async with pool_of(f"http://envs.test:{port}") as pool:
-                await pool.check(EnvConfig(options={"view": "compact"}), allow_expert=False)
-                assert set(pool.endpoints) == {
-                    f"http://127.0.0.2:{port}",
-                    f"http://127.0.0.3:{port}",
-                }
-                for number in range(12):
+async def test_a_name_with_several_addresses_is_several_servers_that_come_and_go(monkeypatch):
+    table = {"envs.test": ["127.0.0.2", "127.0.0.3"]}
+    resolving(monkeypatch, table)
+    async with (  # noqa: SIM117
+        server_at("127.0.0.2", 0) as (port, first),
+        server_at("127.0.0.3", port) as (_, second),
+    ):
+        async with pool_of(f"http://envs.test:{port}") as pool:
+            await pool.check(EnvConfig(options={"view": "compact"}), allow_expert=False)
+            assert set(pool.endpoints) == {
+                f"http://127.0.0.2:{port}",
+                f"http://127.0.0.3:{port}",
+            }
+            for number in range(12):
+                await play(pool, f"key {number}", ["turn left"])
+            both = first.metrics.steps._value.get(), second.metrics.steps._value.get()
+            assert min(both) > 0
+            assert sum(both) == 12
+            table["envs.test"] = ["127.0.0.3", "127.0.0.4"]  # one left, one came
+            async with server_at("127.0.0.4", port) as (_, third):
+                for number in range(12, 24):
                     await play(pool, f"key {number}", ["turn left"])
-                both = first.metrics.steps._value.get(), second.metrics.steps._value.get()
-                assert min(both) > 0
-                assert sum(both) == 12
-                table["envs.test"] = ["127.0.0.3", "127.0.0.4"]  # one left, one came
-                async with server_at("127.0.0.4", port) as (_, third):
-                    for number in range(12, 24):
-                        await play(pool, f"key {number}", ["turn left"])
-                    assert first.metrics.steps._value.get() == both[0]
-                    assert third.metrics.steps._value.get() > 0
-                    # the name service is away: the addresses known so far serve on
-                    table["envs.test"] = None
-                    await play(pool, "last key", ["turn left"])
-                    assert set(pool.endpoints) == {
-                        f"http://127.0.0.3:{port}",
-                        f"http://127.0.0.4:{port}",
-                    }
-
-    asyncio.run(main())
+                assert first.metrics.steps._value.get() == both[0]
+                assert third.metrics.steps._value.get() > 0
+                # the name service is away: the addresses known so far serve on
+                table["envs.test"] = None
+                await play(pool, "last key", ["turn left"])
+                assert set(pool.endpoints) == {
+                    f"http://127.0.0.3:{port}",
+                    f"http://127.0.0.4:{port}",
+                }
 
 
-def test_a_server_that_comes_later_must_be_like_the_others(monkeypatch):
-    async def main():
-        table = {"envs.test": ["127.0.0.2", "127.0.0.3"]}
-        resolving(monkeypatch, table)
+async def test_a_server_that_comes_later_must_be_like_the_others(monkeypatch):
+    table = {"envs.test": ["127.0.0.2", "127.0.0.3"]}
+    resolving(monkeypatch, table)
+    async with (
+        server_at("127.0.0.2", 0) as (port, _),
+        server_at("127.0.0.3", port),
+        pool_of(f"http://envs.test:{port}") as pool,
+    ):
+        await pool.check(EnvConfig(), allow_expert=False)
+        table["envs.test"] = ["127.0.0.5", "127.0.0.6"]
         async with (
-            server_at("127.0.0.2", 0) as (port, _),
-            server_at("127.0.0.3", port),
-            pool_of(f"http://envs.test:{port}") as pool,
+            server_at("127.0.0.5", port, {"view": "agentgym"}),
+            server_at("127.0.0.6", port, {"view": "agentgym"}),
         ):
-            await pool.check(EnvConfig(), allow_expert=False)
-            table["envs.test"] = ["127.0.0.5", "127.0.0.6"]
-            async with (
-                server_at("127.0.0.5", port, {"view": "agentgym"}),
-                server_at("127.0.0.6", port, {"view": "agentgym"}),
+            with pytest.raises(
+                EnvError, match=r"a server that came later has options=.*'view': 'agentgym'"
             ):
-                with pytest.raises(
-                    EnvError, match=r"a server that came later has options=.*'view': 'agentgym'"
-                ):
-                    await play(pool, "key")
-                for endpoint, info in pool.client.known.items():  # as of a server without any
-                    pool.client.known[endpoint] = info.model_copy(update={"examples": ()})
-            table["envs.test"] = ["127.0.0.7"]
-            async with server_at("127.0.0.7", port):
-                with pytest.raises(EnvError, match="a server that came later has examples="):
-                    await play(pool, "another key")
-
-    asyncio.run(main())
+                await play(pool, "key")
+            for endpoint, info in pool.client.known.items():  # as of a server without any
+                pool.client.known[endpoint] = info.model_copy(update={"examples": ()})
+        table["envs.test"] = ["127.0.0.7"]
+        async with server_at("127.0.0.7", port):
+            with pytest.raises(EnvError, match="a server that came later has examples="):
+                await play(pool, "another key")
 
 
-def test_the_token_of_one_server_is_never_sent_to_another(monkeypatch):
+async def test_the_token_of_one_server_is_never_sent_to_another(monkeypatch):
     """Ours goes to ours, that of the environment to configured servers, each by whatever name
     or dialect it is asked.
     """
@@ -194,27 +164,24 @@ def test_the_token_of_one_server_is_never_sent_to_another(monkeypatch):
         server = await asyncio.start_server(handle, host, port)
         return server.sockets[0].getsockname()[1]
 
-    async def main():
-        port = await listen("127.0.0.2")
-        await listen("127.0.0.3", port)
-        own, plain = (
-            Endpoint(f"http://127.0.0.4:{await listen('127.0.0.4')}", "own"),
-            f"http://127.0.0.5:{await listen('127.0.0.5')}",
-        )
-        envs = [
-            EnvConfig(name="babyai"),
-            EnvConfig(name="textcraft", endpoints=(plain,), dialect="agentgym"),
-        ]
-        for endpoint in (own, plain, f"http://envs.test:{port}"):
-            async with pool_of(endpoint) as pool:
-                with pytest.raises(EnvError):
-                    await pool.check(EnvConfig(), allow_expert=False)
-        async with EnvPools.of(envs, {"babyai": [own], "textcraft": (plain,)}) as pools:
-            for env in envs:
-                with pytest.raises(EnvError):
-                    await pools.check([env], allow_expert=False)
-
-    asyncio.run(main())
+    port = await listen("127.0.0.2")
+    await listen("127.0.0.3", port)
+    own, plain = (
+        Endpoint(f"http://127.0.0.4:{await listen('127.0.0.4')}", "own"),
+        f"http://127.0.0.5:{await listen('127.0.0.5')}",
+    )
+    envs = [
+        EnvConfig(name="babyai"),
+        EnvConfig(name="textcraft", endpoints=(plain,), dialect="agentgym"),
+    ]
+    for endpoint in (own, plain, f"http://envs.test:{port}"):
+        async with pool_of(endpoint) as pool:
+            with pytest.raises(EnvError):
+                await pool.check(EnvConfig(), allow_expert=False)
+    async with EnvPools.of(envs, {"babyai": [own], "textcraft": (plain,)}) as pools:
+        for env in envs:
+            with pytest.raises(EnvError):
+                await pools.check([env], allow_expert=False)
     configured = {"Bearer of-configured-servers"}
     assert sent == {
         "127.0.0.2": configured,
@@ -253,16 +220,13 @@ def test_a_listing_says_where_servers_are_while_they_come_and_go(serving, tmp_pa
         asyncio.run(main(first, second))
 
 
-def test_a_server_that_left_its_listing_is_not_asked_again(tmp_path):
+async def test_a_server_that_left_its_listing_is_not_asked_again(tmp_path):
     listing = Listing(tmp_path / "fleet.json")
     dead, other = "http://127.0.0.1:9", "http://127.0.0.1:10"
 
-    async def main():
-        fleet = Endpoint("http://env-babyai.fleet.svc:8000", "t", str(listing.path))
-        async with pool_of(fleet, max_retries=2) as pool:
-            for addresses, tries in (([dead], 3), ([], 3), ([other], 1)):
-                listing.say(addresses)
-                with pytest.raises(EnvError, match=rf"unreachable: .*\(tried {tries} times\)"):
-                    await pool.client.ask(dead, "/info", InfoReply)
-
-    asyncio.run(main())
+    fleet = Endpoint("http://env-babyai.fleet.svc:8000", "t", str(listing.path))
+    async with pool_of(fleet, max_retries=2) as pool:
+        for addresses, tries in (([dead], 3), ([], 3), ([other], 1)):
+            listing.say(addresses)
+            with pytest.raises(EnvError, match=rf"unreachable: .*\(tried {tries} times\)"):
+                await pool.client.ask(dead, "/info", InfoReply)

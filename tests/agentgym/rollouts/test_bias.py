@@ -14,12 +14,10 @@ import torch
 from agentgym.config import load_config
 from agentgym.data.items import ItemStream
 from agentgym.models.chat import ChatRenderer
-from agentgym.rollouts.engine import LocalEngine
-from agentgym.rollouts.horizon import HorizonState
-from agentgym.rollouts.loop import LoopThread
+from agentgym.rollouts.engine import LocalEngine, LoopThread
 from agentgym.rollouts.pools import EnvPool
-from agentgym.training.ahead import Ahead
-from agentgym.training.rl import Rollouts, generation
+from agentgym.steps.step import HorizonState
+from agentgym.training.ahead import Ahead, Rollouts, generation
 from agentgym.types import Completion, EngineUsage, Item
 from envs.env import EnvSpec, StepResult
 

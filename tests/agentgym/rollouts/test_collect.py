@@ -5,30 +5,24 @@ hangs, nobody jumps the queue.
 import asyncio
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import pytest
 
 from agentgym.models.chat import ChatRenderer
-from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.collect import RolloutError, collect, samples
+from agentgym.rollouts.collect import (
+    RolloutError,
+    collect,
+    samples,
+)
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.players import EngineStalled, token_players
 from agentgym.types import Completion, Item, SampleKey, Status
+from tests.agentgym.rollouts.test_episode import Reply
 
 SETTINGS = EpisodeSettings(
     seed=0, step=1, max_turns=3, temperature=1.0, max_new_tokens=6, context_tokens=256
 )
-
-
-@dataclass
-class Reply:
-    reward: float = 0.0
-    terminated: bool = False
-    success: bool = False
-    truncated: bool = False
-    observation: str = "you see a red ball"
-    info: dict = field(default_factory=dict)
 
 
 class Pool:
@@ -158,7 +152,7 @@ def test_latency_that_grows_with_reward_does_not_bias_the_batch(renderer, determ
     async def behave(item, attempt, turn):
         won = item.task_id % 2 == 1
         await asyncio.sleep(0.1 if won else 0)
-        return Reply(float(won), terminated=True, success=won)
+        return Reply(reward=float(won), terminated=True, success=won)
 
     trajectories, _, _ = gather(
         renderer, behave, items=20, concurrency=6, deterministic=deterministic
@@ -180,7 +174,7 @@ def test_a_failure_that_passes_is_tried_again(renderer, deterministic):
     async def behave(item, attempt, turn):
         if item.task_id == 3 and attempt < 3:
             raise broken()
-        return Reply(1.0, terminated=True, success=True)
+        return Reply(reward=1.0, terminated=True, success=True)
 
     trajectories, pool, _ = gather(renderer, behave, deterministic=deterministic)
     assert [(t.status, t.num_attempts, t.reward, t.error) for t in trajectories] == [
@@ -194,7 +188,7 @@ def test_a_lasting_failure_is_no_reward_of_zero(renderer, deterministic):
     async def behave(item, attempt, turn):
         if item.task_id == 3:
             raise broken()
-        return Reply(1.0, terminated=True, success=True)
+        return Reply(reward=1.0, terminated=True, success=True)
 
     trajectories, pool, _ = gather(renderer, behave, items=10, deterministic=deterministic)
     failed = trajectories[3]
@@ -246,7 +240,7 @@ def test_an_episode_that_hangs_times_out_alone(renderer, deterministic):
     async def behave(item, attempt, turn):
         if item.task_id == 3 and turn == 2:
             await asyncio.sleep(3600)
-        return Reply(1.0, terminated=turn == 3)
+        return Reply(reward=1.0, terminated=turn == 3)
 
     began = time.monotonic()
     trajectories, _, _ = gather(
@@ -301,7 +295,7 @@ def test_an_engine_without_any_answer_ends_the_collection_and_is_named(renderer,
 def test_an_environment_that_hangs_beside_a_slow_engine_times_out(renderer):
     async def behave(item, attempt, turn):
         await asyncio.sleep(3600 if item.task_id == 3 and turn == 2 else 0)
-        return Reply(1.0, terminated=turn == 3)
+        return Reply(reward=1.0, terminated=turn == 3)
 
     trajectories, _, _ = gather(
         renderer,
@@ -329,7 +323,7 @@ def test_an_episode_that_has_ended_keeps_its_outcome_however_long_its_session_ta
                 await asyncio.sleep(3600)
 
     async def behave(item, attempt, turn):
-        return Reply(1.0, terminated=turn == 2, success=True)
+        return Reply(reward=1.0, terminated=turn == 2, success=True)
 
     collection = collect(
         [(Item("babyai", 0), 0)],
@@ -353,7 +347,7 @@ def test_an_episode_that_has_ended_keeps_its_outcome_however_long_its_session_ta
 
 def test_statuses_of_horizon_and_end(renderer):
     async def behave(item, attempt, turn):
-        return Reply(0.25, terminated=item.task_id == 1 and turn == 2, success=True)
+        return Reply(reward=0.25, terminated=item.task_id == 1 and turn == 2, success=True)
 
     never, ends = gather(renderer, behave, items=2)[0]
     assert (never.status, len(never.turns), never.reward, never.success) == (

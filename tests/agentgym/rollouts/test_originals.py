@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 
 from agentgym.config import EnvConfig
-from agentgym.rollouts import dialect
-from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.dialect import AgentGymPool
+from agentgym.rollouts import agentgym_client
+from agentgym.rollouts.agentgym_client import AgentGymPool
+from agentgym.rollouts.env_client import EnvError
 from agentgym.types import Item
 
 TREE = "Tab 0 (current): Shop\n\n[1] RootWebArea 'Shop'"
@@ -154,8 +154,8 @@ async def standing_in(routes):
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_an_episode_on_a_server_that_answers_as_the_original_does(name, caplog):
-    async def main():
+async def test_an_episode_on_a_server_that_answers_as_the_original_does(name, caplog):
+    with caplog.at_level(logging.WARNING, agentgym_client.__name__):
         async with (
             standing_in(ORIGINALS[name]) as (url, asked),
             AgentGymPool(name, [url], request_timeout_s=5, max_retries=0) as pool,
@@ -167,16 +167,13 @@ def test_an_episode_on_a_server_that_answers_as_the_original_does(name, caplog):
             assert (reply.terminated, reply.success, reply.reward > 0.8) == (True, True, True)
             assert asked[-1] == "POST /close"
             assert ("GET /observation?env_idx=0" in asked) == (name == "webarena")
-
-    with caplog.at_level(logging.WARNING, dialect.__name__):
-        asyncio.run(main())
     assert caplog.messages == []
 
 
 @pytest.mark.parametrize("answer", [{"closed": "closed"}, web.Response])
-def test_a_browser_gets_the_time_it_takes_to_end(answer, monkeypatch, caplog):
+async def test_a_browser_gets_the_time_it_takes_to_end(answer, monkeypatch, caplog):
     """The pool's own deadlines are shorter; older servers answer a text."""
-    monkeypatch.setattr(dialect, "CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(agentgym_client, "CLOSE_TIMEOUT_S", 0.2)
     ended = []
 
     async def close():
@@ -184,7 +181,7 @@ def test_a_browser_gets_the_time_it_takes_to_end(answer, monkeypatch, caplog):
         ended.append(True)
         return web.Response(text="closed") if answer is web.Response else answer
 
-    async def main():
+    with caplog.at_level(logging.WARNING, agentgym_client.__name__):
         routes = {**ORIGINALS["webarena"], "POST /close": lambda _: close()}
         async with (
             standing_in(routes) as (url, _),
@@ -193,20 +190,17 @@ def test_a_browser_gets_the_time_it_takes_to_end(answer, monkeypatch, caplog):
             async with pool.session(Item("webarena", 7), "key"):
                 pass
             assert ended == [True]
-
-    with caplog.at_level(logging.WARNING, dialect.__name__):
-        asyncio.run(main())
     assert caplog.messages == []
 
 
-def test_a_close_that_never_ends_is_given_up_and_told(monkeypatch, caplog):
+async def test_a_close_that_never_ends_is_given_up_and_told(monkeypatch, caplog):
     monkeypatch.setitem(
-        dialect.SHAPES,
+        agentgym_client.SHAPES,
         "webarena",
-        dataclasses.replace(dialect.SHAPES["webarena"], close_timeout_s=0.3),
+        dataclasses.replace(agentgym_client.SHAPES["webarena"], close_timeout_s=0.3),
     )
 
-    async def main():
+    with caplog.at_level(logging.WARNING, agentgym_client.__name__):
         routes = {**ORIGINALS["webarena"], "POST /close": lambda _: asyncio.sleep(1)}
         async with (
             standing_in(routes) as (url, _),
@@ -214,24 +208,18 @@ def test_a_close_that_never_ends_is_given_up_and_told(monkeypatch, caplog):
             pool.session(Item("webarena", 7), "key"),
         ):
             pass
-
-    with caplog.at_level(logging.WARNING, dialect.__name__):
-        asyncio.run(main())
     assert "a session stays open on a server that has no reaper" in caplog.text
 
 
 @pytest.mark.parametrize("page", ["<html>cookies: ok</html>", "not ok", '{"status": "ok"}'])
-def test_a_page_that_only_contains_ok_is_no_greeting(page):
-    async def main():
-        routes = {**ORIGINALS["webarena"], "GET /": lambda _: web.Response(text=page)}
-        async with (
-            standing_in(routes) as (url, _),
-            AgentGymPool("webarena", [url], request_timeout_s=5, max_retries=0) as pool,
-        ):
-            with pytest.raises(ValueError, match="no AgentGym server of webarena"):
-                await pool.check(EnvConfig(name="webarena"), allow_expert=False)
-
-    asyncio.run(main())
+async def test_a_page_that_only_contains_ok_is_no_greeting(page):
+    routes = {**ORIGINALS["webarena"], "GET /": lambda _: web.Response(text=page)}
+    async with (
+        standing_in(routes) as (url, _),
+        AgentGymPool("webarena", [url], request_timeout_s=5, max_retries=0) as pool,
+    ):
+        with pytest.raises(ValueError, match="no AgentGym server of webarena"):
+            await pool.check(EnvConfig(name="webarena"), allow_expert=False)
 
 
 def test_a_text_where_a_record_is_due_is_an_environment_error():

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import time
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -13,73 +12,17 @@ from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts import pools
-from agentgym.rollouts.client import EnvError
 from agentgym.rollouts.collect import collect
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.rollouts.players import token_players
 from agentgym.rollouts.pools import EnvPool, check_endpoints
 from agentgym.types import Completion, Item, Status
-
-ACTIONS = ["turn left", "move forward", "turn right", "blub", "move forward"]
-
-
-@asynccontextmanager
-async def cutting_proxy(endpoint, cuts, at=0):
-    """Forwards to endpoint; while cuts[route] > 0 the reply to that route is thrown away and
-    the connection closed.
-    """
-    port = int(endpoint.rsplit(":", 1)[1])
-
-    async def handle(reader, writer):
-        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", port)
-        asked = b""
-
-        async def forward():
-            nonlocal asked
-            while data := await reader.read(65536):
-                asked = asked + data if not data.startswith((b"POST", b"GET")) else data
-                upstream_writer.write(data)
-
-        forwarding = asyncio.create_task(forward())
-        while data := await upstream_reader.read(65536):
-            route = asked.split(b" ")[1].decode()
-            if cuts.get(route, 0) > 0:
-                cuts[route] -= 1
-                break
-            writer.write(data)
-        forwarding.cancel()
-        upstream_writer.close()
-        writer.close()
-
-    server = await asyncio.start_server(handle, "127.0.0.1", at)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
+from tests.agentgym.rollouts.sessions import ACTIONS, cutting_proxy, play, pool_of
 
 
-def pool_of(*endpoints, **settings):
-    return EnvPool(endpoints, **{"request_timeout_s": 5.0, "patience_s": 0.0, **settings})
-
-
-async def play(pool, key, actions=ACTIONS, task_id=3):
-    async with pool.session(Item("babyai", task_id), key) as session:
-        told = [session.observation]
-        for turn, action in enumerate(actions, start=1):
-            reply = await session.step(action)
-            assert (reply.turn, session.turn, session.observation) == (
-                turn,
-                turn,
-                reply.observation,
-            )
-            told.append(reply.observation)
-            if reply.terminated:
-                break
-    return told
-
-
-def test_an_episode_is_played_and_its_session_closed(serving):
-    async def main(endpoint):
+async def test_an_episode_is_played_and_its_session_closed(serving):
+    with serving(offer_expert=True) as (endpoint, sessions):
         async with pool_of(endpoint) as pool:
             assert (
                 await check_endpoints(
@@ -96,29 +39,23 @@ def test_an_episode_is_played_and_its_session_closed(serving):
                 assert reply.success
                 assert reply.reward == 1.0
             assert len(await play(pool, "two")) == 6
-
-    with serving(offer_expert=True) as (endpoint, sessions):
-        asyncio.run(main(endpoint))
         assert not sessions._by_id
 
 
-def test_a_full_server_is_waited_for(serving, monkeypatch):
+async def test_a_full_server_is_waited_for(serving, monkeypatch):
     monkeypatch.setattr("envs.sessions.RETRY_AFTER_S", 0.3)
 
-    async def main(endpoint):
+    with serving(max_sessions=1) as (endpoint, _):
         async with pool_of(endpoint) as pool:
             started = time.monotonic()
             played = await asyncio.gather(*(play(pool, f"k{number}") for number in range(3)))
             assert played[0] == played[1] == played[2]
             assert time.monotonic() - started >= 0.3
 
-    with serving(max_sessions=1) as (endpoint, _):
-        asyncio.run(main(endpoint))
-
 
 @pytest.mark.parametrize("patience_s", [0.0, 30.0])
-def test_a_server_that_restarts_is_waited_for(serving, patience_s):
-    async def main(endpoint):
+async def test_a_server_that_restarts_is_waited_for(serving, patience_s):
+    with serving() as (endpoint, _):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -135,9 +72,6 @@ def test_a_server_that_restarts_is_waited_for(serving, patience_s):
                         EnvError, match=r"/create: unreachable: .*\(tried 1 times\)"
                     ):
                         await playing
-
-    with serving() as (endpoint, _):
-        asyncio.run(main(endpoint))
 
 
 def test_episodes_of_a_server_that_is_killed_are_played_on_another(tokenizer, tmp_path):
@@ -196,18 +130,19 @@ def test_episodes_of_a_server_that_is_killed_are_played_on_another(tokenizer, tm
     assert {trajectory.num_attempts for trajectory in trajectories} == {1, 2}
 
 
-def test_characters_no_server_can_read_are_replaced_and_endless_actions_cut(serving):
-    async def main(endpoint):
+async def test_characters_no_server_can_read_are_replaced_and_endless_actions_cut(serving):
+    with serving() as (endpoint, _):
         async with pool_of(endpoint) as pool, pool.session(Item("babyai", 0), "k") as session:
             for text in ("\ud800", "\x00\x1b[2J", "x" * 100_000):
                 assert (await session.step(text)).observation.startswith("invalid action")
 
-    with serving() as (endpoint, _):
-        asyncio.run(main(endpoint))
 
-
-def test_servers_that_are_not_what_was_configured_are_refused(serving, monkeypatch):
-    async def main(plain, other, expert):
+async def test_servers_that_are_not_what_was_configured_are_refused(serving, monkeypatch):
+    with (
+        serving() as (plain, _),
+        serving("babyai", {"actions": "high"}) as (other, _),
+        serving(offer_expert=True) as (expert, _),
+    ):
         async with pool_of(plain) as pool:
             with pytest.raises(
                 ValueError, match=f"{plain} serves 'babyai', but env.name is 'textcraft'"
@@ -232,13 +167,6 @@ def test_servers_that_are_not_what_was_configured_are_refused(serving, monkeypat
         async with pool_of(plain, other) as pool:
             with pytest.raises(ValueError, match="make them equal"):
                 await check_endpoints(pool, expect_env="babyai", allow_expert=False)
-
-    with (
-        serving() as (plain, _),
-        serving("babyai", {"actions": "high"}) as (other, _),
-        serving(offer_expert=True) as (expert, _),
-    ):
-        asyncio.run(main(plain, other, expert))
 
 
 def test_a_pool_without_servers_is_refused():

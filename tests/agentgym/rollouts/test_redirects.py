@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
-from agentgym.rollouts.client import EnvError
-from agentgym.rollouts.dialect import AgentGymPool
-from agentgym.rollouts.openenv import OpenEnvPool
+from agentgym.rollouts.agentgym_client import AgentGymPool
+from agentgym.rollouts.env_client import EnvError
+from agentgym.rollouts.openenv_client import OpenEnvPool
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 
@@ -35,27 +35,24 @@ async def server(head):
 
 @pytest.mark.parametrize("status", [302, 307])
 @pytest.mark.parametrize("kind", ["native", "agentgym", "openenv"])
-def test_a_redirect_is_not_followed(monkeypatch, status, kind):
+async def test_a_redirect_is_not_followed(monkeypatch, status, kind):
     monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "token")
 
-    async def main():
-        async with (
-            server("HTTP/1.1 200 OK\r\n") as (elsewhere, stolen),
-            server(f"HTTP/1.1 {status} Moved\r\nLocation: {elsewhere}/stolen\r\n") as (url, came),
-        ):
-            settings = {"request_timeout_s": 5.0, "max_retries": 0}
-            made = {
-                "native": EnvPool,
-                "agentgym": partial(AgentGymPool, "babyai"),
-                "openenv": OpenEnvPool,
-            }
-            pool = made[kind]([url], **settings)
-            with pytest.raises(EnvError) as caught:
-                async with pool, pool.session(Item("babyai", 1), "key"):
-                    pass
-            assert caught.value.kind == "protocol"
-            assert f"status {status}" in str(caught.value)
-            assert came
-            assert stolen == []
-
-    asyncio.run(main())
+    async with (
+        server("HTTP/1.1 200 OK\r\n") as (elsewhere, stolen),
+        server(f"HTTP/1.1 {status} Moved\r\nLocation: {elsewhere}/stolen\r\n") as (url, came),
+    ):
+        settings = {"request_timeout_s": 5.0, "max_retries": 0}
+        made = {
+            "native": EnvPool,
+            "agentgym": partial(AgentGymPool, "babyai"),
+            "openenv": OpenEnvPool,
+        }
+        pool = made[kind]([url], **settings)
+        with pytest.raises(EnvError) as caught:
+            async with pool, pool.session(Item("babyai", 1), "key"):
+                pass
+        assert caught.value.kind == "protocol"
+        assert f"status {status}" in str(caught.value)
+        assert came
+        assert stolen == []

@@ -10,8 +10,8 @@ from agentgym.records import TRAJECTORIES
 from agentgym.steps.context import METRICS, NoProgress, StepContext, scores
 from agentgym.steps.step import Kind, Step
 from agentgym.store.files import StoreFull
+from agentgym.store.manifest import BlobMissing
 from agentgym.store.posix import posix_store
-from agentgym.store.runstore import BlobMissing
 from agentgym.tracking.points import Point, decode_points
 
 STEP = Step(

@@ -1,8 +1,5 @@
 """Keys change exactly when a result would."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from agentgym.store.keys import (
@@ -23,6 +20,7 @@ FILES = {
     ),
     "agentgym/data.py": "def load():\n    from envs.wire import Reset\n",
     "agentgym/maths/__init__.py": "from .shared import eps\n",
+    "agentgym/maths/templates/a/page.html": "",
     "agentgym/maths/loss.py": "from . import kl\nimport torch\n",
     "agentgym/maths/kl.py": "",
     "agentgym/maths/shared.py": "eps = 1\n",
@@ -43,12 +41,13 @@ REACHED = [
     "agentgym.maths.kl",
     "agentgym.maths.loss",
     "agentgym.maths.shared",
+    "agentgym.maths/templates/a/page.html",
     "agentgym.train",
 ]
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> dict[str, Path]:
+def folders(tmp_path):
     for name, text in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,9 +55,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     return {name: tmp_path / name for name in ("agentgym", "envs")}
 
 
-def test_imports_are_followed_into_functions_packages_and_relative_names(
-    folders: dict[str, Path],
-) -> None:
+def test_imports_are_followed_into_functions_packages_and_relative_names(folders):
     assert list(source_files(["agentgym.train"], folders)) == [*REACHED, "envs", "envs.wire"]
 
 
@@ -80,14 +77,12 @@ def test_imports_are_followed_into_functions_packages_and_relative_names(
         "x = 1; {}",
     ],
 )
-def test_an_import_is_found_wherever_a_statement_may_stand(
-    folders: dict[str, Path], around: str
-) -> None:
+def test_an_import_is_found_wherever_a_statement_may_stand(folders, around):
     (folders["agentgym"] / "maths/kl.py").write_text(around.format("import envs.wire"))
     assert "envs.wire" in source_files(["agentgym.maths.kl"], folders)
 
 
-def test_a_named_package_brings_its_modules(folders: dict[str, Path]) -> None:
+def test_a_named_package_brings_its_modules(folders):
     assert list(source_files(["envs.babyai"], folders)) == [
         "envs",
         "envs.babyai",
@@ -98,9 +93,15 @@ def test_a_named_package_brings_its_modules(folders: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["agentgym/maths/kl.py", "agentgym/maths/__init__.py", "envs/wire.py", "agentgym/train.py"],
+    [
+        "agentgym/maths/kl.py",
+        "agentgym/maths/__init__.py",
+        "agentgym/maths/templates/a/page.html",
+        "envs/wire.py",
+        "agentgym/train.py",
+    ],
 )
-def test_changing_an_imported_file_changes_the_digest(folders: dict[str, Path], name: str) -> None:
+def test_changing_an_imported_file_changes_the_digest(folders, name):
     before = digest_files(source_files(["agentgym.train"], folders))
     path = folders["agentgym"].parent / name
     path.write_text(path.read_text() + "x = 1\n")
@@ -116,27 +117,25 @@ def test_changing_an_imported_file_changes_the_digest(folders: dict[str, Path], 
         "envs/babyai/game.py",
     ],
 )
-def test_changing_an_unrelated_or_state_only_file_does_not(
-    folders: dict[str, Path], name: str
-) -> None:
+def test_changing_an_unrelated_or_state_only_file_does_not(folders, name):
     before = digest_files(source_files(["agentgym.train"], folders))
     path = folders["agentgym"].parent / name
     path.write_text(path.read_text() + "x = 1\n")
     assert digest_files(source_files(["agentgym.train"], folders)) == before
 
 
-def test_where_the_files_lie_does_not_count(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_where_the_files_lie_does_not_count(folders, tmp_path):
     before = digest_files(source_files(["agentgym.train"], folders))
     moved = {name: path.rename(tmp_path / f"moved-{name}") for name, path in folders.items()}
     assert digest_files(source_files(["agentgym.train"], moved)) == before
 
 
-def test_an_unknown_module_is_named(folders: dict[str, Path]) -> None:
+def test_an_unknown_module_is_named(folders):
     with pytest.raises(ValueError, match=r"module 'agentgym\.trian' is not in agentgym or envs"):
         source_files(["agentgym.trian"], folders)
 
 
-def test_the_installed_packages_are_found_and_their_state_rooms_left_out() -> None:
+def test_the_installed_packages_are_found_and_their_state_rooms_left_out():
     files = source_files(["agentgym.tracking.mlflow"], package_folders())
     # named itself, and what makes text plain; the store behind it is not
     assert list(files) == ["agentgym", "agentgym.tracking.mlflow", "envs", "envs.plain"]
@@ -146,8 +145,8 @@ def test_the_installed_packages_are_found_and_their_state_rooms_left_out() -> No
     assert len(source_digest(["agentgym.types"])) == 64
 
 
-def test_a_step_key_changes_with_each_of_its_parts() -> None:
-    def key(step: str = "stage-1", lr: float = 1e-3, data: str = "aa", source: str = "bb") -> str:
+def test_a_step_key_changes_with_each_of_its_parts():
+    def key(step="stage-1", lr=1e-3, data="aa", source="bb"):
         return step_key(step, config={"lr": lr, "seed": 0}, inputs={"data": data}, source=source)
 
     assert key() == step_key(
@@ -156,7 +155,7 @@ def test_a_step_key_changes_with_each_of_its_parts() -> None:
     assert len({key(), key(step="stage-2"), key(lr=2e-3), key(data="ab"), key(source="bc")}) == 5
 
 
-def test_object_names_fit_kubernetes() -> None:
+def test_object_names_fit_kubernetes():
     assert object_name("0123456789abcdef" * 4, "stage-2", 1) == "r0123456789ab-s2-a1"
     assert object_name("0123456789abcdef" * 4, "evaluate-warm-start", 12) == "r0123456789ab-ews-a12"
     with pytest.raises(ValueError, match="12 lower-case hex"):
@@ -175,8 +174,8 @@ def test_object_names_fit_kubernetes() -> None:
     ],
 )
 def test_an_installed_environment_is_in_the_keys_with_its_data_and_its_version(
-    install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, changed: str, text: str
-) -> None:
+    install, monkeypatch, changed, text
+):
     """Also what it imports by name only."""
     site = install("tides_env", "", "agentgym.envs", "tides", "tides.play:spec").parent
     (site / "tides").mkdir()

@@ -6,21 +6,19 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from agentgym.store.files import StoreFull, full_disk_told
 from agentgym.store.lease import Fenced
-from agentgym.store.manifest import Blob, Manifest
+from agentgym.store.manifest import Blob, DigestMismatch
 from agentgym.store.posix import SHARED_BYTES, PosixFolder, posix_store
-from agentgym.store.runstore import DigestMismatch, RunStore, StepWriter
 
 KEY = "ab" * 32
 
 
-def commit(writer: StepWriter, step: int, model: bytes = b""):
+def commit(writer, step, model=b""):
     return writer.commit(
         done=False,
         state={"global_step": step},
@@ -34,19 +32,17 @@ def commit(writer: StepWriter, step: int, model: bytes = b""):
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> RunStore:
+def store(tmp_path):
     return posix_store(tmp_path / "store", lease_ttl_s=30.0)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return tmp_path / "store" / "steps" / f"stage-1-{KEY[:16]}"
 
 
-def test_a_full_disk_leaves_the_head_valid_and_no_litter(
-    store: RunStore, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_: int) -> None:
+def test_a_full_disk_leaves_the_head_valid_and_no_litter(store, folder, monkeypatch):
+    def full(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with store.open("stage-1", KEY) as writer:
@@ -63,7 +59,7 @@ def test_a_full_disk_leaves_the_head_valid_and_no_litter(
         assert commit(writer, 2).seq == 1
 
 
-def test_a_commit_whose_number_is_taken_is_fenced(store: RunStore, folder: Path) -> None:
+def test_a_commit_whose_number_is_taken_is_fenced(store, folder):
     with store.open("stage-1", KEY) as writer:
         commit(writer, 1)
         late = (folder / "manifests" / "000000.json").read_bytes()
@@ -72,7 +68,7 @@ def test_a_commit_whose_number_is_taken_is_fenced(store: RunStore, folder: Path)
             commit(writer, 2)
 
 
-def test_twelve_small_manifests_are_verified_in_well_under_a_second(store: RunStore) -> None:
+def test_twelve_small_manifests_are_verified_in_well_under_a_second(store):
     with store.open("stage-1", KEY) as writer:
         commits = [commit(writer, step, model=os.urandom(500_000)) for step in range(12)]
     began = time.process_time()
@@ -81,7 +77,7 @@ def test_twelve_small_manifests_are_verified_in_well_under_a_second(store: RunSt
     assert time.process_time() - began < 0.5
 
 
-def test_temporary_files_of_killed_writers_are_swept_once(store: RunStore, folder: Path) -> None:
+def test_temporary_files_of_killed_writers_are_swept_once(store, folder):
     with store.open("stage-1", KEY) as writer:
         commit(writer, 1)
         for name in ("blobs", "manifests", "leases"):
@@ -91,17 +87,15 @@ def test_temporary_files_of_killed_writers_are_swept_once(store: RunStore, folde
     assert not list(folder.rglob(".tmp-*"))
 
 
-def test_commits_are_in_the_order_of_their_numbers_not_of_their_names(folder: Path) -> None:
+def test_commits_are_in_the_order_of_their_numbers_not_of_their_names(folder):
     (folder / "manifests").mkdir(parents=True)
     for name in ("1000000.json", "999999.json", ".tmp-half", "000002.json"):
         (folder / "manifests" / name).touch()
     assert list(PosixFolder(folder).commits()) == [2, 999999, 1000000]
 
 
-def test_a_failure_on_a_full_disk_is_told_as_such_and_any_other_as_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_: int) -> None:
+def test_a_failure_on_a_full_disk_is_told_as_such_and_any_other_as_itself(tmp_path, monkeypatch):
+    def full(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(KeyError, match="other"), full_disk_told(tmp_path):
@@ -122,27 +116,27 @@ LARGE = bytes(SHARED_BYTES)
 class Streamed:
     """Content in two pieces."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data):
         self._data = memoryview(data)
 
     @property
-    def size(self) -> int:
+    def size(self):
         return len(self._data)
 
-    def pieces(self) -> Iterator[memoryview]:
+    def pieces(self):
         yield self._data[:1000]
         yield self._data[1000:]
 
 
-def of_key(folder: Path, key: str) -> Path:
+def of_key(folder, key):
     return folder.with_name(f"stage-1-{key[:16]}") / "blobs" / Blob.of(LARGE).digest
 
 
 @pytest.fixture(params=["put", "stream"])
-def commit_large(request: pytest.FixtureRequest, store: RunStore) -> Callable[[str], Manifest]:
+def commit_large(request, store):
     """Commit the same large content under a key, whole or in pieces."""
 
-    def made(key: str) -> Manifest:
+    def made(key):
         with store.open("stage-1", key) as writer:
             if request.param == "put":
                 return commit(writer, 1, LARGE)
@@ -152,8 +146,8 @@ def commit_large(request: pytest.FixtureRequest, store: RunStore) -> Callable[[s
 
 
 def test_large_content_that_two_keys_have_is_stored_once_and_outlives_either(
-    store: RunStore, folder: Path, commit_large: Callable[[str], Manifest]
-) -> None:
+    store, folder, commit_large
+):
     first, second = commit_large(KEY), commit_large(OTHER)
     assert of_key(folder, KEY).samefile(of_key(folder, OTHER))
     assert not list(folder.parent.rglob(".tmp-*"))
@@ -165,9 +159,7 @@ def test_large_content_that_two_keys_have_is_stored_once_and_outlives_either(
     assert of_key(folder, KEY).samefile(of_key(folder, OTHER))
 
 
-def test_small_content_and_content_of_another_step_are_stored_beside(
-    store: RunStore, folder: Path
-) -> None:
+def test_small_content_and_content_of_another_step_are_stored_beside(store, folder):
     for step, key, content in (
         ("stage-1", KEY, LARGE[1:]),
         ("stage-1", OTHER, LARGE[1:]),
@@ -181,9 +173,7 @@ def test_small_content_and_content_of_another_step_are_stored_beside(
     assert [path.stat().st_nlink for path in found] == [1] * 5
 
 
-def test_damaged_content_of_another_key_is_not_shared(
-    store: RunStore, folder: Path, commit_large: Callable[[str], Manifest]
-) -> None:
+def test_damaged_content_of_another_key_is_not_shared(store, folder, commit_large):
     first = commit_large(KEY)
     of_key(folder, KEY).write_bytes(LARGE[1:] + b"X")
     second = commit_large(OTHER)
@@ -193,8 +183,8 @@ def test_damaged_content_of_another_key_is_not_shared(
 
 
 def test_damage_of_shared_content_is_found_in_both_and_either_is_made_whole_alone(
-    store: RunStore, folder: Path, commit_large: Callable[[str], Manifest]
-) -> None:
+    store, folder, commit_large
+):
     first, second = commit_large(KEY), commit_large(OTHER)
     of_key(folder, KEY).write_bytes(LARGE[1:] + b"X")
     for manifest in (first, second):
@@ -207,15 +197,12 @@ def test_damage_of_shared_content_is_found_in_both_and_either_is_made_whole_alon
 
 
 def test_content_that_cannot_have_another_name_is_stored_twice(
-    store: RunStore,
-    folder: Path,
-    commit_large: Callable[[str], Manifest],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    store, folder, commit_large, monkeypatch
+):
     commit_large(KEY)
     link = os.link
 
-    def refuses(source: Path, target: Path) -> None:
+    def refuses(source, target):
         if "blobs" in Path(source).parts:
             raise OSError(errno.EMLINK, os.strerror(errno.EMLINK))
         link(source, target)

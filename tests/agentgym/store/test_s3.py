@@ -6,12 +6,9 @@ import http.client
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 import boto3
@@ -19,25 +16,14 @@ import pytest
 from botocore.exceptions import ClientError
 
 from agentgym.config import ConfigError
-from agentgym.store import s3
+from agentgym.store import bucket, s3
+from agentgym.store.bucket import Bucket, StoreUnreachable, connect
 from agentgym.store.lease import Fenced
 from agentgym.store.manifest import ManifestError
-from agentgym.store.s3 import Bucket, S3Backend, StoreUnreachable, connect, s3_store
-
-KEY = "ab" * 32
-
-
-def commit(writer, step, model=None):
-    return writer.commit(
-        done=False,
-        state={"global_step": step},
-        parents={},
-        config={},
-        blobs={"model": model or b"weights %d" % step},
-        records={"metrics.jsonl": b"line %d\n" % step},
-        results={},
-        timings={},
-    )
+from agentgym.store.s3 import S3Backend, s3_store
+from tests.agentgym.store.steps import KEY, commit
+from tests.answering import Handler, http_server
+from tests.completed import completed
 
 
 class FaultyLink:
@@ -51,15 +37,15 @@ class FaultyLink:
     None: forward it unchanged.
     """
 
-    def __init__(self, endpoint: str) -> None:
-        self.fault: Callable[[str, str, int], int | str | None] = lambda *_: None
-        self.seen: list[str] = []
+    def __init__(self, endpoint):
+        self.fault = lambda *_: None
+        self.seen = []
         target, lock, link = urlsplit(endpoint).netloc, threading.Lock(), self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Link(Handler):
             protocol_version = "HTTP/1.1"
 
-            def answer(self) -> None:
+            def answer(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 with lock:
                     number = sum(
@@ -89,9 +75,7 @@ class FaultyLink:
 
             do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = answer
 
-            def reply(
-                self, status: int, headers: dict[str, str], data: bytes, sent: bytes | None = None
-            ) -> None:
+            def reply(self, status, headers, data, sent=None):
                 self.send_response_only(status)
                 length = (
                     headers.get("Content-Length", len(data))
@@ -104,31 +88,21 @@ class FaultyLink:
                 self.end_headers()
                 self.wfile.write(data if sent is None else sent)
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.handler = Link
 
 
 @pytest.fixture
-def link(s3_uri: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyLink]:
+def link(s3_uri, s3_endpoint, monkeypatch):
     made = FaultyLink(s3_endpoint)
-    thread = threading.Thread(target=made.server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
-    thread.join()
+    with http_server(made.handler) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        yield made
 
 
-def test_the_server_under_these_tests_honours_the_conditions_the_store_stands_on(
-    s3_uri: str,
-) -> None:
+def test_the_server_under_these_tests_honours_the_conditions_the_store_stands_on(s3_uri):
     client, key = boto3.client("s3"), s3_uri.removeprefix("s3://tests/")
 
-    def status(**condition: str) -> int:
+    def status(**condition):
         try:
             return int(
                 client.put_object(Bucket="tests", Key=key, Body=b"x", **condition)[
@@ -145,7 +119,7 @@ def test_the_server_under_these_tests_honours_the_conditions_the_store_stands_on
     assert status(IfMatch=client.head_object(Bucket="tests", Key=key)["ETag"]) == 200
 
 
-def test_a_service_that_ignores_conditions_is_refused_before_a_lease_is_taken(s3_uri: str) -> None:
+def test_a_service_that_ignores_conditions_is_refused_before_a_lease_is_taken(s3_uri):
     for header in ("If-Match", "If-None-Match"):
         client = connect()
         client.meta.events.register(
@@ -164,9 +138,7 @@ def test_a_service_that_ignores_conditions_is_refused_before_a_lease_is_taken(s3
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_requests_that_the_server_could_not_serve_are_made_again(
-    s3_uri: str, link: FaultyLink, status: int
-) -> None:
+def test_requests_that_the_server_could_not_serve_are_made_again(s3_uri, link, status):
     link.fault = lambda method, path, number: status if number == 0 else None
     store = s3_store(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
@@ -175,7 +147,7 @@ def test_requests_that_the_server_could_not_serve_are_made_again(
     assert store.head("stage-1", KEY) == head
 
 
-def test_writes_whose_answers_are_lost_count_once(s3_uri: str, link: FaultyLink) -> None:
+def test_writes_whose_answers_are_lost_count_once(s3_uri, link):
     """Of the lease, the manifests and the head, each first answer: the request made again meets
     what it wrote itself.
     """
@@ -190,9 +162,7 @@ def test_writes_whose_answers_are_lost_count_once(s3_uri: str, link: FaultyLink)
         assert (writer.epoch, writer.head) == (2, commits[-1])
 
 
-def test_conditional_writes_that_met_others_are_made_again_and_not_forever(
-    s3_uri: str, link: FaultyLink
-) -> None:
+def test_conditional_writes_that_met_others_are_made_again_and_not_forever(s3_uri, link):
     link.fault = lambda method, path, number: (
         409 if method == "PUT" and number == 1 and path.endswith("head.json") else None
     )
@@ -209,10 +179,8 @@ def test_conditional_writes_that_met_others_are_made_again_and_not_forever(
     assert store.head("stage-1", KEY) == head
 
 
-def test_a_commit_whose_fate_is_unknown_is_not_made_twice(
-    s3_uri: str, link: FaultyLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(s3, "MAX_ATTEMPTS", 1)
+def test_a_commit_whose_fate_is_unknown_is_not_made_twice(s3_uri, link, monkeypatch):
+    monkeypatch.setattr(bucket, "MAX_ATTEMPTS", 1)
     store = s3_store(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         link.fault = lambda method, path, number: (
@@ -236,7 +204,7 @@ def test_a_commit_whose_fate_is_unknown_is_not_made_twice(
     assert [manifest.seq for manifest in store.history("stage-1", KEY)] == [0]
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again(s3_uri: str, link: FaultyLink) -> None:
+def test_an_answer_that_breaks_off_is_asked_for_again(s3_uri, link):
     store = s3_store(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         head = commit(writer, 1, b"weights " * 1000)
@@ -247,11 +215,9 @@ def test_an_answer_that_breaks_off_is_asked_for_again(s3_uri: str, link: FaultyL
     assert store.read(head, "model") == b"weights " * 1000
 
 
-def test_a_server_that_does_not_answer_is_an_error_in_time(
-    s3_uri: str, link: FaultyLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(s3, "MAX_ATTEMPTS", 2)
-    monkeypatch.setattr(s3, "READ_TIMEOUT_S", 0.5)
+def test_a_server_that_does_not_answer_is_an_error_in_time(s3_uri, link, monkeypatch):
+    monkeypatch.setattr(bucket, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(bucket, "READ_TIMEOUT_S", 0.5)
     link.fault = lambda *_: "hang"
     began = time.monotonic()
     with pytest.raises(
@@ -270,10 +236,8 @@ def test_a_server_that_does_not_answer_is_an_error_in_time(
         s3_store(s3_uri, lease_ttl_s=30.0).head("stage-1", KEY)
 
 
-def test_a_heart_that_cannot_beat_for_a_while_goes_on(
-    s3_uri: str, link: FaultyLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(s3, "MAX_ATTEMPTS", 1)
+def test_a_heart_that_cannot_beat_for_a_while_goes_on(s3_uri, link, monkeypatch):
+    monkeypatch.setattr(bucket, "MAX_ATTEMPTS", 1)
     with s3_store(s3_uri, lease_ttl_s=0.4).open("stage-1", KEY) as writer:
         link.fault = lambda *_: 503
         time.sleep(0.5)
@@ -284,15 +248,13 @@ def test_a_heart_that_cannot_beat_for_a_while_goes_on(
         assert len([seen for seen in link.seen if seen.endswith("head.json")]) > beats
 
 
-def test_large_content_travels_in_parts_and_half_an_upload_is_pruned(
-    s3_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)
+def test_large_content_travels_in_parts_and_half_an_upload_is_pruned(s3_uri, monkeypatch):
+    monkeypatch.setattr(bucket, "PART_BYTES", 5 << 20)
     weights = os.urandom(1 << 20) * 12
     script = """
 import os, signal, sys
-from agentgym.store import s3
-s3.PART_BYTES = 5 << 20
+from agentgym.store import bucket, s3
+bucket.PART_BYTES = 5 << 20
 store = s3.s3_store(sys.argv[1], lease_ttl_s=30.0)
 with store.open("stage-1", "ab" * 32) as writer:
     writer._folder.bucket._client.meta.events.register(
@@ -301,12 +263,10 @@ with store.open("stage-1", "ab" * 32) as writer:
     writer.commit(done=False, state={}, parents={}, config={}, blobs={"model": bytes(12 << 20)}, \
 records={}, results={}, timings={})
 """
-    killed = subprocess.run(
-        [sys.executable, "-c", script, s3_uri], capture_output=True, text=True, timeout=120
-    )
+    killed = completed(sys.executable, "-c", script, s3_uri)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
 
-    def uploads() -> list[object]:
+    def uploads():
         return list(
             boto3.client("s3")
             .list_multipart_uploads(Bucket="tests", Prefix=s3_uri.removeprefix("s3://tests/"))
@@ -323,7 +283,7 @@ records={}, results={}, timings={})
     assert store.read(head, "model") == weights
 
 
-def test_a_head_that_is_no_head_is_named(s3_uri: str) -> None:
+def test_a_head_that_is_no_head_is_named(s3_uri):
     store = s3_store(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         commit(writer, 1)
@@ -344,7 +304,7 @@ def test_a_head_that_is_no_head_is_named(s3_uri: str) -> None:
             store.head("stage-1", KEY)
 
 
-def test_a_step_that_is_deleted_under_its_writer_is_told_so(s3_uri: str) -> None:
+def test_a_step_that_is_deleted_under_its_writer_is_told_so(s3_uri):
     store = s3_store(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         commit(writer, 1)
@@ -358,7 +318,7 @@ def test_a_step_that_is_deleted_under_its_writer_is_told_so(s3_uri: str) -> None
             commit(writer, 2)
 
 
-def test_settings_that_cannot_work_are_named(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_cannot_work_are_named(s3_uri, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"there is no bucket nowhere; create it, or correct store\.uri"
     ):
@@ -387,23 +347,15 @@ except ValueError as error:
         ),
     ):
         environment = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true"}
-        done = subprocess.run(
-            [sys.executable, "-c", before + child],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=environment,
-        )
+        done = completed(sys.executable, "-c", before + child, env=environment)
         assert done.stdout.startswith(expected), done.stdout + done.stderr
 
 
-def test_a_store_on_disk_needs_no_boto3() -> None:
+def test_a_store_on_disk_needs_no_boto3():
     script = (
         "import sys; sys.modules['boto3'] = sys.modules['botocore'] = None\n"
         "from agentgym.config import load_config\nfrom agentgym.pipeline.run import open_store\n"
         "print(open_store(load_config('params.yaml')).root)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
+    done = completed(sys.executable, "-c", script)
     assert done.stdout.strip() == ".agentgym/store", done.stderr

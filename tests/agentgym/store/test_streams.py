@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from agentgym.store import s3
+from agentgym.store import bucket
 from agentgym.store.files import TEMP_PREFIX, StoreFull
-from agentgym.store.manifest import Blob
+from agentgym.store.manifest import Blob, BlobMissing
 from agentgym.store.place import StorePlace
-from agentgym.store.runstore import BlobMissing, RunStore, digest_of
+from agentgym.store.runstore import RunStore, digest_of
 
 STEP, KEY = "stage-1", "ab" * 32
 
@@ -112,7 +112,7 @@ def test_what_nobody_committed_is_pruned(store):
 
 
 def test_no_more_than_some_pieces_are_in_memory(store, monkeypatch):
-    monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)  # the least S3 takes
+    monkeypatch.setattr(bucket, "PART_BYTES", 5 << 20)  # the least S3 takes
     content = Pieces(96, 1 << 20)
     with store.open(STEP, KEY) as writer:
         store.add(STEP, KEY, Pieces(6, 1 << 20))  # what is loaded at the first use

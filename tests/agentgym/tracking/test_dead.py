@@ -13,7 +13,7 @@ from agentgym.pipeline.table import open_store
 from agentgym.tracking.dead import close_dead
 from agentgym.tracking.deliver import tracker_of
 from agentgym.tracking.mlflow import ENDED
-from agentgym.tracking.pages import MANIFEST
+from agentgym.tracking.step_page import MANIFEST
 
 pytestmark = pytest.mark.integration
 

@@ -7,7 +7,7 @@ import pytest
 
 from agentgym.tracking import deliver as ledger
 from agentgym.tracking.deliver import Paced
-from agentgym.tracking.mlflow import LedgerUnavailable, check_server, reaching
+from agentgym.tracking.reaching import LedgerUnavailable, check_server, reaching
 
 ONE, LAST = SimpleNamespace(done=False), SimpleNamespace(done=True)
 
@@ -122,7 +122,7 @@ def test_a_server_that_refuses_is_quoted_and_not_called_absent(status, expected)
 def test_a_server_that_does_not_answer_is_named_in_time(monkeypatch):
     import socket
 
-    monkeypatch.setattr("agentgym.tracking.mlflow.REACH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("agentgym.tracking.reaching.REACH_TIMEOUT_S", 0.3)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -6,12 +6,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agentgym.store.posix import posix_store
-from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import StaleRun, deliver_committed
 from agentgym.tracking.mlflow import Tracker, local_path
 from agentgym.tracking.points import Point, encode_points
@@ -21,7 +19,7 @@ RUN_KEY, KEY = "12" * 32, "ab" * 32
 
 @pytest.mark.integration
 @pytest.mark.slow
-def test_a_database_is_there_whole_or_not_at_all_when_its_maker_is_killed(tmp_path: Path) -> None:
+def test_a_database_is_there_whole_or_not_at_all_when_its_maker_is_killed(tmp_path):
     database = tmp_path / "mlflow.db"
     code = (
         "import sys; from pathlib import Path; from agentgym.tracking.mlflow import Tracker;"
@@ -48,11 +46,11 @@ def test_a_database_is_there_whole_or_not_at_all_when_its_maker_is_killed(tmp_pa
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> RunStore:
+def store(tmp_path):
     return posix_store(tmp_path / "store", lease_ttl_s=30.0)
 
 
-def commit(writer: Any, points: list[Point], *, done: bool = False) -> None:
+def commit(writer, points, *, done=False):
     writer.commit(
         done=done,
         state={},
@@ -65,12 +63,12 @@ def commit(writer: Any, points: list[Point], *, done: bool = False) -> None:
     )
 
 
-def test_a_relative_database_is_refused(tmp_path: Path) -> None:
+def test_a_relative_database_is_refused(tmp_path):
     with pytest.raises(ValueError, match="must hold an absolute path"):
         Tracker("sqlite:///mlflow.db", "tests", tmp_path)
 
 
-def test_runs_are_found_again_by_their_keys(tracker: Tracker) -> None:
+def test_runs_are_found_again_by_their_keys(tracker):
     parent = tracker.parent_run(
         RUN_KEY, params={"model": {"hidden_size": 128}, "seed": 0}, tags={"algo": "grpo"}
     )
@@ -98,10 +96,8 @@ def test_runs_are_found_again_by_their_keys(tracker: Tracker) -> None:
     assert run.info.artifact_uri.startswith(tracker.artifact_root.as_uri())
 
 
-def test_a_kill_between_creating_a_run_and_describing_it_leaves_no_second_run(
-    tracker: Tracker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: object) -> None:
+def test_a_kill_between_creating_a_run_and_describing_it_leaves_no_second_run(tracker, monkeypatch):
+    def killed(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -115,7 +111,7 @@ def test_a_kill_between_creating_a_run_and_describing_it_leaves_no_second_run(
     assert tracker.client.get_run(parent).data.params == {"seed": "0"}
 
 
-def test_delivering_again_leaves_one_point_each(tracker: Tracker) -> None:
+def test_delivering_again_leaves_one_point_each(tracker):
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
     points = [
         Point(step, 1000 + step, {f"m{index:03d}": step + index / 7 for index in range(400)})
@@ -132,7 +128,7 @@ def test_delivering_again_leaves_one_point_each(tracker: Tracker) -> None:
     assert tracker.points(run) == expected
 
 
-def test_a_run_ends_once_and_a_failed_one_runs_again(tracker: Tracker) -> None:
+def test_a_run_ends_once_and_a_failed_one_runs_again(tracker):
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
     tracker.end_run(run, "FAILED")
     assert tracker.parent_run(RUN_KEY, params={}, tags={}) == run
@@ -149,7 +145,7 @@ def test_a_run_ends_once_and_a_failed_one_runs_again(tracker: Tracker) -> None:
         tracker.end_run(run, "DONE")
 
 
-def test_artifacts_come_from_memory_or_a_folder(tracker: Tracker, tmp_path: Path) -> None:
+def test_artifacts_come_from_memory_or_a_folder(tracker, tmp_path):
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
     tracker.log_artifacts(run, {"report/index.html": b"<p>", "config.json": b"{}"})
     (tmp_path / "plots").mkdir()
@@ -163,9 +159,7 @@ def test_artifacts_come_from_memory_or_a_folder(tracker: Tracker, tmp_path: Path
     assert Path(tracker.client.download_artifacts(run, "report/index.html")).read_bytes() == b"<p>"
 
 
-def test_only_committed_points_reach_the_ledger_and_each_once(
-    tracker: Tracker, store: RunStore
-) -> None:
+def test_only_committed_points_reach_the_ledger_and_each_once(tracker, store):
     parent = tracker.parent_run(RUN_KEY, params={}, tags={})
     child = tracker.child_run(parent, "stage 1", KEY, params={}, tags={})
     assert deliver_committed(tracker, store, "stage-1", KEY, [child, parent]) == 0
@@ -185,10 +179,8 @@ def test_only_committed_points_reach_the_ledger_and_each_once(
     assert tracker.points(child) == tracker.points(parent) == expected
 
 
-def test_a_kill_between_points_and_their_mark_repeats_nothing(
-    tracker: Tracker, store: RunStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: object) -> None:
+def test_a_kill_between_points_and_their_mark_repeats_nothing(tracker, store, monkeypatch):
+    def killed(*_):
         raise KeyboardInterrupt
 
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
@@ -203,9 +195,7 @@ def test_a_kill_between_points_and_their_mark_repeats_nothing(
     assert tracker.points(run) == [("loss", 0, 1000, 3.0)]
 
 
-def test_a_ledger_that_was_lost_is_filled_again(
-    tracker: Tracker, store: RunStore, empty_ledger: Path, tmp_path: Path
-) -> None:
+def test_a_ledger_that_was_lost_is_filled_again(tracker, store, empty_ledger, tmp_path):
     with store.open("stage-1", KEY) as writer:
         commit(writer, [Point(0, 1000, {"loss": 3.0})])
         commit(writer, [Point(1, 1001, {"loss": 2.0})])
@@ -219,9 +209,7 @@ def test_a_ledger_that_was_lost_is_filled_again(
     assert fresh.points(run) == before
 
 
-def test_points_of_a_deleted_step_folder_are_not_mistaken_for_the_new_ones(
-    tracker: Tracker, store: RunStore
-) -> None:
+def test_points_of_a_deleted_step_folder_are_not_mistaken_for_the_new_ones(tracker, store):
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
     child = tracker.child_run(run, "stage 1", KEY, params={}, tags={})
     with store.open("stage-1", KEY) as writer:

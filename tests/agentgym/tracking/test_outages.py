@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from agentgym.config import load_config
-from agentgym.evaluation.promotion import artifact
+from agentgym.evaluation.decision import artifact
 from agentgym.evaluation.publish import promotions_of
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.tracking.deliver import committed_points, tracker_of
 from agentgym.tracking.inputs import inputs_of
-from agentgym.tracking.mlflow import LedgerUnavailable
-from agentgym.tracking.pages import traces_of
+from agentgym.tracking.reaching import LedgerUnavailable
+from agentgym.tracking.step_page import traces_of
 
 pytestmark = pytest.mark.integration
 STEPS = ("prepare", "stage-2", "evaluate-stage-2", "register")  # every kind is in one of them

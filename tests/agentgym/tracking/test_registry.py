@@ -2,13 +2,10 @@
 
 import json
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.registry import (
     FILES,
     ModelChanged,
@@ -22,7 +19,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_dir(tmp_path_factory):
     """A Qwen2 of a few thousand parameters with a tokenizer of whole words."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -53,7 +50,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def mlflow_at(tracker: Tracker) -> Iterator[Any]:
+def mlflow_at(tracker):
     """MLflow's module-level functions, pointed at this test's store."""
     import mlflow
 
@@ -64,16 +61,14 @@ def mlflow_at(tracker: Tracker) -> Iterator[Any]:
 
 
 @pytest.fixture
-def champion(tracker: Tracker, model_dir: Path) -> None:
+def champion(tracker, model_dir):
     """The first version of `tiny` holds the alias."""
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
     tags = {"step_key": KEY}
     register_model(tracker, run, model_dir, name="tiny", alias="champion", tags=tags, step=1)
 
 
-def test_a_model_is_registered_once_and_answers_by_its_alias(
-    tracker: Tracker, model_dir: Path, mlflow_at: Any
-) -> None:
+def test_a_model_is_registered_once_and_answers_by_its_alias(tracker, model_dir, mlflow_at):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -121,9 +116,7 @@ def test_a_model_is_registered_once_and_answers_by_its_alias(
 
 
 @pytest.mark.parametrize("change", ["weights", "more", "gone"])
-def test_a_version_whose_files_changed_is_not_loaded(
-    tracker: Tracker, model_dir: Path, tmp_path: Path, change: str
-) -> None:
+def test_a_version_whose_files_changed_is_not_loaded(tracker, model_dir, tmp_path, change):
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
     made = register_model(
         tracker, run, model_dir, name="tiny", alias=None, tags={"step_key": KEY}, step=1
@@ -146,8 +139,8 @@ def test_a_version_whose_files_changed_is_not_loaded(
 
 @pytest.mark.usefixtures("champion")
 def test_mlflows_own_loader_gets_a_version_as_it_was_registered_or_none(
-    tracker: Tracker, tmp_path: Path, mlflow_at: Any
-) -> None:
+    tracker, tmp_path, mlflow_at
+):
     files = verified_model("models:/tiny@champion", str(tmp_path / "by alias"))
     parts = mlflow_at.transformers.load_model(files, return_type="components")
     assert parts["tokenizer"].chat_template == CHAT_TEMPLATE
@@ -164,10 +157,8 @@ def test_mlflows_own_loader_gets_a_version_as_it_was_registered_or_none(
         verified_model("models:/tiny")
 
 
-def test_a_kill_while_registering_leaves_one_model_and_one_version(
-    tracker: Tracker, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: object, **__: object) -> None:
+def test_a_kill_while_registering_leaves_one_model_and_one_version(tracker, model_dir, monkeypatch):
+    def killed(*_, **__):
         raise KeyboardInterrupt
 
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
@@ -197,11 +188,11 @@ def test_a_kill_while_registering_leaves_one_model_and_one_version(
 
 
 def test_a_registration_sent_again_because_its_reply_was_lost_leaves_one_version(
-    tracker: Tracker, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tracker, model_dir, monkeypatch
+):
     create = tracker.client.create_model_version
 
-    def sent_twice(*arguments: object, **options: object) -> Any:
+    def sent_twice(*arguments, **options):
         create(*arguments, **options)
         return create(*arguments, **options)
 
@@ -218,7 +209,7 @@ def test_a_registration_sent_again_because_its_reply_was_lost_leaves_one_version
     ] == ["1"]
 
 
-def test_a_model_without_its_key_or_its_files_is_refused(tracker: Tracker, tmp_path: Path) -> None:
+def test_a_model_without_its_key_or_its_files_is_refused(tracker, tmp_path):
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
     with pytest.raises(
         ValueError, match=r"must hold step_key; without it a retry would register tiny twice"
@@ -236,9 +227,7 @@ def test_a_model_without_its_key_or_its_files_is_refused(tracker: Tracker, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("champion")
-def test_a_version_is_served_as_the_manual_says(
-    tracker: Tracker, tmp_path: Path, mlflow_process: Any
-) -> None:
+def test_a_version_is_served_as_the_manual_says(tracker, tmp_path, mlflow_process):
     words = ("models", "serve", "--env-manager", "local", "--model-uri", "models:/tiny@champion")
     more = {"health": "/ping", "timeout_s": 240, "MLFLOW_TRACKING_URI": tracker.uri}
     with mlflow_process(tmp_path, *words, "--port", "PORT", **more) as address:

@@ -18,8 +18,8 @@ from agentgym.models.checkpoint import load_checkpoint
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.records import DEMOS, decode_trajectories, encode_trajectories
-from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import METRICS
+from agentgym.steps.step import stages
 from agentgym.store.manifest import Blob, Manifest, encode_commit
 from agentgym.tracking.points import decode_points
 from agentgym.training.demonstrations import tokenized_demonstrations

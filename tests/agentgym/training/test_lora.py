@@ -25,7 +25,7 @@ from agentgym.models.tensorfiles import StoredTensors, digest_of
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.steps.context import StepContext
-from agentgym.store.runstore import BlobMissing
+from agentgym.store.manifest import BlobMissing
 from tests.pretrained import AS_TINY
 
 pytestmark = pytest.mark.integration

@@ -3,6 +3,7 @@ that is killed on the way.
 """
 
 import signal
+import sys
 from dataclasses import replace
 
 import pytest
@@ -19,13 +20,14 @@ from agentgym.models.model import weights_of
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajectories
-from agentgym.rollouts.horizon import stages
 from agentgym.steps.context import StepContext
+from agentgym.steps.step import stages
 from agentgym.store.keys import package_folders, source_files
 from agentgym.store.manifest import Blob, Manifest, encode_commit
 from agentgym.training import offline
 from agentgym.training.offline import dataset_of, preference_pairs, successes
 from agentgym.types import Item, Status, Trajectory
+from tests.completed import completed
 from tests.first_steps import BEFORE_AND_EVALUATED
 
 DRIVER = """
@@ -218,7 +220,7 @@ def test_one_preference_step_has_the_gradient_of_the_formula(learner_and_pairs, 
 def test_micro_batches_keep_pairs_together_and_change_no_gradient(learner_and_pairs, tokens):
     (whole, batch), (split, _) = learner_and_pairs(), learner_and_pairs(micro_batch_tokens=tokens)
     metrics = whole.dpo_step(batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=1)
-    parts = [part for part, _ in split._shares(split.deal(batch, torch.arange(6), 2))]
+    parts = [part for part, _ in split.passes.shares(split.passes.deal(batch, torch.arange(6), 2))]
     assert len(parts) > 1
     assert all(part[0] % 2 == 0 and len(part) % 2 == 0 for part in parts)
     assert split.dpo_step(
@@ -304,14 +306,15 @@ def history(cfg, name="stage-1"):
 
 
 @pytest.mark.slow
-def test_a_killed_preference_stage_ends_where_an_untouched_one_does(begin, forks):
+def test_a_killed_preference_stage_ends_where_an_untouched_one_does(begin):
     untouched, params = load_config(begin("untouched")), begin("killed")
     assert str(run_step("stage-1", untouched)) == "ran"
     script = params.parent / "driver.py"
     script.write_text(DRIVER)
     # the second part of the exploration; the weights are written, their manifest is not
     for fatal in (1, 3):
-        done = forks.run(["python", script, params, fatal], timeout=300)
+        command = [sys.executable, str(script), str(params), str(fatal)]
+        done = completed(*command, timeout=300)
         assert done.returncode == -signal.SIGKILL, done.stderr
     cfg = load_config(params)
     assert str(run_step("stage-1", cfg)) == "resumed at commit 3"

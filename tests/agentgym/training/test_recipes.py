@@ -218,19 +218,18 @@ def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(
     )
 
 
-def test_a_stage_that_was_trained_without_the_critic_is_named(begin):
+def test_a_stage_that_was_trained_without_the_critic_is_named(whole_run):
     from agentgym.training import rl
 
-    cfg = begin()
-    run_step("stage-1", cfg)
-    store = open_store(cfg)
+    params = whole_run / "params.yaml"
+    store = open_store(cfg := load_config(params))
     start = finished(cfg, store)["stage-1"]
 
     class Context:
         tensors_of = StepContext.tensors_of
 
     context = Context()
-    context.cfg = begin(algorithm={"recipe": "ppo"})
+    context.cfg = load_config(params, ["algorithm.recipe=ppo"])
     with pytest.raises(
         ConfigError,
         match=r"recipe ppo needs a critic, and stage-1 commit 1 has no critic\.safetensors",

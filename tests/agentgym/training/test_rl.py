@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from agentgym.audit import audit
-from agentgym.audit.steps import expected_ahead
+from agentgym.audit.stored_steps import expected_ahead
 from agentgym.config import load_config
 from agentgym.data.check import load_data
 from agentgym.data.items import ItemStream, train_stream
 from agentgym.learner.learner import LocalLearner
-from agentgym.models.tolerance import TORCH
+from agentgym.models.fidelity import TORCH
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.records import TRAJECTORIES, decode_trajectories
@@ -24,8 +24,7 @@ from agentgym.rollouts.engine import LocalEngine
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 from agentgym.training import rl
-from agentgym.training.ahead import Ahead
-from agentgym.training.rl import Rollouts, generation, horizon_state, state_after
+from agentgym.training.ahead import Ahead, Rollouts, generation, horizon_state, state_after
 from agentgym.types import EngineUsage, Item, Status, Trajectory, Turn
 
 PATIENCE_S = 60.0
@@ -52,7 +51,8 @@ class ScriptedEngine:
     def usage(self):
         return EngineUsage()
 
-    def collect(self, items, *, num_samples, step, max_turns, **_):
+    def collect(self, request):
+        step, num_samples = request.step, request.num_samples
         return [
             played(
                 item,
@@ -62,9 +62,9 @@ class ScriptedEngine:
                 success=sample < num_samples * self.success(step)
                 if self.teaches(item, step)
                 else False,
-                max_turns=max_turns,
+                max_turns=request.max_turns,
             )
-            for item in items
+            for item in request.items
             for sample in range(num_samples)
         ]
 
@@ -203,11 +203,11 @@ def far(tmp_path_factory, tiny_params, tiny_endpoint):
     ready, changed = set(), threading.Condition()
     collect, update = LocalEngine.collect, LocalLearner.update
 
-    def told(self, items, *, step, **settings):
-        trajectories = collect(self, items, step=step, **settings)
-        if items[0].split == "train":
+    def told(self, request):
+        trajectories = collect(self, request)
+        if request.items[0].split == "train":
             with changed:
-                ready.add(step)
+                ready.add(request.step)
                 changed.notify_all()
         return trajectories
 

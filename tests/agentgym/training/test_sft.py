@@ -1,7 +1,7 @@
 """Demonstrations are what the policy would have sampled, and come round in seeded order."""
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +10,7 @@ from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.episode import (
     Episode,
     EpisodeSettings,
-    Said,
+    PlayerReply,
     extract_action,
     run_episode,
 )
@@ -19,31 +19,11 @@ from agentgym.training.demonstrations import replies_of, tokenized
 from agentgym.training.initial import texts_of
 from agentgym.training.sft import demo_indices
 from agentgym.types import Item
+from tests.agentgym.rollouts.test_episode import Reply, Session
 
 SETTINGS = EpisodeSettings(
     seed=0, step=0, max_turns=9, temperature=1.0, max_new_tokens=6, context_tokens=256
 )
-
-
-@dataclass
-class Reply:
-    observation: str = "you see"
-    reward: float = 0.0
-    terminated: bool = False
-    truncated: bool = False
-    success: bool = False
-    info: dict = field(default_factory=dict)
-
-
-class Session:
-    observation = "task: go"
-
-    def __init__(self, replies):
-        self.replies, self.actions = iter(replies), []
-
-    async def step(self, action):
-        self.actions.append(action)
-        return next(self.replies)
 
 
 def played(lines, replies, settings=SETTINGS, sample=0):
@@ -58,7 +38,7 @@ def played(lines, replies, settings=SETTINGS, sample=0):
 def test_a_demonstration_is_rendered_as_a_rollout_reads_it(tokenizer, action_format):
     renderer = ChatRenderer(tokenizer)
     settings = replace(SETTINGS, action_format=action_format, instructions={"babyai": "rules"})
-    lines = [Said("turn left", "turn left"), Said("move forward", "move forward")]
+    lines = [PlayerReply("turn left", "turn left"), PlayerReply("move forward", "move forward")]
     replies = [Reply(info={"room": 1}), Reply("done", 1.0, terminated=True, success=True)]
     text, actions = played(lines, replies, settings)
     assert actions == ["turn left", "move forward"]
@@ -78,7 +58,7 @@ def test_a_demonstration_is_rendered_as_a_rollout_reads_it(tokenizer, action_for
     ]
     assert list(demo.input_ids[: demo.turns[0].start]) == renderer.start("task: go", "rules")
     between = demo.input_ids[demo.turns[0].end : demo.turns[1].start]
-    assert list(between) == renderer.bridge("you see", stopped=True)
+    assert list(between) == renderer.bridge(Reply().observation, stopped=True)
     assert (demo.reward, demo.success) == (1.0, True)
 
 
@@ -90,9 +70,9 @@ def test_a_recorded_thought_is_learned_with_its_action_where_replies_have_though
     recorded = Recorded(Item("babyai", 4), (THOUGHT, "Action: move forward", "drop "))
     said = replies_of(recorded, "react")
     assert said == [
-        Said(THOUGHT, "turn left"),
-        Said("Action: move forward", "move forward"),
-        Said("drop", "drop"),
+        PlayerReply(THOUGHT, "turn left"),
+        PlayerReply("Action: move forward", "move forward"),
+        PlayerReply("drop", "drop"),
     ]
     assert [(each.text, each.action) for each in replies_of(recorded, "plain")] == [
         (action, action) for action in ("turn left", "move forward", "drop")

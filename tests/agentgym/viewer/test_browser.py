@@ -1,19 +1,18 @@
 """Pages in Chromium: scripts, keys, forms, both schemes, a phone's width, and what axe-core says.
-One server and one browser for the file; `make viewer-pages` does more, on real runs.
+One server and one browser for the file; `make measure NAME=viewer_pages` does more, on real runs.
 """
 
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
 
 from agentgym.config import load_config
 from agentgym.types import Learned
-from agentgym.viewer.export import write_bundle
+from agentgym.viewer.bundle import write_bundle
 from agentgym.viewer.query import Query
 from tests.agentgym.viewer.conftest import HOSTILE, TRAINING, Made, episode, failed
 from tests.agentgym.viewer.test_replay import played
+from tests.benched import benchmark
 
 pytestmark = pytest.mark.integration
 FOLDER = f"stage-1-{'a' * 16}"
@@ -23,11 +22,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def walks():
     """The benchmark that walks through every page."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield importlib.import_module("viewer_pages")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    return benchmark("viewer_pages")
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,11 @@
 """What docs/viewer.md says was measured."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.benched import benchmark
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT = (ROOT / "docs/viewer.md").read_text()
@@ -17,13 +17,7 @@ def result():
 
 
 def test_its_numbers_are_those_of_the_result(result):
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        table = importlib.import_module("viewer").table(result)
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-        sys.modules.pop("viewer", None)
-    assert table in DOCUMENT
+    assert benchmark("viewer").table(result) in DOCUMENT
 
 
 def test_what_was_asked_for_holds_in_cpu_time(result):

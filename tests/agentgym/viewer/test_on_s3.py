@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-import agentgym.store.s3 as s3
+from agentgym.store import bucket
 from agentgym.viewer.app import make_app
 from agentgym.viewer.rows import TOKENIZER
 from agentgym.viewer.viewer import Viewer
@@ -60,7 +60,7 @@ def test_lists_episodes_and_tokens_are_shown_and_nothing_is_written(made, view, 
 def test_a_store_that_does_not_answer_is_said(made, view, monkeypatch):
     made.add([episode(0)])
     view().close()
-    monkeypatch.setattr(s3, "MAX_ATTEMPTS", 1)
+    monkeypatch.setattr(bucket, "MAX_ATTEMPTS", 1)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     viewer = Viewer.open(made.cfg())
     client = TestClient(make_app(viewer))

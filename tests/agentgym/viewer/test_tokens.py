@@ -1,7 +1,7 @@
 """Recorded tokens, as a page colors them."""
 
 from agentgym.types import Learned
-from agentgym.viewer.tokens import Shown, available, numbers_of, spans, why_not_kept
+from agentgym.viewer.tokens import TokenView, available, numbers_of, spans, why_not_kept
 from tests.agentgym.viewer.conftest import KEPT, episode
 
 
@@ -36,7 +36,7 @@ def test_spans_cover_every_token_once():
 
 
 def test_ids_are_shown_as_recorded_with_all_that_is_known():
-    shown = Shown(episode(learned=KEPT), "ratio", lambda token: f"<{token}>").span(2, 7)
+    shown = TokenView(episode(learned=KEPT), "ratio", lambda token: f"<{token}>").span(2, 7)
     assert [token.text for token in shown] == ["<12>", "<13>", "<14>", "<15>", "<16>"]
     assert [token.sampled for token in shown] == [False, True, True, False, True]
     # log 1.2 = 0.182, in steps of 0.025: 7.3; log 0.8 = -0.223: 8.9, at most 8
@@ -50,7 +50,7 @@ def test_ids_are_shown_as_recorded_with_all_that_is_known():
 
 def test_shades_grow_with_surprise_and_fit_the_episode():
     def shades(overlay, **changes):
-        shown = Shown(episode(**changes), overlay, str).span(0, 8)
+        shown = TokenView(episode(**changes), overlay, str).span(0, 8)
         return [token.shade for token in shown if token.sampled]
 
     logprobs = (0.0, 0.0, 0.0, -0.001, -0.6, 0.0, -9.0, 0.0)

@@ -36,10 +36,13 @@ def test_items_families_and_lengths_are_told_over_steps(made, view):
     assert told.items["played once"] == ["babyai_2"]  # what failed for good does not count
     assert told.episodes == 5
     families, items = told.maps
-    assert [row.name for row in families.rows] == ["go"]
-    assert [row.name for row in items.rows] == ["babyai_0", "babyai_1", "babyai_2"]
-    assert [(cell.column, cell.level) for cell in items.rows[0].cells] == [(0, 0), (1, 4)]
-    tables = {chart.title: dict(chart.table) for chart in told.charts}
+    assert list(families.rows) == ["go"]
+    assert list(items.rows) == ["babyai_0", "babyai_1", "babyai_2"]
+    assert items.rows["babyai_0"] == [(0, 0, 1), (1, 1, 1)]
+    tables = {
+        chart.title: {name: [dot[2:] for dot in dots] for name, dots in chart.lines.items()}
+        for chart in told.charts
+    }
     assert tables["success"]["training"] == [("1", "0 %"), ("2", "50 %")]
     assert tables["how episodes end"]["timeout"] == [("1", "0 %"), ("2", "33.3 %")]
     assert tables["turns, and the horizon"]["horizon"] == [("1", "4"), ("2", "4")]
@@ -50,11 +53,11 @@ def test_items_families_and_lengths_are_told_over_steps(made, view):
 
 def test_a_chart_places_its_points_within_its_frame():
     chart = line_chart("success", {"a": [(1, 0.0), (3, 1.0)]}, share=True)
-    assert chart.lines[0].points == "56.0,194.0 548.0,12.0"
+    assert [dot[:2] for dot in chart.lines["a"]] == [(56.0, 194.0), (548.0, 12.0)]
     assert [text for _, text in chart.x_ticks] == ["1", "2", "3"]
     assert [text for _, text in chart.y_ticks] == ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]
     assert line_chart("nothing", {"a": []}) is None
-    assert line_chart("one", {"a": [(5, 2.0)]}).lines[0].dots[0][2] == "a, step 5: 2"
+    assert line_chart("one", {"a": [(5, 2.0)]}).lines["a"][0][2:] == ("5", "2")
 
 
 def test_a_heat_map_joins_steps_where_there_are_many():
@@ -62,6 +65,5 @@ def test_a_heat_map_joins_steps_where_there_are_many():
     found = heat_map("success", rows, most_columns=25)
     assert found.columns[0] == "1-4"
     assert len(found.columns) == 25
-    assert found.rows[0].cells[0].told == "a, step 1-4: 2 of 4"
-    assert found.rows[0].cells[0].level == 2
+    assert found.rows["a"][0] == (0, 2, 4)
     assert heat_map("nothing", {}) is None

@@ -15,14 +15,14 @@ from envs.babyai.actions import (
     plan_high,
     plan_low,
 )
-from envs.babyai.views import Seen, View
+from envs.babyai.views import View, VisibleObject
 
 UP = 3  # looking this way AgentGym's window is what is seen
-BALL = Seen("ball", "red", "", 2, 0)
-FAR_BALL = Seen("ball", "red", "", 5, 0)
-CLOSED = Seen("door", "grey", "closed", 1, 0)
-LOCKED = Seen("door", "blue", "locked", 3, 1)
-OPENED = Seen("door", "green", "open", 2, 0)
+BALL = VisibleObject("ball", "red", "", 2, 0)
+FAR_BALL = VisibleObject("ball", "red", "", 5, 0)
+CLOSED = VisibleObject("door", "grey", "closed", 1, 0)
+LOCKED = VisibleObject("door", "blue", "locked", 3, 1)
+OPENED = VisibleObject("door", "green", "open", 2, 0)
 
 
 def view_of(*objects, carrying="", walls=()):
@@ -47,7 +47,7 @@ def test_text_outside_the_low_grammar_is_unreadable(text):
 
 def test_going_to_an_object_ends_before_it_and_facing_it():
     assert plan("go to red ball 1", view_of(BALL)) == (Move.FORWARD,)
-    assert plan("go to red ball", view_of(Seen("ball", "red", "", 0, 2))) == (
+    assert plan("go to red ball", view_of(VisibleObject("ball", "red", "", 0, 2))) == (
         Move.LEFT,
         Move.FORWARD,
     )
@@ -83,11 +83,11 @@ def test_a_plan_leads_over_cells_nobody_sees_and_through_closed_doors():
 def test_the_window_of_a_plan_depends_on_the_way_the_agent_looks(compass, row_behind, column_right):
     around = {(1, 1), (0, 1), (1, 0), (1, -1)}
     # walls on the left and ahead, and beside the agent: the way leads behind it
-    behind = Seen("ball", "red", "", 0, -2)
+    behind = VisibleObject("ball", "red", "", 0, -2)
     faced, _ = find_paths(view_of(behind, walls=around | {(0, -1)}), compass)
     assert (behind.cell in faced) == row_behind
     # a wall from side to side of the view: the way leads past its right end
-    barred = Seen("ball", "red", "", 5, 0)
+    barred = VisibleObject("ball", "red", "", 5, 0)
     faced, _ = find_paths(view_of(barred, walls={(3, left) for left in range(-3, 4)}), compass)
     assert (barred.cell in faced) == column_right
 
@@ -142,7 +142,7 @@ def test_the_layered_search_finds_the_ways_of_the_plain_one():
     for _ in range(150):
         chance.shuffle(cells)
         num_objects, num_walls = chance.randint(1, 6), chance.randint(4, 24)
-        objects = [Seen(*chance.choice(kinds), *cell) for cell in cells[:num_objects]]
+        objects = [VisibleObject(*chance.choice(kinds), *cell) for cell in cells[:num_objects]]
         view = view_of(*objects, walls=cells[num_objects : num_objects + num_walls])
         compass = chance.randrange(4)
         assert find_paths(view, compass) == search_plainly(view, compass)
@@ -181,7 +181,7 @@ def test_doors_are_gone_through_according_to_their_state_and_one_stops_in_the_do
 )
 def test_what_cannot_be_done_is_refused_with_a_reason(text, reason):
     refusal = plan(
-        text, view_of(BALL, LOCKED, Seen("door", "grey", "closed", 0, 3), walls={(1, 0)})
+        text, view_of(BALL, LOCKED, VisibleObject("door", "grey", "closed", 0, 3), walls={(1, 0)})
     )
     assert isinstance(refusal, Refusal)
     assert refusal.readable
@@ -189,7 +189,7 @@ def test_what_cannot_be_done_is_refused_with_a_reason(text, reason):
 
 
 def test_full_hands_take_nothing_and_drop_only_where_nothing_lies():
-    view = view_of(Seen("ball", "red", "", 1, 0), carrying="blue key")
+    view = view_of(VisibleObject("ball", "red", "", 1, 0), carrying="blue key")
     assert "hands are full" in plan("pickup red ball 1", view).reason
     assert "is taken" in plan("drop", view).reason
     # offered before a door, as in AgentGym
@@ -199,10 +199,10 @@ def test_full_hands_take_nothing_and_drop_only_where_nothing_lies():
 def test_toggle_is_offered_before_a_door_that_opens_and_understood_before_any_door_or_box():
     for object_, offered, understood in (
         (CLOSED, True, True),
-        (Seen("door", "blue", "locked", 1, 0), False, True),
-        (Seen("door", "green", "open", 1, 0), False, True),
-        (Seen("box", "red", "", 1, 0), False, True),
-        (Seen("ball", "red", "", 1, 0), False, False),
+        (VisibleObject("door", "blue", "locked", 1, 0), False, True),
+        (VisibleObject("door", "green", "open", 1, 0), False, True),
+        (VisibleObject("box", "red", "", 1, 0), False, True),
+        (VisibleObject("ball", "red", "", 1, 0), False, False),
     ):
         view = view_of(object_)
         assert ("toggle" in offer(view, UP)) == offered
@@ -241,14 +241,17 @@ def test_what_is_offered_comes_in_agentgyms_order():
 
 
 def test_only_a_wall_or_a_box_right_ahead_bars_the_way():
-    assert "move forward" in offer(view_of(Seen("ball", "red", "", 1, 0)), UP)
-    assert "move forward" not in offer(view_of(Seen("box", "red", "", 1, 0)), UP)
+    assert "move forward" in offer(view_of(VisibleObject("ball", "red", "", 1, 0)), UP)
+    assert "move forward" not in offer(view_of(VisibleObject("box", "red", "", 1, 0)), UP)
     assert "move forward" not in offer(view_of(walls={(1, 0)}), UP)
 
 
 def test_what_cannot_be_reached_is_not_counted_among_its_equals():
     corner = {(5, 2), (6, 2), (5, 3)}
-    enclosed, reached = Seen("ball", "red", "", 6, 3), Seen("ball", "red", "", 6, -3)
+    enclosed, reached = (
+        VisibleObject("ball", "red", "", 6, 3),
+        VisibleObject("ball", "red", "", 6, -3),
+    )
     commands = offer(view_of(enclosed, reached, walls=corner), UP)
     assert commands["go to red ball 1"].target == reached.cell
     assert "go to red ball 2" not in commands

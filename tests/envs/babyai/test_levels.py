@@ -4,21 +4,7 @@ import json
 
 from envs.babyai import spec
 from envs.babyai.levels import AGENTGYM_LEVELS, make_level, pick_level
-
-
-def world_of(**options):
-    return spec(options).make()
-
-
-def play(world, task_id, actions):
-    """Everything said and paid in one episode."""
-    lines = [world.reset(task_id)]
-    for action in actions:
-        result = world.step(action)
-        lines.append(f"{result.observation} {result.reward} {result.terminated} {result.truncated}")
-        if result.terminated or result.truncated:
-            break
-    return "\n".join(lines)
+from tests.envs.babyai.test_world import play, world_of
 
 
 def test_ids_of_one_identity_are_one_world_to_whoever_plays_it():

@@ -21,6 +21,8 @@ from envs.sciworld.gold import solution
 from envs.sciworld.jvm import GameFailed, JvmLost
 from envs.sciworld.slots import SlotPool
 from envs.sciworld.tasks import PUBLISHED, VARIATIONS, Task
+from tests.completed import completed
+from tests.waiting import wait_until
 
 # 46
 GAMES = [Task(name, variation) for name in PUBLISHED for variation in (0, VARIATIONS[name] // 2)]
@@ -105,9 +107,7 @@ def check_isolation(step, limit):
         str(limit),
     ]
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=900, env=environment, check=True
-    )
+    done = completed(*command, timeout=900, env=environment, check=True)
     assert json.loads(done.stdout) == [[list(texts) for texts in told] for told in expected]
 
 
@@ -313,10 +313,7 @@ def test_a_process_that_died_unused_is_seen_without_a_call(small, caplog):
     slot = small.acquire()
     small.release(slot)
     os.kill(slot.process.jvm.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while not small.restarts:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: small.restarts, 10)
     assert "ended by itself with code -9" in caplog.text
     assert small.acquire().process is not slot.process
     assert small.restarts == 1

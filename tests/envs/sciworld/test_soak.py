@@ -12,7 +12,7 @@ import pytest
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
-from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 from envs.sciworld.slots import IDLE_S, SLOTS_PER_JVM

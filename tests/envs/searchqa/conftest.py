@@ -3,13 +3,12 @@ it was asked.
 """
 
 import json
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from envs.searchqa.retrievers import Bm25, Document
+from tests.answering import Handler, http_server
 
 CAPITALS = Bm25(
     [
@@ -45,32 +44,17 @@ def retrieving():
     def serve(behave=lambda handler, asked, number: False):
         log = []
 
-        class Handler(BaseHTTPRequestHandler):
+        class Retriever(Handler):
             def do_POST(self):
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                asked = self.read_json()
                 log.append((self.path, asked))
                 if not behave(self, asked, len(log)):
                     self.reply(json.dumps(found(asked)).encode())
 
             def reply(self, body, status=200):
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                self.send(body, status, Content_Type="application/json")
 
-            def log_message(self, *arguments):
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/retrieve", log
-        finally:
-            server.shutdown()
-            thread.join()
-            server.server_close()
+        with http_server(Retriever) as address:
+            yield f"{address}/retrieve", log
 
     return serve

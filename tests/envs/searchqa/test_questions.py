@@ -6,8 +6,8 @@ import json
 import pytest
 
 from envs.searchqa import questions, retrievers
-from envs.searchqa.corpus.generate import contains
 from envs.searchqa.questions import FIRST_TRAIN_ID
+from tools.searchqa_corpus.generate import contains
 
 
 def lines(path):

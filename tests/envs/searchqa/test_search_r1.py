@@ -1,6 +1,5 @@
 """The client of the retrieval API against a real HTTP server, in good and bad days."""
 
-import asyncio
 import re
 import socket
 import sys
@@ -269,7 +268,7 @@ def test_queries_of_a_request_that_was_given_up_fail_and_are_not_answered_with_n
         assert errors == {SystemExit, RetrieverError}
 
 
-def test_a_dead_retriever_crashes_the_served_step_and_costs_no_other_session(
+async def test_a_dead_retriever_crashes_the_served_step_and_costs_no_other_session(
     retrieving, monkeypatch
 ):
     monkeypatch.setattr(search_r1, "BACKOFF_S", 0.01)
@@ -279,7 +278,7 @@ def test_a_dead_retriever_crashes_the_served_step_and_costs_no_other_session(
             handler.reply(b"", 500)
         return broken
 
-    async def main(url):
+    with retrieving(behave) as (url, _):
         served = spec({"retriever": url, "retriever_timeout_s": 5})
         assert served.blocking
         app = make_app(served, ServerSettings(drain_timeout_s=0.1))
@@ -306,6 +305,3 @@ def test_a_dead_retriever_crashes_the_served_step_and_costs_no_other_session(
                 "/step", json={"session_id": ids[1], "turn": 1, "action": "<search>Japan</search>"}
             )
             assert "Tokyo" in good.json()["observation"]
-
-    with retrieving(behave) as (url, _):
-        asyncio.run(main(url))

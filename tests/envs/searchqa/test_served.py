@@ -19,8 +19,8 @@ async def follow_the_expert(pool, task_id, key):
     return told
 
 
-def test_many_episodes_at_once_are_told_as_one_alone(serving):
-    async def main(endpoint):
+async def test_many_episodes_at_once_are_told_as_one_alone(serving):
+    with serving("searchqa", offer_expert=True) as (endpoint, _):
         async with EnvPool([endpoint], request_timeout_s=20) as pool:
             info = (await pool.info())[0]
             assert (info.env, info.options["mode"], info.options["topk"]) == (
@@ -40,9 +40,6 @@ def test_many_episodes_at_once_are_told_as_one_alone(serving):
                 and told[1].startswith("<information>Doc 1(Title: ")
                 for told in together
             )
-
-    with serving("searchqa", offer_expert=True) as (endpoint, _):
-        asyncio.run(main(endpoint))
 
 
 def test_sessions_of_a_server_share_requests_to_a_remote_retriever(retrieving, serving):

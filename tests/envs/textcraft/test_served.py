@@ -6,7 +6,7 @@ from agentgym.rollouts.pools import EnvPool, check_endpoints
 from agentgym.types import Item
 
 
-def test_many_sessions_at_once_are_solved_by_the_expert_over_http(serving):
+async def test_many_sessions_at_once_are_solved_by_the_expert_over_http(serving):
     async def episode(pool, task_id, key="together"):
         async with pool.session(Item("textcraft", task_id), f"{key} {task_id}") as session:
             told = [session.observation]
@@ -16,7 +16,7 @@ def test_many_sessions_at_once_are_solved_by_the_expert_over_http(serving):
                 if reply.terminated or session.turn == 50:
                     return told, reply.reward, reply.success
 
-    async def main(endpoint):
+    with serving("textcraft", {"max_depth": 3}, offer_expert=True) as (endpoint, _):
         async with EnvPool([endpoint], request_timeout_s=10) as pool:
             info = (
                 await check_endpoints(
@@ -30,11 +30,8 @@ def test_many_sessions_at_once_are_solved_by_the_expert_over_http(serving):
             assert [(reward, success) for _, reward, success in together] == [(1.0, True)] * 34
             assert (await episode(pool, 32, "alone"))[0] == together[2][0]
 
-    with serving("textcraft", {"max_depth": 3}, offer_expert=True) as (endpoint, _):
-        asyncio.run(main(endpoint))
 
-
-def test_junk_over_http_is_answered_and_never_paid(serving):
+async def test_junk_over_http_is_answered_and_never_paid(serving):
     junk = [
         "",
         "\x00",
@@ -46,7 +43,7 @@ def test_junk_over_http_is_answered_and_never_paid(serving):
         "inventory",
     ]
 
-    async def main(endpoint):
+    with serving("textcraft", {"goals": ["bowl"]}, offer_expert=True) as (endpoint, _):
         async with (
             EnvPool([endpoint], request_timeout_s=10) as pool,
             pool.session(Item("textcraft", 0), "junk") as session,
@@ -57,6 +54,3 @@ def test_junk_over_http_is_answered_and_never_paid(serving):
             assert reply.observation == "Inventory: You are not carrying anything."
             media_type, data = await session.render()
             assert (media_type, data[:10]) == ("text/plain", b"Goal: bowl")
-
-    with serving("textcraft", {"goals": ["bowl"]}, offer_expert=True) as (endpoint, _):
-        asyncio.run(main(endpoint))

@@ -3,12 +3,12 @@
 import contextlib
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
 
 from envs.registry import load_spec
+from tests.answering import Handler, http_server
 
 HOME = """<!doctype html><title>Mug shop</title><body style="margin:8px;font:16px/20px 'DejaVu \
 Sans', sans-serif">
@@ -49,7 +49,7 @@ class Site:
         self.release = threading.Event()  # what /hang waits for
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Pages(Handler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self):
@@ -68,28 +68,17 @@ class Site:
                     status, headers, text = text
                 if text is None:
                     status, text = 404, "<title>Not found</title>nothing here"
-                body = text.encode()
-                self.send_response(status)
-                for name, value in {"Content-Type": "text/html; charset=utf-8", **headers}.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
                 with contextlib.suppress(OSError):
-                    self.wfile.write(body)
+                    named = {"Content-Type": "text/html; charset=utf-8", **headers}
+                    self.send(text.encode(), status, **named)
 
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.port = self.server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.served = http_server(Pages)
+        self.url = self.served.__enter__()
+        self.port = int(self.url.rpartition(":")[2])
 
     def close(self):
         self.release.set()
-        self.server.shutdown()
-        self.server.server_close()
+        self.served.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ import pytest
 from envs.webarena import browser as browsers
 from envs.webarena.browser import BrowserLost
 from envs.webarena.tabs import Refusal
+from tests.waiting import wait_until
 
 from .conftest import opened, task
 
@@ -52,10 +53,11 @@ def left_of(folder):
 
 
 def gone(folder, seconds=20):
-    deadline = time.monotonic() + seconds
-    while Path(folder).exists() or left_of(folder):
-        assert time.monotonic() < deadline, (Path(folder).exists(), left_of(folder))
-        time.sleep(0.05)
+    wait_until(
+        lambda: not (Path(folder).exists() or left_of(folder)),
+        seconds,
+        why=lambda: (Path(folder).exists(), left_of(folder)),
+    )
     return True
 
 

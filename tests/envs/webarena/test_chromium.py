@@ -1,11 +1,11 @@
 """Finding a browser, and the switches that close it off."""
 
-import subprocess
 import sys
 
 import pytest
 
 from envs.webarena.chromium import find_browser, main, switches
+from tests.completed import completed
 
 
 def program(path):
@@ -55,13 +55,7 @@ def test_a_machine_without_a_browser_is_told_how_to_get_one(tmp_path, monkeypatc
 
 
 def test_the_command_prints_the_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "envs.webarena.chromium"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
+    done = completed(sys.executable, "-m", "envs.webarena.chromium", timeout=30, check=True)
     assert done.stdout.strip() == find_browser()
 
 

@@ -1,25 +1,25 @@
 """What a site's own API is asked for."""
 
 import json
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from envs.searchqa.retrievers import RetrieverError
+from envs.searchqa.search_r1 import SearchR1
 from envs.webarena.helpers import HelperFailed, SiteHelpers
+from envs.webarena.judge import Endpoint, JudgeFailed
+from tests.answering import Handler, http_server
 
 
 @contextmanager
 def shop_api(reviews):
-    class Handler(BaseHTTPRequestHandler):
+    class Shop(Handler):
         def _answer(self, value):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(value).encode())
+            self.send(json.dumps(value).encode())
 
         def do_POST(self):
-            login = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            login = self.read_json()
             self._answer(f"token-of-{login['username']}-{login['password']}")
 
         def do_GET(self):
@@ -31,16 +31,8 @@ def shop_api(reviews):
                 assert self.path == "/rest/default/V1/products/B00%2FX/reviews"
                 self._answer(reviews)
 
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with http_server(Shop) as address:
+        yield address
 
 
 def test_a_real_shops_orders_and_reviews_are_asked_for_over_its_api(monkeypatch):
@@ -60,3 +52,48 @@ def test_a_real_shops_orders_and_reviews_are_asked_for_over_its_api(monkeypatch)
         assert helpers.call("shopping_get_sku_latest_review_rating", ["B00/X"], None) == "80"
     with pytest.raises(HelperFailed, match="shopping_get_latest_order_url"):
         helpers.call("shopping_get_latest_order_url", [], None)
+
+
+@pytest.fixture
+def pointing_on(monkeypatch):
+    """(URL of a server that points on, the requests that reached where it points to)."""
+    reached = []
+
+    class Target(Handler):
+        def do_GET(self):
+            reached.append((self.path, self.headers.get("Authorization")))
+            self.send()
+
+        do_POST = do_GET
+
+    class Pointer(Handler):
+        def do_GET(self):
+            self.send(status=302, Location=f"{target}/stolen")
+
+        do_POST = do_GET
+
+    monkeypatch.setenv("AGENTGYM_SECRET_JUDGE", "key")
+    monkeypatch.setenv("AGENTGYM_SECRET_SHOP_PASSWORD", "key")
+    with http_server(Target) as target, http_server(Pointer) as pointer:
+        yield pointer, reached
+
+
+def test_a_judge_that_points_on_is_no_judge(pointing_on):
+    url, reached = pointing_on
+    with pytest.raises(JudgeFailed, match="302"):
+        Endpoint(url, "m", "AGENTGYM_SECRET_JUDGE").same_answer("q", "r", "a")
+    assert reached == []
+
+
+def test_a_shop_that_points_on_is_no_shop(pointing_on):
+    url, reached = pointing_on
+    with pytest.raises(HelperFailed, match="302"):
+        SiteHelpers({"shopping": url}).call("shopping_get_latest_order_url", [], None)
+    assert reached == []
+
+
+def test_a_retriever_that_points_on_is_no_retriever(pointing_on):
+    url, reached = pointing_on
+    with pytest.raises(RetrieverError, match="302"):
+        SearchR1(url, 5.0).search("town", 1)
+    assert reached == []

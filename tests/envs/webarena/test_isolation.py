@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.completed import completed
+
 from .conftest import opened
 
 ROOT = Path(__file__).parents[3]
@@ -58,15 +60,7 @@ def look_as_a_user(before="", **variables):
         ).returncode:
             pytest.skip("this machine allows no user namespaces")
     command = [*as_user, "sh", "-c", f'{before}exec "$0" -c "$1"', sys.executable, LOOK]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return completed(*command, cwd=ROOT, env={**os.environ, **variables}, timeout=60)
 
 
 def test_browser_driver_and_keeper_know_no_secret_of_this_process(make_spec, monkeypatch):

@@ -3,15 +3,14 @@ wrong answer.
 """
 
 import json
-import threading
 import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from envs.webarena import judge as judges
 from envs.webarena.judge import Endpoint, JudgeFailed
+from tests.answering import Handler, http_server
 
 
 @contextmanager
@@ -21,38 +20,21 @@ def answering(*replies):
     """
     left, asked = list(replies), []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Judge(Handler):
         def do_POST(self):
-            asked.append(
-                (
-                    self.path,
-                    self.headers.get("Authorization"),
-                    json.loads(self.rfile.read(int(self.headers["Content-Length"]))),
-                )
-            )
+            asked.append((self.path, self.headers.get("Authorization"), self.read_json()))
             reply = left.pop(0) if len(left) > 1 else left[0]
             if isinstance(reply, float):
                 time.sleep(reply)
-            status = reply if isinstance(reply, int) else 200
             text = (
                 json.dumps({"choices": [{"message": {"content": reply}}]})
                 if isinstance(reply, str)
                 else "{}"
             )
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text.encode())
+            self.send(text.encode(), reply if isinstance(reply, int) else 200)
 
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1", asked
-    finally:
-        server.shutdown()
-        server.server_close()
+    with http_server(Judge) as address:
+        yield f"{address}/v1", asked
 
 
 @pytest.fixture(autouse=True)

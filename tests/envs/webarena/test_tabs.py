@@ -1,14 +1,13 @@
 """What a page or an action must not reach, each tried in a real browser."""
 
 import contextlib
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from envs.webarena.browser import BrowserLost
 from envs.webarena.tabs import MAX_DIALOGS, Allowed, Refusal
+from tests.answering import Handler, http_server
 
 
 @pytest.fixture(scope="module")
@@ -16,21 +15,13 @@ def foreign():
     """A host that is not among the sites; whoever reaches it is counted."""
     reached = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Foreign(Handler):
         def do_GET(self):
             reached.append(self.path)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"<title>Foreign</title>secret")
+            self.send(b"<title>Foreign</title>secret")
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server.server_address[1], reached
-    server.shutdown()
-    server.server_close()
+    with http_server(Foreign) as address:
+        yield int(address.rpartition(":")[2]), reached
 
 
 def body(text, title="Trap"):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sites import SITES, queries
+from sites.session_state import content
 from sites.text import long_day, money
-from sites.world import content
 
 FOLDER = Path(queries.__file__).resolve().parents[1] / "envs/webarena"
 TASKS = json.loads((FOLDER / "tasks.json").read_text())

@@ -18,7 +18,7 @@ import pytest
 import envs.webarena
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
-from agentgym.rollouts.client import EnvError
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 from envs.registry import load_spec

@@ -11,7 +11,7 @@ from agentgym.deploy.fleets.addresses import (
     servers_of,
     service_of,
 )
-from agentgym.deploy.kube import NotFound
+from agentgym.deploy.kube.calls import NotFound
 
 
 def endpoint(address, pod, **conditions):
@@ -45,22 +45,7 @@ def test_servers_that_are_ready_are_told_once():
         Server("b", "10.0.0.2:8000"),
         Server("e", "[fd00::1]:8000"),
     ]
-
-
-def test_endpoints_tell_the_same_where_there_are_no_slices():
-    each = {
-        "kind": "Endpoints",
-        "metadata": {"name": "env"},
-        "subsets": [
-            {
-                "addresses": [{"ip": "10.0.0.1", "targetRef": {"name": "a"}}],
-                "notReadyAddresses": [{"ip": "10.0.0.2"}],
-                "ports": [{"port": 9000}],
-            }
-        ],
-    }
-    assert servers_of([each]) == [Server("a", "10.0.0.1:9000")]
-    assert service_of(each) == service_of(slice_of()) == "env"
+    assert service_of(slice_of()) == "env"
 
 
 class Pods:

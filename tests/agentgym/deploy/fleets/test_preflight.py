@@ -1,4 +1,6 @@
-"""What a cluster lacks is told before anything is sent, a line for each thing."""
+"""What a cluster lacks is told before anything is sent, a line for each thing; what pods ask for is
+added up as a quota counts it.
+"""
 
 import copy
 import secrets
@@ -6,11 +8,9 @@ import secrets
 import pytest
 
 from agentgym.deploy.fleets import preflight
-from agentgym.deploy.fleets.addresses import kind_of_addresses
-from agentgym.deploy.fleets.preflight import lacks, takes, terms
-from agentgym.deploy.kube import Forbidden, KubeError
-from agentgym.deploy.kube.client import connect
-from agentgym.deploy.kube.kinds import NODE, RESOURCE_QUOTA, SERVICE
+from agentgym.deploy.fleets.preflight import asked, lacking, lacks, takes, terms
+from agentgym.deploy.kube.calls import Forbidden, KubeError
+from agentgym.deploy.kube.client import NODE, RESOURCE_QUOTA, SERVICE, connect
 from agentgym.deploy.manifests import Fleet, rendered_fleet
 
 
@@ -97,33 +97,29 @@ def flow(admin, flow_kubeconfig):
     kube.close()
 
 
-def missing(kube, objects):
-    return lacks(kube, objects, kind_of_addresses(kube))
-
-
 @pytest.mark.kubernetes
 def test_nothing_is_in_the_way_of_the_flows_account_and_nothing_is_left_there(flow, objects, admin):
-    assert missing(flow, objects) == []
+    assert lacks(flow, objects) == []
     assert admin.find(SERVICE, "env-textcraft-preflight") is None
 
 
 @pytest.mark.kubernetes
 def test_an_account_without_rights_hears_which_ones(admin, flow_kubeconfig, objects):
     elsewhere = connect(kubeconfig=flow_kubeconfig, namespace="default")
-    lines = missing(elsewhere, objects)
+    lines = lacks(elsewhere, objects)
     assert lines[0] == (
         "this account may not get, list, watch, create, patch, delete deployments.apps in"
         " namespace default; apply k8s/base, which gives those rights to agentgym-flow in"
         " agentgym-fleets, or correct kubernetes.namespace and kubernetes.context"
     )
-    assert len(lines) == len(preflight.RIGHTS) + 1
+    assert len(lines) == len(preflight.RIGHTS)
     elsewhere.close()
 
 
 @pytest.mark.kubernetes
 def test_a_kind_the_cluster_does_not_know_is_named(flow, objects):
     unknown = {"apiVersion": "policy/v7", "kind": "PodDisruptionBudget"}
-    (line,) = missing(flow, [*objects, unknown])
+    (line,) = lacks(flow, [*objects, unknown])
     assert "does not know PodDisruptionBudget (policy/v7); use Kubernetes 1.25 or newer" in line
 
 
@@ -135,7 +131,7 @@ def test_a_quota_without_room_and_what_admission_refuses_are_lines(flow, objects
             each["spec"]["replicas"] = 500
         if each["kind"] == "Service":
             each["spec"]["type"] = "Nonsense"
-    refusal, *quotas = missing(flow, changed)
+    refusal, *quotas = lacks(flow, changed)
     assert refusal.startswith("apply of Service env-textcraft-preflight: the cluster refuses it")
     assert any("quota agentgym: pods 500 is needed," in each for each in quotas)
     assert admin.list(RESOURCE_QUOTA).items
@@ -146,8 +142,40 @@ def test_a_namespace_that_is_missing_is_one_line(kubeconfig, admin):
     name = f"agentgym-nowhere-{secrets.token_hex(4)}"
     kube = connect(kubeconfig=kubeconfig, namespace=name)
     there = rendered_fleet(admin.overlay, Fleet("textcraft", "preflight", 2), namespace=name)
-    assert missing(kube, there) == [
+    assert lacks(kube, there) == [
         f"namespace {name} is missing; make it: kubectl apply --kustomize k8s/base"
     ]
     assert kube.list(NODE).items
     kube.close()
+
+
+def sized(replicas, **requests):
+    container = {"resources": {"requests": requests, "limits": {"memory": "1Gi"}}}
+    return {
+        "kind": "Deployment",
+        "spec": {"replicas": replicas, "template": {"spec": {"containers": [container]}}},
+    }
+
+
+def test_a_quota_is_asked_for_all_servers_together():
+    objects = [
+        sized(3, cpu="500m", memory="512Mi"),
+        sized(2, cpu="1", memory="1Gi"),
+        {"kind": "Service"},
+    ]
+    needed = asked(objects)
+    assert needed["pods"] == 5
+    assert needed["requests.cpu"] == needed["cpu"] == 3.5
+    assert needed["requests.memory"] == 3.5 * 2**30
+    assert needed["limits.memory"] == 5 * 2**30
+    assert needed["services"] == 1
+    quota = {
+        "metadata": {"name": "q"},
+        "status": {
+            "hard": {"pods": "8", "requests.cpu": "4", "requests.memory": "64Gi"},
+            "used": {"pods": "4", "requests.cpu": "500m"},
+        },
+    }
+    (line,) = lacking([quota], needed)
+    assert line.startswith("quota q: pods 5 is needed, 4 of 8 is left; end what is no longer")
+    assert lacking([], needed) == []

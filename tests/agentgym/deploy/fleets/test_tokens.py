@@ -3,7 +3,7 @@
 import pytest
 
 from agentgym.config import ConfigError
-from agentgym.deploy.fleets.tokens import token_of_fleet
+from agentgym.deploy.fleets.startup import token_of_fleet
 
 
 def test_a_fleets_token_is_its_own_and_the_same_at_each_attempt(monkeypatch):

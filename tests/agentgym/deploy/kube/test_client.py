@@ -4,10 +4,15 @@ import secrets
 
 import pytest
 
-from agentgym.deploy.kube import AlreadyExists, FieldConflict, Kind, KubeError, NotFound, NotServed
-from agentgym.deploy.kube.client import connect
-from agentgym.deploy.kube.errors import Stale
-from agentgym.deploy.kube.kinds import DEPLOYMENT, LEASE, NODE, POD, SERVICE
+from agentgym.deploy.kube.calls import (
+    AlreadyExists,
+    FieldConflict,
+    KubeError,
+    NotFound,
+    NotServed,
+    Stale,
+)
+from agentgym.deploy.kube.client import DEPLOYMENT, LEASE, NODE, POD, SERVICE, Kind, connect
 
 pytestmark = pytest.mark.kubernetes
 
@@ -88,15 +93,18 @@ def test_a_list_goes_by_labels_and_names_kind_and_version_in_each(kube):
 def test_a_watch_tells_what_is_there_and_what_comes(kube):
     kube.apply(service("w"))
     told = []
-    for change in kube.watch(SERVICE, labels={"of": "w"}, for_s=30.0, idle_s=1.0):
-        told.append(change.what)
-        if told == ["added", "idle"]:
+    for services in kube.watch(SERVICE, labels={"of": "w"}, for_s=30.0, idle_s=1.0):
+        now = [each["spec"].get("publishNotReadyAddresses", False) for each in services]
+        if now in told:
+            continue
+        told.append(now)
+        if now == [False]:
             kube.apply(service("w", publishNotReadyAddresses=True))
-        elif change.what == "modified":
+        elif now == [True]:
             kube.delete(SERVICE, "w")
-        elif change.what == "deleted":
+        else:
             break
-    assert [each for each in told if each != "idle"] == ["added", "modified", "deleted"]
+    assert told == [[False], [True], []]
 
 
 def test_what_the_cluster_cannot_do_is_one_sentence(kube):

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from agentgym.config import ConfigError
-from agentgym.deploy.kube.credentials import RENEW_S, Session, Source
+from agentgym.deploy.kube.credentials import Session, Source
 
 
 def kubeconfig(path, **user):
@@ -42,8 +42,8 @@ def test_without_any_the_error_says_where_was_looked(tmp_path):
 
 def test_a_context_chooses_the_cluster(tmp_path):
     file = kubeconfig(tmp_path / "config", token="t")
-    assert Session(Source(str(file))).api().configuration.host == "http://a.test:1"
-    assert Session(Source(str(file), "b")).api().configuration.host == "http://b.test:1"
+    assert Session(Source(str(file))).client.configuration.host == "http://a.test:1"
+    assert Session(Source(str(file), "b")).client.configuration.host == "http://b.test:1"
     with pytest.raises(ConfigError, match=r"config, context c: .*c"):
         Session(Source(str(file), "c"))
 
@@ -56,26 +56,19 @@ def test_a_file_that_is_no_kubeconfig_is_one_sentence(tmp_path, text):
     assert "\n" not in str(caught.value)
 
 
-def test_a_rotated_token_is_read_when_it_is_old_or_refused(tmp_path):
+def test_a_rotated_token_is_read_when_the_old_one_is_refused(tmp_path):
     (tmp_path / "token").write_text("first")
-    now = [0.0]
-    source = Source(str(kubeconfig(tmp_path / "config", tokenFile=str(tmp_path / "token"))))
-    session = Session(source, clock=lambda: now[0])
-
-    def token(api):
-        return api.configuration.api_key["BearerToken"]
-
-    first = session.api()
-    assert token(first) == "Bearer first"
+    session = Session(
+        Source(str(kubeconfig(tmp_path / "config", tokenFile=str(tmp_path / "token"))))
+    )
+    first = session.client
+    assert first.configuration.api_key["BearerToken"] == "Bearer first"
     (tmp_path / "token").write_text("second")
-    assert token(session.api()) == "Bearer first"
-    assert session.renew(first)  # it was refused, and there is another one now
-    assert token(session.api()) == "Bearer second"
-    assert session.api().rest_client is first.rest_client  # connections stay open
-    assert not session.renew(session.api())  # refused, and nothing newer is known
-    (tmp_path / "token").write_text("third")
-    now[0] += RENEW_S
-    assert token(session.api()) == "Bearer third"
+    assert session.renew(first)
+    assert session.client.configuration.api_key["BearerToken"] == "Bearer second"
+    assert session.client.client.rest_client is first.client.rest_client  # connections stay open
+    assert session.renew(first)  # by another thread, whose call was refused, too
+    assert not session.renew(session.client)  # refused, and nothing newer is known
 
 
 def test_without_the_package_the_command_that_brings_it_is_named(tmp_path, monkeypatch):

@@ -8,34 +8,44 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
 from agentgym.audit import audit
-from agentgym.config import ConfigError, RunConfig, load_config
-from agentgym.deploy.owned import owned_process, tail
+from agentgym.config import ConfigError, load_config
+from agentgym.deploy.owned import owned_process
 from agentgym.models import transport
 from agentgym.models.checkpoint import new_checkpoint
-from agentgym.models.model import weights_of
-from agentgym.models.transport import InProcess
 from agentgym.pipeline.table import open_store
-from agentgym.rollouts.loop import LoopThread
-from agentgym.rollouts.policies import engines, hosts, wire
+from agentgym.rollouts.engine import LoopThread, open_policy
+from agentgym.rollouts.policies import engines, host_protocol, hosts
 from agentgym.rollouts.policies.engines import check_engine
+from agentgym.rollouts.policies.host_protocol import HostBusy, HostLost
 from agentgym.rollouts.policies.hosts import one_engine
-from agentgym.rollouts.policies.opening import open_policy
 from agentgym.rollouts.policies.torch import TorchPolicy
-from agentgym.rollouts.policies.wire import HostBusy, HostLost
-from agentgym.types import EngineMismatch, SampleKey, Sampling
+from agentgym.types import EngineMismatch
+from tests.agentgym.rollouts.policies.hosting import (
+    ENGINE,
+    PROMPT,
+    ROOT,
+    Session,
+    config,
+    expected,
+    flip,
+    halve,
+    host,
+    is_host,
+    left_in,
+    owner,
+    same,
+    sampling,
+)
 from tests.engines import checkpoint
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
-ROOT = Path(__file__).parents[4]
-PROMPT = list(range(5, 40))
-ENGINE = "tests.engines:HostedTorch"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,21 +69,6 @@ def shared(cfg):
     """The one engine of several tests."""
     with one_engine(cfg):
         yield
-
-
-def config(folder, **rollout):
-    return RunConfig(
-        rollout={
-            "engine": "vllm",
-            "max_new_tokens": 6,
-            "observation_tokens": 8,
-            "concurrency": 8,
-            "publish_timeout_s": 20.0,
-            **rollout,
-        },
-        model={"context_tokens": 256},
-        store={"path": folder / ".agentgym/store"},
-    )
 
 
 @pytest.fixture
@@ -106,116 +101,6 @@ def session(make_model, tokenizer):
             loop.close()
 
     return opened
-
-
-class Session:
-    def __init__(self, policy, loop):
-        self.policy, self._loop = policy, loop
-
-    def run(self, coroutine):
-        return self._loop.run(asyncio.wait_for(coroutine, 60))
-
-    def generate(self, *samples):
-        async def all_of_them():
-            calls = (self.policy.generate(PROMPT, sampling(sample)) for sample in samples)
-            return await asyncio.gather(*calls)
-
-        return self.run(all_of_them())
-
-    def publish(self, model, version):
-        self.run(self.policy.publish(InProcess(weights_of(model), version)))
-
-
-def sampling(sample):
-    return Sampling(SampleKey(0, 1, "babyai_3", sample, 0), 1.0, 6)
-
-
-def host():
-    """The process, and all below it."""
-    (process,) = filter(is_host, psutil.Process().children())
-    return [process, *process.children(recursive=True)]
-
-
-def is_host(process):
-    try:
-        return "agentgym.rollouts.policies.host" in process.cmdline()
-    except psutil.NoSuchProcess:
-        return False
-
-
-def left_in(folder):
-    return [*folder.glob(f"{hosts.PREFIX}*")]
-
-
-def expected(model, tokenizer, version, *samples):
-    policy = TorchPolicy(model, stop_ids=[tokenizer.eos_token_id], num_slots=8, context_tokens=256)
-    policy.version = version
-
-    async def all_of_them():
-        return await asyncio.gather(
-            *(policy.generate(PROMPT, sampling(sample)) for sample in samples)
-        )
-
-    return asyncio.run(all_of_them())
-
-
-def same(answers, others):
-    """Return True if tokens are equal and log-probabilities differ by rounding at most."""
-    return all(
-        (one.ids, one.stop_reason, one.version) == (two.ids, two.stop_reason, two.version)
-        and one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
-        for one, two in zip(answers, others, strict=True)
-    )
-
-
-def flip(path):
-    with open(path, "r+b") as file:
-        file.seek(-5, os.SEEK_END)
-        (byte,) = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
-
-
-def halve(path):
-    os.truncate(path, os.stat(path).st_size // 2)
-
-
-OWNER = """
-import asyncio, os, sys, tempfile, time
-from agentgym.deploy.owned import owned_process, tail
-from agentgym.models.checkpoint import new_checkpoint
-from agentgym.rollouts.policies import engines
-from agentgym.rollouts.policies.hosts import one_engine
-from agentgym.rollouts.policies.opening import open_policy
-from tests.agentgym.rollouts.policies.test_host import ENGINE, PROMPT, config, sampling
-from tests.engines import checkpoint
-from pathlib import Path
-
-engines.BUILT_IN["vllm"] = ENGINE
-tempfile.tempdir = sys.argv[1]
-cfg = config(Path(sys.argv[1]))
-with one_engine(cfg):
-    policy = open_policy(cfg, checkpoint(), num_slots=8, version=0)
-
-    async def play():
-        await policy.generate(PROMPT, sampling(1))
-        print("playing", flush=True)
-        if sys.argv[2:]:
-            await asyncio.sleep(100)
-        await policy.close()
-
-    asyncio.run(play())
-"""
-
-
-def owner(folder, *arguments):
-    return subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(folder), *arguments],
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True,
-    )
 
 
 def test_sessions_share_one_engine_and_weights_it_holds_are_not_moved(
@@ -309,18 +194,13 @@ def test_a_kept_engine_serves_runs_and_is_ended_when_nobody_uses_it(session, num
     (cfg.state_dir / hosts.KEPT).symlink_to(folder)
     command, log = hosts.host_command(cfg, folder, keep_s=0.5), tmp_path / "log"
     with owned_process(command, log_path=log, env=hosts.host_environment(cfg)) as process:
-        until = time.monotonic() + 60
-        while not (folder / wire.SOCKET).exists():
-            assert time.monotonic() < until, tail(log)
-            time.sleep(0.05)
+        wait_until((folder / host_protocol.SOCKET).exists, process=process, why=log.read_text)
         below = psutil.Process(process.pid)
         for _ in range(2):
             with session(cfg) as opened:
                 opened.generate(1)
         assert num_starts() == 1
-        while below.children():
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_until(lambda: not below.children())
         with session(cfg) as opened:
             opened.generate(1)
         assert num_starts() == 2
@@ -352,8 +232,8 @@ def test_scores_usage_sleep_and_errors_cross_the_wire(shared, cfg, session, make
 
 
 def test_requests_of_one_tick_are_one_message(shared, cfg, session, monkeypatch):
-    frames, made = [], wire._framed
-    monkeypatch.setattr(wire, "_framed", lambda text: frames.append(text) or made(text))
+    frames, made = [], host_protocol._framed
+    monkeypatch.setattr(host_protocol, "_framed", lambda text: frames.append(text) or made(text))
     with session(cfg) as opened:
         opened.generate(1)
         frames.clear()
@@ -424,7 +304,7 @@ def test_two_sessions_at_once_have_two_engines(shared, cfg, session, monkeypatch
 @pytest.mark.parametrize("odd", ["protocol", "source", "packages"])
 def test_a_host_of_other_versions_is_refused_in_one_line(shared, cfg, session, monkeypatch, odd):
     with session(cfg) as opened:
-        mine, folder = {**wire.door(), odd: "f" * 64}, opened.policy._connection.folder
+        mine, folder = {**host_protocol.door(), odd: "f" * 64}, opened.policy._connection.folder
         monkeypatch.setattr(hosts, "door", lambda _: mine)
         with pytest.raises(ConfigError, match=rf"not fit this process: {odd} .+ and f+ here; let"):
             hosts.connect(folder, lambda: "", sys.executable)
@@ -470,7 +350,7 @@ def test_folders_of_the_killed_are_swept(room):
         folder.mkdir()
     for folder in (old, used):
         os.utime(folder, (0, 0))
-    with wire.address_in(used):
+    with host_protocol.address_in(used):
         new = hosts.new_folder()
         assert not old.exists()
         assert used.exists()
@@ -483,7 +363,7 @@ import sys
 from agentgym.config import load_config
 from agentgym.pipeline.run import run_with_parents
 from agentgym.rollouts.policies import engines
-from tests.agentgym.rollouts.policies.test_host import ENGINE
+from tests.agentgym.rollouts.policies.hosting import ENGINE
 
 engines.BUILT_IN["vllm"] = ENGINE
 run_with_parents("report", load_config(sys.argv[1], ["rollout.engine=vllm"]))

@@ -3,56 +3,16 @@
 import asyncio
 import random
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 
 from agentgym.models.attention import PackedSequences
-from agentgym.models.half import widen_linear_layers
-from agentgym.models.model import weights_of
-from agentgym.models.tolerance import TORCH
-from agentgym.models.transport import InProcess
+from agentgym.models.fidelity import TORCH
 from agentgym.rollouts.policies.draw import Distribution, uniforms
 from agentgym.rollouts.policies.torch import TorchPolicy
-from agentgym.types import SampleKey, Sampling
-
-
-def key(sample=0, turn=0):
-    return SampleKey(0, 1, "babyai_3", sample, turn)
-
-
-def prompts(count, seed=0):
-    draw = random.Random(seed)
-    return [[draw.randrange(4, 250) for _ in range(draw.randrange(1, 40))] for _ in range(count)]
-
-
-@pytest.fixture(scope="module")
-def model(make_model):
-    return make_model()
-
-
-@pytest.fixture
-def make_policy(make_model, tokenizer):
-    def make(num_slots=4, context_tokens=64, seed=0):
-        return TorchPolicy(
-            make_model(seed),
-            stop_ids=[tokenizer.eos_token_id],
-            num_slots=num_slots,
-            context_tokens=context_tokens,
-        )
-
-    return make
-
-
-class Arrived:
-    """A `Delivery` whose weights are there at once."""
-
-    def __init__(self, model, version):
-        self._model, self.version, self.digest = model, version, ""
-
-    async def weights(self):
-        return weights_of(self._model)
+from agentgym.types import Sampling
+from tests.agentgym.rollouts.policies.asking import key, prompts
 
 
 @torch.no_grad()
@@ -114,24 +74,21 @@ def test_logged_probabilities_are_those_of_the_distribution_sampled_from(make_po
         assert completion.logprobs != pytest.approx(scores[1], abs=1e-3)
 
 
-def test_a_turn_on_cached_keys_equals_a_fresh_prompt(make_policy):
+async def test_a_turn_on_cached_keys_equals_a_fresh_prompt(make_policy):
     policy, fed = make_policy(num_slots=2), []
     step = policy._model.forward
     policy._model.forward = lambda **call: fed.append(call["input_ids"].shape[1]) or step(**call)
 
-    async def main():
-        ids = prompts(1, seed=2)[0]
-        for turn in range(3):
-            cached = await policy.generate(ids, Sampling(key(turn=turn), 1.0, 4))
-            # the last sampled token and the observation's three
-            assert fed[0] == (len(ids) if turn == 0 else 4)
-            fresh = await make_policy().generate(ids, Sampling(key(turn=turn), 1.0, 4))
-            assert cached.ids == fresh.ids
-            assert cached.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
-            ids = [*ids, *cached.ids, 9, 8, 7]
-            fed.clear()
-
-    asyncio.run(main())
+    ids = prompts(1, seed=2)[0]
+    for turn in range(3):
+        cached = await policy.generate(ids, Sampling(key(turn=turn), 1.0, 4))
+        # the last sampled token and the observation's three
+        assert fed[0] == (len(ids) if turn == 0 else 4)
+        fresh = await make_policy().generate(ids, Sampling(key(turn=turn), 1.0, 4))
+        assert cached.ids == fresh.ids
+        assert cached.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
+        ids = [*ids, *cached.ids, 9, 8, 7]
+        fed.clear()
 
 
 def test_prompts_that_begin_alike_are_computed_once_and_answered_alike(
@@ -178,22 +135,17 @@ def test_prompts_that_begin_alike_are_computed_once_and_answered_alike(
     assert num_alone - num_shared == 8 * 45 - (24 + 2 * 20 + 8)
 
 
-def test_a_changed_history_is_not_answered_from_the_cache(make_policy):
+async def test_a_changed_history_is_not_answered_from_the_cache(make_policy):
     policy = make_policy()
 
-    async def main():
-        await policy.generate([5, 6, 7, 8], Sampling(key(), 0.0, 2))
-        changed = await policy.generate([5, 9, 7, 8, 10, 11, 12], Sampling(key(turn=1), 0.0, 3))
-        fresh = await make_policy().generate(
-            [5, 9, 7, 8, 10, 11, 12], Sampling(key(turn=1), 0.0, 3)
-        )
-        assert changed.ids == fresh.ids
-        assert changed.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
-
-    asyncio.run(main())
+    await policy.generate([5, 6, 7, 8], Sampling(key(), 0.0, 2))
+    changed = await policy.generate([5, 9, 7, 8, 10, 11, 12], Sampling(key(turn=1), 0.0, 3))
+    fresh = await make_policy().generate([5, 9, 7, 8, 10, 11, 12], Sampling(key(turn=1), 0.0, 3))
+    assert changed.ids == fresh.ids
+    assert changed.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
 
 
-def test_what_is_sampled_depends_on_the_key_alone(make_policy):
+async def test_what_is_sampled_depends_on_the_key_alone(make_policy):
     prompt, others = [5, 6, 7, 8, 9], prompts(9, seed=3)
 
     async def ask(policy, order, alone=False):
@@ -209,212 +161,89 @@ def test_what_is_sampled_depends_on_the_key_alone(make_policy):
         }
         return await tasks["me"], [await task for task in tasks.values()]
 
-    async def main():
-        alone, _ = await ask(make_policy(), ["me"], alone=True)
-        first, _ = await ask(make_policy(num_slots=3), ["me", *range(9)])
-        last, _ = await ask(make_policy(num_slots=5), [*reversed(range(9)), "me"])
-        assert alone.ids == first.ids == last.ids
-        assert alone.logprobs == pytest.approx(first.logprobs, abs=1e-5)
-        policy = make_policy()
-        draws = {
-            (await policy.generate(prompt, Sampling(key(0, turn), 1.0, 6))).ids for turn in range(5)
-        }
-        assert len(draws) > 1  # another key is another draw
-
-    asyncio.run(main())
+    alone, _ = await ask(make_policy(), ["me"], alone=True)
+    first, _ = await ask(make_policy(num_slots=3), ["me", *range(9)])
+    last, _ = await ask(make_policy(num_slots=5), [*reversed(range(9)), "me"])
+    assert alone.ids == first.ids == last.ids
+    assert alone.logprobs == pytest.approx(first.logprobs, abs=1e-5)
+    policy = make_policy()
+    draws = {
+        (await policy.generate(prompt, Sampling(key(0, turn), 1.0, 6))).ids for turn in range(5)
+    }
+    assert len(draws) > 1  # another key is another draw
 
 
-def test_two_requests_with_one_key_and_one_prompt_are_both_answered(make_policy):
-    async def main():
-        policy = make_policy(num_slots=2)
-        return await asyncio.wait_for(
-            asyncio.gather(*(policy.generate([5, 6], Sampling(key(), 1.0, 4)) for _ in range(5))),
-            10,
-        )
-
-    completions = asyncio.run(main())
+async def test_two_requests_with_one_key_and_one_prompt_are_both_answered(make_policy):
+    policy = make_policy(num_slots=2)
+    completions = await asyncio.wait_for(
+        asyncio.gather(*(policy.generate([5, 6], Sampling(key(), 1.0, 4)) for _ in range(5))),
+        10,
+    )
     assert len({completion.ids for completion in completions}) == 1
 
 
-def test_an_action_ends_with_the_stop_token_or_at_its_length(make_policy):
-    async def main():
-        policy = make_policy()
-        full = await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))
-        policy._stop_ids = [full.ids[2]]
-        stopped = await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))
-        first = full.ids.index(full.ids[2])
-        assert stopped.ids == full.ids[: first + 1]
-        assert (full.stop_reason, stopped.stop_reason) == ("length", "stop")
-        assert len(full.ids) == 6
-        policy._stop_ids = [full.ids[5]]
-        # at the very last token as well
-        assert (await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))).stop_reason == "stop"
-
-    asyncio.run(main())
+async def test_an_action_ends_with_the_stop_token_or_at_its_length(make_policy):
+    policy = make_policy()
+    full = await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))
+    policy._stop_ids = [full.ids[2]]
+    stopped = await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))
+    first = full.ids.index(full.ids[2])
+    assert stopped.ids == full.ids[: first + 1]
+    assert (full.stop_reason, stopped.stop_reason) == ("length", "stop")
+    assert len(full.ids) == 6
+    policy._stop_ids = [full.ids[5]]
+    # at the very last token as well
+    assert (await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))).stop_reason == "stop"
 
 
-def test_an_action_ends_with_any_of_several_stop_tokens(make_policy):
-    async def main():
-        policy = make_policy()
-        policy._stop_ids = []
-        full = (await policy.generate([5, 6, 7], Sampling(key(), 1.0, 12))).ids
-        for stops in ([full[3], full[8]], [full[8], full[3]]):  # the one that comes first
-            policy._stop_ids = stops
-            said = await policy.generate([5, 6, 7], Sampling(key(), 1.0, 12))
-            first = min(map(full.index, stops))
-            assert (said.ids, said.stop_reason) == (full[: first + 1], "stop")
-
-    asyncio.run(main())
+async def test_an_action_ends_with_any_of_several_stop_tokens(make_policy):
+    policy = make_policy()
+    policy._stop_ids = []
+    full = (await policy.generate([5, 6, 7], Sampling(key(), 1.0, 12))).ids
+    for stops in ([full[3], full[8]], [full[8], full[3]]):  # the one that comes first
+        policy._stop_ids = stops
+        said = await policy.generate([5, 6, 7], Sampling(key(), 1.0, 12))
+        first = min(map(full.index, stops))
+        assert (said.ids, said.stop_reason) == (full[: first + 1], "stop")
 
 
-def test_what_cannot_fit_the_context_is_refused(make_policy):
-    async def main():
-        policy = make_policy(context_tokens=16)
-        with pytest.raises(
-            ValueError, match=r"prompt of 13 tokens \+ max_new_tokens 4 exceeds the context of 16"
-        ):
-            await policy.generate([5] * 13, Sampling(key(), 1.0, 4))
-        assert len((await policy.generate([5] * 12, Sampling(key(), 0.0, 4))).ids) <= 4
-        with pytest.raises(ValueError, match="nothing to sample from 0 prompt tokens"):
-            await policy.generate([], Sampling(key(), 1.0, 4))
-
-    asyncio.run(main())
+async def test_what_cannot_fit_the_context_is_refused(make_policy):
+    policy = make_policy(context_tokens=16)
+    with pytest.raises(
+        ValueError, match=r"prompt of 13 tokens \+ max_new_tokens 4 exceeds the context of 16"
+    ):
+        await policy.generate([5] * 13, Sampling(key(), 1.0, 4))
+    assert len((await policy.generate([5] * 12, Sampling(key(), 0.0, 4))).ids) <= 4
+    with pytest.raises(ValueError, match="nothing to sample from 0 prompt tokens"):
+        await policy.generate([], Sampling(key(), 1.0, 4))
 
 
-def test_publish_lets_running_actions_end_and_later_ones_see_the_new_weights_alone(
-    make_policy, make_model
-):
-    async def main():
-        policy, new = make_policy(num_slots=2), make_policy(seed=1)
-        before = await make_policy().generate([5, 6, 7], Sampling(key(), 0.0, 5))
-        running = [
-            asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(i), 0.0, 5)))
-            for i in range(2)
-        ]
-        while not policy._active:
-            await asyncio.sleep(0)
-        publishing = asyncio.create_task(policy.publish(Arrived(make_model(1), 4)))
-        while not policy._num_publishing:
-            await asyncio.sleep(0)
-        assert policy._active
-        later = asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(2), 0.0, 5)))
-        for completion in await asyncio.gather(*running):
-            assert (completion.ids, completion.version) == (before.ids, 0)
-        await publishing
-        after = await new.generate([5, 6, 7], Sampling(key(), 0.0, 5))
-        completion = await later
-        assert (completion.ids, completion.version) == (after.ids, 4)
-        assert before.ids != after.ids
-        # the same episode goes on: nothing cached under the old weights may answer
-        history = [5, 6, 7, *before.ids, 9]
-        continued = await policy.generate(history, Sampling(key(0, turn=1), 0.0, 5))
-        fresh = await new.generate(history, Sampling(key(7), 0.0, 5))
-        assert continued.ids == fresh.ids
-        assert continued.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
+async def test_few_requests_wait_for_those_that_run_and_as_many_join_them(make_policy):
+    policy, sizes = make_policy(num_slots=8), []
+    usual = policy._step
 
-    asyncio.run(main())
+    async def counted():
+        sizes.append(len(policy._active))
+        await usual()
 
+    policy._step = counted
 
-def test_publish_is_not_kept_waiting_by_an_endless_stream_of_requests(make_policy):
-    async def main():
-        policy = make_policy(num_slots=2)
-        stop = False
+    async def ask(number, tokens):
+        await policy.generate([5, 6, 7], Sampling(key(number), 0.0, tokens))
 
-        async def stream(number):
-            turn = 0
-            while not stop:
-                turn += 1
-                await policy.generate([5, 6, 7], Sampling(key(number, turn), 1.0, 3))
-
-        streams = [asyncio.create_task(stream(number)) for number in range(6)]
-        await asyncio.sleep(0.01)
-        await asyncio.wait_for(policy.publish(InProcess(weights_of(policy._model), 1)), 5)
-        stop = True
-        await asyncio.wait_for(asyncio.gather(*streams), 10)
-
-    asyncio.run(main())
-
-
-def test_few_requests_wait_for_those_that_run_and_as_many_join_them(make_policy):
-    async def main():
-        policy, sizes = make_policy(num_slots=8), []
-        usual = policy._step
-
-        async def counted():
-            sizes.append(len(policy._active))
-            await usual()
-
-        policy._step = counted
-
-        async def ask(number, tokens):
-            await policy.generate([5, 6, 7], Sampling(key(number), 0.0, tokens))
-
-        policy._stop_ids = []  # actions of a known length
-        first = [asyncio.create_task(ask(number, 6)) for number in range(3)]
-        while len(sizes) < 2:
-            await asyncio.sleep(0)
-        late = [asyncio.create_task(ask(3, 2))]
-        while len(sizes) < 4:
-            await asyncio.sleep(0)
-        late += [asyncio.create_task(ask(number, 2)) for number in (4, 5)]
-        await asyncio.wait_for(asyncio.gather(*first, *late), 10)
-        return sizes
-
-    sizes = asyncio.run(main())
+    policy._stop_ids = []  # actions of a known length
+    first = [asyncio.create_task(ask(number, 6)) for number in range(3)]
+    while len(sizes) < 2:
+        await asyncio.sleep(0)
+    late = [asyncio.create_task(ask(3, 2))]
+    while len(sizes) < 4:
+        await asyncio.sleep(0)
+    late += [asyncio.create_task(ask(number, 2)) for number in (4, 5)]
+    await asyncio.wait_for(asyncio.gather(*first, *late), 10)
+    sizes = sizes
     assert sizes[:4] == [3, 3, 3, 3]  # one more is not worth a forward of its own
     assert 6 in sizes  # three more are
     assert sum(sizes) == 3 * 6 + 3 * 2
-
-
-def test_an_older_version_is_refused(make_policy, make_model):
-    async def main():
-        policy, weights = make_policy(), weights_of(make_model())
-        await policy.publish(InProcess(weights, 0))
-        await policy.publish(InProcess(weights, 5))
-        for version in (5, 4, 0):
-            with pytest.raises(
-                ValueError, match=f"weight versions must grow: engine holds 5, got {version}"
-            ):
-                await policy.publish(InProcess(weights, version))
-        assert policy.version == 5
-
-    asyncio.run(main())
-
-
-def test_weights_that_arrive_after_newer_ones_are_refused(make_policy, make_model):
-    class Late(InProcess):
-        async def weights(self):
-            await newer
-            return await super().weights()
-
-    async def main():
-        nonlocal newer
-        policy, weights = make_policy(), weights_of(make_model(1))
-        newer = asyncio.create_task(policy.publish(InProcess(weights, 5)))
-        with pytest.raises(ValueError, match="engine holds 5, got 4"):
-            await policy.publish(Late(weights_of(make_model(2)), 4))
-        assert policy.version == 5
-        assert all(
-            torch.equal(each, weights[name]) for name, each in weights_of(policy._model).items()
-        )
-
-    newer = None
-    asyncio.run(main())
-
-
-def test_weights_that_do_not_fit_leave_the_engine_as_it_was(make_policy, make_model):
-    async def main():
-        policy, other = make_policy(), weights_of(make_model(1))
-        before = {name: tensor.clone() for name, tensor in weights_of(policy._model).items()}
-        other["model.norm.weight"] = torch.ones(3)  # the last one
-        with pytest.raises(ValueError, match=r"model.norm.weight is \(3,\), expected \(64,\)"):
-            await policy.publish(InProcess(other, 1))
-        assert all(
-            torch.equal(tensor, before[name]) for name, tensor in weights_of(policy._model).items()
-        )
-        assert (await policy.generate([5], Sampling(key(), 1.0, 2))).version == 0
-
-    asyncio.run(main())
 
 
 def test_an_engine_failure_reaches_everyone_who_waits_and_the_engine_recovers(make_policy, caplog):
@@ -448,32 +277,23 @@ def test_an_engine_failure_reaches_everyone_who_waits_and_the_engine_recovers(ma
     assert "never retrieved" not in caplog.text
 
 
-def test_cancelled_requests_free_their_slots(make_policy):
-    async def main():
-        policy = make_policy(num_slots=2)
-        running = [
-            asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(i), 1.0, 40)))
-            for i in range(5)
-        ]
-        while not policy._active:
-            await asyncio.sleep(0)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        assert not policy._active
-        assert not policy._waiting
-        assert not any(slot.busy for slot in policy._slots)
-        completion = await asyncio.wait_for(
-            policy.generate([5, 6, 7], Sampling(key(0), 0.0, 4)), 10
-        )
-        assert (
-            completion.ids
-            == (await make_policy().generate([5, 6, 7], Sampling(key(9), 0.0, 4))).ids
-        )
+async def test_cancelled_requests_free_their_slots(make_policy):
+    policy = make_policy(num_slots=2)
+    running = [
+        asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(i), 1.0, 40))) for i in range(5)
+    ]
+    while not policy._active:
         await asyncio.sleep(0)
-        assert policy._pump.done()
-
-    asyncio.run(main())
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    assert not policy._active
+    assert not policy._waiting
+    assert not any(slot.busy for slot in policy._slots)
+    completion = await asyncio.wait_for(policy.generate([5, 6, 7], Sampling(key(0), 0.0, 4)), 10)
+    assert completion.ids == (await make_policy().generate([5, 6, 7], Sampling(key(9), 0.0, 4))).ids
+    await asyncio.sleep(0)
+    assert policy._pump.done()
 
 
 def test_scores_are_log_probabilities_of_each_next_token(make_policy, plain, model):
@@ -530,107 +350,28 @@ def test_what_the_engine_drew_in_a_crowd_is_its_draw_in_any_other_forward(
     assert foreign > 0.9 * total
 
 
-def test_a_sleeping_engine_holds_no_cache_and_answers_when_it_wakes(make_policy, make_model):
-    async def main():
-        policy, twin = make_policy(), make_policy()
-        asked = Sampling(key(), 1.0, 6)
-        expected = await twin.generate([5, 6, 7], asked)
-        running = asyncio.create_task(policy.generate([5, 6, 7], asked))
-        while not policy._active:
-            await asyncio.sleep(0)
-        await policy.sleep()  # once what runs has ended
-        assert (await asyncio.wait_for(running, 10)).ids == expected.ids
-        assert policy._cache.num_bytes == 0
-        late = asyncio.create_task(policy.generate([5, 6, 7], asked))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not late.done()
-        await policy.publish(InProcess(weights_of(make_model()), 3))
-        await policy.wake()
-        assert await asyncio.wait_for(late, 10) == replace(expected, version=3)
-        scores = await policy.score([[5, 6, 7]])
-        assert torch.equal(scores[0], (await twin.score([[5, 6, 7]]))[0])
-
-    asyncio.run(main())
-
-
-def test_a_sleeping_engine_holds_its_weights_once(make_model, tokenizer, monkeypatch):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    model = make_model().bfloat16()
-    widen_linear_layers(model)
-
-    def wide():
-        return [each for layer in model.modules() for each in vars(layer).get("_kept") or ()]
-
-    async def main():
-        policy = TorchPolicy(
-            model, stop_ids=[tokenizer.eos_token_id], num_slots=1, context_tokens=64
-        )
-        before = await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))
-        assert wide()
-        await policy.sleep()
-        assert not wide()
-        await policy.wake()
-        assert await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6)) == before
-        assert wide()
-
-    asyncio.run(main())
-
-
-def test_an_engine_takes_memory_for_the_episodes_it_plays_between_two_publishes(
-    make_policy, make_model
-):
-    """Not for as many as it might: a run of few episodes a step has hundreds of slots."""
-
-    async def main():
-        policy = make_policy()
-        slots = []
-        for version in (1, 2, 3):
-            for turn in range(2):
-                asked = [Sampling(key(sample, turn), 1.0, 6) for sample in range(3)]
-                await asyncio.gather(*(policy.generate([5, 6, 7], each) for each in asked))
-            slots.append(policy._cache.size[0])
-            await policy.publish(InProcess(weights_of(make_model()), version))
-        assert slots == [3, 3, 3]
-        assert len(policy._slots) > 3
-
-    asyncio.run(main())
-
-
-def test_who_waits_for_an_engine_that_is_closed_hears_of_it(make_policy):
-    async def main():
-        policy = make_policy()
-        await policy.sleep()
-        waiting = asyncio.create_task(policy.generate([5], Sampling(key(), 1.0, 2)))
-        await asyncio.sleep(0)
-        await policy.close()
-        with pytest.raises(RuntimeError, match="the engine was closed"):
-            await asyncio.wait_for(waiting, 10)
-
-    asyncio.run(main())
-
-
-def test_its_usage_is_that_of_its_slots_its_queue_and_what_it_found_cached(make_policy):
+async def test_its_usage_is_that_of_its_slots_its_queue_and_what_it_found_cached(make_policy):
     policy = make_policy(num_slots=2)
     first = [5, 6, 7, 8, 9, 10]
 
-    async def main():
-        opened = await policy.usage()
-        said = await policy.generate(first, Sampling(key(0), 1.0, 4))
-        # all that was said is kept but its last token, which was never read
-        await policy.generate([*first, *said.ids, 11, 12], Sampling(key(0, 1), 1.0, 4))
-        alone = await policy.usage() - opened
-        crowd = [
-            policy.generate([5, 6, each], Sampling(key(each), 1.0, 3)) for each in range(20, 26)
-        ]
-        await asyncio.gather(*crowd)
-        began = time.monotonic()
-        worked = await policy.usage()
-        await asyncio.sleep(0.05)
-        idle = await policy.usage() - worked
-        return said, alone, worked - opened - alone, idle, time.monotonic() - began
-
-    said, alone, crowded, idle, idle_s = asyncio.run(main())
+    opened = await policy.usage()
+    said = await policy.generate(first, Sampling(key(0), 1.0, 4))
+    # all that was said is kept but its last token, which was never read
+    await policy.generate([*first, *said.ids, 11, 12], Sampling(key(0, 1), 1.0, 4))
+    alone = await policy.usage() - opened
+    crowd = [policy.generate([5, 6, each], Sampling(key(each), 1.0, 3)) for each in range(20, 26)]
+    await asyncio.gather(*crowd)
+    began = time.monotonic()
+    worked = await policy.usage()
+    await asyncio.sleep(0.05)
+    idle = await policy.usage() - worked
+    said, alone, crowded, idle, idle_s = (
+        said,
+        alone,
+        worked - opened - alone,
+        idle,
+        time.monotonic() - began,
+    )
     num_said = len(said.ids)
     assert (alone.prompt_tokens, alone.cached_tokens) == (6 + 6 + num_said + 2, 6 + num_said - 1)
     assert max(alone.depth_s) == 0
@@ -642,69 +383,24 @@ def test_its_usage_is_that_of_its_slots_its_queue_and_what_it_found_cached(make_
     assert 0.05 <= idle.total_s <= idle_s
 
 
-def test_requests_that_wait_for_new_weights_are_in_the_queue_and_not_in_work(make_policy):
-    policy = make_policy()
-
-    async def main():
-        await policy.sleep()
-        before = await policy.usage()
-        asked = asyncio.create_task(policy.generate([5, 6], Sampling(key(), 1.0, 2)))
-        await asyncio.sleep(0.05)
-        used = await policy.usage() - before
-        await policy.wake()
-        await asked
-        return used
-
-    used = asyncio.run(main())
-    assert (used.busy_s, max(used.depth_s)) == (0.0, 1)
-    assert used.mean_depth > 0.5
-
-
-def test_the_loop_goes_on_while_a_long_forward_runs(make_policy):
+async def test_the_loop_goes_on_while_a_long_forward_runs(make_policy):
     """A reply of an environment is read meanwhile; its time is not the engine's."""
 
-    async def main():
-        policy, waits = make_policy(), []
-        model = policy._model
+    policy, waits = make_policy(), []
+    model = policy._model
 
-        def slow(**inputs):
-            time.sleep(0.5)
-            return model(**inputs)
+    def slow(**inputs):
+        time.sleep(0.5)
+        return model(**inputs)
 
-        policy._model, policy._stop_ids = slow, []
-        asked = asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(), 0.0, 3)))
-        while not asked.done():
-            began = time.perf_counter()
-            await asyncio.sleep(0.005)
-            waits.append(time.perf_counter() - began)
-        await policy.close()
-        return (await asked).ids, waits
-
-    ids, waits = asyncio.run(main())
+    policy._model, policy._stop_ids = slow, []
+    asked = asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(), 0.0, 3)))
+    while not asked.done():
+        began = time.perf_counter()
+        await asyncio.sleep(0.005)
+        waits.append(time.perf_counter() - began)
+    await policy.close()
+    ids, waits = (await asked).ids, waits
     assert len(ids) == 3
     assert len(waits) > 20
     assert max(waits) < 0.5  # no forward stood in the way
-
-
-def test_a_publish_waits_for_a_forward_whose_actions_were_cancelled(make_policy):
-    async def main():
-        policy, running = make_policy(), []
-        model = policy._model
-
-        def slow(**inputs):
-            running.append(True)
-            time.sleep(0.3)
-            running.pop()
-            return model(**inputs)
-
-        policy._model = slow
-        asked = asyncio.create_task(policy.generate([5, 6, 7], Sampling(key(), 0.0, 3)))
-        while not running:
-            await asyncio.sleep(0.005)
-        asked.cancel()
-        await asyncio.sleep(0.01)
-        await policy._idle()
-        assert not running
-        await policy.close()
-
-    asyncio.run(main())

@@ -1,84 +1,41 @@
 """vLLM as an engine: what it samples, weights that reach it, and what happens where they do not."""
 
 import asyncio
-import subprocess
-import sys
 import threading
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from agentgym.audit import audit
 from agentgym.config import (
     LoraConfig,
     OptimizerConfig,
-    RunConfig,
     VllmConfig,
-    load_config,
 )
-from agentgym.config.sections import StoreConfig
-from agentgym.learner.plan import LearnerPlan
-from agentgym.models import transport
-from agentgym.models.adapter import Adapter, chosen_modules, is_matrix
+from agentgym.learner.start import LearnerPlan
+from agentgym.models.adapter import Adapter, chosen_modules
 from agentgym.models.checkpoint import ADAPTER, new_checkpoint
+from agentgym.models.fidelity import VLLM
 from agentgym.models.model import weights_of
 from agentgym.models.tensorfiles import Snapshot, TensorFile
-from agentgym.models.tolerance import VLLM
-from agentgym.models.transport import InProcess, write_weights
-from agentgym.pipeline.run import run_step
-from agentgym.pipeline.table import finished, open_store
-from agentgym.rollouts.canary import Canary
-from agentgym.rollouts.loop import LoopThread
+from agentgym.models.transport import InProcess
+from agentgym.rollouts.engine import Canary
 from agentgym.rollouts.policies.draw import Distribution
-from agentgym.rollouts.policies.engine_settings import settings_of
-from agentgym.rollouts.policies.hosts import one_engine
-from agentgym.rollouts.policies.opening import open_policy
-from agentgym.rollouts.policies.torch import TorchPolicy
-from agentgym.rollouts.policies.vllm import VllmPolicy, _arguments
-from agentgym.steps.context import METRICS
-from agentgym.tracking.points import decode_points
-from agentgym.types import EngineMismatch, SampleKey, Sampling
+from agentgym.rollouts.policies.engine_settings import engine_arguments, settings_of
+from agentgym.types import EngineMismatch
+from tests.agentgym.rollouts.policies.running import (
+    NATS,
+    PROMPT,
+    Running,
+    move,
+    of_run,
+    of_vllm,
+    sampling,
+    scores,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.integration]
-ROOT = Path(__file__).parents[4]
-NATS = 1e-4  # between two float32 forwards of a tiny model
-PROMPT = list(range(5, 40))
-
-
-def of_run(**rollout):
-    return RunConfig(
-        rollout={"engine": "vllm", "max_new_tokens": 6, "observation_tokens": 8, **rollout},
-        model={"context_tokens": 256},
-    )
-
-
-class Running:
-    """A policy in a loop of its own, as `open_engine` has it."""
-
-    def __init__(self, model, tokenizer, cfg, **more):
-        """more: of the checkpoint."""
-        self.loop, self.tokenizer = LoopThread(), tokenizer
-        checkpoint = replace(new_checkpoint(model, tokenizer), **more)
-        self.policy = VllmPolicy.open(cfg, checkpoint, num_slots=16, version=0)
-
-    def run(self, coroutine):
-        return self.loop.run(asyncio.wait_for(coroutine, 120))
-
-    def generate(self, *asked):
-        """asked: (prompt, sampling). Result: completions in that order."""
-
-        async def all_of_them():
-            return await asyncio.gather(*(self.policy.generate(*each) for each in asked))
-
-        return self.run(all_of_them())
-
-    def close(self):
-        self.run(self.policy.close())
-        self.loop.close()
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +78,6 @@ def publish(running):
     return next_one
 
 
-def sampling(sample, temperature=1.0, tokens=24):
-    return Sampling(SampleKey(0, 1, "babyai_3", sample, 0), temperature, tokens)
-
-
 @torch.no_grad()
 def ours(twin, prompt, completion, temperature):
     """What plain Hugging Face says of sampled tokens at that temperature."""
@@ -132,11 +85,6 @@ def ours(twin, prompt, completion, temperature):
     logits = twin(ids).logits[0, len(prompt) - 1 : -1].float()
     heat = torch.full((len(completion.ids),), temperature)
     return Distribution(logits, heat).logprobs(torch.tensor(completion.ids))
-
-
-def scores(model, sequences, tokenizer):
-    policy = TorchPolicy(model, stop_ids=[tokenizer.eos_token_id], num_slots=1, context_tokens=64)
-    return torch.cat(asyncio.run(policy.score(sequences)))
 
 
 def test_probabilities_are_those_of_the_distribution_sampled_from_in_one_mixed_batch(
@@ -298,7 +246,7 @@ def test_several_processes_of_an_engine_are_its_own_and_no_actors(
     for size, executor in ((1, "uni"), (2, "mp")):
         cfg = of_run().model_copy(update={"vllm": VllmConfig(tensor_parallel_size=size)})
         settings = settings_of(cfg, new_checkpoint(make_model(0), tokenizer), 4)
-        asked = _arguments(settings, tmp_path).distributed_executor_backend
+        asked = engine_arguments(settings, tmp_path).distributed_executor_backend
         chosen = ParallelConfig(tensor_parallel_size=size, distributed_executor_backend=asked)
         assert chosen.distributed_executor_backend == executor
 
@@ -362,14 +310,6 @@ def test_bfloat16_noise_passes_the_canary_and_one_missed_update_does_not(make_mo
         opened.close()
 
 
-def move(learner):
-    """As a step of Adam at a learning rate of 1e-2 would."""
-    with torch.no_grad():
-        for name, each in learner.model.named_parameters():
-            if is_matrix(name):
-                each += 1e-2 * torch.randn_like(each).sign()
-
-
 def test_an_adapter_is_published_alone_and_takes_the_place_of_the_one_before(
     adapted, make_model, tokenizer
 ):
@@ -418,161 +358,3 @@ def test_a_worker_that_dies_is_heard_of_and_nothing_is_left(adapted):
     opened.run(opened.policy.close())
     assert not folder.exists()
     assert not psutil.wait_procs(processes, 30)[1]
-
-
-def of_vllm(process):
-    """Its processes below this one."""
-    below = process.children(recursive=True)
-    return [each for each in below if each.name().startswith("VLLM::")]
-
-
-class Session(Running):
-    """A `Running` whose engine is in a host process."""
-
-    def __init__(self, checkpoint, cfg, version=0):
-        self.loop = LoopThread()
-        self.policy = open_policy(cfg, checkpoint, num_slots=16, version=version)
-
-
-@pytest.mark.timeout(600)
-def test_a_host_serves_sessions_with_the_weights_that_each_begins_with(
-    make_model, tokenizer, stored, tmp_path, monkeypatch
-):
-    """First weights come to an engine that began without any."""
-    cfg = of_run().model_copy(update={"store": StoreConfig(path=tmp_path / "store")})
-    canary, moved, harm = Canary(tokenizer, VLLM[torch.float32].canary), [], []
-
-    def write(path, weights):
-        moved.append(len(weights))
-        write_weights(path, weights)
-        if harm:
-            with path.open("r+b") as file:
-                file.seek(-5, 2)
-                file.write(bytes([file.read(1)[0] ^ 1]))
-
-    def check(opened, model, version):
-        told = opened.run(opened.policy.score(canary.sequences))
-        expected = scores(model, canary.sequences, tokenizer)
-        assert canary.compare(expected, told, version).gap < NATS
-        (said,) = opened.generate((PROMPT, sampling(1)))
-        assert said.version == opened.policy.version == version
-        again = opened.run(opened.policy.score([[*PROMPT, *said.ids]]))[0][len(PROMPT) - 1 :]
-        assert torch.tensor(said.logprobs) == pytest.approx(again, abs=NATS)
-
-    monkeypatch.setattr(transport, "write_weights", write)
-    with one_engine(cfg):
-        first = Session(new_checkpoint(make_model(0), tokenizer), cfg, version=5)
-        processes = of_vllm(psutil.Process())
-        check(first, make_model(0), 5)
-        harm.append(True)
-        with pytest.raises(EngineMismatch, match=r"version 6 arrived at vLLM on .* sent was"):
-            first.run(first.policy.publish(InProcess(weights_of(make_model(1)), 6)))
-        harm.clear()
-        with pytest.raises(ValueError, match="versions must grow: engine holds 5, got 5"):
-            first.run(first.policy.publish(InProcess(weights_of(make_model(1)), 5)))
-        check(first, make_model(0), 5)
-        first.run(first.policy.publish(InProcess(weights_of(make_model(1)), 6)))
-        first.close()
-        count = len(moved)
-        kept = replace(new_checkpoint(make_model(1), tokenizer), weights=stored(make_model(1)))
-        second = Session(kept, cfg, version=2)
-        assert len(moved) == count
-        check(second, make_model(1), 2)
-        assert of_vllm(psutil.Process()) == processes  # one engine
-        for each in processes:
-            each.kill()
-        with pytest.raises(RuntimeError, match="engine failed"):
-            second.generate((PROMPT, sampling(1)))
-        second.close()
-        third = Session(new_checkpoint(make_model(2), tokenizer), cfg, version=1)
-        check(third, make_model(2), 1)
-        third.close()
-        processes = of_vllm(psutil.Process())
-        assert processes
-    assert not psutil.wait_procs(processes, 30)[1]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_host_serves_adapters_and_begins_without_one_where_it_is_new(
-    make_model, tokenizer, stored, tmp_path
-):
-    cfg = of_run().model_copy(update={"store": StoreConfig(path=tmp_path / "store")})
-    model, canary = make_model(0), Canary(tokenizer, VLLM[torch.float32].canary)
-    modules, base = chosen_modules(model, LoraConfig(rank=4)), stored(model)
-    new = Adapter(base, 4, 8, modules, alone=True)
-    architecture, draw = model.config.to_json_string(), torch.Generator().manual_seed(1)
-    matrices = {
-        name: 0.1 * torch.randn(each.shape, generator=draw)
-        for name, each in new.shapes(architecture).items()
-    }
-    trained = replace(new, stored=stored(Snapshot({ADAPTER: TensorFile.of(matrices)}))[ADAPTER])
-    plain = new_checkpoint(model, tokenizer)
-    with one_engine(cfg):
-        for adapter in (new, trained, trained, new):
-            plan = LearnerPlan(architecture, adapter.policy, OptimizerConfig(), 10, adapter=adapter)
-            learner = plan.build()
-            opened = Session(replace(plain, weights=adapter.policy, adapter=adapter), cfg)
-            for version in (0, 1):
-                if version:
-                    move(learner)
-                    opened.run(opened.policy.publish(InProcess(learner.weights(), version)))
-                told = opened.run(opened.policy.score(canary.sequences))
-                assert canary.compare(canary.score(learner), told, version).gap < NATS
-            opened.close()
-
-
-RUN = """
-import sys
-from agentgym.config import load_config
-from agentgym.pipeline.run import run_step
-from agentgym.rollouts.policies.hosts import one_engine
-if __name__ == "__main__":
-    cfg = load_config(sys.argv[1], ["rollout.engine=vllm"])
-    with one_engine(cfg):
-        for name in sys.argv[2:]:
-            run_step(name, cfg)
-"""
-
-
-@pytest.mark.timeout(600)
-def test_a_killed_run_leaves_no_engine_and_goes_on_to_the_end(tiny_params, tmp_path):
-    path = tiny_params(tmp_path / "run")
-    cfg, store = (found := load_config(path, ["rollout.engine=vllm"])), open_store(found)
-    script = tmp_path / "run.py"
-    script.write_text(RUN)
-    command = [sys.executable, str(script), str(path)]
-    for name in ("prepare", "demonstrate", "initialize", "warm-start"):
-        run_step(name, cfg)
-    process = subprocess.Popen([*command, "stage-1"], cwd=ROOT)
-    try:
-        until = time.monotonic() + 200
-        while not any(head.step == "stage-1" for head in store.heads()):
-            assert process.poll() is None, "it ended before its first commit"
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        engine = of_vllm(psutil.Process(process.pid))
-        assert engine
-    finally:
-        process.kill()
-        process.wait(30)
-    assert not psutil.wait_procs(engine, 30)[1]
-    assert subprocess.run([*command, "stage-1", "stage-2"], cwd=ROOT, timeout=250).returncode == 0
-
-    done = finished(cfg, store)
-    commits = [c for name in ("stage-1", "stage-2") for c in store.history(name, done[name].key)]
-    points = [point for c in commits for point in decode_points(store.read(c, METRICS))]
-    assert [point.step for point in points if "actor/grad_norm" in point.metrics] == sorted(
-        {point.step for point in points if "actor/grad_norm" in point.metrics}
-    )
-    assert any(point.metrics.get("actor/grad_norm", 0.0) > 0 for point in points)
-    published = [point.metrics["sync/canary_rms"] for point in points]
-    assert len(published) >= 3
-    assert max(published) <= VLLM[torch.float32].canary
-    assert all(0 < point.metrics["perf/engine_idle_frac"] < 1 for point in points)
-    assert all(0 <= point.metrics["perf/prefix_cache_hit_frac"] < 1 for point in points)
-    report = audit(cfg, num_episodes=4)
-    assert report.ok, [check.failures for check in report.checks if not check.ok]
-    told = {check.name: check for check in report.checks}
-    assert "engine vllm does not repeat its draws" in told["sampling"].not_checked[0]
-    assert told["rescore"].counted > 0

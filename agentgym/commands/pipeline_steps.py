@@ -1,0 +1,174 @@
+"""`agentgym step | plan | stored | dvc`: the steps of a pipeline."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from agentgym.commands.parser import Commands, add_pointers, add_waiting
+from agentgym.config import ConfigError, RunConfig
+from agentgym.console.ending import say
+
+
+def add(commands: Commands) -> None:
+    step = commands.add(
+        "step",
+        _step,
+        "one step of the pipeline, as dvc.yaml runs it",
+        run_of=lambda arguments: arguments.of_run,
+    )
+    step.add_argument("name")
+    step.add_argument(
+        "--run",
+        dest="of_run",
+        metavar="RUN",
+        help="of this run of the store, with its settings (default: the configured one)",
+    )
+    step.add_argument(
+        "--out",
+        type=Path,
+        help="also write a pointer to the result (URI, digest, numbers) to this file",
+    )
+    step.add_argument(
+        "--with-parents", action="store_true", help="first bring the steps it needs to their end"
+    )
+    add_waiting(step, "a step")
+    step.add_argument(
+        "--key", default="", help="exit with code 2 (bad input) if the step has another key"
+    )
+    plan = commands.add(
+        "plan",
+        _plan,
+        "what would run, resume or be skipped, and why",
+        run_of=lambda arguments: arguments.of_run,
+    )
+    plan.add_argument(
+        "of_run",
+        nargs="?",
+        metavar="RUN",
+        help="a run of the store, with its settings (default: the configured one)",
+    )
+    plan.add_argument("--json", action="store_true")
+    stored = commands.add(
+        "stored", _stored, "check that the store and MLflow have all that DVC's pointers name"
+    )
+    add_pointers(stored, "")
+    stored.add_argument("--out", type=Path, help="also write the digests to this file, for DVC")
+    commands.add(
+        "dvc", _dvc, "write dvc.yaml for the steps that a parameter file asks for", overrides=False
+    )
+
+
+def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.console.progress import Bars, PlainConsole
+    from agentgym.data.copies import fetch_data
+    from agentgym.pipeline.dvc import files_of, numbers, require_current
+    from agentgym.pipeline.plan import check_model
+    from agentgym.pipeline.run import require_key, run_when_free, run_with_parents
+    from agentgym.pipeline.stored_config import require_run
+    from agentgym.pipeline.table import open_store
+    from agentgym.store.files import write_whole
+    from agentgym.tracking.reaching import check_server
+
+    if arguments.out is not None:
+        require_current(cfg, arguments.params)
+    store = open_store(cfg)
+    fetch_data(cfg, store)
+    if arguments.of_run:
+        require_run(cfg, arguments.of_run)
+    if arguments.key:
+        require_key(arguments.name, cfg, arguments.key)
+    check_server(cfg.tracking_uri)
+    check_model(cfg.model, cfg.lora)
+    with Bars(PlainConsole(stderr=True)) as bars:
+        if arguments.with_parents:
+            outcomes = run_with_parents(arguments.name, cfg, wait_s=arguments.wait, progress=bars)
+        else:
+            outcomes = [run_when_free(arguments.name, cfg, wait_s=arguments.wait, progress=bars)]
+    if arguments.out is not None:
+        for path, text in files_of(cfg, outcomes[-1], arguments.out).items():
+            write_whole(path, f"{text}\n".encode())
+    for outcome in outcomes:
+        figures = (
+            f"{name} {value if type(value) is int else f'{value:.4g}'}"
+            for name, value in numbers(outcome, store).items()
+        )
+        manifest = f"manifest {outcome.manifest.digest[:12]}"
+        say(" · ".join([f"{outcome.step.name}: {outcome}", *figures, manifest]))
+    return 0
+
+
+def _stored(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.pipeline.pointers import confirm_pointers
+    from agentgym.pipeline.table import open_store
+    from agentgym.store.files import write_whole
+
+    pointers = confirm_pointers(cfg, arguments.pointers)
+    if arguments.out is not None:
+        write_whole(arguments.out, f"{json.dumps(pointers, indent=1)}\n".encode())
+    say(
+        f"{open_store(cfg).root} has all that {len(pointers)} pointers in {arguments.pointers} name"
+    )
+    return 0
+
+
+def _dvc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.pipeline.dvc import FILE, dvc_yaml
+    from agentgym.pipeline.table import steps_of
+    from agentgym.store.files import write_whole
+
+    write_whole(FILE, dvc_yaml(cfg, arguments.params).encode())
+    say(f"{FILE}: {len(steps_of(cfg)) + 1} stages of {arguments.params}; `dvc repro` runs them")
+    return 0
+
+
+def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.pipeline.forecast import forecast, usual_pretrained
+    from agentgym.pipeline.plan import commit_bytes, num_commits, plan
+    from agentgym.pipeline.stored_config import find_run, require_run
+    from agentgym.pipeline.table import open_store, run_key
+
+    run_name = arguments.of_run
+    if run_name and find_run(open_store(cfg), run_name) is None:
+        require_run(cfg, run_name)
+    steps = plan(cfg)
+    is_done = all(step.action == "skip" for step in steps)
+    cost, unknown = None, ""
+    if not is_done:
+        try:
+            cost = forecast(cfg, commit_bytes(cfg))
+        except ConfigError as error:
+            unknown = str(error)
+    defaults = usual_pretrained(cfg) if cfg.model.source == "hub" else []
+    if arguments.json:
+        tree = {
+            "run": f"r{run_key(cfg)[:12]}",
+            "steps": [step.to_json() for step in steps],
+            "forecast": cost and {**asdict(cost), "most_commits": num_commits(cfg)},
+            "pretrained": [asdict(default) for default in defaults],
+        }
+        say(json.dumps(tree, indent=1))
+        return 0
+    say(f"run r{run_key(cfg)[:12]}")
+    for step in steps:
+        say(f"  {step.action:<7}{step.name:<22}{step.why}")
+    if unknown:
+        say(f"memory and time are not known: {unknown}")
+    if cost is not None:
+        for line in cost.lines(num_commits(cfg)):
+            say(line)
+    if defaults:
+        say("pretrained model, settings with defaults of their own:")
+    for default in defaults:
+        say(f"  {default}")
+    if defaults and not cfg.rollout.instructions:
+        say(
+            "note: rollout.instructions false: the model learns the environment's grammar from"
+            f" warm_start.num_demos {cfg.warm_start.num_demos} alone"
+            if cfg.warm_start.enabled
+            else "warning: rollout.instructions false and warm_start.enabled false: the model"
+            " never sees the environment's grammar; set one of them true"
+        )
+    return 0

@@ -1,0 +1,176 @@
+"""`agentgym audit | compare`: verify and compare runs by their commits in the store."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from agentgym.commands.parser import Commands, add_owner_pipe, add_pointers, seed, some
+from agentgym.config import ConfigError, RunConfig, load_config
+from agentgym.console.ending import say
+
+
+def add(commands: Commands) -> None:
+    _add_audit(commands)
+    _add_compare(commands)
+
+
+def _add_audit(commands: Commands) -> None:
+    audit = commands.add(
+        "audit",
+        _audit,
+        "verify a run: replay episodes, rescore them, repeat optimizer steps",
+        run_of=lambda arguments: arguments.run_name,
+    )
+    audit.add_argument(
+        "run_name",
+        nargs="?",
+        metavar="RUN",
+        help="the run's name, r and 12 hex digits (default: the configured one)",
+    )
+    every = "or all (default: %(default)s)"
+    audit.add_argument(
+        "--episodes",
+        type=some,
+        default=32,
+        metavar="N",
+        help=f"logged episodes to replay per step, {every}",
+    )
+    audit.add_argument(
+        "--rescore",
+        type=some,
+        default="all",
+        metavar="N",
+        help=f"episodes to rescore per set of weights, {every}",
+    )
+    audit.add_argument(
+        "--updates",
+        type=int,
+        default=0,
+        metavar="N",
+        help="take the optimizer steps of warm start and stages that have at most N of them again,"
+        " which proves their weights; exit code 3 if some are left out (default: %(default)s,"
+        " none)",
+    )
+    audit.add_argument(
+        "--seed",
+        type=seed,
+        help="of the draws, to repeat an audit (default: a new one, which is printed)",
+    )
+    audit.add_argument(
+        "--keep",
+        action="store_true",
+        help="leave the verdict in the store: a failure bars the gate",
+    )
+    add_owner_pipe(audit)
+    add_pointers(audit, "")
+    audit.add_argument("--json", action="store_true")
+
+
+def _add_compare(commands: Commands) -> None:
+    compare = commands.add(
+        "compare",
+        _compare,
+        "which of two results or more is better; or the table of a comparison of runs",
+        params=False,
+    )
+    compare.add_argument(
+        "words",
+        nargs="*",
+        metavar="RESULT RESULT ... | FILE | key.path=value",
+        help="results (the beginnings of their digests, steps of a run such as :stage-3, or"
+        " folders), the first one being the baseline; or a comparison's file (default:"
+        " comparisons/default.yaml) and overrides, as for flows.compare",
+    )
+    compare.add_argument("--confidence", type=float, help="of results (default: the protocol's)")
+    compare.add_argument("--out", type=Path, metavar="FOLDER", help="page and figures of results")
+    compare.add_argument("--json", action="store_true")
+    compare.add_argument("--params", help="whose store has the results (default: params.yaml)")
+
+
+NOT_PROVEN = 3  # exit code if nothing is wrong, but the evidence of a decision is missing
+
+
+def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.audit import audit
+    from agentgym.console.progress import Bars, PlainConsole
+    from agentgym.pipeline.audited import keep_audit
+    from agentgym.pipeline.table import open_store
+
+    with Bars(PlainConsole(stderr=True)) as bars:
+        report = audit(
+            cfg,
+            run=arguments.run_name,
+            num_episodes=arguments.episodes,
+            num_rescored=arguments.rescore,
+            num_updates=arguments.updates,
+            seed=arguments.seed,
+            pointers=arguments.pointers,
+            progress=bars,
+        )
+    if arguments.keep:
+        keep_audit(open_store(cfg), report.to_json())
+    if arguments.json:
+        say(json.dumps(report.to_json(), indent=1))
+    else:
+        for line in report.lines():
+            say(line)
+        verdict = "FAILED" if not report.ok else "passed" if report.is_proven else "NOT PROVEN"
+        say(f"audit {verdict}; to repeat it: --seed {report.seed}")
+    return 1 if not report.ok else 0 if report.is_proven else NOT_PROVEN
+
+
+def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    words = [word for word in arguments.words if "=" not in word]
+    if len(words) > 1 or (words and Path(words[0]).suffix not in (".yaml", ".yml")):
+        if arguments.params is None and Path("params.yaml").is_file():
+            cfg = load_config("params.yaml", arguments.set)
+        return _compare_results(cfg, arguments)
+    return _compare_runs(arguments)
+
+
+def _compare_results(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    """Compare two results or more; print the comparison and write it to `--out`, if given.
+    Errors: ConfigError if they answer different questions.
+    """
+    from agentgym.comparison.versus import find_result, versus
+    from agentgym.comparison.versus_report import files, lines, table_markdown
+    from agentgym.store.files import write_whole
+
+    level = arguments.confidence
+    if level is not None and not 0.5 < level < 1:
+        raise ConfigError(f"--confidence {level:g} is no level such as 0.95")
+    comparison = versus([find_result(word, cfg) for word in arguments.words], confidence=level)
+    data = json.dumps(comparison, indent=1, allow_nan=False)
+    if arguments.out is not None:
+        output_files = {"comparison.json": f"{data}\n".encode(), **files(comparison)}
+        for name, content in output_files.items():
+            write_whole(arguments.out / name, content)
+    if arguments.json:
+        say(data)
+        return 0
+    for line in lines(comparison):
+        say(line)
+    if len(comparison["contrasts"]) > 1:
+        say(table_markdown(comparison), end="")
+    if arguments.out is not None:
+        say(f"page and figures in {arguments.out}")
+    return 0
+
+
+def _compare_runs(arguments: argparse.Namespace) -> int:
+    from agentgym.comparison.described import file_and_overrides, load_comparison
+    from agentgym.comparison.matrix import cells_of
+    from agentgym.comparison.results import read_rows, table
+    from agentgym.comparison.shown import table_markdown
+
+    file, overrides = file_and_overrides(arguments.words)
+    comparison = load_comparison(file)
+    cells = cells_of(comparison, (*overrides, *arguments.set))
+    result = table(comparison, cells, *read_rows(cells))
+    say(
+        json.dumps(result, indent=1) if arguments.json else table_markdown(result),
+        end="\n" if arguments.json else "",
+    )
+    return 0

@@ -1,0 +1,141 @@
+"""Evaluations of a column's cells, read from the store, and their curves over turns and samples.
+This module only reads and never plays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from agentgym.comparison.matrix import Cell
+from agentgym.comparison.versus import LOOKED_AT, horizon_of, sampled_slots
+from agentgym.evaluation import estimates
+from agentgym.evaluation.clustered import family_codes
+from agentgym.evaluation.numbers import Table, ks
+from agentgym.evaluation.passk import FloatArray, Interval
+from agentgym.evaluation.record import attempts_of
+from agentgym.evaluation.result import Result
+from agentgym.evaluation.scaling import obstacle, values_by_turns
+from agentgym.evaluation.seeds import Kind, crossed_intervals
+from agentgym.evaluation.stored import stored_result
+from agentgym.pipeline.table import open_store
+from agentgym.store.manifest import Manifest
+from agentgym.store.runstore import RunStore
+
+
+@dataclass(frozen=True)
+class CellEvaluation:
+    """A finished evaluation of one checkpoint in one environment."""
+
+    result: Result
+    told: tuple[str, ...]  # texts shown to the policy in its first episodes
+
+    @cached_property
+    def table(self) -> Table:
+        return Table.of(self.result.slots)
+
+    @cached_property
+    def per_item(self) -> dict[str, FloatArray]:
+        """Success by name of `estimates.success`, [I]; NaN if an item has too few samples."""
+        return estimates.per_item(self.table.greedy, self.table.samples)
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of the numbers that a table shows; greedy first, if it was played."""
+        num_samples = self.table.samples.shape[1]
+        names = [f"avg_at_{num_samples}", *(f"pass_at_{k}" for k in ks(num_samples) if k > 1)]
+        return names if np.isnan(self.table.greedy).all() else ["greedy", *names]
+
+    @property
+    def max_turns(self) -> int:
+        return horizon_of(self.result, self.result.envs[0])
+
+    @property
+    def no_turns_curve(self) -> str:
+        """Reason why its episodes say nothing about shorter horizons; empty: they do."""
+        return obstacle(self.told, self.max_turns)
+
+
+def read_judged(cell: Cell, answers: dict[str, Manifest]) -> dict[str, CellEvaluation]:
+    """Return the cell's evaluations, by the step whose checkpoint was evaluated.
+    answers: their commits, by step. Errors: as `stored_result`.
+    """
+    store = open_store(cell.cfg)
+    by_step = {}
+    for step, answer in answers.items():
+        result = stored_result(store, answer)
+        by_step[step] = CellEvaluation(result, tuple(_told(store, answer, result)))
+    return by_step
+
+
+def _told(store: RunStore, answer: Manifest, result: Result) -> Iterator[str]:
+    yield from result.about.get("instructions", {}).values()
+    history = store.history(answer.step, answer.key)
+    for trajectory in islice(attempts_of(store, history), LOOKED_AT):
+        yield trajectory.first_observation
+        yield from (turn.observation for turn in trajectory.turns)
+
+
+def curves_json(seeds: Sequence[CellEvaluation], confidence: float) -> dict[str, Any]:
+    """Return one row's curves in one column as JSON: success by turns, pass@k and pass^k over seeds
+    and items, with the digest and coverage of each seed's evaluation.
+    """
+    first = seeds[0]
+    num_samples, why = first.table.samples.shape[1], first.no_turns_curve
+    horizons = tuple(range(1, first.max_turns + 1))
+    by_turns = [values_by_turns(sampled_slots(judged.result.slots), horizons) for judged in seeds]
+    turns = {
+        "budgets": list(horizons),
+        "success": _intervals(np.stack(by_turns, axis=1), first, confidence),
+    }
+    over_k = {
+        f"pass_{how}": _intervals(
+            np.stack(
+                [
+                    [judged.per_item[f"pass_{how}_{k}"] for judged in seeds]
+                    for k in range(1, num_samples + 1)
+                ]
+            ),
+            first,
+            confidence,
+        )
+        for how in ("at", "hat")
+        if num_samples
+    }
+    return {
+        "evaluations": [judged.result.digest for judged in seeds],
+        "coverage": [round(judged.result.coverage, 6) for judged in seeds],
+        "turns": None if why else turns,
+        "no_turns_curve": why,
+        **over_k,
+    }
+
+
+def _intervals(
+    values: FloatArray, first: CellEvaluation, confidence: float
+) -> list[dict[str, Any]]:
+    """Return an interval per budget. values: [B, S, I]."""
+    bounds = interval_of(values, first, "share", confidence)
+    count = (~np.isnan(values)).any(axis=1).sum(axis=1)
+    return [
+        Interval(mean, low, high, num).to_json()
+        for mean, low, high, num in zip(
+            *(bound.round(6).tolist() for bound in bounds), count.tolist(), strict=True
+        )
+    ]
+
+
+def interval_of(
+    values: FloatArray, first: CellEvaluation, kind: Kind, confidence: float
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return (mean, low, high), each [...], of values [..., S, I]; families are the clusters if
+    there are some.
+    """
+    codes = family_codes(list(first.table.families))
+    mean, low, high = crossed_intervals(values[None], kind=kind, confidence=confidence, codes=codes)
+    return mean[0], low[0], high[0]

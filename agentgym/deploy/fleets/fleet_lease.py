@@ -1,0 +1,200 @@
+"""Leases, which record the run that a fleet belongs to, and whether that run lives.
+
+Each group of servers has a Lease in the cluster: it names its holder and is renewed while that
+process lives.
+All objects of the group are owned by the Lease, so deleting it deletes them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+
+from agentgym.deploy.kube.calls import AlreadyExists, Stale
+from agentgym.deploy.kube.client import LEASE, Kube, Object
+from agentgym.deploy.manifests import RUN_LABEL
+from agentgym.store.lease import Holder, LeaseHeld
+
+logger = logging.getLogger(__name__)
+
+HOLDER = "agentgym.io/holder"  # annotation: the process, as JSON
+KEPT = "agentgym.io/kept"  # label of a group that outlives runs
+RENEWALS = 6  # of a lease within its ttl_s, after which a silent holder counts as dead
+OWNED = {"app.kubernetes.io/part-of": "agentgym"}
+RACES = 5  # attempts to acquire a lease that other processes change meanwhile
+
+
+def lease_name(run: str) -> str:
+    return f"agentgym-{run}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of servers, as its lease was last read."""
+
+    run: str  # the value of RUN_LABEL on all of its objects
+    uid: str
+    holder: Holder | None  # None for a kept group, or if it cannot be read
+    is_kept: bool
+    renewed: str  # time of the last renewal, by the holder's clock
+    ttl_s: float
+
+    @classmethod
+    def of(cls, lease: Object) -> Group:
+        metadata, spec = lease["metadata"], lease.get("spec", {})
+        labels = metadata.get("labels", {})
+        try:
+            record = json.loads(metadata.get("annotations", {}).get(HOLDER, ""))
+            holder = Holder.from_tree(record)
+        except (ValueError, TypeError, AttributeError):
+            holder = None
+        return cls(
+            run=labels.get(RUN_LABEL, ""),
+            uid=metadata["uid"],
+            holder=holder,
+            is_kept=KEPT in labels,
+            renewed=spec.get("renewTime") or metadata.get("creationTimestamp", ""),
+            ttl_s=float(spec.get("leaseDurationSeconds", 0)),
+        )
+
+    def silent_s(self, now: float) -> float:
+        """Seconds from the last renewal until `now`; infinite if the renewal has no valid time."""
+        try:
+            return now - datetime.fromisoformat(self.renewed).timestamp()
+        except ValueError:
+            return float("inf")
+
+    def is_alive(self, now: float) -> bool:
+        """Return True if the holder's process lives, or, if that cannot be seen from here, if the
+        last renewal is recent.
+        A renewal more than ttl_s in the future comes from a wrong clock and does not count.
+        """
+        silent_s = self.silent_s(now)
+        if silent_s < -self.ttl_s:
+            silent_s = float("inf")
+        if self.holder is None:
+            return silent_s < self.ttl_s
+        return self.holder.is_alive(silent_s, ttl_s=self.ttl_s)
+
+    def is_alive_now(self) -> bool:
+        return self.is_alive(time.time())
+
+    def owner(self) -> Object:
+        """Reference that makes an object end with the lease."""
+        return {
+            "apiVersion": LEASE.api_version,
+            "kind": LEASE.kind,
+            "name": lease_name(self.run),
+            "uid": self.uid,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.run} ({'kept' if self.is_kept else self.holder or 'holder unknown'})"
+
+
+def acquire(kube: Kube, run: str, *, ttl_s: float, kept: bool = False) -> Group:
+    """Create the group's lease, or take over the lease, and servers, of a dead holder.
+    A kept group is shared: its lease may be taken at any time. Result: the group.
+
+    Errors: LeaseHeld while its holder lives or the lease is being deleted; KubeError.
+    """
+    for _ in range(RACES):
+        lease = kube.find(LEASE, lease_name(run))
+        try:
+            if lease is None:
+                return Group.of(kube.create(_lease(run, ttl_s, kept)))
+            group = Group.of(lease)
+            if lease["metadata"].get("deletionTimestamp"):
+                raise LeaseHeld(f"the servers of {run} are being taken down")
+            if group.is_alive(time.time()) and not group.is_kept:
+                raise LeaseHeld(f"the servers of {run} are held by {group.holder}")
+            version = {"resourceVersion": lease["metadata"]["resourceVersion"]}
+            changes = _lease(run, ttl_s, kept)
+            changes["metadata"] |= version
+            return Group.of(kube.patch(LEASE, lease_name(run), changes))
+        except (AlreadyExists, Stale):
+            continue  # another process was faster: read again
+    raise LeaseHeld(f"others take the servers of {run} again and again")
+
+
+def acquire_free(kube: Kube, run: str, *, ttl_s: float, max_groups: int = 9) -> Group:
+    """Acquire and return the group `run`, or if that is in use `run-2`, `run-3`, ...
+    Errors: LeaseHeld if max_groups of them are in use; KubeError.
+    """
+    for number in range(1, max_groups + 1):
+        try:
+            return acquire(kube, run if number == 1 else f"{run}-{number}", ttl_s=ttl_s)
+        except LeaseHeld as error:
+            logger.info("%s; taking the next name", error)
+    raise LeaseHeld(f"{max_groups} processes have servers of {run}; end some, or agentgym envs gc")
+
+
+def renew(kube: Kube, group: Group) -> bool:
+    """Renew the lease. Return False if the group is no longer ours: deleted, or taken over."""
+    lease = kube.find(LEASE, lease_name(group.run))
+    if lease is None or lease["metadata"]["uid"] != group.uid:
+        return False
+    now = Group.of(lease)
+    if not group.is_kept and now.holder != group.holder:
+        return False
+    version = {"resourceVersion": lease["metadata"]["resourceVersion"]}
+    try:
+        kube.patch(
+            LEASE, lease_name(group.run), {"metadata": version, "spec": {"renewTime": _now()}}
+        )
+    except Stale:
+        return renew(kube, group) if group.is_kept else False
+    return True
+
+
+def groups(kube: Kube) -> list[Group]:
+    """Return the groups that have a lease in the namespace, except leases being deleted."""
+    leases = kube.list(LEASE, labels={**OWNED, RUN_LABEL: None}).items
+    return [Group.of(lease) for lease in leases if not lease["metadata"].get("deletionTimestamp")]
+
+
+def dead_groups(
+    kube: Kube, *, observe_s: float, sleep: Callable[[float], None] = time.sleep
+) -> list[Group]:
+    """Return groups whose holder is dead or whose time is over. If a holder is not on this machine,
+    wait observe_s and leave out groups renewed meanwhile: their clock may differ from ours.
+    """
+    suspects = [group for group in groups(kube) if not group.is_alive(time.time())]
+    far = [group for group in suspects if group.holder is None or not group.holder.is_near()]
+    if not far:
+        return suspects
+    logger.info("watching %d groups of servers for %.0f s", len(far), observe_s)
+    sleep(observe_s)
+    now = {group.uid: group for group in groups(kube)}
+    return [
+        group for group in suspects if group.uid in now and now[group.uid].renewed == group.renewed
+    ]
+
+
+def _lease(run: str, ttl_s: float, kept: bool) -> Object:
+    now = _now()
+    labels: Mapping[str, str] = {**OWNED, RUN_LABEL: run, **({KEPT: "true"} if kept else {})}
+    me = None if kept else Holder.me(epoch=0)
+    return {
+        "apiVersion": LEASE.api_version,
+        "kind": LEASE.kind,
+        "metadata": {
+            "name": lease_name(run),
+            "labels": dict(labels),
+            "annotations": {HOLDER: json.dumps(asdict(me) if me else None)},
+        },
+        "spec": {
+            "holderIdentity": f"{me.host}-{me.pid}" if me else "kept",
+            "leaseDurationSeconds": max(1, round(ttl_s)),
+            "acquireTime": now,
+            "renewTime": now,
+        },
+    }
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

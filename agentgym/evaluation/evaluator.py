@@ -1,0 +1,360 @@
+"""One evaluation: play the missing slots, record them and conclude. A step of a run evaluates its
+checkpoint under the run's protocol, `agentgym evaluate` any policy under any protocol.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from agentgym.config import RunConfig
+from agentgym.data.check import TASKS
+from agentgym.data.items import Splits, splits_from_json
+from agentgym.evaluation import asking
+from agentgym.evaluation.numbers import headline, metrics_of, numbers_of, paired
+from agentgym.evaluation.policies import (
+    Contender,
+    checkpoint_contender,
+    env_version,
+    prompts_digest,
+    seated,
+)
+from agentgym.evaluation.protocol import EvaluationProtocol, protocol_of_run
+from agentgym.evaluation.record import Ledger
+from agentgym.evaluation.result import Result, Slot, coverage_of, expected_slots
+from agentgym.evaluation.slot_players import EvaluationStopped, Playing, Table, play
+from agentgym.evaluation.stored import stored_result
+from agentgym.models.model import set_threads
+from agentgym.rollouts.collect import Attempts, RolloutError
+from agentgym.rollouts.engine import LoopThread, open_pool
+from agentgym.rollouts.episode import Player
+from agentgym.rollouts.policies.prices import Tariff
+from agentgym.rollouts.pools import EnvPools
+from agentgym.steps.context import Progress, StepContext, now_ms
+from agentgym.store.keys import source_digest
+from agentgym.store.manifest import Manifest, sha256
+from agentgym.store.runstore import RunStore
+from agentgym.tracking.points import Point
+from agentgym.types import Endpoints, Item, Usage
+
+SCHEMA = 1  # version of the fields that an evaluation's digest covers
+HARNESS = (
+    "agentgym.evaluation.slot_players",
+    "agentgym.rollouts.collect",
+    "agentgym.rollouts.episode",
+)
+Items = Mapping[str, Sequence[Item]]  # by environment
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A policy and its environments, ready to play."""
+
+    loop: LoopThread
+    told: Mapping[str, str]  # instructions of the servers, by environment
+    # usage before this process -> the policy as a player
+    seat: Callable[[Usage], AbstractAsyncContextManager[Playing]]
+    pool: EnvPools | None = None  # None: the workers open connections themselves
+
+
+def evaluate(ctx: StepContext) -> Manifest:
+    """Evaluate a checkpoint of a run under the run's protocol, compare it with the step's
+    baseline, if there is one, item by item, and return the final commit.
+
+    A resumed step plays the missing episodes: those not yet played and those that failed.
+    Errors: RolloutError as soon as more episodes failed than `evaluation.min_coverage` allows;
+    committed episodes are kept.
+    """
+    cfg, settings, step, store = ctx.cfg, ctx.cfg.evaluation, ctx.step, ctx.store
+    set_threads(cfg.engine_threads)
+    version = int(ctx.checkpoint.state["global_step"])
+    items = items_of_step(cfg, splits_from_json(ctx.read(ctx.data, "splits.json")))
+    protocol = protocol_of_step(cfg, items)
+    contender = checkpoint_contender(cfg, store, ctx.checkpoint)
+    tasks = tasks_of_step(store, ctx.data, items)
+    points: list[Point] = []
+
+    def commit(*, done: bool, state: dict[str, Any], wall_s: float, **parts: Any) -> Manifest:
+        state = {"global_step": version, **state}
+        return ctx.commit(done=done, state=state, points=points if done else (), **parts)
+
+    with ctx.environment(False) as endpoints, _open(cfg, contender, endpoints, protocol) as opened:
+        ledger = Ledger.open(
+            store,
+            store.history(step.name, ctx.writer.key),
+            commit,
+            identity_of(protocol, items, tasks, contender.identity, opened.told),
+            slots_of(protocol, items, tasks),
+            about(protocol, contender, instructions := asked_of(protocol, opened.told), ()),
+            **pace(protocol),
+        )
+        show_progress(ctx.progress, f"evaluate {step.checkpoint}", ledger)
+        stopped = play_owed(opened, protocol, instructions, items, ledger, ctx.progress)
+    require_coverage(ledger, settings.min_coverage)
+    result = conclude(protocol, ledger, stopped)
+    results = headline(result, settings.k, settings.confidence)
+    points.append(Point(version, now_ms(), metrics_of(results, result)))
+    if step.baseline:
+        base = stored_result(store, ctx.parents[step.baseline])
+        gains = paired(base, result, settings.k, settings.confidence)
+        results["paired"] = {"baseline": step.baseline, **gains}
+    results |= {
+        "checkpoint": step.checkpoint,
+        "num_items": sum(map(len, items.values())),
+        "max_turns": settings.max_turns,
+        "global_step": version,
+    }
+    return ledger.conclude(result, results, done=True)
+
+
+def items_of_step(cfg: RunConfig, splits: Splits) -> dict[str, tuple[Item, ...]]:
+    """Return the items that a run's evaluations play, by environment: the first
+    `evaluation.num_items` of the split. Errors: ValueError if there are fewer.
+    """
+    settings = cfg.evaluation
+    items = getattr(splits, settings.split)[: settings.num_items]
+    if len(items) < settings.num_items:
+        raise ValueError(
+            f"evaluation.num_items {settings.num_items} is more than the {len(items)}"
+            f" {settings.split} items of {cfg.env_names}; lower it"
+        )
+    by_env = {env.name: tuple(item for item in items if item.env == env.name) for env in cfg.envs}
+    return {env: its for env, its in by_env.items() if its}
+
+
+def tasks_of_step(store: RunStore, data: Manifest, items: Items) -> dict[str, list[str | None]]:
+    """Return the digest of each item's task, by environment; None if the environment has none."""
+    digests = json.loads(store.read(data, TASKS))
+    return {env: [digests[item.item_id] for item in its] for env, its in items.items()}
+
+
+def protocol_of_step(cfg: RunConfig, items: Items) -> EvaluationProtocol:
+    """Return the protocol of a run's evaluations, for the items they play."""
+    settings = cfg.evaluation
+    protocol = protocol_of_run(cfg, list(items))
+    num_episodes = sum(map(len, items.values())) * (1 + settings.num_samples)
+    envs = tuple(
+        env_protocol.model_copy(
+            update={
+                "items": env_protocol.items.model_copy(
+                    update={"num": len(items[env_protocol.env.name])}
+                )
+            }
+        )
+        for env_protocol in protocol.envs
+    )
+    return protocol.model_copy(
+        update={
+            "envs": envs,
+            "fail_on_error": int((1 - settings.min_coverage) * num_episodes + 1e-9),
+            "chunk_episodes": settings.chunk_items * (1 + settings.num_samples),
+        }
+    )
+
+
+def require_coverage(ledger: Ledger, least: float) -> None:
+    """Raise RolloutError if more than a share of 1 - `least` of the episodes failed for good."""
+    failed = [slot for slot in ledger.slots.values() if slot.failed and not slot.counts]
+    num_out, num = len(failed), len(ledger.slots)
+    if num_out > (1 - least) * num + 1e-9:
+        raise RolloutError(
+            f"{num_out} of {num} episodes of this evaluation failed or ran out of time: at most"
+            f" {1 - num_out / num:.1%} count, and evaluation.min_coverage is {least:.1%}; see to"
+            " the environment servers, raise rollout.episode_timeout_s, or lower the floor. Last:"
+            f" {failed[-1].item_id} sample {failed[-1].sample}: {failed[-1].failed[-1].error}"
+        )
+
+
+@contextmanager
+def _open(
+    cfg: RunConfig, contender: Contender, endpoints: Endpoints, protocol: EvaluationProtocol
+) -> Iterator[Opened]:
+    """Open a run's checkpoint as a policy, in this process or in Ray's rollout workers."""
+    if cfg.compute != "ray":
+        with open_local(cfg, contender, endpoints, protocol) as opened:
+            yield opened
+        return
+    from agentgym.compute.cluster import open_cluster
+
+    assert contender.checkpoint is not None
+    with (
+        open_cluster(cfg, num_ranks=0, num_workers=cfg.ray.num_workers) as cluster,
+        cluster.engine(contender.checkpoint, endpoints, version=contender.version) as engine,
+    ):
+
+        @asynccontextmanager
+        async def seat(spent: Usage) -> AsyncIterator[Playing]:
+            yield Playing(lambda settings, _protocol: engine.attempts(settings))
+
+        yield Opened(engine.loop, {**dict.fromkeys(endpoints, ""), **engine.instructions}, seat)
+
+
+@contextmanager
+def open_local(
+    cfg: RunConfig,
+    contender: Contender,
+    endpoints: Endpoints,
+    protocol: EvaluationProtocol,
+    watched: Callable[[Player], Player] = lambda player: player,
+) -> Iterator[Opened]:
+    """Open a policy that plays in this process. watched: wraps a player before it plays an episode.
+    Errors: those of `open_pool` if a server must not be used.
+    """
+    with open_pool(cfg, endpoints, allow_expert=contender.needs_expert) as (pool, loop, guides):
+
+        @asynccontextmanager
+        async def seat(spent: Usage) -> AsyncIterator[Playing]:
+            async with seated(contender, cfg, spent) as taken:
+                yield Playing(
+                    lambda settings, played: Attempts(
+                        pool,
+                        lambda item, sample: watched(taken.player_of(item, sample)),
+                        settings,
+                        played.episode_timeout_s,
+                        played.max_attempts,
+                    ),
+                    taken.stopped,
+                )
+
+        yield Opened(loop, asking.told_by(guides, protocol), seat, pool)
+
+
+def pace(protocol: EvaluationProtocol) -> dict[str, Any]:
+    """Return `Ledger.open`'s commit settings; a repeatable evaluation has no commits by time."""
+    every_s = math.inf if protocol.deterministic else protocol.commit_every_s
+    return {"commit_every_s": every_s, "chunk_episodes": protocol.chunk_episodes}
+
+
+def asked_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -> dict[str, str]:
+    """Return the instructions for a policy that was trained here, by environment."""
+    return {
+        env_protocol.env.name: openings[env_protocol.env.name]
+        for env_protocol in protocol.envs
+        if env_protocol.instructions
+    }
+
+
+def slots_of(
+    protocol: EvaluationProtocol, items: Items, tasks: Mapping[str, Sequence[str | None]]
+) -> tuple[Slot, ...]:
+    """Return every slot of the evaluation. tasks: digest of each item's task, if known."""
+    samples = {env_protocol.env.name: env_protocol.sample_numbers for env_protocol in protocol.envs}
+    return expected_slots(items, samples, tasks)
+
+
+def about(
+    protocol: EvaluationProtocol,
+    contender: Contender,
+    instructions: Mapping[str, str],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """Return the facts about an evaluation that reports show."""
+    departs = [f"Not as {protocol.follows}: {line}" for line in protocol.departs]
+    return {
+        "policy": contender.about,
+        "protocol": protocol.name,
+        "follows": protocol.follows,
+        "min_coverage": protocol.min_coverage,
+        "settings": protocol.semantic(),  # without the addresses of servers, which may be private
+        "instructions": dict(instructions),
+        "notes": [*departs, *notes],
+    }
+
+
+def show_progress(progress: Progress, title: str, ledger: Ledger) -> None:
+    """Start a progress bar at the ledger's position."""
+    progress.start(title, len(ledger.slots))
+    progress.advance(len(ledger.slots) - len(ledger.owed))
+
+
+def play_owed(
+    opened: Opened,
+    protocol: EvaluationProtocol,
+    instructions: Mapping[str, str],
+    items: Items,
+    ledger: Ledger,
+    progress: Progress,
+) -> str:
+    """Play and commit the ledger's missing slots. Return why it stopped before the last episode;
+    empty: it played all.
+    """
+
+    async def playing() -> str:
+        spent = sum((slot.total_usage for slot in ledger.slots.values()), Usage())
+        async with opened.seat(spent) as seat:
+            table = Table(
+                protocol,
+                seat,
+                instructions,
+                {item.item_id: item for its in items.values() for item in its},
+                progress.advance,
+            )
+            try:
+                await play(table, ledger)
+            except EvaluationStopped as stop:
+                return str(stop)
+        return ""
+
+    try:
+        return opened.loop.run(playing())
+    finally:  # if interrupted: commit finished episodes before the lease is returned
+        opened.loop.cancel()
+
+
+def conclude(
+    protocol: EvaluationProtocol, ledger: Ledger, stopped: str, tariff: Tariff | None = None
+) -> Result:
+    """Return the result of the slots played so far, with the cost if there is a tariff.
+    stopped: why it ended early; empty: it did not.
+    """
+    slots = tuple(ledger.slots.values())
+    facts = {**ledger.about, "valid": protocol.is_covered(coverage_of(slots))}
+    if tariff is not None:
+        usage = sum((slot.total_usage for slot in slots), Usage())
+        facts["cost"] = asdict(tariff.cost(usage))
+    if stopped:
+        facts["notes"] = [*facts["notes"], f"It stopped before its last episode: {stopped}"]
+    wall_s = ledger.elapsed_s
+    played = sum(slot.outcome is not None for slot in slots)
+    clock = {"took_s": round(wall_s, 3), "episodes_per_s": round(played / max(wall_s, 1e-9), 3)}
+    return Result(ledger.identity, slots, numbers_of(slots, protocol), facts, clock)
+
+
+def identity_of(
+    protocol: EvaluationProtocol,
+    items: Items,
+    tasks: Mapping[str, Sequence[str | None]],
+    policy: Mapping[str, Any],
+    instructions: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return the settings and digests that an evaluation's digest covers: all that can change its
+    result. instructions: the servers' texts, by environment.
+    """
+    listed = {
+        env: "\n".join(f"{item.item_id} {task}" for item, task in zip(its, tasks[env], strict=True))
+        for env, its in items.items()
+    }
+    return {
+        "schema": SCHEMA,
+        "policy": dict(policy),
+        "protocol": protocol.semantic(),
+        "items": {
+            env: {"num": len(items[env]), "digest": sha256(text.encode())}
+            for env, text in listed.items()
+        },
+        "prompts": {
+            env_protocol.env.name: prompts_digest(instructions[env_protocol.env.name])
+            if env_protocol.instructions
+            else ""
+            for env_protocol in protocol.envs
+        },
+        "environments": {
+            env_protocol.env.name: env_version(env_protocol.env.name, env_protocol.env.options)
+            for env_protocol in protocol.envs
+        },
+        "harness": source_digest(HARNESS),
+    }

@@ -1,0 +1,160 @@
+"""Players of an evaluation's missing slots: environments side by side under one budget, or, if the
+evaluation must be repeatable to the bit, one after the other in waves of one size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentgym.evaluation.protocol import EnvProtocol, EvaluationProtocol
+from agentgym.evaluation.record import Ledger
+from agentgym.evaluation.result import Slot
+from agentgym.rollouts.collect import PlaysEpisodes, in_lockstep
+from agentgym.rollouts.episode import EpisodeSettings
+from agentgym.types import Item
+
+
+class EvaluationStopped(RuntimeError):
+    """Error that ends an evaluation early. All played episodes are committed; it can be resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Playing:
+    """Access to one policy while it and the servers of its environments are open: `attempts` makes
+    the player of an environment's episodes.
+    """
+
+    attempts: Callable[[EpisodeSettings, EnvProtocol], PlaysEpisodes]
+    stopped: Callable[[], str] = lambda: ""  # why the policy cannot play more; empty: it can
+
+
+@dataclass(frozen=True)
+class Table:
+    """Everything needed to play: policy, servers, and the settings of each environment."""
+
+    protocol: EvaluationProtocol
+    seat: Playing
+    instructions: Mapping[str, str]
+    items: Mapping[str, Item]  # by id
+    progress: Callable[[int], None] = lambda _: None
+
+    def attempts(self, env_protocol: EnvProtocol) -> dict[bool, PlaysEpisodes]:
+        """Return the players of the greedy episodes (True) and of the samples (False)."""
+        settings = EpisodeSettings(
+            seed=self.protocol.seed,
+            step=0,
+            max_turns=env_protocol.max_turns,
+            temperature=env_protocol.temperature,
+            max_new_tokens=env_protocol.max_new_tokens,
+            context_tokens=env_protocol.context_tokens,
+            instructions=self.instructions if env_protocol.instructions else {},
+            action_format=env_protocol.action_format,
+        )
+        return {
+            greedy: self.seat.attempts(
+                replace(settings, temperature=0.0) if greedy else settings, env_protocol
+            )
+            for greedy in (True, False)
+        }
+
+
+async def play(table: Table, ledger: Ledger) -> None:
+    """Play until no slot is missing, and commit on the way. Finished episodes are always committed.
+    Errors: EvaluationStopped; Fenced, StoreFull.
+    """
+    try:
+        if table.protocol.deterministic:
+            await _in_waves(table, ledger)
+        else:
+            await _side_by_side(table, ledger)
+    finally:
+        ledger.commit()
+    _check(table, ledger)
+
+
+async def _side_by_side(table: Table, ledger: Ledger) -> None:
+    """Play each environment with as many episodes in flight as its servers allow, and all of them
+    together within the budget.
+    """
+    budget = asyncio.Semaphore(table.protocol.concurrency)
+    committing = asyncio.Lock()
+
+    async def work(waiting: Iterator[Slot], attempts: Mapping[bool, PlaysEpisodes]) -> None:
+        while True:
+            async with budget:
+                _check(table, ledger)
+                slot = next(waiting, None)
+                if slot is None:
+                    return
+                item = table.items[slot.item_id]
+                player = attempts[slot.sample == 0]
+                ledger.finished(await player.play(item, slot.sample, failed=ledger.failed))
+                table.progress(1)
+            if ledger.is_due and not committing.locked():
+                async with committing:
+                    await asyncio.to_thread(ledger.write, *ledger.take())
+
+    workers = []
+    owed = ledger.owed
+    for env_protocol in table.protocol.envs:
+        env_slots = [slot for slot in owed if slot.env == env_protocol.env.name]
+        waiting, attempts = iter(env_slots), table.attempts(env_protocol)
+        num_workers = min(env_protocol.most_in_flight, table.protocol.concurrency, len(env_slots))
+        workers += [work(waiting, attempts) for _ in range(num_workers)]
+    await _until_stopped(workers)
+
+
+async def _until_stopped(workers: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all workers. If one raises EvaluationStopped, the others finish their current episodes,
+    and nothing is raised; any other error cancels them and is raised.
+    """
+    tasks = [asyncio.create_task(worker) for worker in workers]
+    try:
+        waiting = set(tasks)
+        while waiting:
+            completed, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+            for error in (task.exception() for task in completed):
+                if error is not None and not isinstance(error, EvaluationStopped):
+                    raise error
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _in_waves(table: Table, ledger: Ledger) -> None:
+    """Play waves of one size, by environment, greedy episodes first. A committed wave is never
+    played again, and the next waves are the same after a restart.
+    """
+    for env_protocol in table.protocol.envs:
+        size = min(env_protocol.most_in_flight, table.protocol.concurrency)
+        for greedy, attempts in table.attempts(env_protocol).items():
+            episodes = [
+                (table.items[slot.item_id], slot.sample)
+                for slot in ledger.owed
+                if slot.env == env_protocol.env.name and (slot.sample == 0) == greedy
+            ]
+            for first in range(0, len(episodes), size):
+                _check(table, ledger)
+                wave = await in_lockstep(
+                    attempts, episodes[first : first + size], table.progress, ledger.failed
+                )
+                for trajectory in wave:
+                    ledger.finished(trajectory)
+                if ledger.is_due:
+                    ledger.commit()
+
+
+def _check(table: Table, ledger: Ledger) -> None:
+    """Raise EvaluationStopped if the policy stopped or too many episodes failed."""
+    if reason := table.seat.stopped():
+        raise EvaluationStopped(reason)
+    num, num_slots = ledger.num_failed, len(ledger.slots)
+    if num > table.protocol.errors_allowed(num_slots):
+        raise EvaluationStopped(
+            f"{num} of {num_slots} episodes failed for good, and fail_on_error is"
+            f" {table.protocol.fail_on_error}; last: {ledger.last_error}"
+        )

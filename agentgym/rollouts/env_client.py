@@ -1,0 +1,372 @@
+"""Requests to environment servers: retries never act twice, and concurrent requests to one server
+are sent as one batch. Clients of foreign servers share the last part: choice of server, headers,
+parsing, errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+from pydantic import ValidationError
+
+from agentgym.private import token_of
+from envs.plain import plain, whole
+from envs.wire import MAX_BATCH, BatchReply, ErrorKind, ErrorReply, InfoReply, Message
+
+M = TypeVar("M", bound=Message)
+Bundle = list[tuple[bytes, asyncio.Future[Message]]]  # requests, and futures of their answers
+
+BACKOFF_S = 0.05  # before the first retry; doubles
+MAX_BACKOFF_S = 5.0  # also the longest Retry-After of a server that is respected
+CLOSE_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 10.0
+BATCHED = ("/step", "/create", "/close")  # routes whose requests a batch may contain
+BUNDLES = 2  # in flight to one server: it works on one while the answers to the other are read
+BUNDLE_BYTES = 96 * 1024  # size of one batch; its last action may exceed this
+REFUSED_FOR_NOW = (ErrorKind.FULL, ErrorKind.DRAINING, ErrorKind.NOT_READY)
+
+
+class EnvError(RuntimeError):
+    """Failed request to an environment server.
+    `kind` is an `ErrorKind`, `unreachable`, `protocol`, `mismatch` or `fleet`.
+    """
+
+    def __init__(self, endpoint: str, route: str, session_id: str, kind: str, message: str) -> None:
+        # the whole id is a credential for the session
+        session = f" session {session_id[:8]}" if session_id else ""
+        message = plain(message)
+        super().__init__(f"{endpoint}{route}{session}: {kind}: {message}")
+        self.endpoint = endpoint
+        self.route = route
+        self.kind = kind
+        self.message = message
+
+    def __reduce__(self) -> tuple[Any, ...]:  # rollout workers send their errors to the driver
+        return _revived, (str(self), self.__dict__)
+
+
+def _revived(text: str, fields: dict[str, str]) -> EnvError:
+    error = EnvError.__new__(EnvError, text)
+    error.__dict__.update(fields)
+    return error
+
+
+class Retryable(Exception):
+    """A failure after which the same request may be sent again."""
+
+    def __init__(self, kind: str, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+
+class EnvClient:
+    """One connection pool to the servers of an environment. Use as `async with`."""
+
+    def __init__(
+        self, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int
+    ) -> None:
+        self.max_retries = max_retries
+        self.hosts: dict[str, str] = {}  # endpoint by address -> host name that resolved to it
+        self.known: dict[str, InfoReply] = {}  # endpoint -> its /info when it was checked
+        self._tokens = {urlsplit(endpoint).netloc: token_of(endpoint) for endpoint in endpoints}
+        # True for a server that will not come back; the balancer replaces this function
+        self.is_gone: Callable[[str], bool] = lambda endpoint: False
+        # a dead host sends no RST: bound the connect time
+        self._timeout = aiohttp.ClientTimeout(
+            total=request_timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, request_timeout_s)
+        )
+        self._http: aiohttp.ClientSession | None = None
+        # for servers that take batches: requests for the next one, and the bundles in flight
+        self._waiting: defaultdict[str, Bundle] = defaultdict(list)
+        self._under_way: defaultdict[str, dict[asyncio.Task[None], Bundle]] = defaultdict(dict)
+
+    async def __aenter__(self) -> Self:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+        self._http = aiohttp.ClientSession(
+            connector=connector,
+            timeout=self._timeout,
+            cookie_jar=aiohttp.DummyCookieJar(),  # no environment server sets cookies
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for waiting in self._waiting.values():
+            nobody_waits(waiting)
+            waiting.clear()
+        tasks = [task for bundles in self._under_way.values() for task in bundles]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._http is not None:
+            await self._http.close()
+
+    async def ask(
+        self,
+        endpoint: str,
+        route: str,
+        reply: type[M],
+        body: Message | None = None,
+        *,
+        session_id: str = "",
+        max_retries: int | None = None,
+    ) -> M:
+        """Send one request and return its answer; repeat it, at most `max_retries` times, after
+        lost connections, timeouts and 503, unless its server is gone. Errors: EnvError.
+        """
+        attempt = 0
+        while True:
+            try:
+                return await self.send(endpoint, route, reply, body, session_id)
+            except Retryable as error:
+                limit = self.max_retries if max_retries is None else max_retries
+                if attempt >= limit or self.is_gone(endpoint):
+                    give_up(endpoint, route, session_id, attempt, error)
+                await back_off(attempt, error, nowhere_else=True)
+                attempt += 1
+
+    async def send(
+        self,
+        endpoint: str,
+        route: str,
+        reply: type[M],
+        body: Message | None = None,
+        session_id: str = "",
+    ) -> M:
+        """Send one request once and return its answer. Errors: Retryable, EnvError."""
+        data = None if body is None else body.model_dump_json().encode()
+        if data is not None and route in BATCHED and self._takes_batches(endpoint):
+            answer = await self._bundle(endpoint, data)
+        else:
+            answer = await self._post(endpoint, route, reply, data, session_id)
+        if isinstance(answer, reply):
+            return answer
+        if not isinstance(answer, ErrorReply):
+            raise EnvError(
+                endpoint, route, session_id, "protocol", f"unexpected body {answer!r:.200}"
+            )
+        if answer.kind in REFUSED_FOR_NOW:
+            raise Retryable(answer.kind, answer.message, answer.retry_after_s or 0.0)
+        raise EnvError(endpoint, route, session_id, answer.kind, answer.message)
+
+    def _takes_batches(self, endpoint: str) -> bool:
+        return endpoint in self.known and self.known[endpoint].takes_batches
+
+    async def _bundle(self, endpoint: str, data: bytes) -> Message:
+        """Send a request in the server's next batch and return its answer. One round trip for
+        many requests saves most of the time of a quick step.
+
+        Errors: those of the batch.
+        """
+        loop, waiting = asyncio.get_running_loop(), self._waiting[endpoint]
+        answered: asyncio.Future[Message] = loop.create_future()
+        waiting.append((data, answered))
+        if len(waiting) == 1:
+            # later: with the other requests of this pass of the event loop
+            loop.call_soon(self._send_bundles, endpoint)
+        return await answered
+
+    def _send_bundles(self, endpoint: str) -> None:
+        """Start to send the waiting requests in at most BUNDLES batches at a time, each of about
+        half the unanswered requests; the rest waits until a batch has returned.
+        """
+        waiting, under_way = self._waiting[endpoint], self._under_way[endpoint]
+        while waiting and len(under_way) < BUNDLES:
+            half = -(-(len(waiting) + sum(map(len, under_way.values()))) // BUNDLES)
+            size, count, limit = 0, 0, min(len(waiting), half, MAX_BATCH)
+            while count < limit and size < BUNDLE_BYTES:
+                size, count = size + len(waiting[count][0]), count + 1
+            bundle, waiting[:count] = waiting[:count], []
+            task = asyncio.create_task(self._deliver(endpoint, bundle))
+            under_way[task] = bundle
+            task.add_done_callback(functools.partial(self._delivered, endpoint))
+
+    def _delivered(self, endpoint: str, task: asyncio.Task[None]) -> None:
+        nobody_waits(self._under_way[endpoint].pop(task))  # the task may have been cancelled
+        self._send_bundles(endpoint)
+
+    async def _deliver(self, endpoint: str, bundle: Bundle) -> None:
+        """Send the bundle once and resolve the futures that were not cancelled; if it fails, all
+        with the same error.
+        """
+        data = b'{"requests":[' + b",".join(request for request, _ in bundle) + b"]}"
+        try:
+            reply = await self._post(endpoint, "/batch", BatchReply, data, "")
+            answers: Sequence[Message] = (
+                [reply] * len(bundle) if isinstance(reply, ErrorReply) else reply.replies
+            )
+            if len(answers) != len(bundle):
+                message = f"{len(answers)} answers to {len(bundle)} requests"
+                raise EnvError(endpoint, "/batch", "", "protocol", message)
+            for (_, answered), answer in zip(bundle, answers, strict=True):
+                if not answered.done():
+                    answered.set_result(answer)
+        except (EnvError, Retryable) as error:
+            for _, answered in bundle:
+                if not answered.done():
+                    answered.set_exception(error)
+
+    async def _post(
+        self, endpoint: str, route: str, reply: type[M], data: bytes | None, session_id: str
+    ) -> M | ErrorReply:
+        """Send one request over HTTP and return the answer, an ErrorReply unless its status is 200.
+        data: None for a GET. Errors: Retryable, EnvError.
+        """
+        assert self._http is not None, "use the client as `async with EnvClient(...)`"
+        try:
+            host = self.hosts.get(endpoint, "")  # the Host header, and the key of its token
+            headers = request_headers(self._tokens.get(host or urlsplit(endpoint).netloc, ""))
+            if host:
+                headers["Host"] = host
+            method = "GET" if data is None else "POST"
+            # follow no redirect: the token and the policy's text are for the configured servers
+            async with self._http.request(
+                method, endpoint + route, data=data, headers=headers, allow_redirects=False
+            ) as response:
+                content = await response.read()
+                status = response.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Retryable("unreachable", f"{type(error).__name__} {error}".strip()) from error
+        try:
+            return (reply if status == 200 else ErrorReply).model_validate_json(content)
+        except ValidationError as error:
+            start = content[:200].decode(errors="replace")
+            raise EnvError(
+                endpoint,
+                route,
+                session_id,
+                "protocol",
+                f"status {status}, unexpected body {start!r}",
+            ) from error
+
+
+def nobody_waits(bundle: Bundle) -> None:
+    """Cancel the futures of a bundle that have no answer yet."""
+    for _, answered in bundle:
+        answered.cancel()
+
+
+def backoff_s(attempt: int, first_s: float = BACKOFF_S) -> float:
+    """Seconds to wait before a request is sent again, growing and randomized; attempt: from 0."""
+    spread = 1 + random.random()  # noqa: S311 - no secret
+    return min(first_s * 2.0 ** min(attempt, 10) * spread, MAX_BACKOFF_S)
+
+
+async def back_off(attempt: int, error: Retryable, *, nowhere_else: bool) -> None:
+    """Wait before the next attempt.
+    nowhere_else: the next attempt goes to the same server, so its Retry-After counts.
+    """
+    wait_s = backoff_s(attempt)
+    if error.kind in ("full", "draining") and nowhere_else:
+        wait_s = max(wait_s, error.retry_after_s)
+    await asyncio.sleep(min(wait_s, MAX_BACKOFF_S))
+
+
+def request_headers(token: str) -> dict[str, str]:
+    """Headers of every request to an environment server. token: empty if it needs none."""
+    return {
+        "Content-Type": "application/json",
+        **({"Authorization": f"Bearer {token}"} if token else {}),
+    }
+
+
+def give_up(endpoint: str, route: str, session_id: str, attempt: int, error: Retryable) -> NoReturn:
+    """Raise EnvError with the number of attempts."""
+    raise EnvError(
+        endpoint, route, session_id, error.kind, f"{error} (tried {attempt + 1} times)"
+    ) from error
+
+
+_SHOWN = 200  # characters of an answer in an error
+
+
+class ForeignPool:
+    """Base of the pools of foreign servers of one environment. Use as `async with`."""
+
+    def __init__(self, endpoints: Sequence[str], *, max_retries: int) -> None:
+        self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
+        self._headers = {
+            endpoint.rstrip("/"): request_headers(token_of(endpoint)) for endpoint in endpoints
+        }
+        self._max_retries = max_retries
+        self._open = dict.fromkeys(self.endpoints, 0)  # our own sessions
+        self._random = random.SystemRandom()  # unseeded: the choice of server changes no result
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Do nothing: no connection stays open between sessions."""
+
+    def _less_used(self) -> str:
+        """Return the one of two random servers that has fewer sessions of ours."""
+        pair = self._random.sample(self.endpoints, min(2, len(self.endpoints)))
+        return min(pair, key=self._open.__getitem__)
+
+    @contextmanager
+    def _counted(self, endpoint: str) -> Iterator[None]:
+        """Count one open session of ours at the endpoint."""
+        self._open[endpoint] += 1
+        try:
+            yield
+        finally:
+            self._open[endpoint] -= 1
+
+
+def text_of(answer: Any) -> str:
+    """Return a text of a server's answer, with lone surrogates replaced.
+    Errors: TypeError if it is no text.
+    """
+    if not isinstance(answer, str):
+        raise TypeError(f"{type(answer).__name__} is no text")
+    return whole(answer)
+
+
+def flag_of(answer: Any) -> bool:
+    """Return a boolean of a server's answer; the string "false" is refused, not read as true.
+    Errors: TypeError.
+    """
+    if not isinstance(answer, bool):
+        raise TypeError(f"{type(answer).__name__} is no flag")
+    return answer
+
+
+def number_of(answer: Any) -> float:
+    """Return a finite number of a server's answer. Errors: TypeError, ValueError."""
+    if not isinstance(answer, int | float):
+        raise TypeError(f"{type(answer).__name__} is no number")
+    if not math.isfinite(answer):
+        raise ValueError(f"{answer} is not finite")
+    return float(answer)
+
+
+def unreachable(endpoint: str, route: str, error: Exception) -> EnvError:
+    return EnvError(endpoint, route, "", "unreachable", f"{type(error).__name__} {error}".strip())
+
+
+def unexpected(endpoint: str, route: str, answer: Any) -> EnvError:
+    """Return the error for an unexpected answer. answer: JSON types."""
+    excerpt = json.dumps(answer)[:_SHOWN]
+    return EnvError(endpoint, route, "", "protocol", f"unexpected answer {excerpt}")

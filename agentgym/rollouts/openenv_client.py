@@ -1,0 +1,327 @@
+"""A client of OpenEnv's servers: one WebSocket for each episode, behind the same sessions as ours.
+
+The task's id is the `seed` of the reset, so the server defines the task of each item.
+The policy's text goes into the text field of the server's actions, and the policy reads the text
+field of the observations; `/schema` names these fields.
+The client does not emulate features that the contract lacks: a step has no number, so a lost reply
+ends the attempt at the episode; servers report no load, no options and no reliable instructions.
+Success comes from the metadata, else it is a positive sum of rewards at the end; the metadata may
+also contain `truncated`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus, WebSocketException
+
+from agentgym.config import EnvConfig
+from agentgym.rollouts.env_client import (
+    CLOSE_TIMEOUT_S,
+    EnvError,
+    ForeignPool,
+    backoff_s,
+    flag_of,
+    number_of,
+    text_of,
+    unexpected,
+    unreachable,
+)
+from agentgym.rollouts.guide import Guide
+from agentgym.types import Item
+from envs.wire import MAX_ACTION_CHARS, StepReply
+
+logger = logging.getLogger(__name__)
+_handshakes = logging.getLogger(f"{__name__}.handshakes")
+# below that level the library logs headers, including the token
+_handshakes.setLevel(logging.WARNING)
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+# every other code means that the environment failed
+KINDS = {"CAPACITY_REACHED": "full", "VALIDATION_ERROR": "bad_request"}
+RETRYABLE = ("unreachable", "full")
+COMMON = ("message", "text")  # preferred names if there are several text fields
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The names of a server's text fields."""
+
+    action: str
+    observation: str
+
+
+class _Direct(connect):
+    """A connection that follows no redirect: the token and the policy's text are for the
+    configured servers.
+    """
+
+    def process_redirect(self, exc: Exception) -> Exception:
+        return exc
+
+
+class OpenEnvSession:
+    """One open episode. One coroutine at a time uses it."""
+
+    def __init__(
+        self, endpoint: str, fields: Fields, socket: ClientConnection, timeout_s: float
+    ) -> None:
+        self.endpoint = endpoint
+        self.observation = ""  # the latest
+        self.turn = 0
+        self._fields = fields
+        self._socket = socket
+        self._timeout_s = timeout_s
+        self._total = 0.0
+
+    async def reset(self, task_id: int, episode_id: str) -> None:
+        """Start the episode of a task. Errors: EnvError."""
+        data = await self._ask("reset", {"seed": task_id, "episode_id": episode_id})
+        self.observation = self._text(data)
+
+    async def step(self, action: str) -> StepReply:
+        """Send one action, never twice, and return the scored answer. Errors: EnvError."""
+        text = action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()
+        data = await self._ask("step", {self._fields.action: text})
+        observation = self._text(data)
+        metadata = data.get("metadata") or data["observation"].get("metadata") or {}
+        try:
+            reward, done = number_of(data.get("reward") or 0.0), flag_of(data["done"])
+            flags = {
+                name: metadata[name]
+                for name in ("success", "truncated")
+                if isinstance(metadata.get(name), bool)
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self._unexpected("step", data) from error
+        self._total += reward
+        self.turn += 1
+        self.observation = observation
+        truncated = done and flags.get("truncated", False)
+        return StepReply(
+            turn=self.turn,
+            observation=observation,
+            reward=reward,
+            terminated=done and not truncated,
+            truncated=truncated,
+            success=flags.get("success", done and not truncated and self._total > 0),
+        )
+
+    async def close(self) -> None:
+        """Close the session (best effort): the server ends the connection once it has released
+        the environment, so that its slot is free.
+        """
+        with contextlib.suppress(WebSocketException, OSError, TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._socket.send('{"type": "close"}')
+                await self._socket.wait_closed()
+        self._socket.transport.abort()
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a message and return the data of the observation that answers it.
+        Errors: EnvError; the session cannot be used after one.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                # a full server sends an error and closes: `recv` below reads the error
+                with contextlib.suppress(WebSocketException):
+                    await self._socket.send(json.dumps({"type": kind, "data": data}))
+                raw = await self._socket.recv()
+        except (WebSocketException, OSError, TimeoutError) as error:
+            raise unreachable(self.endpoint, f"/ws {kind}", error) from error
+        try:
+            answer = json.loads(raw)
+            payload = answer["data"]
+            if answer["type"] == "error":
+                code = str(payload.get("code", ""))[:40]
+                raise EnvError(
+                    self.endpoint,
+                    f"/ws {kind}",
+                    "",
+                    KINDS.get(code, "env_crashed"),
+                    f"{code}: {str(payload.get('message'))[:300]}",
+                )
+            if answer["type"] != "observation" or not isinstance(payload, dict):
+                raise self._unexpected(kind, answer)
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise self._unexpected(kind, str(raw)) from error
+        return payload
+
+    def _text(self, data: Mapping[str, Any]) -> str:
+        observation = data.get("observation")
+        text = observation.get(self._fields.observation) if isinstance(observation, dict) else None
+        try:
+            return text_of(text)
+        except TypeError as error:
+            raise self._unexpected("", data) from error
+
+    def _unexpected(self, kind: str, answer: Any) -> EnvError:
+        return unexpected(self.endpoint, f"/ws {kind}".rstrip(), answer)
+
+
+class OpenEnvPool(ForeignPool):
+    """OpenEnv's servers of one environment. Use as `async with`."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        request_timeout_s: float,
+        max_retries: int = 4,
+        patience_s: float = 20.0,
+    ) -> None:
+        """Prepare a pool. patience_s: retry full or lost servers for at least this long."""
+        super().__init__(endpoints, max_retries=max_retries)
+        self._timeout_s = request_timeout_s
+        self._patience_s = patience_s
+        self._fields: dict[str, Fields] = {}  # by endpoint
+
+    async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
+        """Refuse servers without exactly one text field for actions and one for observations, or
+        whose fields differ.
+        Result: an empty guide; these servers have none.
+
+        Errors: EnvError; ValueError naming the endpoint.
+        """
+        for endpoint in self.endpoints:
+            fields, first = await self._fields_of(endpoint), self._fields[self.endpoints[0]]
+            if fields != first:
+                raise ValueError(
+                    f"{endpoint} has text fields {fields}, {self.endpoints[0]} has {first}; name"
+                    " servers of one environment"
+                )
+        return Guide()
+
+    @asynccontextmanager
+    async def session(self, item: Item, request_key: str) -> AsyncIterator[OpenEnvSession]:
+        """Yield an open session on the item, closed at the end. Errors: EnvError."""
+        session = await self._begin(item.task_id, request_key)
+        with self._counted(session.endpoint):
+            try:
+                yield session
+            finally:
+                await session.close()
+
+    async def _begin(self, task_id: int, episode_id: str) -> OpenEnvSession:
+        """Connect to a server and reset; retry, on any server, if it is full or lost.
+        Failed sessions are closed, never acted in.
+        """
+        attempt, until = 0, time.monotonic() + self._patience_s
+        while True:
+            try:
+                return await self._try(self._less_used(), task_id, episode_id)
+            except EnvError as error:
+                if error.kind not in RETRYABLE or (
+                    attempt >= self._max_retries and time.monotonic() >= until
+                ):
+                    raise
+            await asyncio.sleep(backoff_s(attempt))
+            attempt += 1
+
+    async def _try(self, endpoint: str, task_id: int, episode_id: str) -> OpenEnvSession:
+        fields = self._fields.get(endpoint) or await self._fields_of(endpoint)
+        session = OpenEnvSession(endpoint, fields, await self._connect(endpoint), self._timeout_s)
+        try:
+            await session.reset(task_id, episode_id)
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    async def _connect(self, endpoint: str) -> ClientConnection:
+        scheme, _, rest = endpoint.partition("://")
+        try:
+            return await _Direct(
+                f"{'wss' if scheme == 'https' else 'ws'}://{rest}/ws",
+                additional_headers=self._headers[endpoint],
+                compression=None,
+                proxy=None,
+                open_timeout=self._timeout_s,
+                # every request has a deadline; a busy event loop must not end an idle session
+                ping_timeout=None,
+                close_timeout=CLOSE_TIMEOUT_S,
+                max_size=MAX_MESSAGE_BYTES,
+                logger=_handshakes,
+            )
+        except InvalidStatus as error:
+            status, body = (
+                error.response.status_code,
+                (error.response.body or b"")[:200].decode(errors="replace"),
+            )
+            raise EnvError(
+                endpoint,
+                "/ws",
+                "",
+                "full" if status == 503 else "protocol",
+                f"status {status}: {body}",
+            ) from error
+        except (WebSocketException, OSError, TimeoutError) as error:
+            raise unreachable(endpoint, "/ws", error) from error
+
+    async def _fields_of(self, endpoint: str) -> Fields:
+        """Ask a server for the names of its text fields, return and remember them.
+        Errors: EnvError; ValueError if there is no text field or more than one candidate.
+        """
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as http,
+                http.get(
+                    f"{endpoint}/schema", headers=self._headers[endpoint], allow_redirects=False
+                ) as response,
+            ):
+                content, status = await response.read(), response.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise unreachable(endpoint, "/schema", error) from error
+        try:
+            if status != 200:
+                raise ValueError(f"status {status}")
+            schema = json.loads(content)
+            observation = schema.get("reset_observation") or schema["observation"]
+            fields = {
+                "action": _text_fields(schema["action"]),
+                "observation": _text_fields(observation),
+            }
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            start = content[:200].decode(errors="replace")
+            raise EnvError(
+                endpoint,
+                "/schema",
+                "",
+                "protocol",
+                f"no schema of an OpenEnv server: status {status}, {start!r}",
+            ) from error
+        for name, names in fields.items():
+            if len(names) != 1:
+                which = f"which of {', '.join(names)} is the text" if names else "no text field"
+                raise ValueError(
+                    f"{endpoint}: {which} of its {name}s? An agent writes and reads one text:"
+                    " 'message' or 'text'"
+                )
+        self._fields[endpoint] = Fields(fields["action"][0], fields["observation"][0])
+        return self._fields[endpoint]
+
+
+def _text_fields(schema: Mapping[str, Any]) -> list[str]:
+    """Return the names of a schema's required text fields; of all its text fields if none is
+    required. If a name of COMMON is among them, return the first such name alone.
+    """
+    texts = [name for name, field in schema["properties"].items() if _is_text(field)]
+    candidates = [name for name in texts if name in schema.get("required", ())] or texts
+    return next(([name] for name in COMMON if name in candidates), candidates)
+
+
+def _is_text(field: Mapping[str, Any]) -> bool:
+    return field.get("type") == "string" or any(
+        option.get("type") == "string" for option in field.get("anyOf", ())
+    )

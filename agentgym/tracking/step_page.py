@@ -1,0 +1,226 @@
+"""The MLflow page of a finished step, apart from its points: data, checkpoint as a logged model,
+table of outcomes, episodes as traces, a description.
+
+All of it is made from commits; repeated deliveries change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from agentgym.config import RunConfig
+from agentgym.records import TRAJECTORIES, decode_trajectories
+from agentgym.store.manifest import Manifest, sha256
+from agentgym.store.runstore import RunStore
+from agentgym.tracking.inputs import DatasetInput, inputs_of
+from agentgym.tracking.mlflow import Tracker
+from agentgym.tracking.points import Point
+from agentgym.tracking.saved_view import NOTE, NOTE_OURS, VIEWS, link_to
+from agentgym.tracking.traces import EpisodeTrace, drawn, trace_of
+from agentgym.types import Trajectory
+from envs.plain import plain
+
+RESULT, TABLE = "result.json", "outcomes_table.json"  # an evaluation's file; MLflow's table
+EVALUATED = "eval/"  # metrics that a logged model gets
+MAX_NOTE = 7000  # characters; MLflow takes 8000
+MANIFEST = "mlflow.agentgym.manifest"  # tag of a step's run: digest of its last commit
+STORE_KEY = "step_key"  # tag of a logged model: digest of the checkpoint
+
+
+def show_step(
+    cfg: RunConfig,
+    store: RunStore,
+    tracker: Tracker,
+    manifest: Manifest,
+    points: Sequence[Point],
+    runs: tuple[str, str],
+    title: str,
+) -> None:
+    """Write the MLflow page of a finished step: its data, evaluation, traces and description.
+
+    runs: MLflow runs of the pipeline and of the step; points: the points of the last commit.
+    """
+    parent_id, child_id = runs
+    data = inputs_of(cfg, store, manifest)
+    tracker.log_inputs(child_id, data)
+    if "splits.json" in manifest.blobs:
+        tracker.log_inputs(parent_id, data)
+    if is_evaluated(manifest):
+        _show_evaluation(store, tracker, manifest, points, runs, data[0])
+    if cfg.tracking.traces:
+        for trace in traces_of(store, manifest, cfg.tracking.traces):
+            tracker.log_trace(trace, child_id)
+    describe(tracker, child_id, note_of_step(manifest, title))
+
+
+def checkpoint_params(evaluation: Manifest) -> dict[str, str]:
+    """Return the parameters of an evaluated checkpoint's logged model."""
+    results = evaluation.results
+    return {"step": str(results["checkpoint"]), "global_step": str(results["global_step"])}
+
+
+def note_tags(note: str) -> dict[str, str]:
+    """Return the tags with a description and its digest, which shows if a person changed it."""
+    return {NOTE: plain(note), NOTE_OURS: sha256(plain(note).encode())}
+
+
+def traces_of(store: RunStore, manifest: Manifest, count: int) -> list[EpisodeTrace]:
+    """Return traces of up to `count` episodes, drawn from a step's last commit with episodes."""
+    last, episodes = episodes_of(store, manifest)
+    return [trace_of(last, episode) for episode in drawn(episodes, manifest.key, count)]
+
+
+def episodes_of(store: RunStore, manifest: Manifest) -> tuple[Manifest, list[Trajectory]]:
+    """Return a step's last commit with episodes, and these; (manifest, []) without any."""
+    for commit in reversed(store.history(manifest.step, manifest.key)):
+        if TRAJECTORIES in commit.records:
+            return commit, decode_trajectories(store.read(commit, TRAJECTORIES))
+    return manifest, []
+
+
+def _show_evaluation(
+    store: RunStore,
+    tracker: Tracker,
+    manifest: Manifest,
+    points: Sequence[Point],
+    runs: tuple[str, str],
+    data: DatasetInput,
+) -> None:
+    """Log the evaluated checkpoint with its metrics on this data, and the table of outcomes."""
+    parent_id, child_id = runs
+    step = str(manifest.results["checkpoint"])
+    digest = manifest.parents[step]
+    made_by = tracker.find_run({"mlflow.parentRunId": parent_id, MANIFEST: digest})
+    tags = {STORE_KEY: digest, "step": step, "store": store.root}
+    model_id = tracker.checkpoint_model(
+        step, made_by or child_id, tags, checkpoint_params(manifest)
+    )
+    model_points = [
+        Point(p.step, p.time_ms, {k: v for k, v in p.metrics.items() if k.startswith(EVALUATED)})
+        for p in points[-1:]
+    ]
+    tracker.deliver(child_id, model_points, model_id=model_id, dataset=(data.name, data.digest))
+    tracker.log_artifacts(child_id, {TABLE: table_of(store, manifest)})
+    show_tables(tracker, child_id, [TABLE])
+
+
+def is_evaluated(manifest: Manifest) -> bool:
+    """Return True for a step whose page has a checkpoint's numbers and a table of outcomes."""
+    return RESULT in manifest.blobs and "summary" in manifest.results
+
+
+def table_of(store: RunStore, manifest: Manifest) -> bytes:
+    """Return the table of outcomes as it is stored among the artifacts."""
+    table = outcomes_table(json.loads(store.read(manifest, RESULT)))
+    return json.dumps(table, separators=(",", ":")).encode()
+
+
+def show_tables(tracker: Tracker, run_id: str, paths: Iterable[str]) -> None:
+    """Tag a run so that MLflow's UI opens these artifacts as tables."""
+    tracker.set_tags(run_id, table_tags(paths))
+
+
+def table_tags(paths: Iterable[str]) -> dict[str, str]:
+    return {"mlflow.loggedArtifacts": json.dumps([{"path": p, "type": "table"} for p in paths])}
+
+
+def successes(result: Mapping[str, Any]) -> dict[str, list[float | None]]:
+    """Return item -> success of its slots, greedy first; None for a slot that does not count.
+
+    result: content of a result's file.
+    """
+    rows: dict[str, list[float | None]] = {}
+    for row in result["slots"]:
+        slot = dict(zip(result["columns"], row, strict=True))
+        counts = slot["outcome"] in ("scored", "truncated")
+        rows.setdefault(slot["item_id"], []).append(float(slot["success"]) if counts else None)
+    return rows
+
+
+def outcomes_table(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row for each item, in MLflow's format of tables.
+
+    result: content of a result's file.
+    """
+    return {
+        "columns": ["item", "greedy", "samples solved", "samples"],
+        "data": [
+            [item, greedy, sum(success or 0.0 for success in samples), len(samples)]
+            for item, (greedy, *samples) in successes(result).items()
+        ],
+    }
+
+
+def describe(tracker: Tracker, run_id: str, note: str) -> None:
+    """Write a run's description, unless a person changed the one we wrote."""
+    tags, note = tracker.client.get_run(run_id).data.tags, plain(note)
+    present, ours = tags.get(NOTE, ""), tags.get(NOTE_OURS, "")
+    if present != note and (not present or sha256(present.encode()) == ours):
+        tracker.set_tags(run_id, note_tags(note))
+
+
+def note_of_step(manifest: Manifest, title: str) -> str:
+    """Return a step's description: title, commit, and the interval of each success rate."""
+    lines = [f"**{title}** · commit {manifest.seq}, manifest `{manifest.digest[:12]}`"]
+    summary = manifest.results.get("summary")
+    if isinstance(summary, Mapping):
+        lines += ["", *_numbers(summary, int(manifest.results["num_items"]))]
+    return "\n".join(lines)
+
+
+def note_of_run(
+    run_key: str, facts: Mapping[str, str], ends: Iterable[tuple[str, Mapping[str, Any]]]
+) -> str:
+    """Return a pipeline's description: its settings and results.
+
+    ends: (evaluation's title, its results), in order.
+    """
+    lines = [f"Run `r{run_key[:12]}`: " + ", ".join(f"{k} {v}" for k, v in facts.items()), ""]
+    for title, results in ends:
+        lines += [f"**{title}**", "", *_numbers(results["summary"], results["num_items"]), ""]
+    return "\n".join(lines).rstrip()
+
+
+def note_of_comparison(run_id: str, text: str, files: Iterable[str]) -> str:
+    """Return a comparison's description, cut to fit, with figures from its artifacts."""
+    pictures = [
+        f"![{path}](get-artifact?path={quote(path)}&run_uuid={run_id})"
+        for path in sorted(files)
+        if path.endswith(".png")
+    ]
+    lines, room = [], MAX_NOTE - sum(map(len, pictures))
+    for line in text.splitlines():
+        room -= len(line) + 1
+        if room < 0:
+            lines += ["", "The rest is among the artifacts."]
+            break
+        lines.append(line)
+    return "\n\n".join(["\n".join(lines), *pictures])
+
+
+def links_of_run(
+    tracker: Tracker, parent_id: str, run_key: str, model: str, version: str
+) -> list[str]:
+    """Return Markdown lines: three links relative to the server's address, then two commands."""
+    here = f"#/experiments/{tracker.experiment_id}"
+    return [
+        "",
+        f"- [report]({here}/runs/{parent_id}/artifacts/report.html)",
+        f"- [charts]({link_to(tracker.experiment_id, VIEWS[0])})",
+        f"- [{model} version {version}](#/models/{model.replace(' ', '%20')}/versions/{version})",
+        f"- every episode: `agentgym view r{run_key[:12]}`; is it true:"
+        f" `agentgym audit r{run_key[:12]}`",
+    ]
+
+
+def _numbers(summary: Mapping[str, Any], num_items: int) -> list[str]:
+    """Return the lines of a Markdown table of success rates and their intervals."""
+    rows = [
+        f"| {name.replace('_', ' ')} | {100 * interval['mean']:.1f} % |"
+        f" {100 * interval['low']:.1f} to {100 * interval['high']:.1f} |"
+        for name, interval in summary.items()
+    ]
+    return [f"| success, {num_items} items | | interval |", "|---|---|---|", *rows]

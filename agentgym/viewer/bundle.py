@@ -1,0 +1,141 @@
+"""Export of episodes: as JSON lines, and as pages that open from a file."""
+
+from __future__ import annotations
+
+import io
+import json
+import sqlite3
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+
+from agentgym.pages import FOLDER, STATIC, Pages
+from agentgym.records import RecordError, to_json
+from agentgym.store.files import write_whole
+from agentgym.store.manifest import BlobMissing, DigestMismatch
+from agentgym.viewer.bodies import address_of
+from agentgym.viewer.episode_page import MAX_TURNS, episode_page
+from agentgym.viewer.links import Bundled
+from agentgym.viewer.lists_page import list_page
+from agentgym.viewer.query import Query
+from agentgym.viewer.viewer import Viewer
+
+MOST_LINES = 1_000_000  # episodes in an export
+MOST_PAGES = 500  # episodes in a bundle
+CHUNK = 200  # episodes read at a time
+
+
+def add_export(app: FastAPI, viewer: Viewer) -> None:
+    """Add `/export.jsonl` and `/bundle.zip`, which take a list's query."""
+
+    @app.get("/export.jsonl")
+    def lines(request: Request) -> StreamingResponse:
+        query = Query.parse(request.query_params.multi_items())
+        rows = viewer.lists.all(query, MOST_LINES)
+        headers = {"Content-Disposition": 'attachment; filename="episodes.jsonl"'}
+        return StreamingResponse(
+            export(viewer, rows), media_type="application/x-ndjson", headers=headers
+        )
+
+    @app.get("/bundle.zip")
+    def bundled(request: Request) -> Response:
+        query = Query.parse(request.query_params.multi_items())
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as files:
+            for name, content in bundle(viewer, query):
+                files.writestr(f"episodes/{name}", content)
+        headers = {"Content-Disposition": 'attachment; filename="episodes.zip"'}
+        return Response(packed.getvalue(), media_type="application/zip", headers=headers)
+
+
+def export(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
+    """Yield a JSON line for each episode, with its address and stage.
+
+    An episode that cannot be read becomes a line with its address and the error.
+    """
+    for first in range(0, len(rows), CHUNK):
+        # in the store's order, so that a file is read once
+        part = sorted(rows[first : first + CHUNK], key=lambda row: tuple(row)[:6])
+        yield from _lines(viewer, part)
+
+
+def _lines(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
+    steps, index = viewer.bodies.steps(), 0
+    while index < len(rows):
+        try:
+            for entry in viewer.bodies.read(rows[index:]):
+                origin = {"address": entry.address, "stage": entry.step["name"]}
+                yield json.dumps({**origin, **to_json(entry.episode)}).encode() + b"\n"
+                index += 1
+        except (BlobMissing, DigestMismatch, RecordError) as error:
+            row = rows[index]
+            address = address_of(row, steps[row["step_id"]])
+            yield json.dumps({"address": address, "error": str(error)}).encode() + b"\n"
+            index += 1
+
+
+def bundle(viewer: Viewer, query: Query) -> Iterator[tuple[str, str | bytes]]:
+    """Yield (name, content) of every file of a bundle: a query's episodes as pages that need no
+    server.
+
+    The bundle has at most MOST_PAGES episodes: `index.html` lists them, each has a page and its
+    stored pictures, and the pages share static files.
+    """
+    steps = viewer.bodies.steps()
+    rows = viewer.lists.all(query, MOST_PAGES)
+    names = {address_of(row, steps[row["step_id"]]): index for index, row in enumerate(rows)}
+    files = {address: f"e/{index:04d}.html" for address, index in names.items()}
+    for name in STATIC:
+        yield name, (FOLDER / "static" / name).read_bytes()
+    context = list_page(viewer, query)
+    context["page"] = replace(context["page"], rows=rows, facets={})
+    yield "index.html", Pages(Bundled(files, {}), is_live=False).render("episodes.html", **context)
+    for row in rows:
+        yield from _episode(viewer, row, files)
+
+
+def _episode(
+    viewer: Viewer, row: sqlite3.Row, files: dict[str, str]
+) -> Iterator[tuple[str, str | bytes]]:
+    """Yield (name, content) of an episode's page and pictures; if unreadable, of an error page."""
+    step = viewer.bodies.steps()[row["step_id"]]
+    address = address_of(row, step)
+    file = files[address]
+    try:
+        (entry,) = viewer.bodies.read([row])
+    except (BlobMissing, DigestMismatch, RecordError) as error:
+        pages = Pages(Bundled(files, {}, "../"), is_live=False)
+        title = "This episode cannot be read"
+        yield file, pages.render("message.html", title=title, said=str(error), hint="")
+        return
+    replay = viewer.replays.find(entry)
+    shots = [shot for shot in (replay.shots if replay else ()) if shot.media_type == "image/png"]
+    pictures = {(address, s.turn): f"p/{file[2:6]}-{s.turn}.png" for s in shots}
+    pages = Pages(Bundled(files, pictures, "../"), is_live=False)
+    context = episode_page(viewer, entry, overlay="engine", max_turns=max(MAX_TURNS, row["turns"]))
+    unlinked = {"permalink": "", "preceding": "", "following": "", "overlays": []}
+    yield file, pages.render("episode.html", **{**context, **unlinked})
+    for shot in shots:
+        yield pictures[address, shot.turn], shot.data
+
+
+def write_bundle(viewer: Viewer, query: Query, folder: Path) -> int:
+    """Write the files of a bundle below `folder`. Result: the number of episodes."""
+    count = 0
+    for name, content in bundle(viewer, query):
+        count += name.startswith("e/")
+        write_whole(folder / name, content.encode() if isinstance(content, str) else content)
+    return count
+
+
+def write_lines(viewer: Viewer, query: Query, file: Path) -> int:
+    """Write up to MOST_LINES episodes to `file` as JSON lines. Result: their number."""
+    rows = viewer.lists.all(query, MOST_LINES)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb") as output:
+        output.writelines(export(viewer, rows))
+    return len(rows)

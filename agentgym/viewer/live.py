@@ -1,0 +1,223 @@
+"""Episodes that are played live: by a person, by an environment's expert, or by any policy that
+`agentgym evaluate` accepts. Nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+
+from agentgym.config import ConfigError, EnvConfig, RunConfig
+from agentgym.evaluation.asking import told_by
+from agentgym.evaluation.policies import Contender, PolicyName, seated
+from agentgym.evaluation.protocol import EnvProtocol, EvaluationRequest
+from agentgym.pipeline.contenders import invite
+from agentgym.pipeline.policy_evaluation import protocol_for
+from agentgym.rollouts.env_client import EnvError
+from agentgym.rollouts.episode import (
+    ContextFull,
+    Episode,
+    EpisodeSettings,
+    Player,
+    PlayerFailed,
+    PlayerReply,
+    ending,
+)
+from agentgym.rollouts.players import TextPlayer
+from agentgym.rollouts.pools import EnvPools
+from agentgym.types import Item, Sampling, Usage
+from agentgym.viewer.replay import Shot, shot_of
+from agentgym.viewer.servers import Servers
+
+YOU = "you"
+MAX_GAMES = 8
+IDLE_S = 900.0
+TURN_LIMIT_S = 300.0
+MAX_ACTION = 4_000  # characters
+
+
+class Person(TextPlayer):
+    """Player for a person, who types the actions."""
+
+    def __init__(self) -> None:
+        self.typed = ""
+
+    async def act(self, session: Any, sampling: Sampling) -> PlayerReply:
+        return PlayerReply(self.typed, self.typed)
+
+
+@dataclass
+class Game:
+    """An episode under way, with its player and its session."""
+
+    id: str
+    env: EnvConfig
+    player_name: str
+    player: Player
+    session: Any
+    episode: Episode
+    stack: contextlib.AsyncExitStack
+    instructions: str
+    shots: list[Shot] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
+    over: str = ""  # why the game is over; empty: it is not
+    used: float = field(default_factory=time.monotonic)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def by_hand(self) -> bool:
+        return isinstance(self.player, Person)
+
+
+class Room:
+    """The games of a viewer; all of them run in its server's event loop."""
+
+    def __init__(self, cfg: RunConfig, servers: Servers) -> None:
+        self._cfg, self._servers = cfg, servers
+        self._games: dict[str, Game] = {}
+
+    def find(self, game: str) -> Game | None:
+        entry = self._games.get(game)
+        if entry is not None:
+            entry.used = time.monotonic()
+        return entry
+
+    async def begin(self, env: EnvConfig, task_id: int, player_name: str) -> Game:
+        """Start a game: its environment server if needed, its player and a session. Return it.
+
+        Idle games are ended first. Errors: ConfigError, Missing, EnvError, ValueError.
+        """
+        await self._make_room()
+        cfg = self._cfg.model_copy(update={"env": env, "mix": ()})
+        policy_name = "random" if player_name == YOU else player_name
+        request = EvaluationRequest.model_validate({"policy": policy_name, "envs": (env.name,)})
+        protocol = protocol_for(cfg, request)
+        invited, contender, playing = None, None, cfg
+        if player_name != YOU:
+            PolicyName.parse(player_name)  # report a misspelled name before anything is loaded
+            invited = await run_in_threadpool(invite, cfg, protocol, request)
+            contender, protocol, playing = invited.contender, invited.protocol, invited.cfg
+        async with contextlib.AsyncExitStack() as stack:
+            endpoints = await run_in_threadpool(
+                _entered, stack, lambda: self._servers.use(env, expert=_needs_expert(contender))
+            )
+            pools = await stack.enter_async_context(EnvPools.of([env], {env.name: endpoints}))
+            guides = await pools.check([env], allow_expert=True)  # nothing is learned here
+            env_instructions = told_by(guides, protocol)
+            item, key = Item(env.name, task_id, "play"), f"play-{secrets.token_hex(8)}"
+            session = await stack.enter_async_context(pools.session(item, key))
+            if contender is None:
+                player: Player = Person()
+            else:
+                seat = await stack.enter_async_context(seated(contender, playing, Usage()))
+                player = seat.player_of(item, 1)
+            instructions = {} if invited is None else invited.instructions(env_instructions)
+            episode = _episode(protocol.envs[0], item, session.observation, instructions)
+            game = Game(
+                secrets.token_urlsafe(12),
+                env,
+                player_name,
+                player,
+                session,
+                episode,
+                stack.pop_all(),
+                env_instructions.get(env.name, ""),
+            )
+        game.shots.append(await shot_of(session, 0, ""))
+        game.over = "" if player.begin(episode) else "there is no room to act"
+        await self._look(game)
+        self._games[game.id] = game
+        return game
+
+    async def act(self, game: Game, action: str) -> None:
+        """Play one turn; an error ends the game and is shown as its reason.
+
+        action: typed by a person; ignored for other players.
+        """
+        async with game.lock:
+            if game.over:
+                return
+            try:
+                async with asyncio.timeout(TURN_LIMIT_S):
+                    await self._turn(game, action)
+            except (EnvError, PlayerFailed, ContextFull, TimeoutError) as error:
+                game.over = f"it cannot go on: {error or type(error).__name__}"[:500]
+
+    async def _turn(self, game: Game, action: str) -> None:
+        episode, settings, number = game.episode, game.episode.settings, len(game.episode.turns)
+        if isinstance(game.player, Person):
+            game.player.typed = action[:MAX_ACTION]
+        began = time.perf_counter()
+        sampling = settings.sampling(episode.item, 1, number)
+        response = await game.player.act(game.session, sampling)
+        if response is None:
+            game.over = "the player gives up"
+            return
+        reply = await episode.step(game.session, response, time.perf_counter() - began)
+        ended = ending(reply)
+        episode.success = ended is not None and reply.success
+        game.shots.append(await shot_of(game.session, number + 1, ""))
+        if ended:
+            game.over = "solved" if episode.success else f"it is over ({ended}), not solved"
+        elif not game.player.hear(reply.observation, last=False):
+            game.over = "the context is used up"
+        elif not game.by_hand and number + 1 >= settings.max_turns:
+            game.over = f"max_turns {settings.max_turns} are taken"
+        await self._look(game)
+
+    async def _look(self, game: Game) -> None:
+        """Store the actions that are possible now as a person's hints, if the game lists them."""
+        game.hints = []
+        if game.by_hand and not game.over and hasattr(game.session, "hints"):
+            with contextlib.suppress(EnvError):
+                game.hints = (await game.session.hints())[:200]
+
+    async def end(self, game: Game) -> None:
+        self._games.pop(game.id, None)
+        with contextlib.suppress(EnvError, OSError, RuntimeError):
+            await game.stack.aclose()
+
+    async def close(self) -> None:
+        for game in list(self._games.values()):
+            await self.end(game)
+
+    async def _make_room(self) -> None:
+        now = time.monotonic()
+        for game in list(self._games.values()):
+            if now - game.used > IDLE_S:
+                await self.end(game)
+        if len(self._games) >= MAX_GAMES:
+            raise ConfigError(f"{MAX_GAMES} games are open; end one of them")
+
+
+def _needs_expert(contender: Contender | None) -> bool:
+    return contender is not None and contender.needs_expert
+
+
+def _entered(
+    stack: contextlib.AsyncExitStack, use: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> Any:
+    return stack.enter_context(use())
+
+
+def _episode(
+    env_protocol: EnvProtocol, item: Item, observation: str, instructions: dict[str, str]
+) -> Episode:
+    settings = EpisodeSettings(
+        seed=secrets.randbelow(2**31),
+        step=0,
+        max_turns=env_protocol.max_turns,
+        temperature=env_protocol.temperature,
+        max_new_tokens=env_protocol.max_new_tokens,
+        context_tokens=env_protocol.context_tokens,
+        instructions=instructions if env_protocol.instructions else {},
+        action_format=env_protocol.action_format,
+    )
+    return Episode(item, 1, settings, observation)

@@ -1,1 +1,0 @@
-"""The embedded corpus: an invented world, its passages and the questions they answer."""

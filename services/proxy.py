@@ -1,0 +1,143 @@
+"""Gate before the Prefect server and MLflow, which admits only this project's owner.
+
+One HTTP login is for everything.
+Clients send it with each request. A browser asks for it once and then keeps it for this address and
+port alone; a cookie would go to every port of the machine, including other users' servers.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+import re
+import socket
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentgym.deploy.owned import end_with_owner
+from agentgym.viewer.guard import CHALLENGE, LOGIN, after_login, is_foreign
+
+if TYPE_CHECKING:
+    import uvicorn
+
+_LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
+_FRAMED = (b"x-frame-options", b"SAMEORIGIN")
+_HOW = (
+    "this server belongs to one user of this machine; the link that `make up` or `make ui` prints"
+    " logs in\n"
+)
+
+
+class Gate:
+    """ASGI app that passes on its owner's requests, and nothing else.
+
+    login: `user:password`; open_paths: paths that anyone may GET, because they show no more than
+    that a server is there;
+    sockets: True if there are WebSockets, which then authenticate by their first message, as
+    Prefect's do.
+    """
+
+    def __init__(
+        self, app: ASGIApp, login: str, *, open_paths: Collection[str], sockets: bool
+    ) -> None:
+        self._app, self._open, self._sockets = app, frozenset(open_paths), sockets
+        self._login, self._wanted = login, b"Basic " + base64.b64encode(login.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope, Headers(scope=scope))
+        if refusal is None:
+            is_known = scope["type"] == "websocket" and self._is_known(Headers(scope=scope))
+            await self._app(
+                scope, self._with_token(receive) if is_known else receive, _unframed(send)
+            )
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})  # before it was accepted: a 403
+        else:
+            await refusal(scope, receive, send)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        host = headers.getlist("host")
+        if len(host) != 1 or not _LOOPBACK.fullmatch(host[0]):
+            return PlainTextResponse("this server is known by its loopback address alone\n", 403)
+        if scope["type"] == "websocket":
+            # our pages open none, so a request with an origin comes from another site
+            return PlainTextResponse("", 403) if "origin" in headers or not self._sockets else None
+        if is_foreign(scope["method"], headers, f"http://{host[0]}"):
+            return PlainTextResponse("a page of another origin has no business here\n", 403)
+        if scope["method"] == "GET" and scope["path"] in self._open:
+            return None
+        if not self._is_known(headers):
+            return PlainTextResponse(_HOW, 401, CHALLENGE)
+        if scope["path"] == LOGIN:
+            return after_login(host[0])
+        return None
+
+    def _is_known(self, headers: Headers) -> bool:
+        credentials = headers.getlist("authorization")
+        return len(credentials) == 1 and hmac.compare_digest(credentials[0].encode(), self._wanted)
+
+    def _with_token(self, receive: Receive) -> Receive:
+        """Return a `receive` whose first WebSocket message is the login that came in a header."""
+        is_first = True
+
+        async def completed() -> Message:
+            nonlocal is_first
+            message = await receive()
+            if message["type"] == "websocket.receive" and is_first:
+                is_first = False
+                message = {**message, "text": json.dumps({"type": "auth", "token": self._login})}
+            return message
+
+        return completed
+
+
+def _unframed(send: Send) -> Send:
+    """Return a `send` that forbids other sites to frame our pages, which could mislead clicks."""
+
+    async def framed(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            others = [
+                (name, value)
+                for name, value in message.get("headers", ())
+                if name.lower() != _FRAMED[0]
+            ]
+            message = {**message, "headers": [*others, _FRAMED]}
+        await send(message)
+
+    return framed
+
+
+def listener(port: int) -> socket.socket:
+    """Return a socket that keeps a loopback address taken as long as it is open, also while its
+    server is being restarted.
+
+    port: 0 for any. Errors: OSError.
+    """
+    # it listens at once: until then another socket with SO_REUSEADDR may bind here and listen first
+    return socket.create_server(("127.0.0.1", port))
+
+
+def serve(app: ASGIApp, bound: socket.socket, *, owned: bool = True) -> None:
+    """Serve `app` on a bound socket until SIGTERM or, if owned, until the owner is gone."""
+    import uvicorn  # not needed by the supervisor and the commands
+
+    if owned:
+        end_with_owner()
+    uvicorn.Server(listening(app)).run(sockets=[bound])
+
+
+def listening(app: ASGIApp) -> uvicorn.Config:
+    """Return uvicorn's settings for a gate: limits for all but the size of bodies.
+    Raise the limit of open files.
+    """
+    from envs.connection import bounded
+
+    return bounded(app, any_body=True, lifespan="on", server_header=False)

@@ -1,0 +1,186 @@
+"""All four sites on one loopback port, in a thread of this process. The Host header selects the
+site, the tenant header the session whose state it shows.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from sites import look
+from sites.forum.pages import site as forum_site
+from sites.hub.routes import site as hub_site
+from sites.session_state import World, content
+from sites.store.routes import admin_site, shop_site
+from sites.web import Request, Response, Site, parse_fields, plain
+
+logger = logging.getLogger(__name__)
+
+SITES = {
+    "shopping": "shop.test",
+    "shopping_admin": "admin.shop.test",
+    "reddit": "forum.test",
+    "gitlab": "code.test",
+}
+TENANT_HEADER = "x-tenant"
+_BY_HOST: dict[str, Site] = {
+    SITES[site.name]: site for site in (shop_site, admin_site, forum_site, hub_site)
+}
+_MAX_BODY = 256 * 1024
+_START_S = _STOP_S = 10.0
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class _Quiet(HttpToolsProtocol):
+    """An HTTP protocol without an access log.
+
+    It leaves uvicorn's loggers alone: they belong to the program around the sites.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.access_log = False
+
+
+class SiteServer:
+    """An HTTP server of the sites with one seed's content; each tenant has its own state.
+    Call `start` and `stop` once each; open and close tenants from any thread.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._content = content(seed)
+        self._tenants: dict[str, World] = {}
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+        self._socket: socket.socket | None = None
+
+    def start(self) -> int:
+        """Serve on a free loopback port, in a thread, and return the port.
+        Errors: RuntimeError if the server is not up within 10 s.
+        """
+        assert self._server is None, "a SiteServer starts once"
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=256)
+        config = uvicorn.Config(
+            self._app,
+            interface="asgi3",
+            http=_Quiet,
+            lifespan="off",
+            log_config=None,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=2,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, name="sites", daemon=True
+        )
+        self._thread.start()
+        deadline = time.monotonic() + _START_S
+        while not self._server.started:
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                self.stop()
+                raise RuntimeError(
+                    f"the embedded sites did not start within {_START_S:g} s; see the log"
+                )
+            time.sleep(0.01)
+        port: int = self._socket.getsockname()[1]
+        logger.info("embedded sites on 127.0.0.1:%d", port)
+        return port
+
+    def stop(self) -> None:
+        """End the server and drop all tenants; also safe if it never started or has ended."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join(_STOP_S)
+        if self._socket is not None:
+            self._socket.close()
+        self._tenants.clear()
+
+    def open_tenant(self, login: bool = True) -> str:
+        """Open a tenant and return its token. Its sites contain the seed's content; the demo
+        users are logged in unless `login` is false.
+        """
+        token = secrets.token_urlsafe(24)
+        self._tenants[token] = self._content.world(login)
+        return token
+
+    def close_tenant(self, token: str) -> None:
+        self._tenants.pop(token, None)
+
+    def state(self, token: str) -> World:
+        """The tenant's state, not a copy: only read it. Errors: KeyError for an unknown token."""
+        return self._tenants[token]
+
+    async def _app(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # a WebSocket: refused
+            await send({"type": "websocket.close"})
+            return
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        body = await _body(receive)
+        response = (
+            plain(413, "the form is too large")
+            if body is None
+            else self._respond(scope, headers, body)
+        )
+        lines = [
+            (name.encode(), value.encode("latin-1")) for name, value in response.headers.items()
+        ]
+        lines.append((b"content-length", str(len(response.body)).encode()))
+        await send({"type": "http.response.start", "status": response.status, "headers": lines})
+        await send(
+            {
+                "type": "http.response.body",
+                "body": b"" if scope["method"] == "HEAD" else response.body,
+            }
+        )
+
+    def _respond(self, scope: Message, headers: dict[str, str], body: bytes) -> Response:
+        host = headers.get("host", "").partition(":")[0].lower()
+        site = _BY_HOST.get(host)
+        world = self._tenants.get(headers.get(TENANT_HEADER, ""))
+        if site is None:
+            return plain(404, "no such site")
+        if world is None:
+            return plain(403, "no such session")
+        path, method = scope["path"], "GET" if scope["method"] == "HEAD" else scope["method"]
+        if method not in ("GET", "POST"):
+            return plain(405, f"{method} is not possible here")
+        if path in ("/static/site.css", "/favicon.ico"):
+            return look.css(site.folder) if path.endswith(".css") else Response(204, b"", {})
+        try:
+            query, _ = parse_fields(scope["query_string"].decode("latin-1"))
+            form, repeated = parse_fields(
+                body.decode("utf-8", "replace") if method == "POST" else ""
+            )
+        except ValueError:
+            return plain(400, "too many fields")
+        return site.answer(
+            Request(
+                world, site, method, host, path, query, form, headers.get("referer", ""), repeated
+            )
+        )
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """Read the request's body, incomplete if the client disconnects; None if it is too large."""
+    body = b""
+    while True:
+        message = await receive()
+        body += bytes(message.get("body", b""))
+        if len(body) > _MAX_BODY:
+            return None
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return body

@@ -1,0 +1,38 @@
+"""Servers of two environments, a run that plays one of them, and a model's folder."""
+
+import json
+
+import pytest
+
+from agentgym.config import load_config
+from tests.agentgym.pipeline.vendor import OPTIONS
+
+
+@pytest.fixture(scope="module")
+def endpoints(serving):
+    with (
+        serving("babyai", OPTIONS) as (babyai, _),
+        serving("textcraft", {"goals": ["paper", "melon seeds"], "distractors": 0}) as (
+            textcraft,
+            _,
+        ),
+    ):
+        yield {"babyai": babyai, "textcraft": textcraft}
+
+
+@pytest.fixture
+def cfg(tmp_path, tiny_params, endpoints):
+    return load_config(
+        tiny_params(tmp_path, endpoint=endpoints["babyai"]),
+        [f"env.options.{name}={json.dumps(value)}" for name, value in OPTIONS.items()],
+    )
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, make_model, tokenizer, keep):
+    from agentgym.models.checkpoint import new_checkpoint, save_pretrained
+
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    checkpoint = new_checkpoint(make_model(), tokenizer)
+    save_pretrained(folder, *keep(checkpoint.snapshot(), checkpoint.files()))
+    return folder

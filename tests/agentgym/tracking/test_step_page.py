@@ -1,0 +1,216 @@
+"""What a person finds in MLflow's own UI of a real run, in a browser; and what a forger of these
+pages cannot do.
+"""
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from agentgym.audit import audit
+from agentgym.comparison.shown import logged_tables, result_files
+from agentgym.config import load_config
+from agentgym.pipeline.table import run_key
+from agentgym.tracking.deliver import CellPoints, deliver_comparison
+from agentgym.tracking.saved_view import SECTIONS, VIEWS, link_to
+from agentgym.tracking.step_page import note_of_comparison
+
+EXPERIMENT = "agentgym-babyai"
+SEEN_S = 60.0  # for a page to show what it has
+
+
+@pytest.fixture(scope="module")
+def folder(copy_run, tmp_path_factory):
+    """A finished run of this file's own."""
+    return copy_run(tmp_path_factory.mktemp("pages"))
+
+
+@pytest.fixture(scope="module")
+def client(folder):
+    return MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+
+
+@pytest.fixture(scope="module")
+def experiment(client):
+    return client.get_experiment_by_name(EXPERIMENT)
+
+
+@pytest.fixture(scope="module")
+def parent(client, experiment):
+    (run,) = client.search_runs([experiment.experiment_id], "tags.kind = 'pipeline'")
+    return run
+
+
+@pytest.fixture(scope="module")
+def page(folder, chromium, mlflow_server):
+    """page(path, *texts) -> the page of MLflow's UI, once it shows these texts."""
+    from playwright.sync_api import sync_playwright
+
+    from envs.webarena.chromium import find_browser
+
+    with mlflow_server(folder) as address, sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=find_browser(), args=["--no-sandbox"], timeout=60_000
+        )
+        opened = browser.new_page(viewport={"width": 1500, "height": 1000})
+
+        def show(path, *texts):
+            opened.goto("about:blank")
+            opened.goto(f"{address}/{path}", timeout=60_000)
+            for text in texts:
+                opened.get_by_text(text).first.wait_for(timeout=SEEN_S * 1000)
+            return opened
+
+        yield show
+        browser.close()
+
+
+def test_the_saved_view_opens_as_charts_of_the_named_metrics(page, experiment):
+    metrics = [metric for title in list(SECTIONS)[:2] for metric, _ in SECTIONS[title]]
+    opened = page(link_to(experiment.experiment_id, VIEWS[0]), *SECTIONS, *metrics)
+    opened.locator(".js-plotly-plot").nth(2).wait_for(timeout=SEEN_S * 1000)
+
+
+def test_a_runs_page_shows_data_source_and_description(page, experiment, parent):
+    where = f"#/experiments/{experiment.experiment_id}/runs/{parent.info.run_id}"
+    opened = page(where, "babyai train", "agentgym-flow", "Run r")
+    text = opened.inner_text("body")
+    assert "delivered" not in text
+    assert "agentgym audit" in text
+
+
+def test_a_runs_tab_of_system_metrics_has_charts_of_them(page, experiment, parent):
+    where = f"#/experiments/{experiment.experiment_id}/runs/{parent.info.run_id}/system-metrics"
+    page(where, "process_cpu_percentage", "disk_available_megabytes")
+
+
+def test_a_models_page_shows_the_decision_and_what_it_was_made_of(page):
+    opened = page("#/models/agentgym-babyai/versions/1", "PROMOTE", "Lineage:")
+    text = opened.inner_text("body")
+    assert "the first model of this name" in text
+    assert "gate.decision" in text
+
+
+def test_a_trace_opens_turn_by_turn(page, client, experiment):
+    found = client.search_traces(locations=[experiment.experiment_id], max_results=1)[0]
+    where = f"#/experiments/{experiment.experiment_id}/traces?traceId={found.info.trace_id}"
+    page(where, found.data.spans[0].name, found.data.spans[1].name[:20])
+
+
+@pytest.fixture(scope="module")
+def comparison(folder, tiny_params, client, experiment):
+    """A comparison of the repository's, as one that the run is a cell of; its run in MLflow."""
+    result = json.loads((Path(__file__).parents[3] / "docs/results/unlock.json").read_text())
+    cfg, files = load_config(tiny_params(folder, deterministic=True)), result_files(result)
+    cell = CellPoints("a seed 0", cfg, run_key(cfg), {"row": "a"}, [])
+    text = files["unlock.md"].decode()
+    deliver_comparison("unlock", result["key"], [cell], files, logged_tables(result), text)
+    (run,) = client.search_runs([experiment.experiment_id], "tags.kind = 'comparison'")
+    return run
+
+
+def test_a_comparisons_page_shows_its_table_and_its_figures(page, experiment, comparison):
+    where = f"#/experiments/{experiment.experiment_id}/runs/{comparison.info.run_id}"
+    opened = page(where, "A locked door in BabyAI, 150 demonstrations", "gain avg@4")
+    figures = opened.locator("img[src^='get-artifact?path=unlock']")
+    figures.last.wait_for(timeout=SEEN_S * 1000)
+    opened.wait_for_function(
+        "[...document.querySelectorAll(\"img[src^='get-artifact']\")].every(i => i.naturalWidth)",
+        timeout=SEEN_S * 1000,
+    )
+    assert figures.count() == 2
+    rows = table_of(comparison, "rows_table.json")
+    assert rows[0]["row"] == "grpo ScalingInter, locked door"
+    shown = json.loads(comparison.data.tags["mlflow.loggedArtifacts"])
+    assert [each["path"] for each in shown] == ["rows_table.json", "contrasts_table.json"]
+
+
+def table_of(run, name):
+    """A row of a table as a dict."""
+    path = Path(run.info.artifact_uri.removeprefix("file://"), name)
+    table = json.loads(path.read_text())
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+
+
+def test_a_description_has_whole_lines_and_room_for_the_figures():
+    text = "".join(f"| row {number:04d} | {'x' * 90} |\n" for number in range(200))
+    note = note_of_comparison("run", text, ["a.png", "b c.png", "a.json"])
+    assert len(note) <= 7100
+    table, _, end = note.partition("\n\nThe rest is among the artifacts.\n\n")
+    assert set(table.splitlines()) <= set(text.splitlines())
+    assert len(table) > 6500
+    assert "](get-artifact?path=b%20c.png&run_uuid=run)" in end
+    assert "a.json" not in end
+    assert note_of_comparison("run", "short\n", []) == "short"
+
+
+def test_checkpoints_are_ranked_by_what_their_evaluations_found(client, experiment, folder):
+    some = client.search_logged_models(
+        [experiment.experiment_id], filter_string="name = 'stage-2'"
+    )[0]
+    metric = next(each for each in some.metrics if each.key == "eval/avg_at_2")
+    ranked = client.search_logged_models(
+        [experiment.experiment_id],
+        filter_string="metrics.`eval/avg_at_2` >= 0",
+        datasets=[{"dataset_name": metric.dataset_name, "dataset_digest": metric.dataset_digest}],
+        order_by=[{"field_name": "metrics.eval/avg_at_2", "ascending": False}],
+    )
+    assert {each.name for each in ranked} == {"initialize", "warm-start", "stage-1", "stage-2"}
+    values = [next(m.value for m in each.metrics if m.key == "eval/avg_at_2") for each in ranked]
+    assert values == sorted(values, reverse=True)
+
+
+def test_every_step_has_its_data_and_a_description(client, experiment, parent):
+    children = client.search_runs(
+        [experiment.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+    )
+    told = {
+        run.data.tags["step"]: sorted(each.tags[0].value for each in run.inputs.dataset_inputs)
+        for run in children
+    }
+    assert told["prepare"] == ["test", "train", "validation"]
+    assert told["stage-1"] == ["train", "validation"]
+    assert told["evaluate-stage-2"] == ["test"]
+    assert all(run.data.tags["mlflow.note.content"] for run in children)
+    visible = {
+        tag for run in [parent, *children] for tag in run.data.tags if not tag.startswith("mlflow.")
+    }
+    assert not {tag for tag in visible if "delivered" in tag or tag in ("manifest", "records")}
+    files = {each.path for each in client.list_artifacts(parent.info.run_id)}
+    assert {"packages.txt", "report.html", "decisions"} <= files
+
+
+FORGERIES = {
+    "inputs": "update datasets set digest = 'another' where name = 'babyai test'",
+    "models": "update logged_model_metrics set metric_value = 1.0"
+    " where metric_name = 'eval/avg_at_2'",
+    "traces": r"update spans set content = replace(content, 'reward\": 0.0', 'reward\": 1.0')",
+    "fewer": "delete from trace_info where request_id ="
+    " (select request_id from trace_tags where key = 'success' limit 1)",
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_page_is_found(copy_run, tmp_path, tiny_params, tiny_endpoint, forgery):
+    params = tiny_params(copy_run(tmp_path), endpoint=tiny_endpoint, deterministic=True)
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        assert database.execute(FORGERIES[forgery]).rowcount > 0
+    checks = audit(load_config(params), num_episodes=1, num_rescored=1).checks
+    assert [check.name for check in checks if not check.ok] == ["pages"], checks
+
+
+def test_pages_are_audited_through_a_server_too(
+    copy_run, tmp_path, tiny_params, tiny_endpoint, mlflow_server
+):
+    """It answers for fewer traces at a time than a database does."""
+    params = tiny_params(copy_run(tmp_path), endpoint=tiny_endpoint, deterministic=True)
+    with mlflow_server(tmp_path) as address:
+        cfg = load_config(params, [f"tracking.uri={address}"])
+        honest = audit(cfg, num_episodes=1, num_rescored=1)
+        with sqlite3.connect(tmp_path / "mlflow.db") as database:
+            database.execute(FORGERIES["traces"])
+        forged = audit(cfg, num_episodes=1, num_rescored=1)
+    assert honest.ok, [check.failures for check in honest.checks if not check.ok]
+    assert [check.name for check in forged.checks if not check.ok] == ["pages"]

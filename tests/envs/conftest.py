@@ -1,0 +1,12 @@
+"""A server process that several files of tests use."""
+
+import pytest
+
+from tests.envs.raw import started
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """An ordinary one on loopback, without a token."""
+    with started(tmp_path_factory.mktemp("server"), "--drain-timeout", "0.1") as found:
+        yield found

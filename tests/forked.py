@@ -1,0 +1,8 @@
+"""Processes that begin with what takes seconds to import, by the standard library's forkserver."""
+
+import multiprocessing
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["agentgym.evaluation.promotion", "agentgym.learner.sharded", "agentgym.tracking.mlflow"]
+)
