@@ -4,7 +4,7 @@
 
 `seeds` writes docs/results/coverage.json, `families` docs/results/clusters.json.
 The worlds are simulated, so their truth is known; the intervals are the product's own,
-`agentgym.evaluation.seeds.crossed_intervals` and `agentgym.evaluation.clustered.
+`agentgym.evaluation.intervals.crossed_intervals` and `agentgym.evaluation.intervals.
 clustered_intervals`. An item is harder or easier by a normal amount on the logit scale, `items_sd`,
 for all seeds and rows alike; `samples` episodes per item succeed or not.
 A `share` is one row's success. A `difference` is a row minus another on the same items, whose
@@ -34,9 +34,7 @@ from harness import RESULTS, parser_of, simulated, write
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from agentgym.evaluation.clustered import clustered_intervals
-from agentgym.evaluation.passk import curves
-from agentgym.evaluation.seeds import Kind, crossed_intervals
+from agentgym.evaluation.intervals import Kind, clustered_intervals, crossed_intervals, curves
 
 FloatArray = NDArray[np.float64]
 CONFIDENCE = 0.95

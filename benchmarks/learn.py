@@ -29,11 +29,11 @@ import yaml
 from harness import RESULTS, ROOT, origin, parser_of, read, write
 
 from agentgym.comparison.described import load_comparison
+from agentgym.comparison.grid import result_files, table_markdown
 from agentgym.comparison.matrix import Cell, cells_of
 from agentgym.comparison.overview import AXES
 from agentgym.comparison.results import CellResult, Checkpoint, Estimate, Row, read_rows, table
-from agentgym.comparison.shown import result_files, table_markdown
-from agentgym.evaluation.passk import FloatArray
+from agentgym.evaluation.intervals import FloatArray
 
 # success that each recipe must reach, and its largest allowed fall from its own best
 SUCCESS, FROM_BEST = 0.85, 0.10

@@ -18,8 +18,7 @@ from typing import Any
 
 from harness import RESULTS, ROOT, parser_of, write
 
-from agentgym.comparison.versus import NamedResult, versus
-from agentgym.comparison.versus_report import PAGE, files, lines
+from agentgym.comparison.versus import PAGE, NamedResult, files, lines, versus
 from agentgym.config import RunConfig, load_config
 from agentgym.models.checkpoint import save_pretrained
 from agentgym.pipeline.contenders import EvaluationRequest

@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from agentgym.config import RunConfig, load_config
+from agentgym.console.doctor import reference_s
 from agentgym.console.ending import guarded
 from agentgym.console.progress import PlainConsole
-from agentgym.console.reference import reference_s
 from agentgym.data.check import load_data, load_recorded
 from agentgym.deploy.kubernetes import check_fleets
 from agentgym.deploy.local import check_local_env
 from agentgym.evaluation.decision import sentence
-from agentgym.evaluation.passk import FAILED, Interval
+from agentgym.evaluation.intervals import FAILED, Interval
 from agentgym.pages import label
 from agentgym.pipeline.forecast import forecast
 from agentgym.pipeline.plan import check_model

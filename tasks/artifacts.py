@@ -18,7 +18,7 @@ from prefect.artifacts import (
 
 from agentgym.config import RunConfig
 from agentgym.defaults import VIEWER_PORT
-from agentgym.evaluation.passk import FAILED
+from agentgym.evaluation.intervals import FAILED
 from agentgym.pipeline.table import open_store, run_key
 from agentgym.private import STATE
 from agentgym.steps.context import Progress

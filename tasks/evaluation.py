@@ -9,7 +9,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import RunConfig
-from agentgym.evaluation.passk import FAILED
+from agentgym.evaluation.intervals import FAILED
 from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.pipeline.evaluated import Evaluated
 from agentgym.pipeline.policy_evaluation import evaluate_policy

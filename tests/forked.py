@@ -4,5 +4,5 @@ import multiprocessing
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["agentgym.evaluation.promotion", "agentgym.learner.sharded", "agentgym.tracking.mlflow"]
+    ["agentgym.evaluation.registry", "agentgym.learner.sharded", "agentgym.tracking.mlflow"]
 )

@@ -3,10 +3,10 @@
 import numpy as np
 
 from agentgym.config import GateConfig
+from agentgym.evaluation.compare import Pair
 from agentgym.evaluation.gate import Evidence
-from agentgym.evaluation.paired import Pair
-from agentgym.evaluation.promotion import Promotions
 from agentgym.evaluation.question import TAG as QUESTION
+from agentgym.evaluation.registry import Promotions
 from agentgym.store.posix import posix_store
 from agentgym.tracking.registry import alias_version
 

@@ -16,12 +16,12 @@ from agentgym.audit.findings import Checks
 from agentgym.audit.ledger import existing_ledger
 from agentgym.audit.stored_steps import StepRecord
 from agentgym.config import RunConfig
+from agentgym.evaluation.compare import align
 from agentgym.evaluation.decision import DECISION, FOLDER, artifact, judged_again, summary
 from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import RECORD, Entry, History, HistoryElsewhere, Version
-from agentgym.evaluation.paired import align
-from agentgym.evaluation.promotion import Promotions
 from agentgym.evaluation.record import STEP as EVALUATION
+from agentgym.evaluation.registry import Promotions
 from agentgym.evaluation.result import Result
 from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.table import open_store

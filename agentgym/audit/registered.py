@@ -18,9 +18,8 @@ from agentgym.audit.stored_steps import StepRecord
 from agentgym.config import RunConfig
 from agentgym.evaluation.decision import DECISION, VERDICT, WHY, artifact, decision_tags, note_of
 from agentgym.evaluation.history import Entry, HistoryElsewhere
-from agentgym.evaluation.promotion import HOME, Promotions
 from agentgym.evaluation.publish import tags_of_version
-from agentgym.evaluation.version_files import fetch_registered
+from agentgym.evaluation.registry import HOME, Promotions, fetch_registered
 from agentgym.models.adapter import MergedTensors
 from agentgym.models.checkpoint import policy_of, save_pretrained
 from agentgym.steps.step import Kind

@@ -24,8 +24,8 @@ from agentgym.evaluation.evaluator import (
     slots_of,
     tasks_of_step,
 )
+from agentgym.evaluation.intervals import FAILED
 from agentgym.evaluation.numbers import headline, metrics_of, paired
-from agentgym.evaluation.passk import FAILED
 from agentgym.evaluation.policies import checkpoint_contender
 from agentgym.evaluation.result import RESULT, Result
 from agentgym.evaluation.stored import plan_of, stored_result

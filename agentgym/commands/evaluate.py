@@ -119,7 +119,7 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
     from pydantic import ValidationError
 
     from agentgym.config import first_line
-    from agentgym.evaluation.asking import OWN
+    from agentgym.evaluation.policies import OWN
     from agentgym.evaluation.protocol import EvaluationRequest
 
     settings = {override.partition("=")[0] for override in _overrides(arguments)}
@@ -220,7 +220,7 @@ def pointer(evaluated: Evaluated) -> dict[str, Any]:
 
 
 def _print(evaluated: Evaluated, options: str) -> None:
-    from agentgym.evaluation.page import failures, headline, notes, usage_facts
+    from agentgym.evaluation.report import failures, headline, notes, usage_facts
 
     result = evaluated.result
     for line in headline(result):
@@ -248,7 +248,7 @@ def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
 
     options: command-line options that find the store.
     """
-    from agentgym.evaluation.page import PAGE
+    from agentgym.evaluation.report import PAGE
     from agentgym.evaluation.result import RESULT, Result, ResultError, differences
 
     result, folder = evaluated.result, evaluated.folder

@@ -134,8 +134,7 @@ def _compare_results(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     """Compare two results or more; print the comparison and write it to `--out`, if given.
     Errors: ConfigError if they answer different questions.
     """
-    from agentgym.comparison.versus import find_result, versus
-    from agentgym.comparison.versus_report import files, lines, table_markdown
+    from agentgym.comparison.versus import files, find_result, lines, table_markdown, versus
     from agentgym.store.files import write_whole
 
     level = arguments.confidence
@@ -161,9 +160,9 @@ def _compare_results(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 def _compare_runs(arguments: argparse.Namespace) -> int:
     from agentgym.comparison.described import file_and_overrides, load_comparison
+    from agentgym.comparison.grid import table_markdown
     from agentgym.comparison.matrix import cells_of
     from agentgym.comparison.results import read_rows, table
-    from agentgym.comparison.shown import table_markdown
 
     file, overrides = file_and_overrides(arguments.words)
     comparison = load_comparison(file)

@@ -14,14 +14,17 @@ import numpy as np
 
 from agentgym.comparison.matrix import Cell
 from agentgym.comparison.versus import LOOKED_AT, horizon_of, sampled_slots
-from agentgym.evaluation import estimates
-from agentgym.evaluation.clustered import family_codes
-from agentgym.evaluation.numbers import Table, ks
-from agentgym.evaluation.passk import FloatArray, Interval
+from agentgym.evaluation.compare import obstacle, values_by_turns
+from agentgym.evaluation.intervals import (
+    FloatArray,
+    Interval,
+    SuccessKind,
+    crossed_intervals,
+    family_codes,
+)
+from agentgym.evaluation.numbers import Table, ks, per_item
 from agentgym.evaluation.record import attempts_of
 from agentgym.evaluation.result import Result
-from agentgym.evaluation.scaling import obstacle, values_by_turns
-from agentgym.evaluation.seeds import Kind, crossed_intervals
 from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import Manifest
@@ -41,8 +44,8 @@ class CellEvaluation:
 
     @cached_property
     def per_item(self) -> dict[str, FloatArray]:
-        """Success by name of `estimates.success`, [I]; NaN if an item has too few samples."""
-        return estimates.per_item(self.table.greedy, self.table.samples)
+        """Success by name of `success`, [I]; NaN if an item has too few samples."""
+        return per_item(self.table.greedy, self.table.samples)
 
     @property
     def keys(self) -> list[str]:
@@ -131,7 +134,7 @@ def _intervals(
 
 
 def interval_of(
-    values: FloatArray, first: CellEvaluation, kind: Kind, confidence: float
+    values: FloatArray, first: CellEvaluation, kind: SuccessKind, confidence: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return (mean, low, high), each [...], of values [..., S, I]; families are the clusters if
     there are some.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agentgym.evaluation.seeds import FEWEST_SEEDS
+from agentgym.evaluation.intervals import FEWEST_SEEDS
 from agentgym.pages import gain, label, points
 
 Table = Mapping[str, Any]  # the result of `results.table`

@@ -2,11 +2,11 @@
 curves and their cost.
 
 Reads the store and computes; nothing here runs a model. The success of a row is the mean over seeds
-of the mean over items, with `seeds.crossed_interval` of a share. Its gain is the same mean of
+of the mean over items, with `crossed_interval` of a share. Its gain is the same mean of
 `row - its start` by item and seed, and a contrast that of `a - b` over the seeds that both rows
 have; both with the interval of a difference.
 
-An interval covers other seeds and other items; with fewer than `seeds.FEWEST_SEEDS` seeds, only
+An interval covers other seeds and other items; with fewer than `FEWEST_SEEDS` seeds, only
 other items. The value of every seed is reported next to it.
 """
 
@@ -21,15 +21,18 @@ import numpy as np
 
 from agentgym.comparison.described import Comparison
 from agentgym.comparison.evaluations import CellEvaluation, curves_json, interval_of, read_judged
+from agentgym.comparison.grid import logged_tables, result_files
 from agentgym.comparison.matrix import Cell, comparison_key, contrast_rows
 from agentgym.comparison.overview import AXES, CEILING, Table
-from agentgym.comparison.shown import logged_tables, result_files
-from agentgym.evaluation.clustered import family_codes
-from agentgym.evaluation.estimates import per_item
+from agentgym.evaluation.intervals import (
+    FloatArray,
+    Interval,
+    SuccessKind,
+    crossed_interval,
+    family_codes,
+)
 from agentgym.evaluation.numbers import Table as Outcomes
-from agentgym.evaluation.numbers import keys
-from agentgym.evaluation.passk import FloatArray, Interval
-from agentgym.evaluation.seeds import Kind, crossed_interval
+from agentgym.evaluation.numbers import keys, per_item
 from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.store.files import write_whole
@@ -52,7 +55,7 @@ class Checkpoint:
 class CellResult:
     """Results of one finished run of a comparison.
 
-    `after` and `start` map a key of `estimates.per_item` to one value per item, NaN if the item's
+    `after` and `start` map a key of `per_item` to one value per item, NaN if the item's
     episodes failed.
     """
 
@@ -141,7 +144,7 @@ class Row:
         return "ceiling" if min(both) > 1 - CEILING else "floor" if max(both) < CEILING else ""
 
     def _estimate(
-        self, values: FloatArray, kind: Kind, confidence: float | None = None
+        self, values: FloatArray, kind: SuccessKind, confidence: float | None = None
     ) -> Estimate:
         level, judged = confidence or self.confidence, self.cells[0].judged
         if judged is None:

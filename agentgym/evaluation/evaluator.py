@@ -14,19 +14,19 @@ from typing import Any
 from agentgym.config import RunConfig
 from agentgym.data.check import TASKS
 from agentgym.data.items import Splits, splits_from_json
-from agentgym.evaluation import asking
 from agentgym.evaluation.numbers import headline, metrics_of, numbers_of, paired
+from agentgym.evaluation.play import EvaluationStopped, Playing, Table, play
 from agentgym.evaluation.policies import (
     Contender,
     checkpoint_contender,
     env_version,
     prompts_digest,
     seated,
+    told_by,
 )
 from agentgym.evaluation.protocol import EvaluationProtocol, protocol_of_run
 from agentgym.evaluation.record import Ledger
 from agentgym.evaluation.result import Result, Slot, coverage_of, expected_slots
-from agentgym.evaluation.slot_players import EvaluationStopped, Playing, Table, play
 from agentgym.evaluation.stored import stored_result
 from agentgym.models.model import set_threads
 from agentgym.rollouts.collect import Attempts, RolloutError
@@ -43,7 +43,7 @@ from agentgym.types import Endpoints, Item, Usage
 
 SCHEMA = 1  # version of the fields that an evaluation's digest covers
 HARNESS = (
-    "agentgym.evaluation.slot_players",
+    "agentgym.evaluation.play",
     "agentgym.rollouts.collect",
     "agentgym.rollouts.episode",
 )
@@ -220,7 +220,7 @@ def open_local(
                     taken.stopped,
                 )
 
-        yield Opened(loop, asking.told_by(guides, protocol), seat, pool)
+        yield Opened(loop, told_by(guides, protocol), seat, pool)
 
 
 def pace(protocol: EvaluationProtocol) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from scipy.special import stdtrit
 from scipy.stats import binomtest
 
 from agentgym.config import GateConfig
-from agentgym.evaluation.clustered import Moments, clustered_interval, family_codes, moments
-from agentgym.evaluation.estimates import item_means
-from agentgym.evaluation.paired import POWER, Pair
+from agentgym.evaluation.compare import POWER, Pair
+from agentgym.evaluation.intervals import Moments, clustered_interval, family_codes, moments
+from agentgym.evaluation.numbers import item_means
 from agentgym.store.manifest import canonical_json, sha256
 
 FloatArray = NDArray[np.float64]

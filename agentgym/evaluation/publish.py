@@ -6,41 +6,36 @@ import contextlib
 import json
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from agentgym.config import ConfigError, RunConfig
 from agentgym.data.items import splits_from_json
+from agentgym.evaluation.compare import Incomparable, Pair, align
 from agentgym.evaluation.decision import sentence, summary
-from agentgym.evaluation.evidence import (
-    PlayAnew,
-    first_evidence,
-    incomparable,
-    own_results,
-    paired_evidence,
-    reference_kl,
-)
 from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import HistoryElsewhere, Version, me
-from agentgym.evaluation.paired import Incomparable
-from agentgym.evaluation.passk import FAILED, Interval
-from agentgym.evaluation.promotion import Promotions
+from agentgym.evaluation.intervals import FAILED, Interval
 from agentgym.evaluation.question import TAG as QUESTION
 from agentgym.evaluation.question import question_of_evaluation
 from agentgym.evaluation.record import examples_of
+from agentgym.evaluation.registry import Promotions
 from agentgym.evaluation.report import (
     Curve,
     EvaluationRow,
     evaluation_png,
     learning_curve_png,
 )
+from agentgym.evaluation.result import Result, ResultError
 from agentgym.evaluation.stored import NumbersChanged, stored_result
 from agentgym.models.checkpoint import policy_digest, save_pretrained
 from agentgym.pages import single_page
 from agentgym.steps.context import StepContext
 from agentgym.steps.step import Kind, Step, stages
-from agentgym.store.manifest import Manifest
+from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import committed_alarms, committed_points, parent_run, tracker_of
 from agentgym.tracking.points import LedgerError
@@ -369,3 +364,71 @@ def _curves(store: RunStore, trained: Sequence[Manifest]) -> list[Curve]:
             Curve(title, [step for step, _ in measured], [value for _, value in measured], smooth)
         )
     return curves
+
+
+KL = "actor/reference_kl"
+# a model's name in the registry and its version -> its result under the gate's protocol
+PlayAnew = Callable[[str], Result]
+
+
+def first_evidence(result: Result) -> Evidence:
+    """Return the evidence on a candidate without a champion to compare it with."""
+    pairs = align(result, result)
+    alone = {
+        env: Pair(p.items, p.families, np.full_like(p.after, np.nan), p.after, p.num_slots)
+        for env, p in pairs.items()
+    }
+    return Evidence(alone, False, (result.coverage, 1.0), (result.digest, ""))
+
+
+def paired_evidence(champion: Result, candidate: Result, seen: Collection[str]) -> Evidence:
+    """Return the evidence on a candidate and the champion it would replace.
+
+    seen: ids of the items that the candidate was trained or chosen on.
+    Errors: Incomparable.
+    """
+    pairs = align(champion, candidate)
+    items = {item for pair in pairs.values() for item in pair.items}
+    return Evidence(
+        pairs,
+        True,
+        (candidate.coverage, champion.coverage),
+        (candidate.digest, champion.digest),
+        (_tokens(candidate), _tokens(champion)),
+        num_seen=len(items & set(seen)),
+    )
+
+
+def incomparable(why: str) -> Evidence:
+    """Return evidence that candidate and champion cannot be compared, with the reason `why`."""
+    return Evidence({}, True, obstacle=why)
+
+
+def _tokens(result: Result) -> float | None:
+    """Mean number of tokens that the policy generates in an episode; None if not known."""
+    num_tokens = [slot.usage.output_tokens for slot in result.slots if slot.counts]
+    return float(np.mean(num_tokens)) if any(num_tokens) else None
+
+
+def own_results(store: RunStore, evaluation: Manifest, champion: Version) -> tuple[Result, Result]:
+    """Return the champion's and the candidate's result, from their runs' own evaluations.
+
+    evaluation: the candidate's. Errors: Incomparable if the questions differ, or if the champion's
+    result is missing or cannot be read; NumbersChanged.
+    """
+    ours = stored_result(store, evaluation)
+    theirs = champion.evaluation_in(store)
+    if theirs is None:
+        raise Incomparable(f"the evaluation of version {champion.number} is not in this store")
+    try:
+        result = stored_result(store, theirs)
+    except (BlobMissing, DigestMismatch, NumbersChanged, ResultError, KeyError) as error:
+        raise Incomparable(f"the evaluation of version {champion.number}: {error}") from None
+    align(result, ours)
+    return result, ours
+
+
+def reference_kl(store: RunStore, checkpoint: Manifest) -> float | None:
+    """Return the last reference KL that the checkpoint's step measured; None if there is none."""
+    points = committed_points(store, checkpoint.step, checkpoint.key)
+    return next((p.metrics[KL] for p in reversed(points) if KL in p.metrics), None)

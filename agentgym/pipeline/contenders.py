@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.evaluation import asking
 from agentgym.evaluation.policies import (
     Contender,
     PolicyKind,
     PolicyName,
+    adapted_lines,
     checkpoint_contender,
     endpoint_contender,
     folder_contender,
+    instructions_of,
     plain_contender,
+    with_room,
 )
 from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
 from agentgym.pipeline.table import open_store
@@ -44,14 +46,16 @@ class Invited:
         rules: the instructions that servers send, by environment.
         """
         if not self.contender.knows_rules:
-            return asking.instructions_of(self.protocol, rules)
+            return instructions_of(self.protocol, rules)
         names = [settings.env.name for settings in self.protocol.envs if settings.instructions]
         return {env: rules[env] for env in names}
 
     def lines(self, rules: Mapping[str, str]) -> list[str]:
         """Return lines about the prompts of a policy that does not know the rules; else []."""
         instructions = self.instructions(rules)
-        return [] if self.contender.knows_rules else list(asking.lines(self.protocol, instructions))
+        return (
+            [] if self.contender.knows_rules else list(adapted_lines(self.protocol, instructions))
+        )
 
 
 def invite(run: RunConfig, protocol: EvaluationProtocol, request: EvaluationRequest) -> Invited:
@@ -65,7 +69,7 @@ def invite(run: RunConfig, protocol: EvaluationProtocol, request: EvaluationRequ
     if contender.knows_rules or request.protocol:
         return Invited(contender, protocol, playing)
     fixed = {*request.changes, *request.kept}
-    roomy = asking.with_room(protocol, run, fixed, _window(contender))
+    roomy = with_room(protocol, run, fixed, _window(contender))
     if (
         "concurrency" not in fixed
         and playing.rollout.engine == "torch"
@@ -178,8 +182,7 @@ def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
 
     Result: the folder with the model. Errors: ConfigError.
     """
-    from agentgym.evaluation.promotion import Promotions
-    from agentgym.evaluation.version_files import fetch_registered
+    from agentgym.evaluation.registry import Promotions, fetch_registered
     from agentgym.tracking.deliver import tracker_of
     from agentgym.tracking.reaching import reaching
     from agentgym.tracking.registry import ModelChanged, version_meant

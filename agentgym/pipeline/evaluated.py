@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentgym.config import RunConfig
-from agentgym.evaluation.page import render
-from agentgym.evaluation.parquet import FILE as EPISODES
-from agentgym.evaluation.parquet import write_episodes
-from agentgym.evaluation.record import attempts_of, examples_of, find
+from agentgym.evaluation.record import EPISODES, attempts_of, examples_of, find, write_episodes
+from agentgym.evaluation.report import render
 from agentgym.evaluation.result import RESULT, Result
 from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.table import open_store

@@ -11,6 +11,7 @@ from agentgym.config import ConfigError, RunConfig
 from agentgym.data.items import has_lists, parse_item_id
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.local import check_local_env
+from agentgym.evaluation.play import Table
 from agentgym.evaluation.policies import Contender
 from agentgym.evaluation.protocol import (
     EvaluationProtocol,
@@ -18,7 +19,6 @@ from agentgym.evaluation.protocol import (
     items_of,
     protocol_of_run,
 )
-from agentgym.evaluation.slot_players import Table
 from agentgym.pipeline.contenders import Invited, invite, playing_config
 from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import Episode, Player, PlayerReply, environment_waits

@@ -8,11 +8,10 @@ from typing import Any
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.evaluation.history import Version, champion_of
-from agentgym.evaluation.promotion import Promotions
 from agentgym.evaluation.publish import promotions_of
 from agentgym.evaluation.record import STEP as EVALUATION
+from agentgym.evaluation.registry import Promotions, told_of_files
 from agentgym.evaluation.stored import is_evaluation
-from agentgym.evaluation.version_files import told_of_files
 from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.inputs import LISTS

@@ -14,7 +14,6 @@ from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.data.items import parse_item_id
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.local import IdentitiesUnknown, check_local_env, task_identities
-from agentgym.evaluation import asking
 from agentgym.evaluation.evaluator import (
     about,
     conclude,
@@ -25,7 +24,7 @@ from agentgym.evaluation.evaluator import (
     show_progress,
     slots_of,
 )
-from agentgym.evaluation.policies import PolicyKind, PolicyName, recorded_contender
+from agentgym.evaluation.policies import PolicyKind, PolicyName, adaptations, recorded_contender
 from agentgym.evaluation.protocol import (
     EvaluationProtocol,
     EvaluationRequest,
@@ -188,7 +187,7 @@ def _policy(
     differences = (
         {}
         if invited.contender.knows_rules
-        else asking.differences(protocol, invited.protocol, rules, invited.instructions(rules))
+        else adaptations(protocol, invited.protocol, rules, invited.instructions(rules))
     )
     return {**invited.contender.identity, **({"asked": differences} if differences else {})}
 

@@ -6,16 +6,20 @@ from dataclasses import replace
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.data.check import load_data
-from agentgym.evaluation.evidence import PlayAnew, own_results, paired_evidence
+from agentgym.evaluation.compare import Incomparable
 from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import Entry, Version
-from agentgym.evaluation.paired import Incomparable
-from agentgym.evaluation.promotion import Standing
 from agentgym.evaluation.protocol import EvaluationRequest
-from agentgym.evaluation.publish import evidence_anew, promotions_of
+from agentgym.evaluation.publish import (
+    PlayAnew,
+    evidence_anew,
+    own_results,
+    paired_evidence,
+    promotions_of,
+)
 from agentgym.evaluation.question import question_asked
+from agentgym.evaluation.registry import Standing, told_of_files
 from agentgym.evaluation.result import Result
-from agentgym.evaluation.version_files import told_of_files
 from agentgym.pipeline.audited import audit_for_gate
 from agentgym.pipeline.table import open_store, semantic_of, steps_of
 from agentgym.steps.context import Progress

@@ -15,8 +15,7 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig
-from agentgym.evaluation.asking import told_by
-from agentgym.evaluation.policies import Contender, PolicyName, seated
+from agentgym.evaluation.policies import Contender, PolicyName, seated, told_by
 from agentgym.evaluation.protocol import EnvProtocol, EvaluationRequest
 from agentgym.pipeline.contenders import invite
 from agentgym.pipeline.policy_evaluation import protocol_for

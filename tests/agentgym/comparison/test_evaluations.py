@@ -8,14 +8,14 @@ import yaml
 
 from agentgym.comparison.described import load_comparison
 from agentgym.comparison.evaluations import interval_of, read_judged
+from agentgym.comparison.grid import result_files, table_markdown
 from agentgym.comparison.matrix import cells_of, run_cell
 from agentgym.comparison.results import read_rows, table
-from agentgym.comparison.shown import result_files, table_markdown
 from agentgym.config import load_config
-from agentgym.evaluation.clustered import clustered_interval
+from agentgym.evaluation.compare import truncate
+from agentgym.evaluation.intervals import clustered_interval
 from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.evaluation.record import attempts_of
-from agentgym.evaluation.scaling import truncate
 from agentgym.pipeline.policy_evaluation import answered, evaluate_policy
 from agentgym.pipeline.table import open_store
 

@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 
 from agentgym.cli import main
-from agentgym.comparison.versus import NamedResult, overall, versus
-from agentgym.comparison.versus_report import PAGE, files, lines, table_markdown
+from agentgym.comparison.versus import (
+    PAGE,
+    NamedResult,
+    files,
+    lines,
+    overall,
+    table_markdown,
+    versus,
+)
 from agentgym.config import ConfigError
 from agentgym.evaluation.numbers import numbers_of
 from agentgym.evaluation.protocol import protocol_from

@@ -3,7 +3,13 @@
 import pytest
 
 from agentgym.config import RunConfig
-from agentgym.evaluation.asking import REACT, differences, instructions_of, lines, with_room
+from agentgym.evaluation.policies import (
+    REACT,
+    adaptations,
+    adapted_lines,
+    instructions_of,
+    with_room,
+)
 from agentgym.evaluation.protocol import protocol_of_run
 
 CFG = RunConfig()  # 6 tokens a reply, 512 an episode, no instructions
@@ -70,21 +76,21 @@ def test_the_react_format_stands_in_the_instructions_and_alone_where_there_are_n
 
 def test_only_what_the_protocol_does_not_say_is_of_the_policys_identity():
     protocol, own = asked()
-    (found,) = differences(protocol, own, RULES, instructions_of(own, RULES)).values()
+    (found,) = adaptations(protocol, own, RULES, instructions_of(own, RULES)).values()
     assert (found["max_new_tokens"], found["context_tokens"]) == (512, 4096)
     # where the protocol says the same, all policies are asked alike
-    assert differences(own, own, RULES, RULES) == {}
+    assert adaptations(own, own, RULES, RULES) == {}
     _, react = asked(action_format="react")
     told = instructions_of(react, RULES)
-    assert differences(react, react, RULES, told)["babyai"]["instructions"]
+    assert adaptations(react, react, RULES, told)["babyai"]["instructions"]
 
 
 def test_a_person_reads_how_it_is_asked_and_what_changes_that():
     _, own = asked()
-    (line,) = lines(own, RULES)
+    (line,) = adapted_lines(own, RULES)
     assert "It gets 14 characters of instructions, at most 512 tokens a reply and 4096" in line
     assert "--max-new-tokens" in line
-    (line,) = lines(own, {"babyai": ""})
+    (line,) = adapted_lines(own, {"babyai": ""})
     assert "no instructions (its servers have none)" in line
-    (line,) = lines(asked(instructions=False)[1], {})
+    (line,) = adapted_lines(asked(instructions=False)[1], {})
     assert "no instructions, at most" in line

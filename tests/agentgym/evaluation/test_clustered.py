@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from agentgym.evaluation.clustered import clustered_interval, family_codes, moments
+from agentgym.evaluation.intervals import clustered_interval, family_codes, moments
 from tests.benched import benchmark
 
 NAN = float("nan")

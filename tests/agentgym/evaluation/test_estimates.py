@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from agentgym.evaluation.estimates import (
+from agentgym.evaluation.intervals import curves, wilson_interval
+from agentgym.evaluation.numbers import (
     by_family,
     item_means,
     mean_reward,
@@ -16,7 +17,6 @@ from agentgym.evaluation.estimates import (
     success,
     to_success,
 )
-from agentgym.evaluation.passk import curves, wilson_interval
 
 NAN = float("nan")
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from agentgym.config import load_config
+from agentgym.evaluation.intervals import FAILED
 from agentgym.evaluation.numbers import headline
-from agentgym.evaluation.passk import FAILED
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import open_store, semantic_of, steps_of
 from agentgym.rollouts.collect import RolloutError

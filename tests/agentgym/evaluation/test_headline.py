@@ -5,10 +5,8 @@ those of every evaluation.
 import numpy as np
 import pytest
 
-from agentgym.evaluation import estimates
-from agentgym.evaluation.clustered import clustered_interval
-from agentgym.evaluation.numbers import headline, metrics_of, paired
-from agentgym.evaluation.passk import FAILED, Interval, wilson_interval
+from agentgym.evaluation.intervals import FAILED, Interval, clustered_interval, wilson_interval
+from agentgym.evaluation.numbers import headline, metrics_of, paired, success
 from tests.agentgym.evaluation.outcomes import NAN, result_of
 
 
@@ -100,7 +98,7 @@ def test_the_intervals_are_those_of_every_evaluation_and_families_are_its_cluste
     greedy = (generator.random(60) < ease).astype(float)
     samples = (generator.random((60, 4)) < ease[:, None]).astype(float)
     alone, told = summary(greedy, samples, (4,)), summary(greedy, samples, (4,), families)
-    theirs = estimates.success(greedy, samples, families, confidence=0.95)
+    theirs = success(greedy, samples, families, confidence=0.95)
     assert told == {key: theirs[key] for key in ("greedy", "avg_at_4", "pass_at_4")}
     assert [each.mean for each in told.values()] == [each.mean for each in alone.values()]
     assert told["avg_at_4"].high - told["avg_at_4"].low > 1.2 * (

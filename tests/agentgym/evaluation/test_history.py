@@ -9,8 +9,8 @@ from agentgym.config import load_config
 from agentgym.console import doctor
 from agentgym.evaluation.decision import judged_again
 from agentgym.evaluation.history import History, HistoryElsewhere, Home
-from agentgym.evaluation.promotion import HOME, Promotions
 from agentgym.evaluation.question import Question
+from agentgym.evaluation.registry import HOME, Promotions
 from agentgym.store.place import StorePlace
 from agentgym.store.posix import posix_store
 from agentgym.tracking.mlflow import Tracker

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from agentgym.evaluation.intervals import FAILED
 from agentgym.evaluation.numbers import ks, numbers_of
-from agentgym.evaluation.passk import FAILED
 from agentgym.evaluation.protocol import protocol_from
 from agentgym.evaluation.result import Attempt, Outcome, Slot
 from agentgym.types import Usage

@@ -3,8 +3,8 @@
 import re
 
 from agentgym.evaluation.numbers import numbers_of
-from agentgym.evaluation.page import PAGE, failures, headline, notes, render, usage_facts
 from agentgym.evaluation.protocol import protocol_from
+from agentgym.evaluation.report import PAGE, failures, headline, notes, render, usage_facts
 from agentgym.evaluation.result import Result, expected_slots
 from agentgym.types import Item, Status, Trajectory, Turn, Usage
 

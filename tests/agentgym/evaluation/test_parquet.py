@@ -1,6 +1,6 @@
 """Episodes as parquet: every attempt a row, whatever it held."""
 
-from agentgym.evaluation import parquet
+from agentgym.evaluation import record
 from agentgym.types import Item, Status, Trajectory, Turn, Usage
 
 
@@ -26,16 +26,16 @@ def attempt(number, status, turns=()):
 
 
 def test_each_attempt_is_a_row_that_comes_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "ROWS", 2)  # more than one row group
+    monkeypatch.setattr(record, "ROWS", 2)  # more than one row group
     turn = Turn("left", "wall", 1.0, info={"family": "GoToObj", "n": [1]}, generate_s=0.5)
     played = [
         attempt(1, Status.ENV_ERROR),
         attempt(2, Status.TERMINATED, (turn, turn)),
         attempt(1, Status.MAX_TURNS),
     ]
-    assert parquet.write_episodes(tmp_path / "e.parquet", played) == 3
-    rows = list(parquet.read_episodes(tmp_path / "e.parquet"))
-    assert rows == [parquet.to_row(each) for each in played]
+    assert record.write_episodes(tmp_path / "e.parquet", played) == 3
+    rows = list(record.read_episodes(tmp_path / "e.parquet"))
+    assert rows == [record.to_row(each) for each in played]
     assert [row["outcome"] for row in rows] == ["env_error", "scored", "truncated"]
     assert [row["counts"] for row in rows] == [False, True, True]
     assert rows[1]["turns"][0]["info"] == '{"family": "GoToObj", "n": [1]}'
@@ -43,5 +43,5 @@ def test_each_attempt_is_a_row_that_comes_back(tmp_path, monkeypatch):
 
 
 def test_no_episode_at_all_is_a_file_too(tmp_path):
-    assert parquet.write_episodes(tmp_path / "e.parquet", []) == 0
-    assert list(parquet.read_episodes(tmp_path / "e.parquet")) == []
+    assert record.write_episodes(tmp_path / "e.parquet", []) == 0
+    assert list(record.read_episodes(tmp_path / "e.parquet")) == []

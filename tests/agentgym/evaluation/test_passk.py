@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentgym.evaluation.passk import Interval, curves, wilson_interval
+from agentgym.evaluation.intervals import Interval, curves, wilson_interval
 
 
 def pass_at_k(n, c, k):

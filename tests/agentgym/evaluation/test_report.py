@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentgym.evaluation.passk import Interval
+from agentgym.evaluation.intervals import Interval
 from agentgym.evaluation.report import (
     Curve,
     EvaluationRow,

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from agentgym.evaluation.compare import by_turns, obstacle, truncate, within
 from agentgym.evaluation.result import Outcome, Slot
-from agentgym.evaluation.scaling import by_turns, obstacle, truncate, within
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.collect import collect, samples
 from agentgym.rollouts.episode import EpisodeSettings

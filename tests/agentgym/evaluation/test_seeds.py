@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from agentgym.evaluation.clustered import clustered_interval, clustered_intervals
-from agentgym.evaluation.seeds import crossed_interval, crossed_intervals
+from agentgym.evaluation.intervals import (
+    clustered_interval,
+    clustered_intervals,
+    crossed_interval,
+    crossed_intervals,
+)
 from tests.benched import benchmark
 
 NAN = float("nan")

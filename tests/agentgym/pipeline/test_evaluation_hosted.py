@@ -5,8 +5,8 @@ import json
 import pytest
 
 from agentgym.commands.evaluate import INVALID, code_of
-from agentgym.evaluation.paired import align
-from agentgym.evaluation.parquet import read_episodes
+from agentgym.evaluation.compare import align
+from agentgym.evaluation.record import read_episodes
 from agentgym.evaluation.result import Outcome
 from agentgym.pipeline.evaluated import show
 from agentgym.pipeline.policy_evaluation import evaluate_policy

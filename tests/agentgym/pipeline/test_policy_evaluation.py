@@ -14,8 +14,8 @@ import pytest
 
 from agentgym.commands.evaluate import code_of
 from agentgym.config import ConfigError, load_config
-from agentgym.evaluation.parquet import read_episodes
 from agentgym.evaluation.protocol import EvaluationRequest
+from agentgym.evaluation.record import read_episodes
 from agentgym.evaluation.result import Result
 from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.contenders import invite

@@ -14,7 +14,7 @@ import pytest
 from agentgym.config import ConfigError, GateConfig
 from agentgym.evaluation.decision import DECISION, judged_again, sentence, summary
 from agentgym.evaluation.history import RECORD, History, OpenHistory
-from agentgym.evaluation.promotion import Promotions
+from agentgym.evaluation.registry import Promotions
 from agentgym.store.posix import posix_store
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.registry import version_tags
