@@ -41,7 +41,7 @@ def simulate(
     verdicts: Counter[str] = Counter()
     for _ in range(num):
         before, after = drawn_pair(case, codes, generator)
-        pair = Pair(names, families, before, after, before.size)
+        pair = Pair(names, families, before, after)
         verdicts[judge(rules, Evidence({"babyai": pair}, True)).verdict] += 1
     shares = {
         verdict: round(verdicts[verdict] / num, 4) for verdict in ("PROMOTE", "HOLD", "REJECT")

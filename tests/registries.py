@@ -46,7 +46,7 @@ class Registry:
             return np.asarray(row, dtype=float)[:, None]
 
         items = tuple(f"babyai_{row}" for row in range(200))
-        pair = Pair(items, (None,) * 200, table(champion), table(candidate), 200)
+        pair = Pair(items, (None,) * 200, table(champion), table(candidate))
         return Evidence({"babyai": pair}, champion is not None, **known)
 
     def consider(self, candidate, asked=None, rules=RULES, **known):

@@ -5,7 +5,7 @@ episode's budget. JSON types, the source of text and page.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ def _contrast(
         "verdict": overall([decision.verdict for decision in decisions.values()]),
         "envs": {
             env: {
-                **decision.to_json(),
+                **asdict(decision),
                 "detectable_with": {
                     str(items): detectable_with(decision, items) for items in ITEMS
                 },

@@ -1,12 +1,17 @@
-"""Paired comparison of two policies: two results of one question, item by item.
+"""Comparison of policies: paired item by item, and success against an episode's budget.
 
 An item's difficulty cancels in the difference of two policies on it, so a paired comparison sees
-what two intervals side by side hide. Items of a family move together, so with `FEWEST`
-families or more they are the clusters, and the answer holds for other families of the kind; with
-fewer it holds for these families. The test is McNemar's exact one if each item was played once and
-is a cluster of its own, else Student's t on the clusters; `benchmarks/decisions.py` measures both.
-
+what two intervals side by side hide. Items of a family move together, so with `FEWEST` families or
+more they are the clusters, and the answer holds for other families of the kind; with fewer it holds
+for these families. The test is McNemar's exact one if each item was played once and is a cluster of
+its own, else Student's t on the clusters; `benchmarks/decisions.py` measures both.
 P-values are corrected for the number of environments (Holm).
+
+All budgets (turns, sampled tokens, seconds) are read from one evaluation at the largest horizon. A
+policy that does not know its number of turns plays the first h of them alike whatever the horizon
+is, so an episode cut after h turns is the episode of a separate run at h: the same tokens, by the
+same random numbers, the same rewards. `tests/agentgym/evaluation/test_scaling.py` compares both to
+the bit, and `obstacle` detects policies that do know their horizon.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +35,7 @@ from agentgym.evaluation.intervals import (
     moments,
 )
 from agentgym.evaluation.numbers import item_means
-from agentgym.evaluation.result import Result, Slot, differences
+from agentgym.evaluation.result import Result, Slot, differences, families_of, outcome_table
 from agentgym.types import Status, Trajectory
 
 FloatArray = NDArray[np.float64]
@@ -51,7 +56,6 @@ class Pair:
     families: tuple[str | None, ...]
     before: FloatArray  # [I, n] success of the first policy
     after: FloatArray  # [I, n] success of the second policy
-    num_slots: int = 0  # slots of the evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +82,17 @@ class Decision:
     p_adjusted: float = 1.0  # Holm's, over the environments
     verdict: Verdict = "not shown"
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def compare(pairs: Mapping[str, Pair], *, confidence: float) -> dict[str, Decision]:
-    """Return the decision of each environment, by name. Errors: ValueError if no pair of slots
-    counts.
-    """
+    """Return each environment's decision, by name. Errors: ValueError if nothing counts."""
     decisions = {env: decide(pair, confidence=confidence) for env, pair in pairs.items()}
     adjusted = holm([decision.p_value for decision in decisions.values()])
     result = {}
     for (env, decision), p_adjusted in zip(decisions.items(), adjusted, strict=True):
-        shown = p_adjusted < 1 - confidence
         verdict: Verdict = "not shown"
-        if shown:
+        if p_adjusted < 1 - confidence:
             verdict = "better" if decision.difference.mean > 0 else "worse"
-        fields = {name: getattr(decision, name) for name in Decision.__dataclass_fields__}
-        result[env] = Decision(**fields | {"p_adjusted": p_adjusted, "verdict": verdict})
+        result[env] = replace(decision, p_adjusted=p_adjusted, verdict=verdict)
     return result
 
 
@@ -103,15 +100,13 @@ def decide(pair: Pair, *, confidence: float) -> Decision:
     """Return the decision of one environment, without the correction over environments.
     Errors: ValueError if no slot counts in both.
     """
-    valid = ~(np.isnan(pair.before) | np.isnan(pair.after))
-    before, after = (np.where(valid, success, np.nan) for success in (pair.before, pair.after))
-    mean_after, mean_before = item_means(after), item_means(before)
+    mean_before, mean_after, count = means_in_both(pair)
     gained = mean_after - mean_before
     if np.isnan(gained).all():
         raise ValueError("no slot counts in both results; look at their outcomes")
     codes = family_codes(pair.families)
     gain_moments = moments(gained[None], codes, kind="difference")
-    alone = codes is None and bool((valid.sum(axis=1) <= 1).all())
+    alone = codes is None and bool((count <= 1).all())
     signs = [(item, gain) for item, gain in zip(pair.items, gained, strict=True) if gain == gain]
     detectable = float(np.minimum(detectable_difference(gain_moments, confidence).item(), 1.0))
     mean = gain_moments.mean.item()
@@ -130,27 +125,37 @@ def decide(pair: Pair, *, confidence: float) -> Decision:
         num_ties=sum(not gain for _, gain in signs),
         detectable=detectable,
         needed_items=math.ceil(len(signs) * (detectable / mean) ** 2) if mean else None,
-        by_family=_of_families(pair.families, gained),
+        by_family={
+            family: float(gains.mean())
+            for family, gains in gains_by_family(pair.families, gained).items()
+            if len(gains)
+        },
     )
 
 
-def mcnemar_exact(gained: FloatArray) -> float:
-    """Two-sided p of this split of wins and losses or a more uneven one, if both are equally
-    likely.
+def means_in_both(pair: Pair) -> tuple[FloatArray, FloatArray, NDArray[np.int_]]:
+    """Return (means before, means after, counts) of each item's samples that count in both, [I]."""
+    valid = ~(np.isnan(pair.before) | np.isnan(pair.after))
+    before, after = (np.where(valid, success, np.nan) for success in (pair.before, pair.after))
+    return item_means(before), item_means(after), valid.sum(axis=1)
+
+
+def mcnemar_exact(
+    gained: FloatArray, alternative: Literal["two-sided", "greater"] = "two-sided"
+) -> float:
+    """P-value of this split of wins and losses or a more uneven one, if both are equally likely.
 
     gained: [I] of single episodes: 1, 0, -1 or NaN.
     Source: McNemar 1947, with the binomial distribution itself.
     """
     won, lost = int((gained > 0).sum()), int((gained < 0).sum())
-    return float(binomtest(won, won + lost, 0.5).pvalue) if won + lost else 1.0
+    return float(binomtest(won, won + lost, 0.5, alternative).pvalue) if won + lost else 1.0
 
 
 def detectable_difference(
     gain: Moments, confidence: float, power: float = POWER
 ) -> NDArray[np.float64]:
-    """Smallest true difference that the test shows with probability `power`, [...], if values vary
-    like these.
-    """
+    """Smallest true difference that the test shows with probability `power`, [...]."""
     level = stdtrit(gain.freedom, (1 + confidence) / 2) + stdtrit(gain.freedom, power)
     return np.asarray(level * np.sqrt(gain.variance))
 
@@ -164,10 +169,7 @@ def detectable_with(decision: Decision, num_items: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values adjusted for the number of tests (family-wise error rate).
-
-    Source: Holm 1979.
-    """
+    """Return p-values adjusted for the number of tests (family-wise error rate; Holm 1979)."""
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     adjusted, highest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
@@ -177,11 +179,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def align(before: Result, after: Result) -> dict[str, Pair]:
-    """Pair both results by environment, item and sample: sampled episodes, or greedy ones if there
-    are no others.
+    """Pair both results by environment, item and sample: sampled episodes, else the greedy ones.
 
-    Errors: Incomparable if the questions differ (the message lists how), or if one result is not
-    finished.
+    Errors: Incomparable if the questions differ, or if one result is not finished.
     """
     unlike = differences(before.identity, after.identity)
     if unlike:
@@ -211,37 +211,23 @@ def _pair(before: Sequence[Slot], after: Sequence[Slot]) -> Pair:
             f"the results have different slots, {item} sample {sample} among them; evaluate both"
             " policies by one protocol"
         )
-    sampled = any(slot.sample for slot in before)
-    items = tuple(dict.fromkeys(slot.item_id for slot in before))
-    families: dict[str, str | None] = dict.fromkeys(items)
-    for slot in (*before, *after):
-        families[slot.item_id] = families[slot.item_id] or slot.family
-    columns = sorted({slot.sample for slot in before if slot.sample or not sampled})
-    rows = {item: row for row, item in enumerate(items)}
-
-    def table_of(slots: Sequence[Slot]) -> FloatArray:
-        table = np.full((len(items), len(columns)), np.nan)
-        for slot in slots:
-            if slot.counts and slot.sample in columns:
-                table[rows[slot.item_id], columns.index(slot.sample)] = float(slot.success)
-        return table
-
-    num_slots = len(items) * len(columns)
-    family_of_item = tuple(families.values())
-    return Pair(items, family_of_item, table_of(before), table_of(after), num_slots)
+    items, *tables = outcome_table(before)
+    greedy, samples = outcome_table(after)[1:]
+    families = families_of([*before, *after])
+    if any(slot.sample for slot in before):
+        return Pair(items, families, tables[1], samples)
+    return Pair(items, families, tables[0][:, None], greedy[:, None])
 
 
-def _of_families(families: Sequence[str | None], gained: FloatArray) -> dict[str, float]:
-    """Mean difference of each known family."""
+def gains_by_family(families: Sequence[str | None], gained: FloatArray) -> dict[str, FloatArray]:
+    """Return the known differences of each family's items; items without a family are left out."""
     family_of_item = np.array(families, dtype=object)
-    means = {
+    return {
         family: gained[(family_of_item == family) & ~np.isnan(gained)]
         for family in sorted({family for family in families if family is not None})
     }
-    return {family: float(gains.mean()) for family, gains in means.items() if len(gains)}
 
 
-FloatArray = NDArray[np.float64]
 # how the environment ended an episode: a longer horizon changes nothing
 _ENDED = (Status.TERMINATED, Status.ENV_LIMIT)
 _COUNTED = r"(?:turns?|steps?|rounds?|actions?|moves?|interactions?)"
@@ -272,8 +258,7 @@ class Curve:
 
 
 def obstacle(texts: Iterable[str], max_turns: int) -> str:
-    """Return why episodes at a horizon of `max_turns` say nothing about a shorter one; empty: no
-    reason is known.
+    """Return why episodes of this horizon say nothing about a shorter one; empty: unknown.
 
     texts: everything that the policy was shown: instructions and observations.
     """
@@ -291,8 +276,7 @@ def obstacle(texts: Iterable[str], max_turns: int) -> str:
 
 
 def truncate(trajectory: Trajectory, max_turns: int) -> Trajectory:
-    """Return the episode as a run with a horizon of `max_turns` would have recorded it, except for
-    its id and its times.
+    """Return the episode as a run with this horizon would have recorded it, but for id and times.
 
     A failure after that many turns did not happen in that run. The last observation of a cut
     episode is not among its tokens, as evaluations record them.
@@ -304,8 +288,7 @@ def truncate(trajectory: Trajectory, max_turns: int) -> Trajectory:
             " evaluate with a horizon as long as the longest one asked for"
         )
     turns, status = trajectory.turns, trajectory.status
-    ended = len(turns) < max_turns or (len(turns) == max_turns and status in _ENDED)
-    if ended:
+    if len(turns) < max_turns or (len(turns) == max_turns and status in _ENDED):
         return replace(trajectory, max_turns=max_turns)
     first_turns = turns[:max_turns]
     end = first_turns[-1].end
@@ -326,9 +309,9 @@ def truncate(trajectory: Trajectory, max_turns: int) -> Trajectory:
 def by_turns(
     slots: Sequence[Slot], max_turns: int, *, confidence: float, horizons: Sequence[int] = ()
 ) -> Curve:
-    """Return one environment's success at each horizon (default: every one up to `max_turns`), as
-    `truncate` would give it, from the slots alone. Errors: ValueError for a horizon outside 1 ..
-    `max_turns`, or if no episode counts.
+    """Return one environment's success at each horizon (default: every one up to `max_turns`).
+
+    Errors: ValueError for a horizon outside 1 .. `max_turns`, or if no episode counts.
     """
     chosen = tuple(horizons or range(1, max_turns + 1))
     if max(chosen) > max_turns or min(chosen) < 1:
@@ -337,10 +320,7 @@ def by_turns(
 
 
 def values_by_turns(slots: Sequence[Slot], horizons: Sequence[int]) -> FloatArray:
-    """Return the share of an item's episodes that succeed within each horizon, [horizons, items].
-
-    Items are in order of first appearance; NaN if no episode counts.
-    """
+    """Share of each item's episodes that succeed within each horizon, [horizons, items], or NaN."""
     return _of_items(_within_turns(slots, horizons), slots)[0]
 
 
@@ -367,11 +347,10 @@ def within(
     confidence: float,
     num: int = 20,
 ) -> Curve | None:
-    """Return success within a number of tokens or seconds, at `num` budgets up to the most
-    expensive success.
+    """Return success within a number of tokens or seconds, at `num` budgets.
 
-    costs: of each slot's whole episode; a success counts at budgets of its cost or more. None if
-    the cost of a success is not known, or nothing succeeded.
+    costs: of each slot's whole episode; a success counts at budgets of its cost or more.
+    None if the cost of a success is not known, or nothing succeeded.
     """
     won = [cost for slot, cost in zip(slots, costs, strict=True) if slot.counts and slot.success]
     dearest = [cost for cost in won if cost is not None]
@@ -386,9 +365,7 @@ def within(
 
 
 def _of_items(rows: FloatArray, slots: Sequence[Slot]) -> tuple[FloatArray, FloatArray]:
-    """Return (means, counts) over each item's slots that are not NaN, [budgets, items]. rows:
-    [budgets, slots].
-    """
+    """Return (means, counts) of known slots, [budgets, items]. rows: [budgets, slots]."""
     columns = {item: column for column, item in enumerate(dict.fromkeys(s.item_id for s in slots))}
     of_item = np.zeros((len(slots), len(columns)))
     of_item[np.arange(len(slots)), [columns[slot.item_id] for slot in slots]] = 1
@@ -410,12 +387,8 @@ def _curve(
     values, count = _of_items(rows, slots)
     if (count.sum(axis=1) == 0).any():
         raise ValueError(f"no episode counts at some of the {axis}; look at the outcomes")
-    families: dict[str, str | None] = dict.fromkeys(slot.item_id for slot in slots)
-    for slot in slots:
-        families[slot.item_id] = families[slot.item_id] or slot.family
-    estimate = clustered_intervals(
-        values, family_codes(list(families.values())), kind="share", confidence=confidence
-    )
+    codes = family_codes(families_of(slots))
+    estimate = clustered_intervals(values, codes, kind="share", confidence=confidence)
     num = (count > 0).sum(axis=1)
     intervals = tuple(
         Interval(round(float(mean), 6), round(float(low), 6), round(float(high), 6), int(items))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -62,8 +62,7 @@ class Opened:
 
 
 def evaluate(ctx: StepContext) -> Manifest:
-    """Evaluate a checkpoint of a run under the run's protocol, compare it with the step's
-    baseline, if there is one, item by item, and return the final commit.
+    """Evaluate a run's checkpoint, compare it with the step's baseline, and return the final commit.
 
     A resumed step plays the missing episodes: those not yet played and those that failed.
     Errors: RolloutError as soon as more episodes failed than `evaluation.min_coverage` allows;
@@ -112,9 +111,7 @@ def evaluate(ctx: StepContext) -> Manifest:
 
 
 def items_of_step(cfg: RunConfig, splits: Splits) -> dict[str, tuple[Item, ...]]:
-    """Return the items that a run's evaluations play, by environment: the first
-    `evaluation.num_items` of the split. Errors: ValueError if there are fewer.
-    """
+    """Return a run's first `evaluation.num_items` items, by environment. Errors: ValueError."""
     settings = cfg.evaluation
     items = getattr(splits, settings.split)[: settings.num_items]
     if len(items) < settings.num_items:
@@ -137,19 +134,14 @@ def protocol_of_step(cfg: RunConfig, items: Items) -> EvaluationProtocol:
     settings = cfg.evaluation
     protocol = protocol_of_run(cfg, list(items))
     num_episodes = sum(map(len, items.values())) * (1 + settings.num_samples)
-    envs = tuple(
-        env_protocol.model_copy(
-            update={
-                "items": env_protocol.items.model_copy(
-                    update={"num": len(items[env_protocol.env.name])}
-                )
-            }
-        )
-        for env_protocol in protocol.envs
-    )
+    envs = []
+    for env_protocol in protocol.envs:
+        num = {"num": len(items[env_protocol.env.name])}
+        listed = env_protocol.items.model_copy(update=num)
+        envs.append(env_protocol.model_copy(update={"items": listed}))
     return protocol.model_copy(
         update={
-            "envs": envs,
+            "envs": tuple(envs),
             "fail_on_error": int((1 - settings.min_coverage) * num_episodes + 1e-9),
             "chunk_episodes": settings.chunk_items * (1 + settings.num_samples),
         }
@@ -185,12 +177,9 @@ def _open(
         open_cluster(cfg, num_ranks=0, num_workers=cfg.ray.num_workers) as cluster,
         cluster.engine(contender.checkpoint, endpoints, version=contender.version) as engine,
     ):
-
-        @asynccontextmanager
-        async def seat(spent: Usage) -> AsyncIterator[Playing]:
-            yield Playing(lambda settings, _protocol: engine.attempts(settings))
-
-        yield Opened(engine.loop, {**dict.fromkeys(endpoints, ""), **engine.instructions}, seat)
+        playing = Playing(lambda settings, _protocol: engine.attempts(settings))
+        told = {**dict.fromkeys(endpoints, ""), **engine.instructions}
+        yield Opened(engine.loop, told, lambda spent: nullcontext(playing))
 
 
 @contextmanager
@@ -201,8 +190,9 @@ def open_local(
     protocol: EvaluationProtocol,
     watched: Callable[[Player], Player] = lambda player: player,
 ) -> Iterator[Opened]:
-    """Open a policy that plays in this process. watched: wraps a player before it plays an episode.
-    Errors: those of `open_pool` if a server must not be used.
+    """Open a policy that plays in this process. Errors: as `open_pool`.
+
+    watched: wraps a player before it plays an episode.
     """
     with open_pool(cfg, endpoints, allow_expert=contender.needs_expert) as (pool, loop, guides):
 
@@ -231,18 +221,15 @@ def pace(protocol: EvaluationProtocol) -> dict[str, Any]:
 
 def asked_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -> dict[str, str]:
     """Return the instructions for a policy that was trained here, by environment."""
-    return {
-        env_protocol.env.name: openings[env_protocol.env.name]
-        for env_protocol in protocol.envs
-        if env_protocol.instructions
-    }
+    names = [settings.env.name for settings in protocol.envs if settings.instructions]
+    return {env: openings[env] for env in names}
 
 
 def slots_of(
     protocol: EvaluationProtocol, items: Items, tasks: Mapping[str, Sequence[str | None]]
 ) -> tuple[Slot, ...]:
     """Return every slot of the evaluation. tasks: digest of each item's task, if known."""
-    samples = {env_protocol.env.name: env_protocol.sample_numbers for env_protocol in protocol.envs}
+    samples = {settings.env.name: settings.sample_numbers for settings in protocol.envs}
     return expected_slots(items, samples, tasks)
 
 
@@ -279,9 +266,7 @@ def play_owed(
     ledger: Ledger,
     progress: Progress,
 ) -> str:
-    """Play and commit the ledger's missing slots. Return why it stopped before the last episode;
-    empty: it played all.
-    """
+    """Play and commit the missing slots. Return why it stopped early; empty: it played all."""
 
     async def playing() -> str:
         spent = sum((slot.total_usage for slot in ledger.slots.values()), Usage())
@@ -308,9 +293,7 @@ def play_owed(
 def conclude(
     protocol: EvaluationProtocol, ledger: Ledger, stopped: str, tariff: Tariff | None = None
 ) -> Result:
-    """Return the result of the slots played so far, with the cost if there is a tariff.
-    stopped: why it ended early; empty: it did not.
-    """
+    """Return the result of the slots played so far. stopped: the result of `play_owed`."""
     slots = tuple(ledger.slots.values())
     facts = {**ledger.about, "valid": protocol.is_covered(coverage_of(slots))}
     if tariff is not None:
@@ -331,8 +314,9 @@ def identity_of(
     policy: Mapping[str, Any],
     instructions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the settings and digests that an evaluation's digest covers: all that can change its
-    result. instructions: the servers' texts, by environment.
+    """Return the settings and digests that can change an evaluation's result.
+
+    instructions: the servers' texts, by environment.
     """
     listed = {
         env: "\n".join(f"{item.item_id} {task}" for item, task in zip(its, tasks[env], strict=True))
@@ -347,14 +331,13 @@ def identity_of(
             for env, text in listed.items()
         },
         "prompts": {
-            env_protocol.env.name: prompts_digest(instructions[env_protocol.env.name])
-            if env_protocol.instructions
-            else ""
-            for env_protocol in protocol.envs
+            settings.env.name: prompts_digest(
+                instructions[settings.env.name] if settings.instructions else ""
+            )
+            for settings in protocol.envs
         },
         "environments": {
-            env_protocol.env.name: env_version(env_protocol.env.name, env_protocol.env.options)
-            for env_protocol in protocol.envs
+            env.name: env_version(env.name, env.options) for env in protocol.env_configs
         },
         "harness": source_digest(HARNESS),
     }

@@ -20,10 +20,15 @@ from typing import Any, Literal, Self, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
-from scipy.stats import binomtest
 
 from agentgym.config import GateConfig
-from agentgym.evaluation.compare import POWER, Pair
+from agentgym.evaluation.compare import (
+    POWER,
+    Pair,
+    gains_by_family,
+    mcnemar_exact,
+    means_in_both,
+)
 from agentgym.evaluation.intervals import Moments, clustered_interval, family_codes, moments
 from agentgym.evaluation.numbers import item_means
 from agentgym.store.manifest import canonical_json, sha256
@@ -41,7 +46,6 @@ class Audited(TypedDict):
 
 
 SPEAK_FOR = ("first", "gain")  # rules that support a promotion; the others only forbid one
-_LETTERS = {0.0: "0", 1.0: "1"}
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,8 @@ class Evidence:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; `from_json` gives an equal object back."""
-        tree = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        tree["pairs"] = {env: _pair_json(pair) for env, pair in self.pairs.items()}
+        pairs = {env: _pair_json(pair) for env, pair in self.pairs.items()}
+        tree = {**vars(self), "pairs": pairs}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in tree.items()}
 
     @classmethod
@@ -234,9 +238,8 @@ def _few(rules: GateConfig, env: str, pair: Pair) -> Ruling | None:
 
 def _gained(pair: Pair) -> FloatArray:
     """Difference per item, [I], over the samples that count in both."""
-    valid = ~(np.isnan(pair.before) | np.isnan(pair.after))
-    before, after = (np.where(valid, success, np.nan) for success in (pair.before, pair.after))
-    return item_means(after) - item_means(before)
+    before, after, _ = means_in_both(pair)
+    return after - before
 
 
 def _gain(pair: Pair) -> Moments:
@@ -298,15 +301,10 @@ def _superior(rules: GateConfig, gains: Mapping[str, Moments], pairs: Mapping[st
 
 
 def _exact_p(pairs: Mapping[str, Pair]) -> float | None:
-    """One-sided p-value of this many wins or more among the items that differ, if wins and losses
-    are equally likely; None if an item has several episodes or families are the clusters.
-    Source: McNemar 1947, with the binomial distribution itself.
-    """
+    """One-sided McNemar p-value; None for several episodes an item or families as clusters."""
     if any(p.after.shape[1] > 1 or family_codes(p.families) is not None for p in pairs.values()):
         return None
-    gained = np.concatenate([_gained(pair) for pair in pairs.values()])
-    won, lost = int((gained > 0).sum()), int((gained < 0).sum())
-    return float(binomtest(won, won + lost, 0.5, "greater").pvalue) if won + lost else 1.0
+    return mcnemar_exact(np.concatenate([_gained(pair) for pair in pairs.values()]), "greater")
 
 
 def _not_inferior(rules: GateConfig, env: str, gain: Moments) -> Ruling:
@@ -328,14 +326,12 @@ def _families(rules: GateConfig, env: str, pair: Pair) -> Iterator[Ruling]:
     """Yield REJECT for each family with a significant loss (Bonferroni over families) whose mean is
     above the margin. A small family forbids nothing: no set would ever be large enough.
     """
-    gained, family_of = _gained(pair), np.array(pair.families, dtype=object)
-    names = sorted({family for family in pair.families if family is not None})
-    for family in names:
-        family_gains = gained[(family_of == family) & ~np.isnan(gained)]
-        if len(family_gains) < 2:
+    by_family = gains_by_family(pair.families, _gained(pair))
+    for family, gains in by_family.items():
+        if len(gains) < 2:
             continue
-        level = 1 - (1 - rules.confidence) / len(names)
-        mean, _, high, _ = _bounds(moments(family_gains[None], kind="difference"), level)
+        level = 1 - (1 - rules.confidence) / len(by_family)
+        mean, _, high, _ = _bounds(moments(gains[None], kind="difference"), level)
         if high < 0 and mean < -rules.family_margin:
             yield Ruling(
                 "family",
@@ -382,8 +378,8 @@ def _pair_json(pair: Pair) -> dict[str, Any]:
     return {
         "items": list(pair.items),
         "families": list(pair.families) if any(pair.families) else None,
-        "before": [_letters(row) for row in pair.before],
-        "after": [_letters(row) for row in pair.after],
+        "before": _letters(pair.before),
+        "after": _letters(pair.after),
     }
 
 
@@ -393,11 +389,12 @@ def _pair_of(row: Mapping[str, Any]) -> Pair:
     before, after = (np.array([_values(text) for text in row[n]]) for n in ("before", "after"))
     if before.shape != after.shape or before.ndim != 2 or len(before) != len(items):
         raise ValueError("outcomes and items are not of one shape")
-    return Pair(items, families, before, after, before.size)
+    return Pair(items, families, before, after)
 
 
-def _letters(row: FloatArray) -> str:
-    return "".join(_LETTERS.get(float(value), "-") for value in row)
+def _letters(rows: FloatArray) -> list[str]:
+    names = {0.0: "0", 1.0: "1"}
+    return ["".join(names.get(float(value), "-") for value in row) for row in rows]
 
 
 def _values(text: str) -> list[float]:

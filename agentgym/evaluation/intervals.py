@@ -209,10 +209,7 @@ def moments(values: FloatArray, codes: NDArray[np.int_] | None = None, *, kind: 
 
 
 def family_codes(families: Sequence[Hashable] | None) -> NDArray[np.int_] | None:
-    """Return a code per item, [I]: integers from 0, in the order of first appearance.
-
-    None if there are fewer than FEWEST families.
-    """
+    """Return a code from 0 per item, [I]; None if there are fewer than FEWEST families."""
     if families is None:
         return None
     code_of = {family: code for code, family in enumerate(dict.fromkeys(families))}
@@ -222,11 +219,7 @@ def family_codes(families: Sequence[Hashable] | None) -> NDArray[np.int_] | None
 def _freedom(
     parts: FloatArray, sizes: FloatArray, count: NDArray[np.int_], scale: FloatArray
 ) -> FloatArray:
-    """Degrees of freedom of the variance, [...].
-
-    Satterthwaite's for independent items, reduced by the clusters' kurtosis: one cluster alone
-    cannot estimate a variance well.
-    """
+    """Satterthwaite's degrees of freedom, reduced by the clusters' kurtosis, [...]."""
     squares = sizes**2
     spread = (
         squares.sum(axis=-1)
@@ -243,7 +236,7 @@ def _freedom(
 def _kurtosis(second: FloatArray, fourth: FloatArray, n: NDArray[np.int_]) -> FloatArray:
     """Unbiased excess kurtosis of n values, at least 0, [...]. second, fourth: central moments."""
     excess = np.divide(fourth, second**2, out=np.full_like(second, 3.0), where=second > 0) - 3
-    return np.maximum((n - 1) / ((n - 2) * (n - 3)) * ((n + 1) * excess + 6), 0.0)
+    return np.asarray(np.maximum((n - 1) / ((n - 2) * (n - 3)) * ((n + 1) * excess + 6), 0.0))
 
 
 def _rare(values: FloatArray, mean: FloatArray, kind: Kind) -> NDArray[np.bool_]:
@@ -256,8 +249,7 @@ def telling(off: FloatArray) -> FloatArray:
     """Return the effective number of items that decide a mean, [...]: k if k items have the same
     distance and the rest have 0, fewer if one outweighs the others.
 
-    off: [..., I] distance of each value from 0 for a difference, from the nearer of 0 and 1 for a
-    share.
+    off: [..., I] distance of each value from 0, or for a share from the nearer of 0 and 1.
     """
     size = np.abs(off)
     squares = (size**2).sum(axis=-1)
@@ -273,8 +265,7 @@ def score_bounds(
     num_items: NDArray[np.int_],
     rare: NDArray[np.bool_],
 ) -> tuple[FloatArray, FloatArray]:
-    """Return (low, high) of the score interval for the number of independent draws that has this
-    variance; all are [...].
+    """Return (low, high) of the score interval for as many draws as have this variance, all [...].
 
     rare: mask of the means with at most one draw per item.
     """
@@ -300,13 +291,9 @@ def crossed_interval(
     confidence: float,
     codes: NDArray[np.int_] | None = None,
 ) -> Interval:
-    """Return the mean of `values` [S, I] over seeds and items, with its interval.
+    """Return the mean of `values` [S, I] over seeds and items, with its interval; NaN is left out.
 
-    NaN is left out, every seed counts alike.
-    kind: of a value: a share in 0 .. 1, or a difference of two in -1 .. 1.
-    codes: [I] the items' families, from `family_codes`.
-    With fewer than FEWEST_SEEDS seeds, the interval is over items only.
-    Errors: ValueError if a seed has no value.
+    codes: [I] the items' families, from `family_codes`. Errors: ValueError if a seed has no value.
     """
     if values.ndim != 2 or not values.size:
         raise ValueError(
@@ -348,8 +335,7 @@ def _over_items(
 ) -> tuple[FloatArray, FloatArray]:
     """Return (low, high) of an interval that covers these seeds' mean on other items.
 
-    For an item that some seeds lack, the mean deviation of the other seeds is used; the interval is
-    then shifted to the mean.
+    An item that some seeds lack has the other seeds' mean deviation.
     """
     count = (~np.isnan(values)).sum(axis=-2)
     off = np.nan_to_num(values - np.nanmean(values, axis=-1, keepdims=True), nan=0.0).sum(axis=-2)
@@ -402,9 +388,7 @@ def _covariance(values: FloatArray, per_seed: FloatArray) -> FloatArray:
 
 
 def _freedom_of_items(item_means: FloatArray, num_items: NDArray[np.int_]) -> FloatArray:
-    """Degrees of freedom of the items' variance, [...], reduced by the items' kurtosis (unbiased):
-    they are fewer if a few items make most of the variance.
-    """
+    """Degrees of freedom of the items' variance, [...], reduced by the items' kurtosis."""
     off = item_means - item_means.mean(axis=-1, keepdims=True)
     second, fourth = (off**2).mean(axis=-1), (off**4).mean(axis=-1)
     excess = _kurtosis(second, fourth, np.maximum(num_items, 4))
@@ -414,9 +398,7 @@ def _freedom_of_items(item_means: FloatArray, num_items: NDArray[np.int_]) -> Fl
 def _quantile(
     of_seeds: FloatArray, of_items: FloatArray, num_seeds: int, many: FloatArray, confidence: float
 ) -> FloatArray:
-    """Number of standard errors, [...]; see the module's docstring. many: degrees of freedom of the
-    items' part.
-    """
+    """Number of standard errors, [...]. many: degrees of freedom of the items' part."""
     level, few = (1 + confidence) / 2, num_seeds - 1
     share = np.divide(
         of_seeds, of_seeds + of_items, out=np.zeros_like(of_seeds), where=of_seeds > 0

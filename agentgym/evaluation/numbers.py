@@ -30,7 +30,7 @@ from agentgym.evaluation.intervals import (
     moments,
 )
 from agentgym.evaluation.protocol import EvaluationProtocol
-from agentgym.evaluation.result import Outcome, Result, Slot, coverage_of
+from agentgym.evaluation.result import Outcome, Result, Slot, coverage_of, families_of
 from envs.wire import PARTS
 
 FEWEST_RETRIED = 5  # slots; with fewer, a shift by retries cannot be distinguished from chance
@@ -66,8 +66,8 @@ def headline(result: Result, k: Sequence[int], confidence: float) -> dict[str, A
             "coverage": coverage_of(slots),
         }
 
-    num_out = sum(not slot.counts for slot in result.slots)
-    main = {**numbers(result.slots), "num_env_errors": num_out}
+    main = numbers(result.slots)
+    main["num_env_errors"] = sum(not slot.counts for slot in result.slots)
     if len(result.envs) > 1:
         main["by_env"] = {
             env: {"num_items": len({slot.item_id for slot in env_slots}), **numbers(env_slots)}
@@ -174,10 +174,9 @@ class Table:
         rows = {item: row for row, item in enumerate(dict.fromkeys(s.item_id for s in played))}
         shape = len(rows), 1 + max((slot.sample for slot in played), default=0)
         success, failed, reward, turns, tokens, invalid = np.full((6, *shape), np.nan)
-        families: dict[str, str | None] = dict.fromkeys(rows)
+        families = families_of(played)
         for slot in played:
             index = rows[slot.item_id], slot.sample
-            families[slot.item_id] = families[slot.item_id] or slot.family
             failed[index] = float(slot.counts and slot.success)
             if not slot.counts:
                 continue
@@ -187,14 +186,14 @@ class Table:
             tokens[index] = num_output if num_output else np.nan  # 0: a policy without tokens
             invalid[index] = np.nan if slot.num_invalid is None else slot.num_invalid
         envs = {slot.env for slot in played}
-        if len(envs) > 1 and any(families.values()):  # an item without a family is alone
+        if len(envs) > 1 and any(families):  # an item without a family is alone
             of_item = {slot.item_id: slot.env for slot in played}
-            families = {
-                item: f"{of_item[item]} {family}" if family else item
-                for item, family in families.items()
-            }
+            families = tuple(
+                f"{of_item[item]} {family}" if family else item
+                for item, family in zip(rows, families, strict=True)
+            )
         return cls(
-            *(tuple(rows), tuple(families.values()), success[:, 0], success[:, 1:]),
+            *(tuple(rows), families, success[:, 0], success[:, 1:]),
             *(failed, reward, turns, tokens, invalid),
         )
 
@@ -451,11 +450,6 @@ def by_family(
             else None,
         }
     return result
-
-
-def rate(count: float, wall_s: float) -> float | None:
-    """Return episodes, turns or tokens per second; None if no time is known."""
-    return count / wall_s if wall_s > 0 else None
 
 
 def item_means(values: FloatArray) -> FloatArray:

@@ -165,8 +165,7 @@ def plain_contender(name: PolicyName) -> Contender:
             identity, "the expert", needs_expert=True, player_of=lambda *_: ExpertPlayer()
         )
     if name.who is PolicyKind.RANDOM:
-        chance = Contender(identity, "chance", player_of=lambda *_: RandomPlayer())
-        return replace(chance, needs_hints=True)
+        return Contender(identity, "chance", needs_hints=True, player_of=lambda *_: RandomPlayer())
     assert name.who is PolicyKind.ECHO
     action = name.name
     return Contender(
@@ -205,11 +204,7 @@ def weights_contender(
 
 
 def checkpoint_contender(cfg: RunConfig, store: RunStore, manifest: Manifest) -> Contender:
-    """Return a commit's weights as a policy.
-
-    cfg: settings of the engine. Errors: ValueError if the model cannot read as many tokens as
-    the settings ask for.
-    """
+    """Return a commit's weights as a policy. Errors: ValueError if its context is too short."""
     from agentgym.models.architecture import read_architecture, require_positions
     from agentgym.models.checkpoint import load_checkpoint, policy_digest
 
@@ -259,9 +254,7 @@ def recorded_contender(
 ) -> Contender:
     """Return a policy that repeats an evaluation's actions.
 
-    of: the evaluation's digest.
-    records: the digest of its records.
-    actions: by item id and sample.
+    of, records: digests of the evaluation and of its records; actions: by item id and sample.
     """
     identity = {"kind": str(PolicyKind.RECORDED), "of": of, "records": records}
     return Contender(
@@ -290,67 +283,55 @@ OWN = {
 def with_room(
     protocol: EvaluationProtocol, cfg: RunConfig, kept: Collection[str], window: int | None
 ) -> EvaluationProtocol:
-    """Return the protocol with instructions on and token limits raised to leave room for all turns.
+    """Return the protocol with instructions on and token limits that leave room for all turns.
 
     cfg: the run whose protocol it is; kept: fields that the user chose, which stay as they are;
     window: the model's context length in tokens, if known; no limit is raised above it.
     """
     observation = max(cfg.rollout.observation_tokens, OBSERVATION)
-    envs = tuple(
-        _with_room(env_protocol, observation, kept, window) for env_protocol in protocol.envs
-    )
-    return protocol.model_copy(update={"envs": envs})
-
-
-def _with_room(
-    env_protocol: EnvProtocol, observation: int, kept: Collection[str], window: int | None
-) -> EnvProtocol:
-    reply, context = env_protocol.max_new_tokens, env_protocol.context_tokens
-    if "max_new_tokens" not in kept:
-        reply = max(reply, REPLY)
-    if "context_tokens" not in kept:
-        wanted = (
-            FIRST + env_protocol.examples * EXAMPLE + env_protocol.max_turns * (reply + observation)
-        )
-        context = max(context, wanted if window is None else min(wanted, window))
-    if "max_new_tokens" not in kept:
-        reply = min(reply, max(env_protocol.max_new_tokens, context // 2))
-    instructions = env_protocol.instructions if "instructions" in kept else True
-    fields = {"max_new_tokens": reply, "context_tokens": context, "instructions": instructions}
-    return EnvProtocol.model_validate({**env_protocol.model_dump(), **fields})
+    envs = []
+    for settings in protocol.envs:
+        reply, context = settings.max_new_tokens, settings.context_tokens
+        if "max_new_tokens" not in kept:
+            reply = max(reply, REPLY)
+        if "context_tokens" not in kept:
+            turns = settings.max_turns * (reply + observation)
+            wanted = FIRST + settings.examples * EXAMPLE + turns
+            context = max(context, wanted if window is None else min(wanted, window))
+        if "max_new_tokens" not in kept:
+            reply = min(reply, max(settings.max_new_tokens, context // 2))
+        instructions = settings.instructions if "instructions" in kept else True
+        fields = {"max_new_tokens": reply, "context_tokens": context, "instructions": instructions}
+        envs.append(EnvProtocol.model_validate({**settings.model_dump(), **fields}))
+    return protocol.model_copy(update={"envs": tuple(envs)})
 
 
 def told_by(guides: Mapping[str, Guide], protocol: EvaluationProtocol) -> dict[str, str]:
     """Return the servers' instructions and worked examples under the protocol, by environment.
+
     Errors: ConfigError if an environment offers too few examples.
     """
     return {
-        env_protocol.env.name: guides[env_protocol.env.name].opening(
-            env_protocol.env.name, env_protocol.examples, env_protocol.action_format
-        )
-        for env_protocol in protocol.envs
+        name: guides[name].opening(name, settings.examples, settings.action_format)
+        for settings in protocol.envs
+        for name in (settings.env.name,)
     }
 
 
 def instructions_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -> dict[str, str]:
-    """Return the text that episodes begin with, by environment: instructions, worked examples and,
-    in the action format "react", the form of a reply.
+    """Return the text that episodes begin with, by environment, if it has `instructions`: these,
+    worked examples and, in the action format "react", the form of a reply.
 
-    Environments without `instructions` are left out. openings: the result of `told_by`.
+    openings: the result of `told_by`.
     """
-    return {
-        env_protocol.env.name: "\n\n".join(
-            filter(
-                None,
-                (
-                    openings[env_protocol.env.name],
-                    REACT if env_protocol.action_format == "react" else "",
-                ),
+    texts = {}
+    for settings in protocol.envs:
+        if settings.instructions:
+            form = REACT if settings.action_format == "react" else ""
+            texts[settings.env.name] = "\n\n".join(
+                filter(None, (openings[settings.env.name], form))
             )
-        )
-        for env_protocol in protocol.envs
-        if env_protocol.instructions
-    }
+    return texts
 
 
 def adaptations(
@@ -359,16 +340,15 @@ def adaptations(
     openings: Mapping[str, str],
     instructions: Mapping[str, str],
 ) -> dict[str, dict[str, Any]]:
-    """Return a policy's token limits and its instructions' digest, by environment, if they differ
-    from the protocol's.
+    """Return token limits and digest of the instructions, by environment, where they differ from
+    the protocol's. They are part of the policy's identity, so that results stay comparable.
 
-    They are part of the policy's identity, so that results by one protocol stay comparable.
-    changed: the protocol as this policy gets it; openings: the result of `told_by`, as other
-    policies get it; instructions: the text that this policy gets.
+    changed: the protocol as this policy gets it; openings: the text that other policies get;
+    instructions: the text that this policy gets.
     """
     return {
         adapted.env.name: {
-            "instructions": sha256(text.encode()) if text else "",
+            "instructions": prompts_digest(text),
             "max_new_tokens": adapted.max_new_tokens,
             "context_tokens": adapted.context_tokens,
         }

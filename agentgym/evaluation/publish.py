@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.data.items import splits_from_json
-from agentgym.evaluation.compare import Incomparable, Pair, align
+from agentgym.evaluation.compare import Incomparable, align
 from agentgym.evaluation.decision import sentence, summary
 from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import HistoryElsewhere, Version, me
@@ -120,7 +120,7 @@ def _evidence(
         if champion is None:
             return first_evidence(stored_result(store, evaluation))
         try:
-            return paired_evidence(*own_results(store, evaluation, champion), ())
+            return paired_evidence(*own_results(store, evaluation, champion))
         except NumbersChanged as error:
             return replace(incomparable(str(error)), audit="failed", audit_note=str(error))
         except Incomparable as reason:
@@ -138,7 +138,7 @@ def evidence_anew(
         return first_evidence(candidate_result)
     try:
         champion_result = play_anew(f"models:/{name}/{champion.number}")
-        return paired_evidence(champion_result, candidate_result, ())
+        return paired_evidence(champion_result, candidate_result)
     except (Incomparable, ConfigError) as error:  # for example, the champion's files are gone
         return incomparable(str(error))
 
@@ -373,29 +373,21 @@ PlayAnew = Callable[[str], Result]
 
 def first_evidence(result: Result) -> Evidence:
     """Return the evidence on a candidate without a champion to compare it with."""
-    pairs = align(result, result)
     alone = {
-        env: Pair(p.items, p.families, np.full_like(p.after, np.nan), p.after, p.num_slots)
-        for env, p in pairs.items()
+        env: replace(pair, before=np.full_like(pair.after, np.nan))
+        for env, pair in align(result, result).items()
     }
     return Evidence(alone, False, (result.coverage, 1.0), (result.digest, ""))
 
 
-def paired_evidence(champion: Result, candidate: Result, seen: Collection[str]) -> Evidence:
-    """Return the evidence on a candidate and the champion it would replace.
-
-    seen: ids of the items that the candidate was trained or chosen on.
-    Errors: Incomparable.
-    """
-    pairs = align(champion, candidate)
-    items = {item for pair in pairs.values() for item in pair.items}
+def paired_evidence(champion: Result, candidate: Result) -> Evidence:
+    """Return evidence on a candidate and the champion it would replace. Errors: Incomparable."""
     return Evidence(
-        pairs,
+        align(champion, candidate),
         True,
         (candidate.coverage, champion.coverage),
         (candidate.digest, champion.digest),
         (_tokens(candidate), _tokens(champion)),
-        num_seen=len(items & set(seen)),
     )
 
 

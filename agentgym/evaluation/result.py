@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -113,11 +113,8 @@ class Slot:
         infos = [turn.info for turn in turns]
         family = family_of(trajectory)
         reports = family is not None or any(INVALID in info for info in infos)
-        return Slot(
-            env=self.env,
-            item_id=self.item_id,
-            sample=self.sample,
-            task=self.task,
+        return replace(
+            self,
             outcome=outcome,
             success=trajectory.success,
             reward=trajectory.reward,
@@ -219,9 +216,7 @@ class Result:
         return sum((slot.total_usage for slot in self.slots), Usage())
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON types without any clock times, so two runs of one question with equal
-        outcomes are equal.
-        """
+        """Return plain JSON types, without times: equal outcomes of a question give equal trees."""
         return {
             "schema_version": self.schema_version,
             "digest": self.digest,
@@ -301,8 +296,9 @@ def expected_slots(
     samples: Mapping[str, Sequence[int]],
     tasks: Mapping[str, Sequence[str | None]],
 ) -> tuple[Slot, ...]:
-    """Return every slot of the evaluation, not yet played. By environment: its items, the numbers
-    of their samples, and the digest of each item's task.
+    """Return every slot of an evaluation, not yet played; all arguments are by environment.
+
+    samples: their numbers; tasks: digest of each item's task.
     """
     return tuple(
         Slot(env, item.item_id, sample, task)
@@ -315,6 +311,14 @@ def expected_slots(
 def coverage_of(slots: Sequence[Slot]) -> float:
     """Share of the slots that count; 1 if there are none."""
     return sum(slot.counts for slot in slots) / len(slots) if slots else 1.0
+
+
+def families_of(slots: Iterable[Slot]) -> tuple[str | None, ...]:
+    """Return each item's family, in order of first appearance; None if no slot has one."""
+    families: dict[str, str | None] = {}
+    for slot in slots:
+        families[slot.item_id] = families.get(slot.item_id) or slot.family
+    return tuple(families.values())
 
 
 def outcome_table(
@@ -335,8 +339,7 @@ def outcome_table(
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return the differences of two questions, except for the policy: lines with a dotted path and
-    both values.
+    """Return the differences of two questions, except for the policy: a line with path and values.
 
     Empty: the results can be compared.
     """

@@ -98,8 +98,7 @@ def _evidence(
     final = candidate.evaluation_in(store)
     if final is not None and champion is not None and not cfg.gate.protocol:
         try:
-            ours = own_results(store, final, champion)
-            return paired_evidence(*ours, ())
+            return paired_evidence(*own_results(store, final, champion))
         except (Incomparable, ValueError):
             pass  # evaluate both by the same protocol
     return evidence_anew(cfg, candidate, champion, play_anew(cfg, progress))

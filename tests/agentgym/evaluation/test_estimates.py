@@ -12,7 +12,6 @@ from agentgym.evaluation.numbers import (
     item_means,
     mean_reward,
     per_item,
-    rate,
     ratio,
     success,
     to_success,
@@ -107,8 +106,7 @@ def test_a_ratio_is_of_sums_and_its_interval_covers():
     assert 0.92 < hits / 500 < 0.98
 
 
-def test_rates_and_means_of_nothing_are_not_known():
-    assert (rate(10, 4.0), rate(10, 0.0)) == (2.5, None)
+def test_means_of_nothing_are_not_known():
     assert mean_reward(np.full((2, 2), NAN), confidence=0.95) is None
     assert item_means(np.array([[1, NAN], [NAN, NAN]])).tolist()[0] == 1.0
     with pytest.raises(ValueError, match="pass success, not score"):

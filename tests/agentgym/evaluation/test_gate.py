@@ -17,7 +17,7 @@ def pair(before, after, families=None):
     """Of one sample each. before, after: [I] of 0, 1 or NaN."""
     before, after = (np.array(each, dtype=float)[:, None] for each in (before, after))
     names = tuple(f"babyai_{row}" for row in range(len(before)))
-    return Pair(names, tuple(families or [None] * len(before)), before, after, len(before))
+    return Pair(names, tuple(families or [None] * len(before)), before, after)
 
 
 def solved(won, lost, both, neither):
