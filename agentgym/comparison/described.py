@@ -22,10 +22,7 @@ DEFAULT = "comparisons/default.yaml"
 
 
 def file_and_overrides(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Return (comparison's file, DEFAULT if none is named; `key.path=value` words) of `words`.
-
-    Errors: ConfigError if two words are files.
-    """
+    """Return (the file, else DEFAULT; the `key.path=value` words). Errors: ConfigError for two."""
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"expected one comparison file, got {', '.join(files)}")
@@ -70,10 +67,7 @@ class Column(Section):
     horizons: dict[str, Layer] = Field(default_factory=dict)
 
     def beside(self, folder: Path) -> Self:
-        """Return the column with paths relative to the comparison's folder and extended layers
-        read.
-        Errors: ConfigError.
-        """
+        """Return the column with its files found and read from `folder`. Errors: ConfigError."""
         read = {
             part: {name: _read(layer, folder) for name, layer in getattr(self, part).items()}
             for part in ("recipes", "horizons")
@@ -137,10 +131,7 @@ class Comparison(Section):
 
 
 def load_comparison(path: Path | str) -> Comparison:
-    """Load a comparison's file.
-
-    Errors: ConfigError with one line for a missing file, broken YAML, or an unknown key.
-    """
+    """Load a comparison's file. Errors: ConfigError with one line."""
     path = Path(path)
     tree = read_tree(path)
     try:
@@ -178,10 +169,9 @@ def described_rows(comparison: Comparison) -> Iterator[DescribedRow]:
     ]
     for cell in (*product, *comparison.cells):
         method = cell.name or " ".join(filter(None, (cell.recipe, cell.horizon)))
-        _known([cell.recipe] if cell.recipe else [], comparison.recipes, "recipe", f"cell {method}")
-        _known(
-            [cell.horizon] if cell.horizon else [], comparison.horizons, "horizon", f"cell {method}"
-        )
+        where = f"cell {method}"
+        _known([cell.recipe] if cell.recipe else [], comparison.recipes, "recipe", where)
+        _known([cell.horizon] if cell.horizon else [], comparison.horizons, "horizon", where)
         for name, column in (comparison.environments or {"": Column()}).items():
             yield DescribedRow(
                 f"{method} in {name}" if name else method,
@@ -191,25 +181,18 @@ def described_rows(comparison: Comparison) -> Iterator[DescribedRow]:
                 cell.until or comparison.until,
                 cell.seeds or comparison.seeds,
                 column.params or comparison.params,
-                _layers(comparison, cell, column),
+                (
+                    comparison.overrides,
+                    column.set,
+                    comparison.recipes.get(cell.recipe, {}),
+                    comparison.horizons.get(cell.horizon, {}),
+                    column.recipes.get(cell.recipe, {}),
+                    column.horizons.get(cell.horizon, {}),
+                    cell.set,
+                ),
                 name,
                 method,
             )
-
-
-def _layers(comparison: Comparison, cell: ExtraCell, column: Column) -> tuple[Layer, ...]:
-    """Return the layers of a row in a column, lowest first: the cell's own changes lie over the
-    column's, those over the recipe's and the horizon's.
-    """
-    return (
-        comparison.overrides,
-        column.set,
-        comparison.recipes.get(cell.recipe, {}),
-        comparison.horizons.get(cell.horizon, {}),
-        column.recipes.get(cell.recipe, {}),
-        column.horizons.get(cell.horizon, {}),
-        cell.set,
-    )
 
 
 def _known(

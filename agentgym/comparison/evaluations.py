@@ -1,6 +1,4 @@
-"""Evaluations of a column's cells, read from the store, and their curves over turns and samples.
-This module only reads and never plays.
-"""
+"""Evaluations of a column's cells, read from the store, and their curves over turns and samples."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from agentgym.evaluation.compare import obstacle, values_by_turns
 from agentgym.evaluation.intervals import (
     FloatArray,
     Interval,
-    SuccessKind,
     crossed_intervals,
     family_codes,
 )
@@ -86,7 +83,7 @@ def _told(store: RunStore, answer: Manifest, result: Result) -> Iterator[str]:
 
 def curves_json(seeds: Sequence[CellEvaluation], confidence: float) -> dict[str, Any]:
     """Return one row's curves in one column as JSON: success by turns, pass@k and pass^k over seeds
-    and items, with the digest and coverage of each seed's evaluation.
+    and items, with digest and coverage of each evaluation.
     """
     first = seeds[0]
     num_samples, why = first.table.samples.shape[1], first.no_turns_curve
@@ -123,7 +120,8 @@ def _intervals(
     values: FloatArray, first: CellEvaluation, confidence: float
 ) -> list[dict[str, Any]]:
     """Return an interval per budget. values: [B, S, I]."""
-    bounds = interval_of(values, first, "share", confidence)
+    codes = family_codes(list(first.table.families))
+    bounds = crossed_intervals(values, kind="share", confidence=confidence, codes=codes)
     count = (~np.isnan(values)).any(axis=1).sum(axis=1)
     return [
         Interval(mean, low, high, num).to_json()
@@ -131,14 +129,3 @@ def _intervals(
             *(bound.round(6).tolist() for bound in bounds), count.tolist(), strict=True
         )
     ]
-
-
-def interval_of(
-    values: FloatArray, first: CellEvaluation, kind: SuccessKind, confidence: float
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return (mean, low, high), each [...], of values [..., S, I]; families are the clusters if
-    there are some.
-    """
-    codes = family_codes(list(first.table.families))
-    mean, low, high = crossed_intervals(values[None], kind=kind, confidence=confidence, codes=codes)
-    return mean[0], low[0], high[0]

@@ -87,25 +87,23 @@ class Cell:
         completed = finished(self.cfg, open_store(self.cfg))
         if self.until not in completed:
             return None
-        assert self.protocol is not None or not self.judged
-        by_step = {
-            step: answered(self.cfg, f":{step}", self.protocol)
-            for step in self.judged
-            if self.protocol is not None
-        }
-        answers = {step: answer for step, answer in by_step.items() if answer is not None}
-        return answers if len(answers) == len(by_step) else None
+        answers = {}
+        for step in self.judged:
+            assert self.protocol is not None
+            answer = answered(self.cfg, f":{step}", self.protocol)
+            if answer is None:
+                return None
+            answers[step] = answer
+        return answers
 
     def is_done(self) -> bool:
         return self.answers() is not None
 
 
 def cells_of(comparison: Comparison, overrides: Sequence[str] = ()) -> tuple[Cell, ...]:
-    """Return every cell, row by row.
+    """Return every cell, row by row: neighbours seldom share a step and wait for each other.
 
-    Neighbours mostly have different seeds and share no step, so parallel cells seldom wait.
-    overrides: `key.path=value` over all settings of a cell.
-    Errors: ConfigError that names the cell.
+    overrides: `key.path=value` over all settings of a cell. Errors: ConfigError.
     """
     rows = list(described_rows(comparison))
     for name in sorted({row.name for row in rows}):
@@ -141,28 +139,23 @@ def comparison_key(comparison: Comparison, cells: Sequence[Cell]) -> str:
 
 
 def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[str, str]]:
-    """Return the pairs of rows that `contrasts` names.
-
-    Errors: ConfigError if a name is unknown, or two rows are not comparable.
-    """
+    """Return the pairs of rows that `contrasts` names. Errors: ConfigError."""
     first = {cell.row: cell for cell in reversed(cells)}
     pairs = []
     for a, b in comparison.contrasts:
         if a in first and b in first:
             matches = [(a, b)]
         else:
-            matches = [
-                (x, y)
-                for x, y in itertools.product(reversed(first), repeat=2)
-                if _methods(first[x], first[y]) == (a, b)
-                or (first[x].horizon, first[y].horizon, first[x].recipe) == (a, b, first[y].recipe)
-                or (first[x].recipe, first[y].recipe, first[x].horizon) == (a, b, first[y].horizon)
-            ]
-            matches = [
-                (x, y)
-                for x, y in matches
-                if first[x].group == first[y].group and first[x].environment == first[y].environment
-            ]
+            matches = []
+            for x, y in itertools.product(reversed(first), repeat=2):
+                one, two = first[x], first[y]
+                named = (
+                    (one.environment and (one.method, two.method) == (a, b))
+                    or (one.horizon, two.horizon, one.recipe) == (a, b, two.recipe)
+                    or (one.recipe, two.recipe, one.horizon) == (a, b, two.horizon)
+                )
+                if named and (one.group, one.environment) == (two.group, two.environment):
+                    matches.append((x, y))
         if not matches:
             raise ConfigError(
                 f"contrasts: [{a}, {b}] names no two rows, nor two horizons of one recipe, nor two"
@@ -174,15 +167,8 @@ def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[s
     return list(dict.fromkeys(pairs))
 
 
-def _methods(a: Cell, b: Cell) -> tuple[str, str]:
-    """Return the methods of two rows; empty if environments are not the columns."""
-    return (a.method, b.method) if a.environment else ("", "")
-
-
 def run_cell(cell: Cell, *, wait_s: float, stop: threading.Event | None = None) -> None:
-    """Run a cell's steps, then its evaluations (if it has a protocol, which is written to a file of
-    the state folder), in separate processes. Errors: see `run_child`, naming the cell.
-    """
+    """Run a cell's steps and evaluations in processes. Errors: as `run_child`, with the cell."""
     folder = f"cells/{cell.slug}"
     run_child(
         cell.until,

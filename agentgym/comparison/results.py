@@ -5,9 +5,6 @@ Reads the store and computes; nothing here runs a model. The success of a row is
 of the mean over items, with `crossed_interval` of a share. Its gain is the same mean of
 `row - its start` by item and seed, and a contrast that of `a - b` over the seeds that both rows
 have; both with the interval of a difference.
-
-An interval covers other seeds and other items; with fewer than `FEWEST_SEEDS` seeds, only
-other items. The value of every seed is reported next to it.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from agentgym.comparison.described import Comparison
-from agentgym.comparison.evaluations import CellEvaluation, curves_json, interval_of, read_judged
+from agentgym.comparison.evaluations import CellEvaluation, curves_json, read_judged
 from agentgym.comparison.grid import logged_tables, result_files
 from agentgym.comparison.matrix import Cell, comparison_key, contrast_rows
 from agentgym.comparison.overview import AXES, CEILING, Table
@@ -55,8 +52,7 @@ class Checkpoint:
 class CellResult:
     """Results of one finished run of a comparison.
 
-    `after` and `start` map a key of `per_item` to one value per item, NaN if the item's
-    episodes failed.
+    `after` and `start` map a key of `per_item` to a value per item, NaN if its episodes failed.
     """
 
     cell: Cell
@@ -67,8 +63,8 @@ class CellResult:
     cost: Mapping[str, float]  # of the whole training, by AXES; see `_costs`
     training: tuple[Point, ...]  # of its optimizer steps
     evaluated: tuple[Point, ...]  # of the evaluations before and after
+    families: tuple[str | None, ...]  # of each item
     judged: CellEvaluation | None = None  # the evaluation after, in a column of environments
-    families: tuple[str | None, ...] | None = None  # of each item; None: in `judged`, or not stored
 
 
 @dataclass(frozen=True)
@@ -102,26 +98,22 @@ class Row:
 
     def gain(self, key: str) -> Estimate | None:
         """Gain over the row's own start; None if it trained nothing."""
-        differences = [
-            result.after[key] - result.start[key]
-            for result in self.cells
-            if result.start is not None
-        ]
-        return (
-            self._estimate(np.stack(differences), "difference")
-            if len(differences) == len(self.cells)
-            else None
-        )
+        starts = self._starts(key)
+        after = np.stack([result.after[key] for result in self.cells])
+        return None if starts is None else self._estimate(after - starts, "difference")
 
     def start(self, key: str) -> Estimate | None:
+        starts = self._starts(key)
+        return None if starts is None else self._estimate(starts, "share")
+
+    def _starts(self, key: str) -> FloatArray | None:
         values = [result.start[key] for result in self.cells if result.start is not None]
-        return self._estimate(np.stack(values), "share") if len(values) == len(self.cells) else None
+        return np.stack(values) if len(values) == len(self.cells) else None
 
     def minus(self, other: Row, key: str, *, confidence: float | None = None) -> Estimate:
-        """Return the difference to another row, over the seeds both have.
+        """Return the difference to another row, over the seeds both have (ValueError: none).
 
         confidence: default, the row's.
-        Errors: ValueError if they share no seed, or have different numbers of items.
         """
         shared = [seed for seed in self.seeds if seed in other.seeds]
         if not shared:
@@ -137,23 +129,16 @@ class Row:
         )
 
     def limit(self, other: Row, key: str) -> str:
-        """Return `ceiling` or `floor` if both rows' means are within CEILING of 1 or of 0, so that
-        little can show between them; else nothing.
-        """
+        """Return `ceiling` or `floor` if both means are within CEILING of 1 or 0; else nothing."""
         both = [row.success(key).interval.mean for row in (self, other)]
         return "ceiling" if min(both) > 1 - CEILING else "floor" if max(both) < CEILING else ""
 
     def _estimate(
         self, values: FloatArray, kind: SuccessKind, confidence: float | None = None
     ) -> Estimate:
-        level, judged = confidence or self.confidence, self.cells[0].judged
-        if judged is None:
-            codes = family_codes(self.cells[0].families)
-            interval = crossed_interval(values, kind=kind, confidence=level, codes=codes)
-        else:
-            mean, low, high = interval_of(values, judged, kind, level)
-            num_items = int((~np.isnan(values)).any(axis=0).sum())
-            interval = Interval(mean.item(), low.item(), high.item(), num_items)
+        codes = family_codes(self.cells[0].families)
+        level = confidence or self.confidence
+        interval = crossed_interval(values, kind=kind, confidence=level, codes=codes)
         return Estimate(interval, tuple(float(mean) for mean in np.nanmean(values, axis=1)))
 
 
@@ -188,9 +173,7 @@ def read_rows(cells: Sequence[Cell]) -> tuple[list[Row], list[Cell]]:
 
 
 def training_curve(points: Sequence[Point]) -> tuple[tuple[Checkpoint, ...], dict[str, float]]:
-    """Return (validated checkpoints, total cost by AXES) from the points of training steps, in
-    order.
-    """
+    """Return (validated checkpoints, total cost by AXES) from the points of training steps."""
     steps = _costs(points)
     curve = tuple(
         Checkpoint(cost, point.metrics[VALIDATION])
@@ -329,9 +312,7 @@ def _evaluation_json(row: Row) -> dict[str, Any]:
 
 
 def _column_json(row: Row) -> dict[str, Any]:
-    """Return the row's environment, its method and the curves of its evaluations (`curves_json`);
-    {} in a comparison whose columns are not environments.
-    """
+    """Return a column's environment, method and curves; {} if columns are not environments."""
     seeds = [cell.judged for cell in row.cells if cell.judged is not None]
     if not seeds:
         return {}
@@ -362,7 +343,10 @@ def _read_cell(cell: Cell, answers: dict[str, Manifest]) -> CellResult:
         judged = read_judged(cell, answers)
         after, start = judged[cell.until], judged.get(cell.start)
         starts = start.per_item if start else None
-        return CellResult(cell, after.per_item, starts, curve, cost, tuple(points), (), after)
+        families = after.table.families
+        return CellResult(
+            cell, after.per_item, starts, curve, cost, tuple(points), (), families, after
+        )
     evaluation = completed[cell.evaluation]
     baseline = evaluation.results.get("paired", {}).get("baseline")
     evaluated = [
@@ -383,7 +367,7 @@ def _read_cell(cell: Cell, answers: dict[str, Manifest]) -> CellResult:
         cost,
         tuple(points),
         tuple(evaluated),
-        families=outcomes.families,
+        outcomes.families,
     )
 
 
@@ -403,8 +387,9 @@ def _rounded(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -> dict[str, Any]:
-    """Write the table of the finished cells, with its figures, to the folder `out` and to MLflow.
-    Idempotent. Return the table.
+    """Write table and figures of the finished cells to `out` and to MLflow. Return the table.
+
+    Idempotent.
     """
     rows, missing = read_rows(cells)
     result = table(comparison, cells, rows, missing)
@@ -418,22 +403,14 @@ def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -
 
 def publish(result: Table, rows: Sequence[Row], files: Mapping[str, bytes]) -> None:
     """Send tables and figures to MLflow, with a run per finished cell below them. Idempotent."""
-    shown = [
-        CellPoints(
-            result_of_cell.cell.title,
-            result_of_cell.cell.cfg,
-            result_of_cell.cell.run_key,
-            {
-                "row": row.name,
-                "recipe": row.first.recipe,
-                "horizon": row.first.horizon,
-                "seed": str(result_of_cell.cell.seed),
-            },
-            [*map(_charted, _costs(result_of_cell.training)), *result_of_cell.evaluated],
-        )
-        for row in rows
-        for result_of_cell in row.cells
-    ]
+    shown = []
+    for row in rows:
+        names = {"row": row.name, "recipe": row.first.recipe, "horizon": row.first.horizon}
+        for cell_result in row.cells:
+            cell = cell_result.cell
+            tags = {**names, "seed": str(cell.seed)}
+            points = [*map(_charted, _costs(cell_result.training)), *cell_result.evaluated]
+            shown.append(CellPoints(cell.title, cell.cfg, cell.run_key, tags, points))
     text = files[f"{result['name']}.md"].decode()
     deliver_comparison(result["name"], result["key"], shown, files, logged_tables(result), text)
 
@@ -441,13 +418,7 @@ def publish(result: Table, rows: Sequence[Row], files: Mapping[str, bytes]) -> N
 def _charted(step: tuple[Point, dict[str, float]]) -> Point:
     """Return the point of one training step with the metrics that the comparison's charts use."""
     point, cost = step
-    success = {
-        name: value
-        for name, value in point.metrics.items()
-        if name in ("rollout/success", VALIDATION)
-    }
-    return Point(
-        point.step,
-        point.time_ms,
-        {**success, **{f"cost/{axis}": cost[axis] for axis in AXES if axis != "step"}},
-    )
+    names = ("rollout/success", VALIDATION)
+    success = {name: value for name, value in point.metrics.items() if name in names}
+    costs = {f"cost/{axis}": cost[axis] for axis in AXES if axis != "step"}
+    return Point(point.step, point.time_ms, {**success, **costs})

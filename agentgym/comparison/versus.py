@@ -1,5 +1,5 @@
 """Comparison of evaluation results: each one against the first one, and success as a function of an
-episode's budget. JSON types, the source of text and page.
+episode's budget; as JSON types, and from these as lines, figures and one page.
 """
 
 from __future__ import annotations
@@ -57,10 +57,8 @@ def is_result(word: str) -> bool:
 
 def find_result(word: str, cfg: RunConfig) -> NamedResult:
     """Return a result: by the beginning of an evaluation's digest, by a step of a run (`:stage-3`,
-    `RUN:stage-3`: the run's own evaluation of it), or by a folder or its result.json.
-
-    A result in the store is computed from its episodes; a file from elsewhere is taken unchecked,
-    and its name states this. Errors: ConfigError.
+    `RUN:stage-3`: the run's own evaluation of it), or by a folder or its result.json. A file from
+    elsewhere is not checked, and its name states this. Errors: ConfigError.
     """
     path, files = Path(word), cfg.state_dir / "evaluations"
     try:
@@ -95,9 +93,9 @@ def _of_step(cfg: RunConfig, store: RunStore, word: str) -> Manifest:
 
 
 def versus(named: Sequence[NamedResult], *, confidence: float | None = None) -> dict[str, Any]:
-    """Return the comparison of every result with the first one. confidence: default, the
-    protocol's.
-    Errors: ConfigError for one result alone, one with too little coverage, or different questions.
+    """Return the comparison of every result with the first one.
+
+    confidence: default, the protocol's. Errors: ConfigError, for example for other questions.
     """
     if len(named) < 2:
         raise ConfigError("a comparison needs two results or more")
@@ -147,9 +145,7 @@ def _contrast(
 
 
 def overall(verdicts: Sequence[str]) -> str:
-    """Return the verdict over all environments: `mixed` if some are better and some are worse, else
-    the one verdict that some of them show, or `not shown`.
-    """
+    """Return the one verdict that some environments show, `mixed` for both, or `not shown`."""
     shown = set(verdicts) - {"not shown"}
     return "mixed" if len(shown) == 2 else next(iter(shown), "not shown")
 
@@ -172,16 +168,15 @@ def _result_json(named: NamedResult, confidence: float) -> dict[str, Any]:
 
 
 def _curves_json(named: NamedResult, env: str, confidence: float) -> dict[str, Any]:
-    """Return success against an episode's budget; against turns only if the horizon cannot have
-    changed the policy's actions.
-    """
+    """Return success against an episode's budget; against turns unless the policy knew these."""
     max_turns = horizon_of(named.result, env)
     why = obstacle(_told(named, env), max_turns)
-    candidates = curves(named.result, env, max_turns, confidence)
     shown = [
-        curve for curve in candidates if curve is not None and not (why and curve.axis == "turns")
+        curve.to_json()
+        for curve in curves(named.result, env, max_turns, confidence)
+        if curve is not None and not (why and curve.axis == "turns")
     ]
-    return {"curves": [curve.to_json() for curve in shown], "no_turns_curve": why}
+    return {"curves": shown, "no_turns_curve": why}
 
 
 def horizon_of(result: Result, env: str) -> int:
@@ -193,8 +188,8 @@ def horizon_of(result: Result, env: str) -> int:
 
 
 def curves(result: Result, env: str, max_turns: int, confidence: float) -> list[Curve | None]:
-    """Return the success of an environment's samples against turns, generated tokens and seconds;
-    None in place of a curve whose costs are not known; an empty list if no sample counts.
+    """Return success against turns, generated tokens and seconds; None for a curve of unknown
+    costs, an empty list if no sample counts.
     """
     sampled = sampled_slots(result.of(env))
     if not any(slot.counts for slot in sampled):

@@ -57,13 +57,8 @@ class Bars:
 
     def start(self, what: str, total: int) -> None:
         """Start a bar of `total` units."""
-        self._what, self._note, self._total, self._count, self._said_at = (
-            what,
-            "",
-            total,
-            0,
-            time.monotonic(),
-        )
+        self._what, self._note, self._total = what, "", total
+        self._count, self._said_at = 0, time.monotonic()
         if self._console.is_terminal:
             self._task = self._bars.add_task(what, total=total, note="")
 

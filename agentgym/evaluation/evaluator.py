@@ -5,7 +5,6 @@ checkpoint under the run's protocol, `agentgym evaluate` any policy under any pr
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -25,7 +24,7 @@ from agentgym.evaluation.policies import (
     told_by,
 )
 from agentgym.evaluation.protocol import EvaluationProtocol, protocol_of_run
-from agentgym.evaluation.record import Ledger
+from agentgym.evaluation.record import Ledger, Plan
 from agentgym.evaluation.result import Result, Slot, coverage_of, expected_slots
 from agentgym.evaluation.stored import stored_result
 from agentgym.models.model import set_threads
@@ -62,7 +61,7 @@ class Opened:
 
 
 def evaluate(ctx: StepContext) -> Manifest:
-    """Evaluate a run's checkpoint, compare it with the step's baseline, and return the final commit.
+    """Evaluate a run's checkpoint and compare it with the step's baseline. Return the final commit.
 
     A resumed step plays the missing episodes: those not yet played and those that failed.
     Errors: RolloutError as soon as more episodes failed than `evaluation.min_coverage` allows;
@@ -86,10 +85,12 @@ def evaluate(ctx: StepContext) -> Manifest:
             store,
             store.history(step.name, ctx.writer.key),
             commit,
-            identity_of(protocol, items, tasks, contender.identity, opened.told),
-            slots_of(protocol, items, tasks),
-            about(protocol, contender, instructions := asked_of(protocol, opened.told), ()),
-            **pace(protocol),
+            protocol,
+            Plan(
+                slots_of(protocol, items, tasks),
+                about(protocol, contender, instructions := asked_of(protocol, opened.told), ()),
+                identity_of(protocol, items, tasks, contender.identity, opened.told),
+            ),
         )
         show_progress(ctx.progress, f"evaluate {step.checkpoint}", ledger)
         stopped = play_owed(opened, protocol, instructions, items, ledger, ctx.progress)
@@ -211,12 +212,6 @@ def open_local(
                 )
 
         yield Opened(loop, told_by(guides, protocol), seat, pool)
-
-
-def pace(protocol: EvaluationProtocol) -> dict[str, Any]:
-    """Return `Ledger.open`'s commit settings; a repeatable evaluation has no commits by time."""
-    every_s = math.inf if protocol.deterministic else protocol.commit_every_s
-    return {"commit_every_s": every_s, "chunk_episodes": protocol.chunk_episodes}
 
 
 def asked_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -> dict[str, str]:

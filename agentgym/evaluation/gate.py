@@ -276,28 +276,20 @@ def _superior(rules: GateConfig, gains: Mapping[str, Moments], pairs: Mapping[st
     numbers = {"gain": mean, "low": low, "high": high, "detectable": detectable, "p": p_exact}
     text = f"{100 * mean:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]"
     shown = p_exact is None or p_exact <= 1 - rules.confidence
+    worth = f"{100 * rules.worth:.1f}"
+    verdict: Verdict = "REJECT"
+    needed = None
     if low > rules.min_gain and shown:
-        return Ruling("gain", "PROMOTE", f"{text} over the champion", "", numbers)
-    if high < rules.min_gain and mean < 0:
-        return Ruling("gain", "REJECT", f"{text}: it is worse", "", numbers)
-    if detectable > rules.worth:
+        verdict, why = "PROMOTE", " over the champion"
+    elif high < rules.min_gain and mean < 0:
+        why = ": it is worse"
+    elif detectable > rules.worth:
         needed = _needed(items, detectable, rules.worth)
-        return Ruling(
-            "gain",
-            "HOLD",
-            f"{text}: too few items to tell; {needed} would show a gain of"
-            f" {100 * rules.worth:.1f} points",
-            "",
-            numbers,
-            needed,
-        )
-    return Ruling(
-        "gain",
-        "REJECT",
-        f"{text}: no gain, and one of {100 * rules.worth:.1f} points would have been shown",
-        "",
-        numbers,
-    )
+        verdict = "HOLD"
+        why = f": too few items to tell; {needed} would show a gain of {worth} points"
+    else:
+        why = f": no gain, and one of {worth} points would have been shown"
+    return Ruling("gain", verdict, f"{text}{why}", "", numbers, needed)
 
 
 def _exact_p(pairs: Mapping[str, Pair]) -> float | None:

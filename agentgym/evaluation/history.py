@@ -1,9 +1,8 @@
 """History of a registered model's alias: who held it, and why. It is append-only, in the store.
 
-It is its own step of the store, `promotions`, under a key of the model's and the alias's name.
-An entry is a commit made under the step's lease, so entries are serial however many pipelines
-decide at once. Its decision is a record, which names the previous one by digest and is never
-deleted.
+It is a step of the store, `promotions`, under a key of the model's and the alias's name. An entry
+is a commit under the step's lease, so entries are serial however many pipelines decide at once. Its
+decision is a record, which names the previous one by digest and is never deleted.
 An entry is *owed* until MLflow has its decision and its alias: then a commit without a decision
 marks it as settled. The next process that opens the history settles an owed entry, so after a kill
 between any two commits you run the same command again.
@@ -21,7 +20,7 @@ import os
 import pwd
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -58,9 +57,7 @@ class Version:
         return final if final is not None and final.digest == evaluation["digest"] else None
 
     def is_same(self, other: Version | None) -> bool:
-        """Return True for the same model. A replaced registry numbers versions anew, so checkpoints
-        are compared first.
-        """
+        """Return True for the same model: by checkpoint, since a new registry numbers anew."""
         if other is None:
             return False
         if self.checkpoint and other.checkpoint:
@@ -128,9 +125,7 @@ class History:
         self._began = ""
 
     def entries(self) -> list[Entry]:
-        """Return the entries in order. Errors: DigestMismatch, BlobMissing, ValueError for a broken
-        one.
-        """
+        """Return the entries in order. Errors: DigestMismatch, BlobMissing, ValueError."""
         return [self.entry(commit) for commit in self.commits() if RECORD in commit.records]
 
     def commits(self) -> list[Manifest]:
@@ -142,9 +137,7 @@ class History:
 
     @property
     def began(self) -> str:
-        """Name of this history among others of the alias: its first decision's digest, 64 hex
-        digits. Empty before that.
-        """
+        """Digest of the first decision, 64 hex digits: names this history. Empty before that."""
         if not self._began:
             decisions = (c.records[RECORD] for c in self.commits() if RECORD in c.records)
             self._began = next((decision.digest for decision in decisions), "")
@@ -172,8 +165,8 @@ class HistoryElsewhere(ConfigError):
 class Home:
     """Location of the history of an alias, as its registry states it."""
 
-    # a folder, relative to that of the registry's database if it lies below it, so that a copy of
-    # both is a history of its own; or s3://bucket/prefix
+    # a folder (relative to the registry's database if below it, so that a copy of both is a history
+    # of its own), or s3://bucket/prefix
     store: str
     host: str  # machine with the folder; empty: S3, or a folder below the database's
     began: str  # `History.began`
@@ -197,18 +190,16 @@ class Home:
     def deciding(self, local: History, base: Path | None = None) -> History:
         """Return the history that decides, as seen from a store whose own history is `local`.
 
-        A store that was moved or copied has the same history. If it is deleted, `local` decides,
-        and begins with the version that holds the alias.
-        Errors: HistoryElsewhere.
+        A moved or copied store has the same history. If it is deleted, `local` decides, and begins
+        with the version that holds the alias. Errors: HistoryElsewhere.
         """
         here = Home.of(local, base)
         if (self.store, self.host) == (here.store, here.host) or local.began == self.began:
             return local
-        is_here = self.host in ("", socket.gethostname())
         remote = self._history(local, base)
         if remote is not None and remote.began == self.began:
             return remote
-        if is_here and remote is not None:
+        if remote is not None and self.host in ("", socket.gethostname()):
             return local
         location = f"{self.store} on {self.host}" if self.host else self.store
         raise HistoryElsewhere(
@@ -261,7 +252,7 @@ class OpenHistory:
 
     def add(self, entry: Entry) -> Entry:
         """Append the entry durably; it is owed from now on. Result: the entry with its number."""
-        numbered = Entry(**{**vars(entry), "number": len(self.entries) + 1})
+        numbered = replace(entry, number=len(self.entries) + 1)
         self._commit({RECORD: numbered.to_bytes()})
         self.entries.append(numbered)
         return numbered

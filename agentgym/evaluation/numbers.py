@@ -59,10 +59,8 @@ def headline(result: Result, k: Sequence[int], confidence: float) -> dict[str, A
                 " the environment's log"
             )
         return {
-            **{
-                part: {name: conventions[part][name] for name in names}
-                for part in ("summary", FAILED)
-            },
+            "summary": {name: conventions["summary"][name] for name in names},
+            FAILED: {name: conventions[FAILED][name] for name in names},
             "coverage": coverage_of(slots),
         }
 
@@ -104,15 +102,12 @@ def paired(
 ) -> dict[str, dict[str, Any]]:
     """Return the mean difference after - before of each main number, item by item.
 
-    Its interval is narrower than two separate ones show: an item's difficulty cancels. An item with
-    too few episodes in either result is left out.
+    An item with too few episodes in either result is left out.
     Errors: ValueError if none is left, or if the two have different items or samples.
     """
     table_after, table_before = Table.of(after.slots), Table.of(before.slots)
-    if (table_after.items, table_after.samples.shape) != (
-        table_before.items,
-        table_before.samples.shape,
-    ):
+    unlike = table_after.items != table_before.items
+    if unlike or table_after.samples.shape != table_before.samples.shape:
         raise ValueError(
             "paired evaluations need the same items and samples, got"
             f" {table_before.samples.shape} and {table_after.samples.shape}"
@@ -231,9 +226,7 @@ def ks(largest: int) -> tuple[int, ...]:
 
 def _effort(table: Table, counted: Sequence[Slot], confidence: float) -> dict[str, Any]:
     """Mean reward, turns and tokens to a success, share of actions that changed nothing, and share
-    of episodes that succeed within 1, 2, ... turns.
-
-    None: not known, or nothing succeeded.
+    of episodes that succeed within 1, 2, ... turns. None: not known, or nothing succeeded.
     """
     success = np.column_stack([table.greedy, table.samples])[:, table.main]
     reward = mean_reward(table.reward[:, table.main], table.families, confidence=confidence)
@@ -246,6 +239,11 @@ def _effort(table: Table, counted: Sequence[Slot], confidence: float) -> dict[st
     )
     longest = max((slot.num_turns for slot in counted), default=0)
     won = [slot.num_turns for slot in counted if slot.success]
+
+    def to_one(cost: FloatArray) -> dict[str, Any] | None:
+        spent = to_success(cost[:, table.main], success, table.families, confidence=confidence)
+        return None if spent is None else {**spent, "mean": _json(spent["mean"])}
+
     return {
         "reward": _json(reward),
         **{
@@ -262,10 +260,6 @@ def _effort(table: Table, counted: Sequence[Slot], confidence: float) -> dict[st
     }
 
 
-def _taken(cost: dict[str, Any] | None) -> dict[str, Any] | None:
-    return None if cost is None else {**cost, "mean": _json(cost["mean"])}
-
-
 def _families(table: Table, confidence: float) -> dict[str, Any]:
     """Number of items and success of each family (kind of task), as JSON types."""
     success = np.column_stack([table.greedy, table.samples])[:, table.main]
@@ -274,9 +268,7 @@ def _families(table: Table, confidence: float) -> dict[str, Any]:
 
 
 def _parts(counted: Sequence[Slot]) -> dict[str, Any]:
-    """Mean of each part of the outcome, as environments report it at an episode's end, over the
-    episodes that have this part.
-    """
+    """Mean of each part of the outcome at an episode's end, over the episodes that have it."""
     parts: dict[str, list[float]] = {}
     for slot in counted:
         for name, value in _numbers(slot.info.get(PARTS), ""):
@@ -305,8 +297,7 @@ def _json(interval: Interval | None) -> dict[str, Any] | None:
 def _retried(counted: Sequence[Slot], confidence: float) -> dict[str, Any]:
     """Success of slots that needed another attempt, compared with the others (Fisher's exact test).
 
-    If they differ, the failures did not fall on random episodes. Fewer than FEWEST_RETRIED slots
-    are not tested.
+    If they differ, the failures did not fall on random episodes.
     """
     retried = [slot.success for slot in counted if slot.failed]
     first_tries = [slot.success for slot in counted if not slot.failed]
@@ -334,9 +325,7 @@ def success(
     if no item has enough samples that count.
 
     greedy: [I], samples: [I, n]; 1, 0, or NaN. families: [I].
-    An item with fewer than k samples that count has no estimate and is left out of pass@k and
-    pass^k. `Interval.num_items` counts the rest.
-    Errors: ValueError for any other value or shape.
+    An item with fewer than k samples is left out of pass@k and pass^k. Errors: ValueError.
     """
     rows = per_item(greedy, samples)
     values = np.stack(list(rows.values()))
@@ -357,9 +346,7 @@ def success(
 
 
 def per_item(greedy: FloatArray, samples: FloatArray) -> dict[str, FloatArray]:
-    """Return the values of all items, [I], under the names of `success`; NaN for too few samples.
-    Errors: as `success`.
-    """
+    """Return each item's values under the names of `success`, [I]; NaN for too few samples."""
     if greedy.ndim != 1 or samples.ndim != 2 or len(greedy) != len(samples):
         raise ValueError(
             f"an evaluation is greedy [I] and samples [I, n], got {greedy.shape} and"
@@ -383,9 +370,7 @@ def per_item(greedy: FloatArray, samples: FloatArray) -> dict[str, FloatArray]:
 def mean_reward(
     rewards: FloatArray, families: Families | None = None, *, confidence: float
 ) -> Interval | None:
-    """Return the mean over items of their mean reward, with its interval; None if nothing counts.
-    rewards: [I, n].
-    """
+    """Mean over items of their mean reward [I, n], with its interval; None if nothing counts."""
     values = item_means(rewards)
     if np.isnan(values).all():
         return None
@@ -395,9 +380,8 @@ def mean_reward(
 def ratio(
     part: FloatArray, whole: FloatArray, families: Families | None = None, *, confidence: float
 ) -> Interval | None:
-    """Return the sum of `part` over the sum of `whole`, both [I], with its interval: for example
-    invalid actions over actions, or turns of successes over successes. None if the whole is 0.
-    Items with NaN in either are left out.
+    """Return the sum of `part` over the sum of `whole`, both [I], with its interval, for example
+    invalid actions over actions. None if the whole is 0. Items with NaN in either are left out.
 
     The interval is that of the linearised ratio (Cochran 1977, section 6.4), clustered.
     """
@@ -419,8 +403,9 @@ def to_success(
     *,
     confidence: float,
 ) -> dict[str, Any] | None:
-    """Return the cost of the episodes that succeed, in turns or tokens: mean with interval, median,
-    and their number. cost, samples: [I, n]. None if nothing succeeded or a cost is not known.
+    """Return the cost of successful episodes: mean with interval, median, and their number.
+
+    cost, samples: [I, n]. None if nothing succeeded or a cost is not known.
     """
     won = samples == 1
     if not won.any() or np.isnan(cost[won]).any():
@@ -436,19 +421,17 @@ def by_family(
     samples: FloatArray, families: Families, *, confidence: float
 ) -> dict[str, dict[str, Any]]:
     """Return each family's number of items and success (None if nothing counts), by its name.
-    Its items are the clusters. samples: [I, n]. Items without a family are left out.
+
+    samples: [I, n]. Items are the clusters; those without a family are left out.
     """
     values, family_of = item_means(samples), np.array(families, dtype=object)
     result = {}
     for family in sorted({family for family in families if family is not None}):
         family_values = values[family_of == family]
-        known = not np.isnan(family_values).all()
-        result[family] = {
-            "num_items": len(family_values),
-            "success": clustered_interval(family_values, kind="share", confidence=confidence)
-            if known
-            else None,
-        }
+        interval = None
+        if not np.isnan(family_values).all():
+            interval = clustered_interval(family_values, kind="share", confidence=confidence)
+        result[family] = {"num_items": len(family_values), "success": interval}
     return result
 
 

@@ -1,5 +1,5 @@
-"""Players of an evaluation's missing slots: environments side by side under one budget, or, if the
-evaluation must be repeatable to the bit, one after the other in waves of one size.
+"""Play an evaluation's missing slots: environments side by side under one budget, or, to be
+repeatable to the bit, one after the other in waves of one size.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ class EvaluationStopped(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Playing:
-    """Access to one policy while it and the servers of its environments are open: `attempts` makes
-    the player of an environment's episodes.
-    """
+    """One open policy: `attempts` makes the player of an environment's episodes."""
 
     attempts: Callable[[EpisodeSettings, EnvProtocol], PlaysEpisodes]
     stopped: Callable[[], str] = lambda: ""  # why the policy cannot play more; empty: it can
@@ -62,9 +60,7 @@ class Table:
 
 
 async def play(table: Table, ledger: Ledger) -> None:
-    """Play until no slot is missing, and commit on the way. Finished episodes are always committed.
-    Errors: EvaluationStopped; Fenced, StoreFull.
-    """
+    """Play and commit until no slot is missing. Errors: EvaluationStopped; Fenced, StoreFull."""
     try:
         if table.protocol.deterministic:
             await _in_waves(table, ledger)
@@ -76,9 +72,7 @@ async def play(table: Table, ledger: Ledger) -> None:
 
 
 async def _side_by_side(table: Table, ledger: Ledger) -> None:
-    """Play each environment with as many episodes in flight as its servers allow, and all of them
-    together within the budget.
-    """
+    """Play all environments, each with as many episodes in flight as its servers allow."""
     budget = asyncio.Semaphore(table.protocol.concurrency)
     committing = asyncio.Lock()
 
@@ -98,9 +92,8 @@ async def _side_by_side(table: Table, ledger: Ledger) -> None:
                     await asyncio.to_thread(ledger.write, *ledger.take())
 
     workers = []
-    owed = ledger.owed
     for env_protocol in table.protocol.envs:
-        env_slots = [slot for slot in owed if slot.env == env_protocol.env.name]
+        env_slots = [slot for slot in ledger.owed if slot.env == env_protocol.env.name]
         waiting, attempts = iter(env_slots), table.attempts(env_protocol)
         num_workers = min(env_protocol.most_in_flight, table.protocol.concurrency, len(env_slots))
         workers += [work(waiting, attempts) for _ in range(num_workers)]
@@ -126,9 +119,7 @@ async def _until_stopped(workers: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _in_waves(table: Table, ledger: Ledger) -> None:
-    """Play waves of one size, by environment, greedy episodes first. A committed wave is never
-    played again, and the next waves are the same after a restart.
-    """
+    """Play waves of one size, by environment, greedy episodes first: the same after a restart."""
     for env_protocol in table.protocol.envs:
         size = min(env_protocol.most_in_flight, table.protocol.concurrency)
         for greedy, attempts in table.attempts(env_protocol).items():

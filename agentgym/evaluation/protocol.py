@@ -100,17 +100,13 @@ class EnvProtocol(Section):
                 f"{self.env.name}: env.weight {self.env.weight:g} means nothing in an evaluation,"
                 " where every item is played; leave it out"
             )
-        foreign = [
-            item_id for item_id in self.items.ids if parse_item_id(item_id)[0] != self.env.name
-        ]
-        if foreign or any(parse_item_id(item_id)[1] < 0 for item_id in self.items.ids):
-            name = (
-                foreign or [item_id for item_id in self.items.ids if parse_item_id(item_id)[1] < 0]
-            )[0]
-            raise ValueError(
-                f"items.ids: {name!r} is no item of {self.env.name}; expected {self.env.name}_17"
-                " or alike"
-            )
+        for item_id in self.items.ids:
+            env, task_id = parse_item_id(item_id)
+            if env != self.env.name or task_id < 0:
+                raise ValueError(
+                    f"items.ids: {item_id!r} is no item of {self.env.name}; expected"
+                    f" {self.env.name}_17 or alike"
+                )
         return self
 
     @property
@@ -189,11 +185,10 @@ class EvaluationProtocol(Section):
 def load_protocol(
     name: str, overrides: Mapping[str, Any] | None = None, folder: Path = FOLDER
 ) -> EvaluationProtocol:
-    """Load a protocol from a YAML file, or from NAME.yaml in `folder` by its name.
+    """Load a protocol from a YAML file, or from NAME.yaml in `folder`. Errors: ConfigError.
 
     overrides: fields laid over each environment (`max_turns`, `items`, ...) and over the whole
     (`seed`, ...), by their names.
-    Errors: ConfigError with one line.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
@@ -224,16 +219,16 @@ def protocol_from(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> Eval
 
 
 def owned_protocol(settings: Mapping[str, Any], servers: Sequence[EnvConfig]) -> EvaluationProtocol:
-    """Return the protocol of a recorded evaluation, on the owner's servers. servers: as for
-    `owned_env`.
-    Errors: ConfigError.
+    """Return the protocol of a recorded evaluation, on the owner's servers. Errors: ConfigError.
+
+    servers: as for `owned_env`.
     """
     recorded = protocol_from(settings, {})
-    envs = [
+    envs = tuple(
         env_protocol.model_copy(update={"env": owned_env(env_protocol.env, servers)})
         for env_protocol in recorded.envs
-    ]
-    return recorded.model_copy(update={"envs": tuple(envs)})
+    )
+    return recorded.model_copy(update={"envs": envs})
 
 
 def _over(tree: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
@@ -244,9 +239,7 @@ def _over(tree: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
 def protocol_of_run(
     cfg: RunConfig, envs: Sequence[str], overrides: Mapping[str, Any] | None = None
 ) -> EvaluationProtocol:
-    """Return the protocol of a run's own evaluations, on these environments; one that the run does
-    not have gets its defaults.
-    """
+    """Return the protocol of a run's own evaluations; an unknown environment gets defaults."""
     settings, rollout = cfg.evaluation, cfg.rollout
     known = {env.name: env.model_copy(update={"weight": 1.0}) for env in cfg.envs}
     shared = {
@@ -295,10 +288,8 @@ def _items(env_protocol: EnvProtocol, cfg: RunConfig) -> tuple[Item, ...]:
         splits = load_splits(
             cfg.data.path, env, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
         )
-        items, source = (
-            getattr(splits, chosen.split),
-            f"the {chosen.split} split of {cfg.data.path}",
-        )
+        items = getattr(splits, chosen.split)
+        source = f"the {chosen.split} split of {cfg.data.path}"
     if chosen.num is not None and chosen.num > len(items):
         raise DataError(
             f"{env}: items.num {chosen.num} is more than the {len(items)} items of {source};"

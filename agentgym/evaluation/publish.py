@@ -49,8 +49,7 @@ PAGE = "report.html"
 def register_policy(ctx: StepContext, run_key: str, play_anew: PlayAnew) -> Manifest:
     """Register the checkpoint, let the gate decide whether the alias moves to it, and commit both.
 
-    It is registered once per checkpoint, also after a crash.
-    play_anew: plays a registered version under the gate's protocol.
+    Idempotent per checkpoint. play_anew: plays a registered version under the gate's protocol.
     """
     cfg, store = ctx.cfg, ctx.store
     ctx.progress.start("register the model", 1)
@@ -113,9 +112,7 @@ def _evidence(
     champion: Version | None,
     play_anew: PlayAnew,
 ) -> Evidence:
-    """Return evidence from the runs' own evaluations; play both models anew if these cannot be
-    compared or `gate.protocol` is set.
-    """
+    """Return evidence from the runs' own evaluations, or from playing both models anew."""
     if not cfg.gate.protocol:
         if champion is None:
             return first_evidence(stored_result(store, evaluation))
@@ -292,15 +289,13 @@ def report_files(
             for name, manifest in parents.items()
         },
         confidence=cfg.evaluation.confidence,
-        notes=[*_notes(by_kind), *map(str, committed_alarms(store, trained))],
+        notes=[
+            *by_kind[Kind.PREPARE].results["warnings"],
+            *by_kind[Kind.INITIALIZE].results.get("conversation", []),
+            *map(str, committed_alarms(store, trained)),
+        ],
     )
     return {"learning_curve.png": curve, "evaluation.png": bars, PAGE: page}
-
-
-def _notes(by_kind: Mapping[Kind, Manifest]) -> list[str]:
-    """Return warnings about the data, and notes on how conversations are written."""
-    conversation = by_kind[Kind.INITIALIZE].results.get("conversation", [])
-    return [*by_kind[Kind.PREPARE].results["warnings"], *conversation]
 
 
 def _evaluations(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> dict[str, Manifest]:
@@ -324,27 +319,19 @@ def _compared(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> lis
 
 def _intervals(manifest: Manifest, part: str = "summary") -> dict[str, Interval]:
     """Return an evaluation's intervals, greedy first, without pass@1, which equals avg@n."""
-    rows = manifest.results[part].items()
-    intervals = {
-        name: Interval(**row) for name, row in rows if name not in ("baseline", "pass_at_1")
-    }
-    return dict(sorted(intervals.items(), key=lambda item: item[0] != "greedy"))
+    rows = sorted(manifest.results[part].items(), key=lambda item: item[0] != "greedy")
+    return {name: Interval(**row) for name, row in rows if name not in ("baseline", "pass_at_1")}
 
 
 def _row(manifest: Manifest, title: str) -> EvaluationRow:
-    name = str(manifest.results["checkpoint"]).replace("-", " ")
-    paired = _intervals(manifest, "paired") if "paired" in manifest.results else None
     results = manifest.results
-    failed = _intervals(manifest, FAILED)
     return EvaluationRow(
-        name,
+        str(results["checkpoint"]).replace("-", " "),
         title,
         _intervals(manifest),
-        paired,
-        results["num_items"],
-        results["max_turns"],
-        results["coverage"],
-        failed,
+        _intervals(manifest, "paired") if "paired" in results else None,
+        *(results[name] for name in ("num_items", "max_turns", "coverage")),
+        _intervals(manifest, FAILED),
     )
 
 
@@ -353,16 +340,12 @@ def _curves(store: RunStore, trained: Sequence[Manifest]) -> list[Curve]:
         point for final in trained for point in committed_points(store, final.step, final.key)
     ]
     curves = []
-    for metric, title, smooth in (
-        ("rollout/success", "training, sampled", True),
-        ("validation/success", "validation, sampled", False),
-    ):
-        measured = [
-            (point.step, point.metrics[metric]) for point in points if metric in point.metrics
-        ]
-        curves.append(
-            Curve(title, [step for step, _ in measured], [value for _, value in measured], smooth)
-        )
+    for stage, smooth in (("training", True), ("validation", False)):
+        metric = "validation/success" if stage == "validation" else "rollout/success"
+        measured = [point for point in points if metric in point.metrics]
+        steps = [point.step for point in measured]
+        values = [point.metrics[metric] for point in measured]
+        curves.append(Curve(f"{stage}, sampled", steps, values, smooth))
     return curves
 
 
@@ -405,8 +388,8 @@ def _tokens(result: Result) -> float | None:
 def own_results(store: RunStore, evaluation: Manifest, champion: Version) -> tuple[Result, Result]:
     """Return the champion's and the candidate's result, from their runs' own evaluations.
 
-    evaluation: the candidate's. Errors: Incomparable if the questions differ, or if the champion's
-    result is missing or cannot be read; NumbersChanged.
+    evaluation: the candidate's. Errors: Incomparable, also if the champion's result is missing or
+    cannot be read; NumbersChanged.
     """
     ours = stored_result(store, evaluation)
     theirs = champion.evaluation_in(store)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any, Self
 
 from agentgym.data.items import Splits, splits_from_json
@@ -55,10 +56,7 @@ class Question:
 
 
 def question_asked(config: Mapping[str, Any], splits: Splits) -> Question:
-    """Return the question of an evaluation.
-
-    config: its settings, by dotted path; an older one may lack some.
-    """
+    """Return the question of an evaluation. config: its settings; an older one may lack some."""
     settings = config["evaluation"]
     listed: dict[str, list[str]] = {}
     for item in getattr(splits, settings["split"]):
@@ -93,9 +91,7 @@ def question_of_version(
     stores: Iterable[RunStore], tracker: Tracker, model: str, version: Version
 ) -> Question | None:
     """Return the question of a version: from its tag; else from its evaluation in one of these
-    stores;
-    else only the environments, from its MLflow run. None if nothing is known, or if the store with
-    its evaluation lacks the data step.
+    stores; else only the environments, from its MLflow run. None if unknown.
     """
     try:
         tags = version_tags(tracker, model, version.number)
@@ -113,8 +109,7 @@ def question_of_version(
 def other_question(ours: Question, champions: Question, *, envs_only: bool = False) -> str:
     """Return why a candidate judged on `ours` cannot replace a champion; empty: nothing differs.
 
-    envs_only: both are judged by the gate's own protocol, so only the environments must be the
-    same.
+    envs_only: both are judged by the gate's own protocol, so only the environments are compared.
     """
     unlike = unlike_parts(ours, champions)
     if ours.envs.keys() != champions.envs.keys():
@@ -135,11 +130,7 @@ def unlike_parts(ours: Question, champions: Question) -> list[str]:
     if ours.envs.keys() != champions.envs.keys():
         return [f"its environments are {ours.env_names}, the champion's {champions.env_names}"]
     return [
-        *(
-            line
-            for env in ours.envs
-            for line in _unlike(f"{env}: ", ours.envs[env], champions.envs[env])
-        ),
+        *chain(*(_unlike(f"{env}: ", ours.envs[env], champions.envs[env]) for env in ours.envs)),
         *(
             f"its items of {env} are of another list"
             for env in ours.items.keys() & champions.items.keys()

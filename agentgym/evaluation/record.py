@@ -8,6 +8,7 @@ that counts is never played twice, and only uncommitted episodes are lost.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,7 +61,7 @@ class Ledger:
     make_commit: Commit
     identity: Mapping[str, Any]
     slots: dict[Key, Slot]
-    about: dict[str, Any]
+    about: Mapping[str, Any]
     commit_every_s: float
     chunk_episodes: int
     wall_s: float = 0.0  # of processes before this one
@@ -81,33 +82,29 @@ class Ledger:
         store: RunStore,
         earlier: Sequence[Manifest],
         make_commit: Commit,
-        identity: Mapping[str, Any],
-        slots: Sequence[Slot],
-        about: Mapping[str, Any],
-        **pace: Any,
+        protocol: EvaluationProtocol,
+        plan: Plan,
     ) -> Ledger:
-        """Return the ledger as the earlier commits left it; if there are none, commit the plan.
-
-        pace: `commit_every_s` and `chunk_episodes`.
-        """
+        """Return the ledger as the earlier commits left it; if there are none, commit the plan."""
         ledger = cls(
             make_commit,
-            identity,
-            {key_of(slot): slot for slot in slots},
-            dict(about),
-            **pace,
-            wall_s=earlier[-1].timings.get("wall_s", 0.0) if earlier else 0.0,
+            plan.identity,
+            {key_of(slot): slot for slot in plan.slots},
+            plan.about,
+            # a repeatable evaluation has no commits by time
+            math.inf if protocol.deterministic else protocol.commit_every_s,
+            protocol.chunk_episodes,
+            earlier[-1].timings.get("wall_s", 0.0) if earlier else 0.0,
         )
         if earlier:
-            plan = read_plan(store, earlier[0])
-            identity, ledger.about = plan.identity, dict(plan.about)
+            recorded = read_plan(store, earlier[0])
+            ledger.identity, ledger.about = recorded.identity, recorded.about
             replay(store, earlier, ledger.slots)
             ledger.num_counted = sum(slot.counts for slot in ledger.slots.values())
         else:
-            planned = Plan(tuple(slots), ledger.about, identity)
-            ledger._commit(done=False, records={PLAN: planned.to_bytes()})
+            ledger._commit(done=False, records={PLAN: plan.to_bytes()})
         # keys in one order, also when resumed
-        ledger.identity = json.loads(canonical_json(identity))
+        ledger.identity = json.loads(canonical_json(ledger.identity))
         return ledger
 
     @property
@@ -253,8 +250,9 @@ def examples_of(store: RunStore, commits: Sequence[Manifest]) -> Iterator[Trajec
 
 
 def find(store: RunStore, digest: str) -> Manifest:
-    """Return the newest commit of the evaluation whose key begins with `digest`, of a run or not.
-    Empty: the only one in the store. Errors: ConfigError if there is none or more than one.
+    """Return the newest commit of the evaluation whose key begins with `digest`.
+
+    digest: empty for the only one. Errors: ConfigError if there is none or more than one.
     """
     heads = [head for head in store.heads() if head.step == STEP or RESULT in head.blobs]
     matching = [head for head in heads if head.key.startswith(digest)] if digest else heads
@@ -330,24 +328,14 @@ def to_row(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _schema(pyarrow: Any) -> Any:
-    text, whole, real, flag = (
-        pyarrow.string(),
-        pyarrow.int64(),
-        pyarrow.float64(),
-        pyarrow.bool_(),
-    )
-    turn = pyarrow.struct(
-        {
-            "action": text,
-            "observation": text,
-            "reward": real,
-            "reply": text,
-            "info": text,
-            "generate_s": real,
-            "env_s": real,
-        }
-    )
-    usage = dict.fromkeys(Usage.__slots__, whole)
+    text, whole = pyarrow.string(), pyarrow.int64()
+    real, flag = pyarrow.float64(), pyarrow.bool_()
+    turn = {
+        **dict.fromkeys(("action", "observation"), text),
+        "reward": real,
+        **dict.fromkeys(("reply", "info"), text),
+        **dict.fromkeys(("generate_s", "env_s"), real),
+    }
     return pyarrow.schema(
         {
             **dict.fromkeys(("env", "item_id", "split"), text),
@@ -360,8 +348,8 @@ def _schema(pyarrow: Any) -> Any:
             "temperature": real,
             "max_turns": whole,
             "first_observation": text,
-            "turns": pyarrow.list_(turn),
-            "usage": pyarrow.struct(usage),
+            "turns": pyarrow.list_(pyarrow.struct(turn)),
+            "usage": pyarrow.struct(dict.fromkeys(Usage.__slots__, whole)),
             **dict.fromkeys(("wall_s", "began_s"), real),
         }
     )

@@ -74,9 +74,7 @@ class Promotions:
 
     @property
     def history(self) -> History:
-        """The history that decides: this store's own, unless the registry names another store's.
-        Errors: HistoryElsewhere.
-        """
+        """The history that decides, perhaps in another store. Errors: HistoryElsewhere."""
         tags = model_tags(self.tracker, self.model) or {}
         home = tags.get(HOME + self.alias)
         return Home.from_json(home).deciding(self.own, self._base) if home else self.own
@@ -106,10 +104,8 @@ class Promotions:
             self.tracker.client.set_registered_model_tag(self.model, HOME + self.alias, wanted)
 
     def standing(self, entries: list[Entry]) -> Standing:
-        champion, current = (
-            champion_of(entries),
-            alias_version(self.tracker, self.model, self.alias),
-        )
+        champion = champion_of(entries)
+        current = alias_version(self.tracker, self.model, self.alias)
         if champion is None:
             return Standing(None, current)
         number = self.number_of(champion)
@@ -157,9 +153,7 @@ class Promotions:
         return {"store": home.store, "host": home.host}
 
     def evidence_store(self, decision: Mapping[str, Any]) -> RunStore | None:
-        """Return the store with the evidence of a decision; None if none is named, or it cannot be
-        read from here.
-        """
+        """Return the store with a decision's evidence; None if unnamed or not readable."""
         location = decision.get(MADE_IN)
         return Home(**location, began="").opened(self.own.store, self._base) if location else None
 
@@ -194,7 +188,7 @@ class Promotions:
                 if recorded is not None:
                     return recorded
             if candidate.is_same(standing.champion):
-                return _same(candidate, standing)
+                return _unrecorded(candidate, standing.champion, "it is this model, evaluated anew")
             unlike = self._unlike(candidate, standing.champion, rules, question)
             evidence = (
                 Evidence({}, True, obstacle=unlike) if unlike else evidence_for(standing.champion)
@@ -215,9 +209,7 @@ class Promotions:
         rules: GateConfig,
         question: Question | None,
     ) -> str:
-        """Return why the candidate was judged on another question than the champion; empty: it was
-        not.
-        """
+        """Return why candidate and champion have different questions; empty: they do not."""
         champion_question = self.question(champion) if champion is not None else None
         if champion_question is None:
             return ""
@@ -231,9 +223,8 @@ class Promotions:
         return next(filter(None, reasons), "")
 
     def misplaced(self) -> str:
-        """Return a line about the first decision that moved the alias between versions evaluated
-        on different questions, as only earlier releases could. Empty if there is none since the
-        last forced move or rollback.
+        """Return a line about the first decision since the last move by hand that took the alias
+        between different questions, as only earlier releases could; empty if there is none.
         Errors: HistoryElsewhere.
         """
         broken = ""
@@ -241,22 +232,16 @@ class Promotions:
             if entry.kind in BY_HAND:
                 broken = ""
             elif entry.moved and entry.before is not None and not broken:
-                question_after, question_before = (
-                    self.question(version) for version in (entry.candidate, entry.before)
-                )
-                if (
-                    question_after is None
-                    or question_before is None
-                    or not (unlike := unlike_parts(question_after, question_before))
-                ):
-                    continue
+                ours, theirs = self.question(entry.candidate), self.question(entry.before)
+                unlike = unlike_parts(ours, theirs) if ours and theirs else []
                 before, after = entry.before.number, entry.candidate.number
-                broken = (
-                    f"{self.model}@{self.alias}: decision {entry.number} took it from version"
-                    f" {before} and gave it to version {after}, though {'; '.join(unlike)}."
-                    f" `agentgym rollback --to {before} --set"
-                    f" 'registry.model_name={self.model}'` gives it back"
-                )
+                if unlike:
+                    broken = (
+                        f"{self.model}@{self.alias}: decision {entry.number} took it from version"
+                        f" {before} and gave it to version {after}, though {'; '.join(unlike)}."
+                        f" `agentgym rollback --to {before} --set"
+                        f" 'registry.model_name={self.model}'` gives it back"
+                    )
         return broken
 
     def question(self, version: Version) -> Question | None:
@@ -305,9 +290,7 @@ class Promotions:
             return self._add(opened, entry)
 
     def roll_back(self, to: str | None, why: str) -> Entry:
-        """Move the alias back to its previous version, or to an earlier one `to`, and record this.
-        Errors: ConfigError if there is none, or it is gone.
-        """
+        """Move the alias back to its previous version or to an earlier one. Errors: ConfigError."""
         entries = self.history.entries()
         holders = [entry.after for entry in entries if entry.after is not None]
         now = champion_of(entries)
@@ -331,9 +314,7 @@ class Promotions:
         return self.force(target, why, "rolled back")
 
     def restore(self) -> None:
-        """Bring MLflow to the history's state, if the registry was recreated or the last entry did
-        not get there. Errors: HistoryElsewhere.
-        """
+        """Bring MLflow to the history's state, if it lacks this. Errors: HistoryElsewhere."""
         history = self.history
         entries = history.entries()
         standing = self.standing(entries)
@@ -347,12 +328,10 @@ class Promotions:
         """Return an entry for a candidate that cannot be decided on here; it is in no history."""
         number = alias_version(self.tracker, self.model, self.alias)
         holder = self.version(number) if number is not None else None
-        return Entry("found", "", candidate, holder, holder, me(), time.time(), why)
+        return _unrecorded(candidate, holder, why)
 
     def _adopt(self, opened: OpenHistory) -> None:
-        """Record the alias's current holder as the first entry, if the registry is older than its
-        history.
-        """
+        """Record the alias's holder as the first entry if the history is empty."""
         number = None if opened.entries else alias_version(self.tracker, self.model, self.alias)
         if number is None:
             return
@@ -389,6 +368,11 @@ class Promotions:
             opened.settle()
 
 
+def _unrecorded(candidate: Version, holder: Version | None, why: str) -> Entry:
+    """Return an entry that changes nothing and is in no history."""
+    return Entry("found", "", candidate, holder, holder, me(), time.time(), why)
+
+
 def version_of(number: str, tags: Mapping[str, str]) -> Version:
     """Return the version that its tags in the registry describe."""
     evaluation = {
@@ -405,15 +389,9 @@ def version_of(number: str, tags: Mapping[str, str]) -> Version:
     )
 
 
-def _same(candidate: Version, standing: Standing) -> Entry:
-    why = "it is this model, evaluated anew"
-    champion = standing.champion
-    return Entry("found", "", candidate, champion, champion, me(), time.time(), why)
-
-
 def fetch_registered(promotions: Promotions, number: str, folder: Path) -> tuple[Path, str]:
-    """Copy a version's files below `folder` and compare them with the commit that registered it, or
-    with the last decision on it.
+    """Copy a version's files and compare them with the commit that registered it, or with the last
+    decision on it.
 
     Result: their path, and the reason if they could not be compared; empty: they were.
     Errors: LookupError if there is no such version; ModelChanged.

@@ -1,4 +1,4 @@
-"""Rows and curves of a report, and its two figures. Pure functions of numbers, no files.
+"""Rows, curves and figures of a report, and an evaluation as lines for a terminal and as one page.
 
 matplotlib is imported inside the figures (it is slow) and used through its Figure class, so no
 global state is touched.
@@ -23,10 +23,7 @@ from agentgym.types import Trajectory, Usage
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRow:
-    """One checkpoint's evaluation.
-
-    Rows are in order of training; the others are compared with the first.
-    """
+    """One checkpoint's evaluation. Rows are in order of training and compared with the first."""
 
     name: str  # short, for the figure
     title: str  # for the table
@@ -61,8 +58,7 @@ def learning_curve_png(
     stages: Sequence[Stage],
     evaluations: Mapping[str, tuple[int, Interval]],
 ) -> bytes:
-    """Draw success over optimizer steps on one axis: stages shaded, evaluations as points with
-    their intervals.
+    """Draw success over optimizer steps, with shaded stages and evaluations as points.
 
     evaluations: title -> (step, success).
     """
@@ -211,14 +207,10 @@ def headline(result: Result) -> list[str]:
     for env, numbers in result.numbers.items():
         lines.append(f"{env}: {', '.join(_numbers(numbers['summary']))}")
         lines.append(f"  failed as failures: {', '.join(_numbers(numbers[FAILED]))}")
+        played, num_slots = numbers["num_played"], numbers["num_slots"]
         lines.append(
-            f"  coverage {numbers['coverage']:.1%}: {numbers['num_counted']} of"
-            f" {numbers['num_slots']} episodes count"
-            + (
-                f", {numbers['num_played']} played"
-                if numbers["num_played"] < numbers["num_slots"]
-                else ""
-            )
+            f"  coverage {numbers['coverage']:.1%}: {numbers['num_counted']} of {num_slots}"
+            f" episodes count{f', {played} played' if played < num_slots else ''}"
         )
     return lines
 
@@ -240,13 +232,12 @@ def notes(result: Result) -> Iterator[str]:
             yield (
                 f"{env}: {retried['num']} episodes that count needed another attempt; they succeed"
                 f" in {percent(retried['success'])}, the others in"
-                f" {percent(retried['success_of_first_tries'] or 0.0)}"
-                + (
-                    f". They differ (p = {retried['p_value']:.3g}): the failures changed which"
-                    " episodes were seen."
-                    if retried["differs"]
-                    else "."
-                )
+                f" {percent(retried['success_of_first_tries'] or 0.0)}."
+            ) + (
+                f" They differ (p = {retried['p_value']:.3g}): the failures changed which episodes"
+                " were seen."
+                if retried["differs"]
+                else ""
             )
 
 
@@ -274,9 +265,8 @@ def failures(result: Result) -> list[tuple[str, int, str, str]]:
 
 
 def usage_facts(result: Result) -> dict[str, str]:
-    """Return calls, tokens and cost; unknown numbers stay unknown.
-
-    Cached tokens of our own engine are left out: they depend on its other work, not on the policy.
+    """Return calls, tokens and cost, without our own engine's cached tokens: these depend on its
+    other work, not on the policy.
     """
     usage, tokens = result.usage, result.usage.known
     if "engine" in result.identity.get("policy", {}):
@@ -293,10 +283,7 @@ def usage_facts(result: Result) -> dict[str, str]:
 
 
 def render(result: Result, examples: Iterable[Trajectory]) -> dict[str, bytes]:
-    """Return the page (HTML) and the figure (PNG), by file name. The figure has a row for each
-    environment and shows the success rates that all of them have; without such a rate there is
-    none.
-    """
+    """Return the page and a figure of the success rates that all environments have, if any."""
     shown = {
         env: {
             key: Interval(**row)

@@ -31,9 +31,7 @@ class ResultError(ValueError):
 
 
 class Outcome(StrEnum):
-    """Outcome of one (environment, item, sample) of an evaluation. The first two enter the score;
-    the others are left out of it, they do not count as 0.
-    """
+    """Outcome of a slot. The first two enter the score, the others do not, not even as 0."""
 
     SCORED = "scored"  # the environment ended the episode
     TRUNCATED = "truncated"  # it was cut: turns, context, or the simulator's own limit
@@ -205,10 +203,7 @@ class Result:
     def outcomes(self) -> dict[str, int]:
         """Number of slots with each outcome; `not_played` for those without one."""
         counts = Counter(slot.outcome for slot in self.slots)
-        return {
-            **{str(outcome): counts[outcome] for outcome in Outcome},
-            "not_played": counts[None],
-        }
+        return {str(out): counts[out] for out in Outcome} | {"not_played": counts[None]}
 
     @property
     def usage(self) -> Usage:
@@ -324,9 +319,8 @@ def families_of(slots: Iterable[Slot]) -> tuple[str | None, ...]:
 def outcome_table(
     slots: Iterable[Slot],
 ) -> tuple[tuple[str, ...], NDArray[np.float64], NDArray[np.float64]]:
-    """Return one environment's item ids [I], greedy [I] and samples [I, n].
-
-    Success is 1 or 0, NaN if the slot does not count. Without greedy episodes, all greedy is NaN.
+    """Return one environment's item ids [I], greedy [I] and samples [I, n]: success as 1 or 0, NaN
+    if the slot does not count or is missing.
     """
     slots = list(slots)
     rows = {item: row for row, item in enumerate(dict.fromkeys(slot.item_id for slot in slots))}

@@ -1,6 +1,4 @@
-"""Evaluations as the store has them. A result is computed from the stored episodes wherever it is
-read; the file on record must agree with it.
-"""
+"""Results of stored evaluations, computed from their episodes; a recorded result must agree."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ def plan_of(store: RunStore, commits: Sequence[Manifest]) -> Plan:
 
 
 def played_slots(store: RunStore, plan: Plan, commits: Sequence[Manifest]) -> tuple[Slot, ...]:
-    """Return every slot of the plan with its outcome. Errors: NumbersChanged if an episode is not
-    in the plan.
-    """
+    """Return the plan's slots as played. Errors: NumbersChanged for an unplanned episode."""
     slots = {key_of(slot): slot for slot in plan.slots}
     try:
         replay(store, commits, slots)
@@ -108,16 +104,9 @@ def _unlike(recorded: Result, result: Result) -> str:
 
 def _unlike_numbers(recorded: Any, ours: Any, path: str) -> str:
     if isinstance(recorded, Mapping) and isinstance(ours, Mapping):
-        return next(
-            filter(
-                None,
-                (
-                    _unlike_numbers(recorded[k], ours[k], f"{path} {k}")
-                    for k in recorded.keys() & ours
-                ),
-            ),
-            "",
-        )
+        names = recorded.keys() & ours
+        unlike = (_unlike_numbers(recorded[name], ours[name], f"{path} {name}") for name in names)
+        return next(filter(None, unlike), "")
     if isinstance(recorded, float | int) and isinstance(ours, float | int):
         same = math.isclose(recorded, ours, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     else:
@@ -137,14 +126,10 @@ def _earlier_plan(store: RunStore, final: Manifest) -> Plan:
         if parse_item_id(item_id)[0] == env
         for sample in range(settings.num_samples + 1)
     )
-    env_settings = {
-        "num_samples": settings.num_samples,
-        "greedy": True,
-        "max_turns": settings.max_turns,
-    }
+    rest = {"num_samples": settings.num_samples, "greedy": True, "max_turns": settings.max_turns}
     protocol = protocol_from(
         {
-            "envs": [{**env_settings, "env": {"name": env}} for env in envs],
+            "envs": [{**rest, "env": {"name": env}} for env in envs],
             "confidence": settings.confidence,
             "min_coverage": settings.min_coverage,
         },

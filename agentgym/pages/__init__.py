@@ -164,8 +164,7 @@ def duration(seconds: float) -> str:
 
 
 def size(text: object) -> str:
-    count = len(str(text))
-    return f"{count:,} characters"
+    return f"{len(str(text)):,} characters"
 
 
 def picture_data(png: bytes) -> str:
@@ -174,17 +173,9 @@ def picture_data(png: bytes) -> str:
 
 
 FILTERS: dict[str, Callable[..., Any]] = {
-    "shown": shown,
-    "marked": marked,
-    "is_cut": is_cut,
-    "number": number,
-    "percent": percent,
-    "points": points,
-    "estimate": estimate,
-    "gain": gain,
-    "label": label,
-    "moment": moment,
-    "duration": duration,
-    "size": size,
-    "picture_data": picture_data,
+    function.__name__: function
+    for function in (
+        *(shown, marked, is_cut, number, percent, points, estimate, gain, label, moment),
+        *(duration, size, picture_data),
+    )
 }

@@ -19,7 +19,6 @@ from agentgym.evaluation.evaluator import (
     conclude,
     identity_of,
     open_local,
-    pace,
     play_owed,
     show_progress,
     slots_of,
@@ -33,7 +32,7 @@ from agentgym.evaluation.protocol import (
     owned_protocol,
     protocol_of_run,
 )
-from agentgym.evaluation.record import STEP, Ledger, attempts_of, find, read_plan
+from agentgym.evaluation.record import STEP, Ledger, Plan, attempts_of, find, read_plan
 from agentgym.evaluation.result import Result, digest_of
 from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.contenders import Invited, contender_of, invite, playing_config
@@ -149,10 +148,12 @@ def _evaluate(
                 store,
                 store.history(STEP, digest),
                 commit,
-                identity,
-                slots_of(protocol, items, tasks),
-                about(protocol, contender, instructions, lines),
-                **pace(protocol),
+                protocol,
+                Plan(
+                    slots_of(protocol, items, tasks),
+                    about(protocol, contender, instructions, lines),
+                    identity,
+                ),
             )
             show_progress(progress, f"evaluate {contender.about}"[:34], ledger)
             for line in lines:
