@@ -15,14 +15,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from decisions import ITEMS_SD, SUCCESS, Case, drawn_pair
+from decisions import ITEMS_SD, SUCCESS, Case, drawn_pair, upper_bound
 from harness import ROOT, parser_of, simulated, write
 from intervals import middle
 
 from agentgym.config import GateConfig, load_config
 from agentgym.evaluation.compare import Pair
 from agentgym.evaluation.gate import Evidence, judge
-from agentgym.evaluation.intervals import family_codes, wilson_interval
+from agentgym.evaluation.intervals import family_codes
 
 CONFIDENCE, MOST_FALSE = 0.95, 0.06  # limit of each design's false promotions, upper bound
 GAINS = (-0.05, 0.0, 0.05, 0.1)
@@ -46,7 +46,7 @@ def simulate(
     shares = {
         verdict: round(verdicts[verdict] / num, 4) for verdict in ("PROMOTE", "HOLD", "REJECT")
     }
-    upper = wilson_interval(verdicts["PROMOTE"], num, CONFIDENCE).high
+    upper = upper_bound(verdicts["PROMOTE"], num)
     return {**asdict(case), **shares, "promote_upper": round(upper, 4)}
 
 

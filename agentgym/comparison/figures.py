@@ -118,9 +118,7 @@ def lines_png(
 
 
 def curves_png(table: Table) -> bytes | None:
-    """Draw validation success against its cost: a line of panels per recipe, a panel per cost.
-    None if nothing was validated.
-    """
+    """Draw validation success against its cost, a panel per recipe and cost; None without any."""
     from matplotlib.ticker import PercentFormatter
 
     lines = _panel_lines(
@@ -165,21 +163,14 @@ def curves_png(table: Table) -> bytes | None:
 
 
 def _panel_lines(rows: Sequence[RowJson]) -> dict[str, list[RowJson]]:
-    """Return title -> rows drawn together: the horizons of one recipe, the rows of one group, and
-    the recipes with one horizon.
-    """
+    """Return title -> rows drawn together: of one recipe, of one group, or the other recipes."""
     lines: dict[str, list[RowJson]] = {}
     for row in rows:
-        alike = [
-            other
-            for other in rows
-            if (other["recipe"], other["group"]) == (row["recipe"], row["group"])
-        ]
-        title = (
-            row["name"]
-            if row["group"] and len(alike) == 1
-            else row["group"] or (row["recipe"] if len(alike) > 1 else _OTHERS)
-        )
+        recipe, group = row["recipe"], row["group"]
+        num_alike = sum((other["recipe"], other["group"]) == (recipe, group) for other in rows)
+        title = group or (recipe if num_alike > 1 else _OTHERS)
+        if group and num_alike == 1:
+            title = row["name"]
         lines.setdefault(title, []).append(row)
     return dict(
         sorted(lines.items(), key=lambda item: (bool(item[1][0]["group"]), item[0] == _OTHERS))
@@ -189,19 +180,14 @@ def _panel_lines(rows: Sequence[RowJson]) -> dict[str, list[RowJson]]:
 def _series(row: RowJson, together: Sequence[RowJson]) -> str:
     """Return a row's label among the rows drawn together: horizon, recipe, or its name."""
     for field, other in (("horizon", "recipe"), ("recipe", "horizon")):
-        alike, apart = (
-            {other_row[other] for other_row in together},
-            {other_row[field] for other_row in together},
-        )
+        alike, apart = ({one[name] for one in together} for name in (other, field))
         if len(alike) == 1 and len(apart) == len(together) and all(apart):
             return str(row[field])
     return str(row["name"])
 
 
 def _colour_table(lines: Mapping[str, Sequence[RowJson]]) -> dict[str, tuple[str, str]]:
-    """Return one colour and marker per horizon, the same in every panel; other names get the free
-    ones.
-    """
+    """Return a colour and marker per horizon, the same in every panel, and free ones for others."""
     table: dict[str, tuple[str, str]] = {}
     for rows in lines.values():
         names = [_series(row, rows) for row in rows]
@@ -238,9 +224,7 @@ def _thousands(value: float, _: Any) -> str:
 
 
 def _places(rows: Sequence[RowJson]) -> list[float]:
-    """Return each row's position, from the top, with a gap around the rows of one recipe and
-    between groups.
-    """
+    """Return each row's position, from the top, with a gap around recipes and groups."""
     blocks = [(row["group"], row["recipe"]) for row in rows]
     alone = [
         (group, "" if not group and blocks.count((group, recipe)) == 1 else recipe)

@@ -1,5 +1,5 @@
-"""Presentation of a comparison whose columns are environments: the published tables, algorithm by
-environment and method by environment, and their figures.
+"""Files of a comparison, and its presentation as a grid if its columns are environments: the
+published tables, algorithm by environment and method by environment, and their figures.
 
 Pure functions of the result of `results.table`.
 """
@@ -19,6 +19,7 @@ from agentgym.comparison.overview import (
     markdown,
     spread_of,
     text_of_rows,
+    titles_of,
 )
 from agentgym.evaluation.intervals import FEWEST_SEEDS
 from agentgym.pages import gain, label
@@ -70,9 +71,7 @@ def cells_of_table(table: Table) -> Cells:
 
 
 def shared_keys(rows: Sequence[RowJson]) -> list[str]:
-    """Return the names of the numbers that every cell has, in the first cell's order; if none is
-    shared, all of the first cell's.
-    """
+    """Return the names of the numbers that every cell has; if none is shared, the first cell's."""
     keys = [key for key in rows[0]["success"] if all(key in row["success"] for row in rows)]
     return keys or list(rows[0]["success"])
 
@@ -124,15 +123,13 @@ def _table(
 ) -> str:
     """Return a Markdown table with a line per method and a column per environment.
 
-    text_of: gives the text of a cell; first: environment -> text of a first line, which is named
-    *start*. None: no such line.
+    text_of: gives the text of a cell; first: environment -> text of a first line, *start*.
     """
     envs = table["environments"]
     lines = [["*start*", "", *(first.get(env, "") for env in envs)]] if first else []
     for method, by_env in cells_of_table(table).items():
         row = next(iter(by_env.values()))
-        plain = method == " ".join(filter(None, (row["recipe"], row["horizon"])))
-        names = [literal(row["recipe"] if plain else method), literal(row["horizon"])]
+        names = titles_of(row, method)
         lines.append([*names, *(text_of(by_env[env]) if env in by_env else "" for env in envs)])
     return markdown(["recipe", "horizon", *map(literal, envs)], lines, right=2)
 
@@ -181,9 +178,8 @@ def _cost(cost: Mapping[str, Sequence[float]]) -> str:
         values = cost.get(axis, ())
         if axis in units and values and any(values):
             mean = sum(values) / len(values)
-            parts.append(
-                f"{mean:,.0f} {units[axis]}" if mean >= 100 else f"{mean:.3g} {units[axis]}"
-            )
+            text = f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}"
+            parts.append(f"{text} {units[axis]}")
     return ", ".join(parts)
 
 

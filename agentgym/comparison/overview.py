@@ -30,16 +30,12 @@ AXES = {
 
 
 def literal(name: str) -> str:
-    """Escape a name from a comparison's file: it adds no tag, link, image or further cell to the
-    Markdown around it.
-    """
+    """Escape a name from a comparison's file: it adds no tag, link, image or cell to Markdown."""
     return " ".join(name.split()).replace("<", "&lt;").replace("](", "]\\(").replace("|", "\\|")
 
 
 def text_of_rows(table: Table) -> list[str]:
-    """Return success in percent, one row per recipe and horizon; then the contrasts, and how to
-    read both.
-    """
+    """Return success in percent by recipe and horizon; the contrasts; and how to read both."""
     contrasts = [_contrasts(table["contrasts"])] if table["contrasts"] else []
     return [_results(table["rows"]), *contrasts, _reading(table)]
 
@@ -57,14 +53,14 @@ def _results(rows: Sequence[RowJson]) -> str:
             lines.append(["*start*", "", *(spread_of(start[key]) for key in keys), "", "", "", ""])
             shown_start = start
         spreads = [spread_of(row["success"][key]) for key in keys]
-        lines.append([*_titles(row), *spreads, *_gains(row, average)])
+        lines.append([*titles_of(row, row["name"]), *spreads, *_gains(row, average)])
     return markdown(head, lines, right=2)
 
 
-def _titles(row: RowJson) -> tuple[str, str]:
-    """Return the two first columns: recipe and horizon, if the row is only these; else its name."""
-    plain = row["name"] == " ".join(filter(None, (row["recipe"], row["horizon"])))
-    return literal(row["recipe"] if plain else row["name"]), literal(row["horizon"])
+def titles_of(row: RowJson, name: str) -> tuple[str, str]:
+    """Return the two first columns: recipe and horizon, if `name` is only these; else the name."""
+    plain = name == " ".join(filter(None, (row["recipe"], row["horizon"])))
+    return literal(row["recipe"] if plain else name), literal(row["horizon"])
 
 
 def _gains(row: RowJson, average: str) -> list[str]:
@@ -99,9 +95,7 @@ def _contrasts(contrasts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _limit(contrast: Mapping[str, Any], average: str) -> str:
-    """Return `ceiling` or `floor` if both rows are too near it for a difference to show, with
-    ` (greedy)` if only their greedy success is; else nothing.
-    """
+    """Return `ceiling` or `floor`, with ` (greedy)` if only of greedy success; else nothing."""
     limits = contrast.get("limit", {})
     if limits.get(average):
         return str(limits[average])
@@ -146,9 +140,7 @@ def spread_of(estimate: Mapping[str, Any]) -> str:
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, right: int) -> str:
-    """Return a Markdown table, padded so that it also reads as plain text. right: the first
-    right-aligned column.
-    """
+    """Return a Markdown table, padded for plain text. right: the first right-aligned column."""
     rows = [head, *lines]
     widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(head))]
     rule = [

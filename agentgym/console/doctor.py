@@ -1,4 +1,4 @@
-"""Checks of what runs need on this machine, each with the way to get what is missing."""
+"""What runs need on this machine, with the way to get what is missing, and the machine's speed."""
 
 from __future__ import annotations
 
@@ -114,12 +114,8 @@ def _torch() -> Finding:
     import torch
 
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return Finding(
-        "torch",
-        True,
-        f"{torch.__version__}, {', '.join(devices) or 'no CUDA device: runs on the CPU'}",
-        needed=True,
-    )
+    text = f"{torch.__version__}, {', '.join(devices) or 'no CUDA device: runs on the CPU'}"
+    return Finding("torch", True, text, needed=True)
 
 
 def _vllm(cfg: RunConfig) -> Finding:
@@ -144,19 +140,13 @@ def _environments(served: set[str]) -> list[Finding]:
         encoding="utf-8",
     )
     if listing.returncode != 0:
-        return [
-            Finding("environments", False, listing.stderr.strip().rpartition("\n")[2], needed=True)
-        ]
-    rows = [json.loads(line) for line in listing.stdout.splitlines()]
-    return [
-        Finding(
-            row["name"],
-            not row["missing"],
-            row["missing"] or "can be served",
-            row["name"] in served,
-        )
-        for row in rows
-    ]
+        text = listing.stderr.strip().rpartition("\n")[2]
+        return [Finding("environments", False, text, needed=True)]
+    findings = []
+    for row in map(json.loads, listing.stdout.splitlines()):
+        name, why = row["name"], row["missing"]
+        findings.append(Finding(name, not why, why or "can be served", name in served))
+    return findings
 
 
 def _command(name: str, install: str, why: str) -> Finding:
@@ -180,11 +170,7 @@ def reference_s() -> float:
     tokens, hidden, wide = SHAPE
     states = torch.ones(tokens, hidden)
     up, down = torch.ones(hidden, wide) / wide, torch.ones(wide, hidden) / wide
-    message = {
-        "turn": 1,
-        "observation": "see: red ball 3 ahead 1 left",
-        "reward": 0.0,
-    }
+    message = {"turn": 1, "observation": "see: red ball 3 ahead 1 left", "reward": 0.0}
     began = time.perf_counter()
     for _ in range(ROUNDS):
         states = (states @ up) @ down

@@ -39,7 +39,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -87,22 +86,6 @@ def curves(n: FloatArray, c: FloatArray, max_k: int) -> tuple[FloatArray, FloatA
     none = np.cumprod(np.maximum(n[:, None] - c[:, None] - drawn, 0.0) / left, axis=1)
     every = np.cumprod(np.maximum(c[:, None] - drawn, 0.0) / left, axis=1)
     return np.asarray(1.0 - none, dtype=np.float64), np.asarray(every, dtype=np.float64)
-
-
-def wilson_interval(successes: int, n: int, confidence: float) -> Interval:
-    """Wilson score interval of a proportion. Source: Wilson 1927, without continuity correction."""
-    if not 0 <= successes <= n or n < 1:
-        raise ValueError(
-            f"a proportion needs 0 <= successes <= n and n >= 1, got {successes} of {n}"
-        )
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    p = successes / n
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    # at 0 and n the bound equals p in exact arithmetic; rounding must not put it on the wrong side
-    return Interval(
-        p, float(min(max(centre - half, 0.0), p)), float(max(min(centre + half, 1.0), p)), n
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,12 +246,8 @@ def _effort(table: Table, counted: Sequence[Slot], confidence: float) -> dict[st
 
     return {
         "reward": _json(reward),
-        **{
-            f"{name}_to_success": _taken(
-                to_success(cost[:, table.main], success, table.families, confidence=confidence)
-            )
-            for name, cost in (("turns", table.turns), ("tokens", table.tokens))
-        },
+        "turns_to_success": to_one(table.turns),
+        "tokens_to_success": to_one(table.tokens),
         "invalid_actions": _json(invalid),
         "success_within_turns": [
             round(sum(turns <= budget for turns in won) / len(counted), 6)

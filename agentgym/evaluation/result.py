@@ -337,11 +337,8 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
     Empty: the results can be compared.
     """
-    return _differences(
-        {name: value for name, value in ours.items() if name != "policy"},
-        {name: value for name, value in theirs.items() if name != "policy"},
-        "",
-    )
+    ours, theirs = ({**side, "policy": None} for side in (ours, theirs))
+    return _differences(ours, theirs, "")
 
 
 def _differences(ours: Any, theirs: Any, path: str) -> list[str]:

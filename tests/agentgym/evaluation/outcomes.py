@@ -2,9 +2,18 @@
 
 import math
 
+from scipy.stats import binomtest
+
+from agentgym.evaluation.intervals import Interval
 from agentgym.evaluation.result import Outcome, Result, Slot
 
 NAN = float("nan")
+
+
+def wilson(successes, n):
+    """Wilson's 95 % interval of a proportion, by scipy."""
+    bounds = binomtest(successes, n).proportion_ci(0.95, "wilson")
+    return Interval(successes / n, bounds.low, bounds.high, n)
 
 
 def result_of(greedy, samples, families=None, envs=None):

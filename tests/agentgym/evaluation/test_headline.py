@@ -5,9 +5,9 @@ those of every evaluation.
 import numpy as np
 import pytest
 
-from agentgym.evaluation.intervals import FAILED, Interval, clustered_interval, wilson_interval
+from agentgym.evaluation.intervals import FAILED, Interval, clustered_interval
 from agentgym.evaluation.numbers import headline, metrics_of, paired, success
-from tests.agentgym.evaluation.outcomes import NAN, result_of
+from tests.agentgym.evaluation.outcomes import NAN, result_of, wilson
 
 
 def summary(greedy, samples, k, families=None):
@@ -29,7 +29,7 @@ def test_a_summary_has_the_numbers_worked_out_on_paper():
     samples = np.array([[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]], dtype=float)
     found = summary(greedy, samples, k=(1, 2, 4))
     assert list(found) == ["greedy", "avg_at_4", "pass_at_1", "pass_at_2", "pass_at_4"]
-    assert bounds(found["greedy"]) == pytest.approx(bounds(wilson_interval(3, 4, 0.95)))
+    assert bounds(found["greedy"]) == pytest.approx(bounds(wilson(3, 4)))
     assert found["avg_at_4"].mean == pytest.approx(7 / 16)
     assert found["pass_at_1"].mean == pytest.approx(7 / 16)
     assert found["pass_at_2"].mean == pytest.approx((1 / 2 + 0 + 5 / 6 + 1) / 4)
@@ -40,7 +40,7 @@ def test_a_failed_environment_is_left_out_and_never_a_zero():
     greedy = np.array([1.0, NAN, 1.0])
     samples = np.array([[1, NAN, 1], [0, 1, 0], [NAN, NAN, NAN]])
     found = summary(greedy, samples, k=(2, 3))
-    assert bounds(found["greedy"]) == pytest.approx(bounds(wilson_interval(2, 2, 0.95)))
+    assert bounds(found["greedy"]) == pytest.approx(bounds(wilson(2, 2)))
     # a zero would give (2/3 + 1/3 + 0) / 3
     assert found["avg_at_3"].mean == pytest.approx((1 + 1 / 3) / 2)
     assert found["avg_at_3"].num_items == 2
