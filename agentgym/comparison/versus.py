@@ -49,12 +49,6 @@ class NamedResult:
     folder: Path | None = None  # of its files
 
 
-def is_result(word: str) -> bool:
-    """Return True if a word of the command line is a result's file or a folder with one."""
-    path = Path(word)
-    return path.name == RESULT or (path.is_dir() and (path / RESULT).is_file())
-
-
 def find_result(word: str, cfg: RunConfig) -> NamedResult:
     """Return a result: by the beginning of an evaluation's digest, by a step of a run (`:stage-3`,
     `RUN:stage-3`: the run's own evaluation of it), or by a folder or its result.json. A file from
@@ -62,7 +56,7 @@ def find_result(word: str, cfg: RunConfig) -> NamedResult:
     """
     path, files = Path(word), cfg.state_dir / "evaluations"
     try:
-        if is_result(word):
+        if path.name == RESULT or (path.is_dir() and (path / RESULT).is_file()):
             folder = path.parent if path.name == RESULT else path
             if folder.resolve().parent != files.resolve():
                 loaded = Result.load(path)

@@ -9,9 +9,8 @@ P-values are corrected for the number of environments (Holm).
 
 All budgets (turns, sampled tokens, seconds) are read from one evaluation at the largest horizon. A
 policy that does not know its number of turns plays the first h of them alike whatever the horizon
-is, so an episode cut after h turns is the episode of a separate run at h: the same tokens, by the
-same random numbers, the same rewards. `tests/agentgym/evaluation/test_scaling.py` compares both to
-the bit, and `obstacle` detects policies that do know their horizon.
+is, so its episode cut after h turns is that of a separate run at h. `obstacle` detects others, and
+`tests/agentgym/evaluation/test_scaling.py` compares both runs to the bit.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from scipy.special import stdtrit
 from scipy.stats import binomtest
 
 from agentgym.evaluation.intervals import (
+    FloatArray,
     Interval,
     Moments,
     clustered_intervals,
@@ -36,11 +36,10 @@ from agentgym.evaluation.intervals import (
 )
 from agentgym.evaluation.numbers import item_means
 from agentgym.evaluation.result import Result, Slot, differences, families_of, outcome_table
-from agentgym.types import Status, Trajectory
 
-FloatArray = NDArray[np.float64]
 Verdict = Literal["better", "worse", "not shown"]
 POWER = 0.8  # power at which a difference would have been shown
+NUM_BUDGETS = 20  # of tokens or seconds, up to those of the most expensive success
 MAX_SHOWN = 12  # most differences of two questions that an error lists
 
 
@@ -152,11 +151,9 @@ def mcnemar_exact(
     return float(binomtest(won, won + lost, 0.5, alternative).pvalue) if won + lost else 1.0
 
 
-def detectable_difference(
-    gain: Moments, confidence: float, power: float = POWER
-) -> NDArray[np.float64]:
-    """Smallest true difference that the test shows with probability `power`, [...]."""
-    level = stdtrit(gain.freedom, (1 + confidence) / 2) + stdtrit(gain.freedom, power)
+def detectable_difference(gain: Moments, confidence: float) -> FloatArray:
+    """Smallest true difference that the test shows with probability POWER, [...]."""
+    level = stdtrit(gain.freedom, (1 + confidence) / 2) + stdtrit(gain.freedom, POWER)
     return np.asarray(level * np.sqrt(gain.variance))
 
 
@@ -228,8 +225,6 @@ def gains_by_family(families: Sequence[str | None], gained: FloatArray) -> dict[
     }
 
 
-# how the environment ended an episode: a longer horizon changes nothing
-_ENDED = (Status.TERMINATED, Status.ENV_LIMIT)
 _COUNTED = r"(?:turns?|steps?|rounds?|actions?|moves?|interactions?)"
 _TELLS_LEFT = re.compile(
     rf"\b(?:\d+ {_COUNTED} (?:left|remain)|remaining {_COUNTED}\b"
@@ -275,48 +270,11 @@ def obstacle(texts: Iterable[str], max_turns: int) -> str:
     return ""
 
 
-def truncate(trajectory: Trajectory, max_turns: int) -> Trajectory:
-    """Return the episode as a run with this horizon would have recorded it, but for id and times.
-
-    A failure after that many turns did not happen in that run. The last observation of a cut
-    episode is not among its tokens, as evaluations record them.
-    Errors: ValueError if the episode was played with a shorter horizon.
-    """
-    if max_turns > trajectory.max_turns or max_turns < 1:
-        raise ValueError(
-            f"an episode of at most {trajectory.max_turns} turns does not tell of {max_turns};"
-            " evaluate with a horizon as long as the longest one asked for"
-        )
-    turns, status = trajectory.turns, trajectory.status
-    if len(turns) < max_turns or (len(turns) == max_turns and status in _ENDED):
-        return replace(trajectory, max_turns=max_turns)
-    first_turns = turns[:max_turns]
-    end = first_turns[-1].end
-    return replace(
-        trajectory,
-        max_turns=max_turns,
-        status=Status.MAX_TURNS,
-        reward=sum(turn.reward for turn in first_turns),
-        success=False,
-        turns=first_turns,
-        input_ids=trajectory.input_ids[:end],
-        action_mask=trajectory.action_mask[:end],
-        logprobs=trajectory.logprobs[:end],
-        error=None,
-    )
-
-
-def by_turns(
-    slots: Sequence[Slot], max_turns: int, *, confidence: float, horizons: Sequence[int] = ()
-) -> Curve:
-    """Return one environment's success at each horizon (default: every one up to `max_turns`).
-
-    Errors: ValueError for a horizon outside 1 .. `max_turns`, or if no episode counts.
-    """
-    chosen = tuple(horizons or range(1, max_turns + 1))
-    if max(chosen) > max_turns or min(chosen) < 1:
-        raise ValueError(f"horizons must be from 1 to the {max_turns} turns that were played")
-    return _curve("turns", chosen, _within_turns(slots, chosen), slots, confidence, max_turns)
+def by_turns(slots: Sequence[Slot], max_turns: int, *, confidence: float) -> Curve:
+    """Return one environment's success at each horizon. Errors: ValueError if nothing counts."""
+    horizons = range(1, max_turns + 1)
+    rows = _within_turns(slots, horizons)
+    return _curve("turns", horizons, rows, slots, confidence, max_turns)
 
 
 def values_by_turns(slots: Sequence[Slot], horizons: Sequence[int]) -> FloatArray:
@@ -345,9 +303,8 @@ def within(
     axis: str,
     *,
     confidence: float,
-    num: int = 20,
 ) -> Curve | None:
-    """Return success within a number of tokens or seconds, at `num` budgets.
+    """Return success within a number of tokens or seconds, at NUM_BUDGETS budgets.
 
     costs: of each slot's whole episode; a success counts at budgets of its cost or more.
     None if the cost of a success is not known, or nothing succeeded.
@@ -356,7 +313,7 @@ def within(
     dearest = [cost for cost in won if cost is not None]
     if not won or len(dearest) < len(won):
         return None
-    budgets = np.unique(np.quantile(dearest, np.linspace(0, 1, num)))
+    budgets = np.unique(np.quantile(dearest, np.linspace(0, 1, NUM_BUDGETS)))
     counts = np.array([slot.counts for slot in slots])
     spent = np.array([np.inf if cost is None else cost for cost in costs])
     success = np.array([slot.success for slot in slots])

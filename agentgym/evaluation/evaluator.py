@@ -1,6 +1,4 @@
-"""One evaluation: play the missing slots, record them and conclude. A step of a run evaluates its
-checkpoint under the run's protocol, `agentgym evaluate` any policy under any protocol.
-"""
+"""One evaluation, of a run's checkpoint or of any policy: play the missing slots and conclude."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self, TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from agentgym.config import GateConfig
@@ -29,11 +28,16 @@ from agentgym.evaluation.compare import (
     mcnemar_exact,
     means_in_both,
 )
-from agentgym.evaluation.intervals import Moments, clustered_interval, family_codes, moments
+from agentgym.evaluation.intervals import (
+    FloatArray,
+    Moments,
+    clustered_interval,
+    family_codes,
+    moments,
+)
 from agentgym.evaluation.numbers import item_means
 from agentgym.store.manifest import canonical_json, sha256
 
-FloatArray = NDArray[np.float64]
 Verdict = Literal["PROMOTE", "HOLD", "REJECT"]
 AuditState = Literal["none", "passed", "failed"]
 

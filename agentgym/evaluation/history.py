@@ -4,8 +4,7 @@ It is a step of the store, `promotions`, under a key of the model's and the alia
 is a commit under the step's lease, so entries are serial however many pipelines decide at once. Its
 decision is a record, which names the previous one by digest and is never deleted.
 An entry is *owed* until MLflow has its decision and its alias: then a commit without a decision
-marks it as settled. The next process that opens the history settles an owed entry, so after a kill
-between any two commits you run the same command again.
+marks it as settled. The next process that opens the history settles an owed entry.
 
 One history decides in a registry, wherever the stores are: a tag of the registered model names the
 store (`Home`), and every store that can reach it adds to its history.

@@ -36,6 +36,10 @@ from agentgym.data.items import DataError, load_ids, load_splits, parse_item_id
 from agentgym.types import Item
 
 FOLDER = Path("profiles/eval")
+OF_ROLLOUT = {  # settings of a run's episodes that its evaluations share
+    *("max_new_tokens", "instructions", "examples", "action_format"),
+    *("episode_timeout_s", "max_attempts"),
+}
 
 
 class ItemsConfig(Section):
@@ -244,17 +248,10 @@ def protocol_of_run(
     known = {env.name: env.model_copy(update={"weight": 1.0}) for env in cfg.envs}
     shared = {
         "items": {"split": settings.split, "num": settings.num_items},
-        "num_samples": settings.num_samples,
         "greedy": True,
-        "max_turns": settings.max_turns,
-        "temperature": settings.temperature,
-        "max_new_tokens": rollout.max_new_tokens,
         "context_tokens": cfg.model.context_tokens,
-        "instructions": rollout.instructions,
-        "examples": rollout.examples,
-        "action_format": rollout.action_format,
-        "episode_timeout_s": rollout.episode_timeout_s,
-        "max_attempts": rollout.max_attempts,
+        **settings.model_dump(include={"num_samples", "max_turns", "temperature"}),
+        **rollout.model_dump(include=OF_ROLLOUT),
     }
     tree = {
         "name": f"evaluation of {cfg.env_names}",
@@ -262,9 +259,7 @@ def protocol_of_run(
             {**shared, "env": known[name].model_dump() if name in known else {"name": name}}
             for name in envs
         ],
-        "seed": settings.seed,
-        "confidence": settings.confidence,
-        "min_coverage": settings.min_coverage,
+        **settings.model_dump(include={"seed", "confidence", "min_coverage"}),
         "deterministic": cfg.deterministic,
         "concurrency": rollout.concurrency,
     }

@@ -154,6 +154,7 @@ def confirm_registration(
     registered with again differ from the committed ones.
     """
     name = cfg.registered_model
+    again = f"delete {store.root}/steps/register-{registered.key[:16]} to register it again"
     version = find_version(tracker_of(cfg), name, checkpoint.digest)
     if version is None:
         version = _register(cfg, store, checkpoint, evaluation, run_key)
@@ -161,14 +162,12 @@ def confirm_registration(
         if committed and lasting_files(tracker_of(cfg), name, version) != committed:
             raise LedgerError(
                 f"{name}: MLflow had lost this checkpoint, and the packages here make other files"
-                f" of it than {registered.step} commit {registered.seq} states; delete"
-                f" {store.root}/steps/register-{registered.key[:16]} to register it again"
+                f" of it than {registered.step} commit {registered.seq} states; {again}"
             )
     if version != registered.results["version"]:
         raise LedgerError(
             f"{name}: MLflow has this checkpoint as version {version}, the store as version"
-            f" {registered.results['version']}; delete"
-            f" {store.root}/steps/register-{registered.key[:16]} to register it again"
+            f" {registered.results['version']}; {again}"
         )
     with contextlib.suppress(HistoryElsewhere):  # a process that can reach it restores the alias
         promotions_of(cfg, store).restore()
@@ -330,7 +329,9 @@ def _row(manifest: Manifest, title: str) -> EvaluationRow:
         title,
         _intervals(manifest),
         _intervals(manifest, "paired") if "paired" in results else None,
-        *(results[name] for name in ("num_items", "max_turns", "coverage")),
+        results["num_items"],
+        results["max_turns"],
+        results["coverage"],
         _intervals(manifest, FAILED),
     )
 

@@ -11,11 +11,11 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from agentgym.config import ConfigError
 from agentgym.evaluation.protocol import EvaluationProtocol
@@ -39,26 +39,12 @@ def slot_of(trajectory: Trajectory) -> Key:
     return trajectory.item.env, trajectory.item.item_id, trajectory.sample
 
 
-class Commit(Protocol):
-    """A function that makes a chunk durable: as a step of a run, or as an evaluation of its own."""
-
-    def __call__(
-        self,
-        *,
-        done: bool,
-        state: dict[str, Any],
-        records: Mapping[str, bytes],
-        blobs: Mapping[str, bytes],
-        results: dict[str, Any],
-        wall_s: float,
-    ) -> Manifest: ...
-
-
 @dataclass
 class Ledger:
     """Outcome of every slot so far, and the attempts that are not yet durable."""
 
-    make_commit: Commit
+    # makes a chunk durable: takes done, state, records, blobs, results, wall_s
+    make_commit: Callable[..., Manifest]
     identity: Mapping[str, Any]
     slots: dict[Key, Slot]
     about: Mapping[str, Any]
@@ -81,7 +67,7 @@ class Ledger:
         cls,
         store: RunStore,
         earlier: Sequence[Manifest],
-        make_commit: Commit,
+        make_commit: Callable[..., Manifest],
         protocol: EvaluationProtocol,
         plan: Plan,
     ) -> Ledger:

@@ -87,9 +87,7 @@ class Promotions:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenHistory]:
-        """Open the history for writing; an entry that it owes MLflow is sent first.
-        Errors: HistoryElsewhere.
-        """
+        """Open the history to write; send MLflow what it owes. Errors: HistoryElsewhere."""
         with self.history.open() as opened:
             if opened.history.is_owed:
                 self._tell(opened)
@@ -169,15 +167,12 @@ class Promotions:
         question: Question | None = None,
         who: str = "",
     ) -> Entry:
-        """Judge the candidate against the alias's holder, and move the alias on the verdict
-        PROMOTE.
-        Idempotent: a repeated call returns the recorded decision, also after a crash.
+        """Judge the candidate against the alias's holder, and move the alias on PROMOTE.
 
-        evidence_for: may play for minutes, so no lease is kept meanwhile; if the champion changed,
-        it is called again for the new one. It is not called if the two were judged on different
-        questions.
-        asked: identity of this decision, as `Entry.asked`.
-        question: what evidence_for evaluates, if the gate has no protocol of its own.
+        Idempotent: a repeated call returns the recorded decision, also after a crash.
+        evidence_for: may play for minutes, so no lease is kept meanwhile; called again if the
+        champion changed, and not at all if the two were judged on different questions.
+        asked: as `Entry.asked`; question: what evidence_for evaluates without gate.protocol.
         Errors: HistoryElsewhere; RuntimeError if the champion changes ROUNDS times meanwhile.
         """
         for _ in range(ROUNDS):
@@ -224,8 +219,7 @@ class Promotions:
 
     def misplaced(self) -> str:
         """Return a line about the first decision since the last move by hand that took the alias
-        between different questions, as only earlier releases could; empty if there is none.
-        Errors: HistoryElsewhere.
+        to another question, as only earlier releases could; else "". Errors: HistoryElsewhere.
         """
         broken = ""
         for entry in self.history.entries():
@@ -390,8 +384,7 @@ def version_of(number: str, tags: Mapping[str, str]) -> Version:
 
 
 def fetch_registered(promotions: Promotions, number: str, folder: Path) -> tuple[Path, str]:
-    """Copy a version's files and compare them with the commit that registered it, or with the last
-    decision on it.
+    """Copy a version's files and compare them with the stores' records of it.
 
     Result: their path, and the reason if they could not be compared; empty: they were.
     Errors: LookupError if there is no such version; ModelChanged.
@@ -422,11 +415,7 @@ def fetch_registered(promotions: Promotions, number: str, folder: Path) -> tuple
 
 
 def told_of_files(promotions: Promotions, number: str) -> tuple[bool, str]:
-    """Compare a version's files with the commit that registered them, or with the last decision.
-
-    Result: (True if they were changed or are gone, a line to print). If they cannot be compared:
-    (False, "not checked: " and the reason).
-    """
+    """Return (True if a version's files were changed or are gone, a line to print)."""
     with tempfile.TemporaryDirectory(prefix="agentgym-model-") as folder:
         try:
             left_out = fetch_registered(promotions, number, Path(folder))[1]

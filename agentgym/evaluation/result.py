@@ -1,7 +1,6 @@
-"""Result of an evaluation: one row for each slot, and a digest of the question.
-
-A slot is one (environment, item, sample). The result has every slot of the evaluation: one that has
-not been played has no outcome, one that failed has its attempts, and neither is ever a reward of 0.
+"""Result of an evaluation: one row for each slot (environment, item, sample), and a digest of the
+question. A slot that has not been played has no outcome, one that failed has its attempts, and
+neither is ever a reward of 0.
 """
 
 from __future__ import annotations
@@ -94,12 +93,9 @@ class Slot:
     @property
     def total_usage(self) -> Usage:
         """Usage over all attempts."""
-        return sum(
-            (attempt.usage for attempt in self.failed if not self._is_last(attempt)), self.usage
-        )
-
-    def _is_last(self, attempt: Attempt) -> bool:
-        return not self.counts and attempt is self.failed[-1]
+        # a slot that failed for good has the last attempt's usage as its own
+        failed = self.failed if self.counts else self.failed[:-1]
+        return sum((attempt.usage for attempt in failed), self.usage)
 
     def played(self, trajectory: Trajectory) -> Slot:
         """Return the slot with one more attempt, the latest."""

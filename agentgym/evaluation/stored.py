@@ -126,12 +126,11 @@ def _earlier_plan(store: RunStore, final: Manifest) -> Plan:
         if parse_item_id(item_id)[0] == env
         for sample in range(settings.num_samples + 1)
     )
-    rest = {"num_samples": settings.num_samples, "greedy": True, "max_turns": settings.max_turns}
+    rest = {**settings.model_dump(include={"num_samples", "max_turns"}), "greedy": True}
     protocol = protocol_from(
         {
             "envs": [{**rest, "env": {"name": env}} for env in envs],
-            "confidence": settings.confidence,
-            "min_coverage": settings.min_coverage,
+            **settings.model_dump(include={"confidence", "min_coverage"}),
         },
         {},
     )

@@ -52,9 +52,8 @@ class Pages:
 
 
 def single_page(template: str, **context: Any) -> bytes:
-    """Return a page that is one file, with its style: no script, no network, every text escaped.
-
-    If some text were not escaped, the page's policy would still let it run, load and send nothing.
+    """Return a page that is one file, with its style: no script, no network, every text escaped,
+    and a policy that would let unescaped text run, load and send nothing.
     """
     style = (FOLDER / "static/view.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()

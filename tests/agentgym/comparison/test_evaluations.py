@@ -12,12 +12,12 @@ from agentgym.comparison.grid import result_files, table_markdown
 from agentgym.comparison.matrix import cells_of, run_cell
 from agentgym.comparison.results import read_rows, table
 from agentgym.config import load_config
-from agentgym.evaluation.compare import truncate
 from agentgym.evaluation.intervals import clustered_interval
 from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.evaluation.record import attempts_of
 from agentgym.pipeline.policy_evaluation import answered, evaluate_policy
 from agentgym.pipeline.table import open_store
+from tests.agentgym.evaluation.cut import truncate
 
 pytestmark = pytest.mark.integration
 CHANGES = {"num_samples": 3, "max_turns": 6, "greedy": False}

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentgym.evaluation.compare import by_turns, obstacle, truncate, within
+from agentgym.evaluation.compare import by_turns, obstacle, within
 from agentgym.evaluation.result import Outcome, Slot
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.collect import collect, samples
@@ -14,6 +14,7 @@ from agentgym.rollouts.players import token_players
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item, Status, Trajectory, Turn
+from tests.agentgym.evaluation.cut import truncate
 
 LONGEST = 9
 WORLDS = {"babyai": {"levels": ["GoToRedBallNoDists"]}, "textcraft": {"max_depth": 1}}
@@ -130,8 +131,3 @@ def test_ordinary_prompts_are_none():
 
     texts = [load_spec(env, {}).instructions for env in ("babyai", "textcraft", "searchqa")]
     assert obstacle([*texts, "see: red ball 20 ahead 3 left", "Got 20 oak log"], 20) == ""
-
-
-def test_a_horizon_that_was_not_played_is_refused():
-    with pytest.raises(ValueError, match="9 turns"):
-        by_turns([slot(1, Outcome.SCORED)], LONGEST, confidence=0.95, horizons=[10])
