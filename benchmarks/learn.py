@@ -29,10 +29,10 @@ import yaml
 from harness import RESULTS, ROOT, origin, parser_of, read, write
 
 from agentgym.comparison.described import load_comparison
-from agentgym.comparison.grid import result_files, table_markdown
+from agentgym.comparison.figures import AXES
 from agentgym.comparison.matrix import Cell, cells_of
-from agentgym.comparison.overview import AXES
 from agentgym.comparison.results import CellResult, Checkpoint, Estimate, Row, read_rows, table
+from agentgym.comparison.tables import result_files, table_markdown
 from agentgym.evaluation.intervals import FloatArray
 
 # success that each recipe must reach, and its largest allowed fall from its own best

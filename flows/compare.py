@@ -21,9 +21,9 @@ from prefect.logging.handlers import PrefectConsoleHandler
 
 from agentgym.commands.parser import positive
 from agentgym.comparison.described import DEFAULT, file_and_overrides, load_comparison
-from agentgym.comparison.grid import table_markdown
 from agentgym.comparison.matrix import Cell, cells_of, contrast_rows
 from agentgym.comparison.results import write_comparison
+from agentgym.comparison.tables import table_markdown
 from agentgym.console.ending import guarded
 from agentgym.console.progress import Bars, PlainConsole
 from agentgym.data.check import load_data

@@ -21,7 +21,7 @@ from agentgym.console.progress import PlainConsole
 from agentgym.data.check import load_data, load_recorded
 from agentgym.deploy.kubernetes import check_fleets
 from agentgym.deploy.local import check_local_env
-from agentgym.evaluation.decision import sentence
+from agentgym.evaluation.history import sentence
 from agentgym.evaluation.intervals import FAILED, Interval
 from agentgym.pages import label
 from agentgym.pipeline.forecast import forecast

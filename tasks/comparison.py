@@ -12,10 +12,9 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from agentgym.comparison.described import Comparison
-from agentgym.comparison.grid import table_markdown
 from agentgym.comparison.matrix import Cell, run_cell
-from agentgym.comparison.overview import literal
 from agentgym.comparison.results import write_comparison
+from agentgym.comparison.tables import literal, table_markdown
 from tasks.retries import may_help
 
 

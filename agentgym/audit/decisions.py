@@ -17,9 +17,18 @@ from agentgym.audit.ledger import existing_ledger
 from agentgym.audit.stored_steps import StepRecord
 from agentgym.config import RunConfig
 from agentgym.evaluation.compare import align
-from agentgym.evaluation.decision import DECISION, FOLDER, artifact, judged_again, summary
-from agentgym.evaluation.gate import Evidence
-from agentgym.evaluation.history import RECORD, Entry, History, HistoryElsewhere, Version
+from agentgym.evaluation.gate import Evidence, judged_again
+from agentgym.evaluation.history import (
+    DECISION,
+    FOLDER,
+    RECORD,
+    Entry,
+    History,
+    HistoryElsewhere,
+    Version,
+    artifact,
+    summary,
+)
 from agentgym.evaluation.record import STEP as EVALUATION
 from agentgym.evaluation.registry import Promotions
 from agentgym.evaluation.result import Result

@@ -10,7 +10,7 @@ from typing import Any
 from agentgym.audit.findings import Checks
 from agentgym.audit.stored_steps import StepRecord
 from agentgym.config import RunConfig
-from agentgym.evaluation.decision import FOLDER
+from agentgym.evaluation.history import FOLDER
 from agentgym.steps.step import Kind
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.alarms import raised

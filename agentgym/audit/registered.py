@@ -16,8 +16,16 @@ from agentgym.audit.findings import Checks
 from agentgym.audit.ledger import existing_ledger
 from agentgym.audit.stored_steps import StepRecord
 from agentgym.config import RunConfig
-from agentgym.evaluation.decision import DECISION, VERDICT, WHY, artifact, decision_tags, note_of
-from agentgym.evaluation.history import Entry, HistoryElsewhere
+from agentgym.evaluation.history import (
+    DECISION,
+    VERDICT,
+    WHY,
+    Entry,
+    HistoryElsewhere,
+    artifact,
+    decision_tags,
+    note_of,
+)
 from agentgym.evaluation.publish import tags_of_version
 from agentgym.evaluation.registry import HOME, Promotions, fetch_registered
 from agentgym.models.adapter import MergedTensors

@@ -160,9 +160,9 @@ def _compare_results(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 def _compare_runs(arguments: argparse.Namespace) -> int:
     from agentgym.comparison.described import file_and_overrides, load_comparison
-    from agentgym.comparison.grid import table_markdown
     from agentgym.comparison.matrix import cells_of
     from agentgym.comparison.results import read_rows, table
+    from agentgym.comparison.tables import table_markdown
 
     file, overrides = file_and_overrides(arguments.words)
     comparison = load_comparison(file)

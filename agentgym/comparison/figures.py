@@ -9,10 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from agentgym.comparison.overview import AXES, RowJson, Table, sources
+from agentgym.evaluation.intervals import FEWEST_SEEDS
 from agentgym.evaluation.report import GRID, INK, MUTED, drawn, panels, png_of
 from agentgym.pages import label
 
+Table = Mapping[str, Any]  # the result of `results.table`
+RowJson = Mapping[str, Any]
+# cost of training: name in a table -> title of an axis
+AXES = {
+    "step": "optimizer step",
+    "turns": "turns played",
+    "tokens": "tokens",
+    "sampled_tokens": "sampled tokens",
+    "wall_s": "seconds",
+    "cpu_s": "CPU-seconds",
+    "accelerator_h": "accelerator hours",
+}
 # Okabe and Ito: safe for colour-blind eyes
 COLOURS = ("#56b4e9", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#1f2933")
 _OTHERS = "other recipes"
@@ -36,6 +48,19 @@ def figures_of_rows(table: Table) -> dict[str, bytes | None]:
         "": success_png(by_number, names, places, f"success · dot and line: mean and {interval}"),
         "_curves": curves_png(table),
     }
+
+
+def sources(table: Table) -> str:
+    """Return the text that names the source of the table's intervals: items, or seeds and items."""
+    counts = [len(row["seeds"]) for row in table["rows"]]
+    counts += [
+        len(estimate["per_seed"])
+        for contrast in table["contrasts"]
+        for estimate in contrast["difference"].values()
+    ]
+    if min(counts) < FEWEST_SEEDS:
+        return f"items, of fewer than {FEWEST_SEEDS} seeds not over seeds"
+    return "seeds and items alike"
 
 
 def success_png(

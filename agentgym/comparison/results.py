@@ -18,9 +18,9 @@ import numpy as np
 
 from agentgym.comparison.described import Comparison
 from agentgym.comparison.evaluations import CellEvaluation, curves_json, read_judged
-from agentgym.comparison.grid import logged_tables, result_files
+from agentgym.comparison.figures import AXES, Table
 from agentgym.comparison.matrix import Cell, comparison_key, contrast_rows
-from agentgym.comparison.overview import AXES, CEILING, Table
+from agentgym.comparison.tables import CEILING, logged_tables, result_files
 from agentgym.evaluation.intervals import (
     FloatArray,
     Interval,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgym.comparison.figures import COLOURS, lines_png
-from agentgym.comparison.overview import literal, markdown
+from agentgym.comparison.tables import literal, markdown
 from agentgym.config import ConfigError, RunConfig
 from agentgym.evaluation.compare import (
     Curve,

@@ -12,6 +12,7 @@ A first champion only needs to reach its floor.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,7 @@ from agentgym.evaluation.compare import (
     mcnemar_exact,
     means_in_both,
 )
+from agentgym.evaluation.history import MADE_IN
 from agentgym.evaluation.intervals import (
     FloatArray,
     Moments,
@@ -134,6 +136,24 @@ class Judgement:
             "needed_items": self.needed_items,
             "rules": [asdict(ruling) for ruling in self.rulings],
         }
+
+
+def decision_json(rules: GateConfig, evidence: Evidence, judgement: Judgement) -> dict[str, Any]:
+    """Return the judgement as JSON types, with the rules and the evidence that it follows from."""
+    return {
+        **judgement.to_json(),
+        "item_set": evidence.item_set,
+        "settings": json.loads(json.dumps(rules.model_dump(mode="json"))),
+        "evidence": evidence.to_json(),
+    }
+
+
+def judged_again(decision: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a decision, judged again from its record. Errors: ValueError, KeyError, TypeError."""
+    rules = GateConfig.model_validate(decision["settings"])
+    evidence = Evidence.from_json(decision["evidence"])
+    location = {MADE_IN: decision[MADE_IN]} if MADE_IN in decision else {}
+    return {**decision_json(rules, evidence, judge(rules, evidence)), **location}
 
 
 def judge(rules: GateConfig, evidence: Evidence) -> Judgement:

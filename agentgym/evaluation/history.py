@@ -18,6 +18,7 @@ import logging
 import os
 import pwd
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 STEP, RECORD = "promotions", "decision.json"
 WAIT_S = 120.0  # for another process that decides; a decision takes a second
 SCHEMA = 1
+FOLDER = "decisions"  # of a run's artifacts in MLflow, with a folder for each history
+MADE_IN = "made_in"  # of a decision: the store that has its evidence
+VERDICT, WHY, DECISION = "gate.verdict", "gate.why", "gate.decision"  # tags of a version
 Kind = Literal["judged", "forced", "rolled back", "found"]
 
 
@@ -276,3 +280,68 @@ class OpenHistory:
 def champion_of(entries: list[Entry]) -> Version | None:
     """Return the version that holds the alias by the last entry."""
     return entries[-1].after if entries else None
+
+
+def artifact(history: History, entry: Entry) -> str:
+    """Return the path of a decision among the artifacts of its MLflow run."""
+    return f"{FOLDER}/{history.began[:12]}/{entry.number:04d}.json"
+
+
+def decision_tags(entry: Entry) -> dict[str, str]:
+    """Tags with verdict, reason and digest of the entry, for the version that it decided on."""
+    verdict = entry.verdict or entry.kind.upper()
+    return {VERDICT: verdict, WHY: entry.why[:5000], DECISION: sha256(entry.to_bytes())}
+
+
+def note_of(entry: Entry, artifact_path: str) -> str:
+    """Return the Markdown text about its last decision for a version's page in MLflow."""
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(entry.at))
+    over = f" over version {entry.before.number}" if entry.before else ""
+    lines = [
+        f"**{entry.verdict or entry.kind}**{over}: {entry.why}",
+        "",
+        f"Decision {entry.number}, {when}, by {entry.who}; `{artifact_path}` among its run's"
+        " artifacts has the numbers and the items.",
+    ]
+    rules = entry.decision.get("rules", [])
+    if rules:
+        lines += ["", "| rule | verdict | why |", "|---|---|---|"]
+        lines += [
+            f"| {' '.join((rule['rule'], rule['env'])).strip()} | {rule['verdict']} |"
+            f" {rule['why'].replace('|', ' ')} |"
+            for rule in rules
+        ]
+    candidate = entry.candidate
+    named = {
+        "checkpoint": candidate.checkpoint[:12],
+        "run": candidate.run_key and f"r{candidate.run_key[:12]}",
+        "evaluation": candidate.evaluation.get("digest", "")[:12],
+    }
+    lineage = ", ".join(f"{name} `{value}`" for name, value in named.items() if value)
+    lines += ["", f"Lineage: {lineage}; all it was made of: `agentgym lineage {candidate.number}`"]
+    return "\n".join(lines)
+
+
+def summary(entry: Entry) -> dict[str, Any]:
+    """Return an entry's summary for steps and pages; equal for a command and its repetition."""
+    return {
+        "verdict": entry.verdict,
+        "moved": entry.moved,
+        "why": entry.why,
+        "over": entry.before.number if entry.before else None,
+        "needed_items": entry.decision.get("needed_items"),
+        "rules": [
+            {name: rule[name] for name in ("rule", "env", "verdict", "why")}
+            for rule in entry.decision.get("rules", [])
+        ],
+    }
+
+
+def sentence(registered: Mapping[str, Any]) -> str:
+    """Return a line on what happened to the alias, without its name, from `register`'s results."""
+    decision = registered["champion"]
+    verdict = f"{decision['verdict']}: " if decision.get("verdict") in ("HOLD", "REJECT") else ""
+    if decision["moved"]:
+        return f"moves to version {registered['version']}: {decision['why']}"
+    holder = f"stays with version {decision['over']}" if decision["over"] else "is given to nobody"
+    return f"{holder}: {verdict}{decision['why']}"

@@ -15,9 +15,8 @@ import numpy as np
 from agentgym.config import ConfigError, RunConfig
 from agentgym.data.items import splits_from_json
 from agentgym.evaluation.compare import Incomparable, align
-from agentgym.evaluation.decision import sentence, summary
 from agentgym.evaluation.gate import Evidence
-from agentgym.evaluation.history import HistoryElsewhere, Version, me
+from agentgym.evaluation.history import HistoryElsewhere, Version, me, sentence, summary
 from agentgym.evaluation.intervals import FAILED, Interval
 from agentgym.evaluation.question import TAG as QUESTION
 from agentgym.evaluation.question import question_of_evaluation

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from agentgym.config import ConfigError, GateConfig
-from agentgym.evaluation.decision import MADE_IN, artifact, decision_json, decision_tags, note_of
-from agentgym.evaluation.gate import Evidence, judge
+from agentgym.evaluation.gate import Evidence, decision_json, judge
 from agentgym.evaluation.history import (
+    MADE_IN,
     Entry,
     History,
     HistoryElsewhere,
@@ -26,8 +26,11 @@ from agentgym.evaluation.history import (
     Kind,
     OpenHistory,
     Version,
+    artifact,
     champion_of,
+    decision_tags,
     me,
+    note_of,
 )
 from agentgym.evaluation.question import Question, other_question, question_of_version, unlike_parts
 from agentgym.store.manifest import canonical_json, sha256

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from agentgym.comparison.described import load_comparison
-from agentgym.comparison.grid import table_markdown
+from agentgym.comparison.tables import table_markdown
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs/results"

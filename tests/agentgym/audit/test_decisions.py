@@ -15,9 +15,8 @@ from agentgym.audit.findings import Checks
 from agentgym.audit.stored_steps import read_steps
 from agentgym.cli import main
 from agentgym.config import GateConfig, load_config
-from agentgym.evaluation.decision import DECISION, MADE_IN, decision_json
-from agentgym.evaluation.gate import Evidence, judge
-from agentgym.evaluation.history import RECORD, Entry, me
+from agentgym.evaluation.gate import Evidence, decision_json, judge
+from agentgym.evaluation.history import DECISION, MADE_IN, RECORD, Entry, me
 from agentgym.evaluation.publish import promotions_of
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import open_store, run_key

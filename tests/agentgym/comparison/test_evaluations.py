@@ -8,9 +8,9 @@ import yaml
 
 from agentgym.comparison.described import load_comparison
 from agentgym.comparison.evaluations import interval_of, read_judged
-from agentgym.comparison.grid import result_files, table_markdown
 from agentgym.comparison.matrix import cells_of, run_cell
 from agentgym.comparison.results import read_rows, table
+from agentgym.comparison.tables import result_files, table_markdown
 from agentgym.config import load_config
 from agentgym.evaluation.intervals import clustered_interval
 from agentgym.evaluation.protocol import EvaluationRequest

@@ -2,7 +2,7 @@
 
 import copy
 
-from agentgym.comparison.grid import result_files, table_markdown
+from agentgym.comparison.tables import result_files, table_markdown
 
 
 def estimate(mean, seeds=(0,)):

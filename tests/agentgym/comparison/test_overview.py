@@ -3,7 +3,7 @@
 import json
 import re
 
-from agentgym.comparison.grid import logged_tables, result_files, table_markdown
+from agentgym.comparison.tables import logged_tables, result_files, table_markdown
 
 
 def estimate(mean, spread=0.02, sd=0.01):

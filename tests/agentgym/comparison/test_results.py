@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from agentgym.comparison.figures import AXES
 from agentgym.comparison.matrix import Cell
-from agentgym.comparison.overview import AXES
 from agentgym.comparison.results import CellResult, Row, training_curve
 from agentgym.config import RunConfig
 from agentgym.tracking.points import Point

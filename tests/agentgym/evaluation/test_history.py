@@ -7,7 +7,7 @@ import pytest
 
 from agentgym.config import load_config
 from agentgym.console import doctor
-from agentgym.evaluation.decision import judged_again
+from agentgym.evaluation.gate import judged_again
 from agentgym.evaluation.history import History, HistoryElsewhere, Home
 from agentgym.evaluation.question import Question
 from agentgym.evaluation.registry import HOME, Promotions

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from agentgym.config import ConfigError, GateConfig
-from agentgym.evaluation.decision import DECISION, judged_again, sentence, summary
-from agentgym.evaluation.history import RECORD, History, OpenHistory
+from agentgym.evaluation.gate import judged_again
+from agentgym.evaluation.history import DECISION, RECORD, History, OpenHistory, sentence, summary
 from agentgym.evaluation.registry import Promotions
 from agentgym.store.posix import posix_store
 from agentgym.tracking.mlflow import Tracker

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentgym.config import load_config
-from agentgym.evaluation.decision import artifact
+from agentgym.evaluation.history import artifact
 from agentgym.evaluation.publish import promotions_of
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store

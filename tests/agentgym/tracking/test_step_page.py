@@ -10,7 +10,7 @@ import pytest
 from mlflow import MlflowClient
 
 from agentgym.audit import audit
-from agentgym.comparison.grid import logged_tables, result_files
+from agentgym.comparison.tables import logged_tables, result_files
 from agentgym.config import load_config
 from agentgym.pipeline.table import run_key
 from agentgym.tracking.deliver import CellPoints, deliver_comparison
