@@ -125,11 +125,10 @@ def cells_of(comparison: Comparison, overrides: Sequence[str] = ()) -> tuple[Cel
 
 def comparison_key(comparison: Comparison, cells: Sequence[Cell]) -> str:
     """Return a digest of all that changes the table, except for its title, 64 hex digits."""
-    contrasts = [list(pair) for pair in comparison.contrasts]
     return config_digest(
         {
             "name": comparison.name,
-            "contrasts": contrasts,
+            "contrasts": [list(pair) for pair in comparison.contrasts],
             "cells": [
                 [c.row, c.run_key, c.until, *([c.protocol.semantic()] if c.protocol else [])]
                 for c in cells

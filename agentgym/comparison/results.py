@@ -186,9 +186,8 @@ def training_curve(points: Sequence[Point]) -> tuple[tuple[Checkpoint, ...], dic
 def _costs(points: Sequence[Point]) -> list[tuple[Point, dict[str, float]]]:
     """Return each training step with the cost of training up to its end.
 
-    Costs are turns, tokens (observations and actions) and sampled tokens of the episodes that are
-    kept; seconds, processor seconds of the training process and hours of its accelerators, all
-    without servers and validation.
+    Turns and tokens are of the episodes that are kept; seconds, processor seconds and hours of
+    accelerators are of the training process, without servers and validation.
     """
     total, steps = dict.fromkeys(AXES, 0.0), []
     for point in points:

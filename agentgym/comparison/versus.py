@@ -166,7 +166,7 @@ def _curves_json(named: NamedResult, env: str, confidence: float) -> dict[str, A
     max_turns = horizon_of(named.result, env)
     why = obstacle(_told(named, env), max_turns)
     shown = [
-        curve.to_json()
+        asdict(curve)
         for curve in curves(named.result, env, max_turns, confidence)
         if curve is not None and not (why and curve.axis == "turns")
     ]

@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -238,18 +238,10 @@ class Curve:
     """Success as a function of an episode's budget."""
 
     axis: str
-    budgets: tuple[float, ...]
-    success: tuple[Interval, ...]
+    budgets: list[float]
+    success: list[Interval]
     # among the slots that count at the last budget: share cut by another limit than turns
     cut_otherwise: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "axis": self.axis,
-            "budgets": list(self.budgets),
-            "success": [interval.to_json() for interval in self.success],
-            "cut_otherwise": self.cut_otherwise,
-        }
 
 
 def obstacle(texts: Iterable[str], max_turns: int) -> str:
@@ -318,7 +310,7 @@ def within(
     spent = np.array([np.inf if cost is None else cost for cost in costs])
     success = np.array([slot.success for slot in slots])
     rows = np.where(counts, success & (spent <= budgets[:, None]), np.nan)
-    return _curve(axis, tuple(map(float, budgets)), rows, slots, confidence, 0)
+    return _curve(axis, list(map(float, budgets)), rows, slots, confidence, 0)
 
 
 def _of_items(rows: FloatArray, slots: Sequence[Slot]) -> tuple[FloatArray, FloatArray]:
@@ -347,10 +339,10 @@ def _curve(
     codes = family_codes(families_of(slots))
     estimate = clustered_intervals(values, codes, kind="share", confidence=confidence)
     num = (count > 0).sum(axis=1)
-    intervals = tuple(
+    intervals = [
         Interval(round(float(mean), 6), round(float(low), 6), round(float(high), 6), int(items))
         for mean, low, high, items in zip(*estimate, num, strict=True)
-    )
+    ]
     counted = [slot for slot in slots if slot.counts]
     cut = [s for s in counted if s.outcome == "truncated" and s.num_turns < max_turns]
-    return Curve(axis, tuple(budgets), intervals, len(cut) / max(len(counted), 1))
+    return Curve(axis, list(budgets), intervals, len(cut) / max(len(counted), 1))

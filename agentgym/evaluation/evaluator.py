@@ -62,8 +62,7 @@ def evaluate(ctx: StepContext) -> Manifest:
     """Evaluate a run's checkpoint and compare it with the step's baseline. Return the final commit.
 
     A resumed step plays the missing episodes: those not yet played and those that failed.
-    Errors: RolloutError as soon as more episodes failed than `evaluation.min_coverage` allows;
-    committed episodes are kept.
+    Errors: RolloutError if more episodes failed than `evaluation.min_coverage` allows.
     """
     cfg, settings, step, store = ctx.cfg, ctx.cfg.evaluation, ctx.step, ctx.store
     set_threads(cfg.engine_threads)

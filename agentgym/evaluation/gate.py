@@ -238,7 +238,10 @@ def _of_both(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
     if few:
         yield from few
         return
-    gains = {env: _gain(pair) for env, pair in evidence.pairs.items()}
+    gains = {
+        env: moments(_gained(pair)[None], family_codes(pair.families), kind="difference")
+        for env, pair in evidence.pairs.items()
+    }
     yield _superior(rules, gains, evidence.pairs)
     for env, gain in gains.items():
         if len(gains) > 1:
@@ -264,10 +267,6 @@ def _gained(pair: Pair) -> FloatArray:
     """Difference per item, [I], over the samples that count in both."""
     before, after, _ = means_in_both(pair)
     return after - before
-
-
-def _gain(pair: Pair) -> Moments:
-    return moments(_gained(pair)[None], family_codes(pair.families), kind="difference")
 
 
 def _bounds(gain: Moments, confidence: float) -> tuple[float, float, float, float]:

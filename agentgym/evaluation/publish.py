@@ -118,7 +118,7 @@ def _evidence(
         try:
             return paired_evidence(*own_results(store, evaluation, champion))
         except NumbersChanged as error:
-            return replace(incomparable(str(error)), audit="failed", audit_note=str(error))
+            return Evidence({}, True, obstacle=str(error), audit="failed", audit_note=str(error))
         except Incomparable as reason:
             logger.info("both models are evaluated by one protocol: %s", reason)
     return evidence_anew(cfg, candidate, champion, play_anew)
@@ -136,7 +136,7 @@ def evidence_anew(
         champion_result = play_anew(f"models:/{name}/{champion.number}")
         return paired_evidence(champion_result, candidate_result)
     except (Incomparable, ConfigError) as error:  # for example, the champion's files are gone
-        return incomparable(str(error))
+        return Evidence({}, True, obstacle=str(error))
 
 
 def confirm_registration(
@@ -149,8 +149,7 @@ def confirm_registration(
 ) -> None:
     """Register the model again if MLflow has lost it, and restore the alias from the history.
 
-    Errors: LedgerError if MLflow has it under another version number, or if the files that it is
-    registered with again differ from the committed ones.
+    Errors: LedgerError if MLflow has another version number, or the files are now others.
     """
     name = cfg.registered_model
     again = f"delete {store.root}/steps/register-{registered.key[:16]} to register it again"
@@ -305,14 +304,9 @@ def _evaluations(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> 
 def _compared(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> list[Manifest]:
     """Return the baseline evaluation and those compared with it, in order."""
     evaluations = _evaluations(parents, steps)
-    baseline = next(
-        m.results["paired"]["baseline"] for m in evaluations.values() if "paired" in m.results
-    )
-    return [
-        manifest
-        for name, manifest in evaluations.items()
-        if name == baseline or "paired" in manifest.results
-    ]
+    paired = {name: final for name, final in evaluations.items() if "paired" in final.results}
+    baseline = next(iter(paired.values())).results["paired"]["baseline"]
+    return [final for name, final in evaluations.items() if name in {baseline, *paired}]
 
 
 def _intervals(manifest: Manifest, part: str = "summary") -> dict[str, Interval]:
@@ -372,11 +366,6 @@ def paired_evidence(champion: Result, candidate: Result) -> Evidence:
         (candidate.digest, champion.digest),
         (_tokens(candidate), _tokens(champion)),
     )
-
-
-def incomparable(why: str) -> Evidence:
-    """Return evidence that candidate and champion cannot be compared, with the reason `why`."""
-    return Evidence({}, True, obstacle=why)
 
 
 def _tokens(result: Result) -> float | None:

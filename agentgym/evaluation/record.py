@@ -144,10 +144,9 @@ class Ledger:
             self._commit(done=False, records=records)
 
     def conclude(self, result: Result, results: dict[str, Any], *, done: bool) -> Manifest:
-        """Commit the attempts that are not yet durable, then the result. Return the last commit.
+        """Commit what is not yet durable, then the result. Return the last commit.
 
-        results: numbers for that commit's manifest; done: the evaluation is finished with it.
-        Errors: Fenced, StoreFull.
+        results: numbers for its manifest. Errors: Fenced, StoreFull.
         """
         self.commit()
         return self._commit(

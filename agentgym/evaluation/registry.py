@@ -107,12 +107,11 @@ class Promotions:
     def standing(self, entries: list[Entry]) -> Standing:
         champion = champion_of(entries)
         current = alias_version(self.tracker, self.model, self.alias)
-        if champion is None:
-            return Standing(None, current)
-        number = self.number_of(champion)
-        if number is not None and current is None and self._is_newer(entries[-1]):
+        number = None if champion is None else self.number_of(champion)
+        lost = number is not None and current is None
+        if lost and created_ms(self.tracker, self.model) > entries[-1].at * 1000:
             return Standing(champion, current)  # the registry was recreated
-        if number in (current, None) and (number or current is None):
+        if champion is None or number == current:
             return Standing(champion, current)
         current_text = f"version {current}" if current else "no version"
         return Standing(
@@ -143,15 +142,6 @@ class Promotions:
                 " (or `agentgym step register`) registers its run's model again"
             ) from None
         return version_of(number, tags)
-
-    def _is_newer(self, entry: Entry) -> bool:
-        return created_ms(self.tracker, self.model) > entry.at * 1000
-
-    @property
-    def made_in(self) -> dict[str, str]:
-        """Return the location of this store, as decisions name it for their evidence."""
-        home = Home.of(self.own, self._base)
-        return {"store": home.store, "host": home.host}
 
     def evidence_store(self, decision: Mapping[str, Any]) -> RunStore | None:
         """Return the store with a decision's evidence; None if unnamed or not readable."""
@@ -208,17 +198,13 @@ class Promotions:
         question: Question | None,
     ) -> str:
         """Return why candidate and champion have different questions; empty: they do not."""
-        champion_question = self.question(champion) if champion is not None else None
-        if champion_question is None:
-            return ""
+        theirs = self.question(champion) if champion is not None else None
         envs_only = bool(rules.protocol)
-        questions = (self.question(candidate), None if envs_only else question)
-        reasons = (
-            other_question(q, champion_question, envs_only=envs_only)
-            for q in questions
-            if q is not None
-        )
-        return next(filter(None, reasons), "")
+        if theirs is not None:
+            for ours in (self.question(candidate), None if envs_only else question):
+                if ours and (why := other_question(ours, theirs, envs_only=envs_only)):
+                    return why
+        return ""
 
     def misplaced(self) -> str:
         """Return a line about the first decision since the last move by hand that took the alias
@@ -263,7 +249,7 @@ class Promotions:
         )
         known = replace(evidence, drift=standing.drift, num_looks=looks)
         judgement = judge(rules, known)
-        champion = standing.champion
+        champion, home = standing.champion, Home.of(self.own, self._base)
         entry = Entry(
             "judged",
             identity,
@@ -273,7 +259,10 @@ class Promotions:
             who,
             time.time(),
             judgement.why,
-            {**decision_json(rules, known, judgement), MADE_IN: self.made_in},
+            {
+                **decision_json(rules, known, judgement),
+                MADE_IN: {"store": home.store, "host": home.host},
+            },
         )
         return self._add(opened, entry)
 

@@ -34,9 +34,7 @@ class Pages:
     """Renderer of templates with one kind of links."""
 
     def __init__(self, links: object, *, is_live: bool) -> None:
-        """Use these links in all templates.
-
-        links: has a method for each kind of address; an empty address means that there is no page.
+        """links: has a method for each kind of address; an empty address: there is no page.
         is_live: the pages come from a running server, not from a bundle.
         """
         self._everywhere = {"link": links, "live": is_live}
