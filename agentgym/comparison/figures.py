@@ -71,11 +71,10 @@ def success_png(
     *,
     alike: bool = False,
 ) -> bytes:
-    """Draw a panel per title: each row's success with its interval, its seeds as small dots, and
-    its start.
+    """Draw a panel per title: each row's success with its interval, its seeds, and its start.
 
-    by_title: title -> (height, row, name of the number).
-    names, places: of the heights; alike: all panels have the same axis.
+    by_title: title -> (height, row, name of the number); names, places: of the heights;
+    alike: all panels have the same axis.
     """
     from matplotlib.ticker import PercentFormatter
 

@@ -152,8 +152,11 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         # sample standard deviation
         spread = float(np.std(self.per_seed, ddof=1)) if len(self.per_seed) > 1 else None
+        interval = self.interval
+        bounds = {name: round(getattr(interval, name), 5) for name in ("mean", "low", "high")}
         return {
-            **_rounded(self.interval.to_json()),
+            **bounds,
+            "num_items": interval.num_items,
             "per_seed": [_round(value) for value in self.per_seed],
             "sd": _round(spread),
         }
@@ -377,12 +380,6 @@ def _per_item(cell: Cell, table: Outcomes) -> dict[str, FloatArray]:
 
 def _round(value: float | None, digits: int = 4) -> float | None:
     return None if value is None else round(value, digits)
-
-
-def _rounded(row: Mapping[str, float]) -> dict[str, float]:
-    return {
-        name: round(value, 5) if isinstance(value, float) else value for name, value in row.items()
-    }
 
 
 def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -> dict[str, Any]:

@@ -96,9 +96,7 @@ def compare(pairs: Mapping[str, Pair], *, confidence: float) -> dict[str, Decisi
 
 
 def decide(pair: Pair, *, confidence: float) -> Decision:
-    """Return the decision of one environment, without the correction over environments.
-    Errors: ValueError if no slot counts in both.
-    """
+    """Return one environment's decision, uncorrected. Errors: ValueError if nothing counts."""
     mean_before, mean_after, count = means_in_both(pair)
     gained = mean_after - mean_before
     if np.isnan(gained).all():
@@ -158,9 +156,8 @@ def detectable_difference(gain: Moments, confidence: float) -> FloatArray:
 
 
 def detectable_with(decision: Decision, num_items: int) -> float:
-    """Return the smallest difference that `num_items` items would show, if they are like these.
-
-    The number of families grows in proportion to the number of items.
+    """Return the smallest difference that `num_items` items like these would show, with families in
+    proportion.
     """
     return float(min(1.0, decision.detectable * math.sqrt(decision.num_items / num_items)))
 

@@ -306,10 +306,7 @@ def identity_of(
     policy: Mapping[str, Any],
     instructions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the settings and digests that can change an evaluation's result.
-
-    instructions: the servers' texts, by environment.
-    """
+    """Return all that can change an evaluation's result. instructions: the servers' texts."""
     listed = {
         env: "\n".join(f"{item.item_id} {task}" for item, task in zip(its, tasks[env], strict=True))
         for env, its in items.items()

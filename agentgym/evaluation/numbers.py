@@ -47,7 +47,7 @@ def numbers_of(slots: Sequence[Slot], protocol: EvaluationProtocol) -> dict[str,
 def headline(result: Result, k: Sequence[int], confidence: float) -> dict[str, Any]:
     """Return the main numbers over all environments and, if there are several, `by_env` too.
 
-    k: of pass@k. Errors: ValueError if too few episodes count for a number.
+    k: of pass@k. Errors: ValueError if too few episodes count.
     """
 
     def numbers(slots: Sequence[Slot]) -> dict[str, Any]:

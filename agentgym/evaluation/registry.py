@@ -178,9 +178,8 @@ class Promotions:
             if candidate.is_same(standing.champion):
                 return _unrecorded(candidate, standing.champion, "it is this model, evaluated anew")
             unlike = self._unlike(candidate, standing.champion, rules, question)
-            evidence = (
-                Evidence({}, True, obstacle=unlike) if unlike else evidence_for(standing.champion)
-            )
+            other = Evidence({}, True, obstacle=unlike)
+            evidence = other if unlike else evidence_for(standing.champion)
             with self.open() as opened:
                 if champion_of(opened.entries) == standing.champion:
                     return self._judged(opened, candidate, rules, evidence, asked, who or me())
@@ -361,11 +360,8 @@ def _unrecorded(candidate: Version, holder: Version | None, why: str) -> Entry:
 
 def version_of(number: str, tags: Mapping[str, str]) -> Version:
     """Return the version that its tags in the registry describe."""
-    evaluation = {
-        "digest": tags.get("evaluation", ""),
-        "step": tags.get("evaluation.step", ""),
-        "key": tags.get("evaluation.key", ""),
-    }
+    names = {"digest": "evaluation", "step": "evaluation.step", "key": "evaluation.key"}
+    evaluation = {part: tags.get(name, "") for part, name in names.items()}
     return Version(
         number,
         tags.get("step_key", ""),
