@@ -1,6 +1,7 @@
 """What a machine lacks is said in one line each, with the way to get it."""
 
 import json
+import time
 
 import pytest
 
@@ -42,3 +43,14 @@ def test_a_cluster_is_asked_only_by_a_run_with_fleets_and_what_it_lacks_is_told(
     finding = doctor._kubernetes(load_config(overrides=["env.deploy=kubernetes"]))
     assert (finding.ok, finding.needed) == (False, True)
     assert finding.text == "kubeconfig /nowhere: no such file; correct the variable KUBECONFIG"
+
+
+def test_more_rounds_take_longer_and_the_wall_time_holds_them(monkeypatch):
+    monkeypatch.setattr(doctor, "ROUNDS", 40)
+    began = time.perf_counter()
+    few = doctor.reference_s()
+    assert 0 < few <= time.perf_counter() - began
+    calls = []
+    monkeypatch.setattr(doctor.json, "dumps", lambda value: calls.append(value) or "{}")
+    doctor.reference_s()
+    assert len(calls) == 40 * 100
