@@ -234,8 +234,7 @@ def _of_both(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
         numbers={"looks": evidence.num_looks, "most": rules.max_looks},
     )
     yield from _guard_rails(rules, evidence)
-    few = [ruling for env, pair in evidence.pairs.items() if (ruling := _few(rules, env, pair))]
-    if few:
+    if few := list(_few(rules, evidence)):
         yield from few
         return
     gains = {
@@ -249,18 +248,13 @@ def _of_both(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
         yield from _families(rules, env, evidence.pairs[env])
 
 
-def _few(rules: GateConfig, env: str, pair: Pair) -> Ruling | None:
-    valid = int((~np.isnan(_gained(pair))).sum())
-    if valid >= rules.min_items:
-        return None
-    return Ruling(
-        "enough",
-        "HOLD",
-        f"{env}: {valid} items are too few, gate.min_items is {rules.min_items}",
-        env,
-        {"items": valid, "least": rules.min_items},
-        rules.min_items,
-    )
+def _few(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
+    least = rules.min_items
+    for env, pair in evidence.pairs.items():
+        valid = int((~np.isnan(_gained(pair))).sum())
+        if valid < least:
+            text = f"{env}: {valid} items are too few, gate.min_items is {least}"
+            yield Ruling("enough", "HOLD", text, env, {"items": valid, "least": least}, least)
 
 
 def _gained(pair: Pair) -> FloatArray:

@@ -50,9 +50,7 @@ FloatArray = NDArray[np.float64]
 Kind = Literal["share", "difference", "number"]
 SuccessKind = Literal["share", "difference"]
 FAILED = "failed_as_failures"  # the second convention, among results and metrics
-# fewest families that can be clusters; with fewer, the interval does not cover other families,
-# only other items of these
-FEWEST = 5
+FEWEST = 5  # families that can be clusters; fewer do not speak for other families
 FEWEST_SEEDS = 3  # with fewer, how much seeds differ is not known
 RARE = 6  # items; with fewer, the normal approximation fails
 

@@ -143,12 +143,16 @@ class Promotions:
             ) from None
         return version_of(number, tags)
 
+    @property
+    def made_in(self) -> dict[str, str]:
+        """Location of this store, as decisions name it for their evidence."""
+        home = Home.of(self.own, self._base)
+        return {"store": home.store, "host": home.host}
+
     def evidence_store(self, decision: Mapping[str, Any]) -> RunStore | None:
         """Return the store with a decision's evidence; None if unnamed or not readable."""
         location = decision.get(MADE_IN)
         return Home(**location, began="").opened(self.own.store, self._base) if location else None
-
-    # --- moving the alias ---------------------------------------------------------------------
 
     def consider(
         self,
@@ -248,7 +252,7 @@ class Promotions:
         )
         known = replace(evidence, drift=standing.drift, num_looks=looks)
         judgement = judge(rules, known)
-        champion, home = standing.champion, Home.of(self.own, self._base)
+        champion = standing.champion
         entry = Entry(
             "judged",
             identity,
@@ -258,10 +262,7 @@ class Promotions:
             who,
             time.time(),
             judgement.why,
-            {
-                **decision_json(rules, known, judgement),
-                MADE_IN: {"store": home.store, "host": home.host},
-            },
+            {**decision_json(rules, known, judgement), MADE_IN: self.made_in},
         )
         return self._add(opened, entry)
 

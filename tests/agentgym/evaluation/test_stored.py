@@ -1,6 +1,7 @@
 """Results are computed from stored episodes; what a file says of them is compared."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -161,7 +162,7 @@ def test_the_viewer_and_the_command_decide_alike(cfg):
         steps = {step["name"]: step for step in viewer.bodies.steps().values()}
         both = [steps[f"evaluate-{name}"] for name in ("initialize", "stage-2")]
         asked = tuple(viewer.bodies.identity(step) for step in both)
-        found = viewed(viewer.index.reader, *both, asked).decisions["babyai"].to_json()
+        found = asdict(viewed(viewer.index.reader, *both, asked).decisions["babyai"])
     finally:
         viewer.close()
     told_by_command = json.loads(json.dumps(contrast["envs"]["babyai"]))
