@@ -63,7 +63,7 @@ class CellResult:
     cost: Mapping[str, float]  # of the whole training, by AXES; see `_costs`
     training: tuple[Point, ...]  # of its optimizer steps
     evaluated: tuple[Point, ...]  # of the evaluations before and after
-    families: tuple[str | None, ...]  # of each item
+    families: tuple[str | None, ...] | None = None  # of each item; None: not known
     judged: CellEvaluation | None = None  # the evaluation after, in a column of environments
 
 
