@@ -3,7 +3,7 @@
     python benchmarks/decisions.py    # or make measure NAME=decisions
 
 Writes docs/results/decisions.json. The decision is the product's own,
-`agentgym.evaluation.compare.decide`, on simulated pairs:
+`agentgym.evaluation.paired.decide`, on simulated pairs:
 
 - an item is harder or easier for both policies, normal with 1.5 on the logit scale;
 - with families, a policy is better or worse at each, normal with `FAMILIES_SD` of success, with its
@@ -28,8 +28,8 @@ from intervals import middle
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
-from agentgym.evaluation.compare import Pair, decide
 from agentgym.evaluation.intervals import family_codes, moments
+from agentgym.evaluation.paired import Pair, decide
 
 FloatArray = NDArray[np.float64]
 CONFIDENCE, ITEMS_SD, FAMILIES_SD, SUCCESS = 0.95, 1.5, 0.12, 0.5

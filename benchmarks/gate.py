@@ -20,9 +20,9 @@ from harness import ROOT, parser_of, simulated, write
 from intervals import middle
 
 from agentgym.config import GateConfig, load_config
-from agentgym.evaluation.compare import Pair
 from agentgym.evaluation.gate import Evidence, judge
 from agentgym.evaluation.intervals import family_codes
+from agentgym.evaluation.paired import Pair
 
 CONFIDENCE, MOST_FALSE = 0.95, 0.06  # limit of each design's false promotions, upper bound
 GAINS = (-0.05, 0.0, 0.05, 0.1)

@@ -4,8 +4,7 @@
 
 `seeds` writes docs/results/coverage.json, `families` docs/results/clusters.json.
 The worlds are simulated, so their truth is known; the intervals are the product's own,
-`agentgym.evaluation.intervals.crossed_intervals` and `agentgym.evaluation.intervals.
-clustered_intervals`. An item is harder or easier by a normal amount on the logit scale, `items_sd`,
+`crossed_intervals` and `clustered_intervals` of `agentgym.evaluation.intervals`. An item is harder or easier by a normal amount on the logit scale, `items_sd`,
 for all seeds and rows alike; `samples` episodes per item succeed or not.
 A `share` is one row's success. A `difference` is a row minus another on the same items, whose
 success is half way between the first one's and 50 %.
@@ -34,7 +33,12 @@ from harness import RESULTS, parser_of, simulated, write
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from agentgym.evaluation.intervals import Kind, clustered_intervals, crossed_intervals, curves
+from agentgym.evaluation.intervals import (
+    SuccessKind,
+    clustered_intervals,
+    crossed_intervals,
+    curves,
+)
 
 FloatArray = NDArray[np.float64]
 CONFIDENCE = 0.95
@@ -45,7 +49,7 @@ CLUSTERS = 50  # the band is promised from this number on, and for a truth from 
 SIMULATIONS = 10_000
 _DRAWS = 1000  # per bootstrap
 _SEEDS_CHUNK, _FAMILIES_CHUNK = 4_000_000, 1_000_000  # values at a time
-KINDS: tuple[Kind, ...] = ("share", "difference")
+KINDS: tuple[SuccessKind, ...] = ("share", "difference")
 
 
 # --- seeds
@@ -55,7 +59,7 @@ KINDS: tuple[Kind, ...] = ("share", "difference")
 class SeedsWorld:
     """One cell of the simulation."""
 
-    kind: Kind
+    kind: SuccessKind
     success: float
     spread: float
     seeds: int

@@ -3,8 +3,8 @@
 import numpy as np
 
 from agentgym.config import GateConfig
-from agentgym.evaluation.compare import Pair
 from agentgym.evaluation.gate import Evidence
+from agentgym.evaluation.paired import Pair
 from agentgym.evaluation.question import TAG as QUESTION
 from agentgym.evaluation.registry import Promotions
 from agentgym.store.posix import posix_store

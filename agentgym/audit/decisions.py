@@ -16,7 +16,6 @@ from agentgym.audit.findings import Checks
 from agentgym.audit.ledger import existing_ledger
 from agentgym.audit.stored_steps import StepRecord
 from agentgym.config import RunConfig
-from agentgym.evaluation.compare import align
 from agentgym.evaluation.gate import Evidence, judged_again
 from agentgym.evaluation.history import (
     DECISION,
@@ -29,6 +28,7 @@ from agentgym.evaluation.history import (
     artifact,
     summary,
 )
+from agentgym.evaluation.paired import align
 from agentgym.evaluation.record import STEP as EVALUATION
 from agentgym.evaluation.registry import Promotions
 from agentgym.evaluation.result import Result

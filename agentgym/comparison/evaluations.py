@@ -12,7 +12,6 @@ import numpy as np
 
 from agentgym.comparison.matrix import Cell
 from agentgym.comparison.versus import LOOKED_AT, horizon_of, sampled_slots
-from agentgym.evaluation.compare import obstacle, values_by_turns
 from agentgym.evaluation.intervals import (
     FloatArray,
     Interval,
@@ -20,6 +19,7 @@ from agentgym.evaluation.intervals import (
     family_codes,
 )
 from agentgym.evaluation.numbers import Table, ks, per_item
+from agentgym.evaluation.paired import obstacle, values_by_turns
 from agentgym.evaluation.record import attempts_of
 from agentgym.evaluation.result import Result
 from agentgym.evaluation.stored import stored_result

@@ -13,7 +13,7 @@ from typing import Any
 from agentgym.comparison.figures import COLOURS, lines_png
 from agentgym.comparison.tables import literal, markdown
 from agentgym.config import ConfigError, RunConfig
-from agentgym.evaluation.compare import (
+from agentgym.evaluation.paired import (
     Curve,
     Decision,
     Incomparable,

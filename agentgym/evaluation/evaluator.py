@@ -12,7 +12,7 @@ from agentgym.config import RunConfig
 from agentgym.data.check import TASKS
 from agentgym.data.items import Splits, splits_from_json
 from agentgym.evaluation.numbers import headline, metrics_of, numbers_of, paired
-from agentgym.evaluation.play import EvaluationStopped, Playing, Table, play
+from agentgym.evaluation.playing import EvaluationStopped, Playing, Table, play
 from agentgym.evaluation.policies import (
     Contender,
     checkpoint_contender,
@@ -40,7 +40,7 @@ from agentgym.types import Endpoints, Item, Usage
 
 SCHEMA = 1  # version of the fields that an evaluation's digest covers
 HARNESS = (
-    "agentgym.evaluation.play",
+    "agentgym.evaluation.playing",
     "agentgym.rollouts.collect",
     "agentgym.rollouts.episode",
 )

@@ -22,13 +22,6 @@ import numpy as np
 from scipy.special import stdtrit
 
 from agentgym.config import GateConfig
-from agentgym.evaluation.compare import (
-    POWER,
-    Pair,
-    gains_by_family,
-    mcnemar_exact,
-    means_in_both,
-)
 from agentgym.evaluation.history import MADE_IN
 from agentgym.evaluation.intervals import (
     FloatArray,
@@ -38,6 +31,13 @@ from agentgym.evaluation.intervals import (
     moments,
 )
 from agentgym.evaluation.numbers import item_means
+from agentgym.evaluation.paired import (
+    POWER,
+    Pair,
+    gains_by_family,
+    mcnemar_exact,
+    means_in_both,
+)
 from agentgym.store.manifest import canonical_json, sha256
 
 Verdict = Literal["PROMOTE", "HOLD", "REJECT"]

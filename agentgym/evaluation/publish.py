@@ -14,10 +14,10 @@ import numpy as np
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.data.items import splits_from_json
-from agentgym.evaluation.compare import Incomparable, align
 from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import HistoryElsewhere, Version, me, sentence, summary
 from agentgym.evaluation.intervals import FAILED, Interval
+from agentgym.evaluation.paired import Incomparable, align
 from agentgym.evaluation.question import TAG as QUESTION
 from agentgym.evaluation.question import question_of_evaluation
 from agentgym.evaluation.record import examples_of

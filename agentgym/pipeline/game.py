@@ -11,7 +11,7 @@ from agentgym.config import ConfigError, RunConfig
 from agentgym.data.items import has_lists, parse_item_id
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.local import check_local_env
-from agentgym.evaluation.play import Table
+from agentgym.evaluation.playing import Table
 from agentgym.evaluation.policies import Contender
 from agentgym.evaluation.protocol import (
     EvaluationProtocol,

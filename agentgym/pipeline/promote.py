@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.data.check import load_data
-from agentgym.evaluation.compare import Incomparable
 from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import Entry, Version
+from agentgym.evaluation.paired import Incomparable
 from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.evaluation.publish import (
     PlayAnew,

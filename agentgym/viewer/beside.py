@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentgym.evaluation.compare import Decision, align, compare
+from agentgym.evaluation.paired import Decision, align, compare
 from agentgym.evaluation.result import Outcome, Result, Slot
 from agentgym.viewer.bodies import IndexedEpisode, address_of
 from agentgym.viewer.rows import Address

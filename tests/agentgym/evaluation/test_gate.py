@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from agentgym.config import GateConfig
-from agentgym.evaluation.compare import Pair
 from agentgym.evaluation.gate import Evidence, judge
+from agentgym.evaluation.paired import Pair
 
 RULES = GateConfig()
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentgym.evaluation.compare import by_turns, obstacle, within
+from agentgym.evaluation.paired import by_turns, obstacle, within
 from agentgym.evaluation.result import Outcome, Slot
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.collect import collect, samples

@@ -9,7 +9,7 @@ import pytest
 from agentgym.cli import main
 from agentgym.comparison.versus import find_result, versus
 from agentgym.config import ConfigError, load_config
-from agentgym.evaluation.compare import align, compare
+from agentgym.evaluation.paired import align, compare
 from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.evaluation.publish import evidence_anew, promotions_of
 from agentgym.evaluation.record import PLAN

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from agentgym.commands.evaluate import INVALID, code_of
-from agentgym.evaluation.compare import align
+from agentgym.evaluation.paired import align
 from agentgym.evaluation.record import read_episodes
 from agentgym.evaluation.result import Outcome
 from agentgym.pipeline.evaluated import show

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm, ttest_rel
 
-from agentgym.evaluation.compare import (
+from agentgym.evaluation.paired import (
     Incomparable,
     Pair,
     align,
