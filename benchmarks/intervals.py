@@ -4,8 +4,9 @@
 
 `seeds` writes docs/results/coverage.json, `families` docs/results/clusters.json.
 The worlds are simulated, so their truth is known; the intervals are the product's own,
-`crossed_intervals` and `clustered_intervals` of `agentgym.evaluation.intervals`. An item is harder or easier by a normal amount on the logit scale, `items_sd`,
-for all seeds and rows alike; `samples` episodes per item succeed or not.
+`crossed_intervals` and `clustered_intervals` of `agentgym.evaluation.intervals`. An item is harder
+or easier by a normal amount on the logit scale, `items_sd`, for all seeds and rows alike; `samples`
+episodes per item succeed or not.
 A `share` is one row's success. A `difference` is a row minus another on the same items, whose
 success is half way between the first one's and 50 %.
 
