@@ -34,7 +34,6 @@ from agentgym.store.lease import LeaseHeld, when_free
 from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.store.writer import StepWriter
-from agentgym.tracking.alarms import AlarmStop
 from agentgym.tracking.dead import close_dead
 from agentgym.tracking.deliver import (
     Paced,
@@ -45,6 +44,7 @@ from agentgym.tracking.deliver import (
     registry_identity,
     tracker_of,
 )
+from agentgym.tracking.points import AlarmStop
 from agentgym.tracking.reaching import LedgerUnavailable, import_client, reaching
 from agentgym.tracking.registry import model_tags
 from agentgym.types import Endpoints

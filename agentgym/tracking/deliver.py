@@ -16,11 +16,10 @@ from agentgym.data.trajectories import input_digest
 from agentgym.defaults import VIEWER_PORT
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.alarms import Alarm, begun, raised
-from agentgym.tracking.inputs import packages
 from agentgym.tracking.mlflow import SUPERSEDED, Tracker
-from agentgym.tracking.points import SPOOL, LedgerError, Point, decode_points
+from agentgym.tracking.points import SPOOL, Alarm, LedgerError, Point, begun, decode_points, raised
 from agentgym.tracking.reaching import LedgerUnavailable, reaching
+from agentgym.tracking.step_data import packages
 from agentgym.tracking.step_page import (
     MANIFEST,
     describe,

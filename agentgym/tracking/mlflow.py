@@ -15,11 +15,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from agentgym.private import own_login, with_login
-from agentgym.tracking.inputs import DatasetInput, source_tags
 from agentgym.tracking.points import LedgerError, Point
 from agentgym.tracking.reaching import make_database, prepare_environment, quieten
 from agentgym.tracking.saved_view import tags_of_experiment
-from agentgym.tracking.traces import EpisodeTrace
+from agentgym.tracking.step_data import DatasetInput, EpisodeTrace, source_tags
 from envs.plain import plain
 
 logger = logging.getLogger(__name__)

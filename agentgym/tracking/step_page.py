@@ -15,11 +15,10 @@ from agentgym.config import RunConfig
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.inputs import DatasetInput, inputs_of
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.points import Point
 from agentgym.tracking.saved_view import NOTE, NOTE_OURS, VIEWS, link_to
-from agentgym.tracking.traces import EpisodeTrace, drawn, trace_of
+from agentgym.tracking.step_data import DatasetInput, EpisodeTrace, drawn, inputs_of, trace_of
 from agentgym.types import Trajectory
 from envs.plain import plain
 

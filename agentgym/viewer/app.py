@@ -25,8 +25,7 @@ from agentgym.viewer.episode_page import add_episode
 from agentgym.viewer.index import IndexDamaged
 from agentgym.viewer.links import Served
 from agentgym.viewer.lists_page import add_lists
-from agentgym.viewer.live import Room
-from agentgym.viewer.play_page import add_play
+from agentgym.viewer.live import Room, add_play
 from agentgym.viewer.query import BadQuery
 from agentgym.viewer.servers import Missing
 from agentgym.viewer.study_page import add_study

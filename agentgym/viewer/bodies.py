@@ -22,8 +22,7 @@ from agentgym.records import DAMAGE, RecordError, from_json
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.runstore import FOLDER, RunStore
 from agentgym.types import Trajectory
-from agentgym.viewer.index import Index
-from agentgym.viewer.rows import FILES, TOKENIZER, Address
+from agentgym.viewer.index import FILES, TOKENIZER, Address, Index
 
 _HELD = 4  # tokenizers kept in memory, and files of episodes
 _MAX_HELD = 16 * 2**20  # bytes of a file that is kept; a larger one is read again each time

@@ -34,10 +34,7 @@ class Served:
         return f"/e/{address}/text/{turn}/{part}"
 
     def picture(self, address: str, turn: int) -> str:
-        """Return a picture's address.
-
-        address: of an episode, or `play/` and a game.
-        """
+        """Return a picture's address. address: of an episode, or `play/` and a game."""
         where = address if address.startswith("play/") else f"e/{address}"
         return f"/{where}/picture/{turn}"
 

@@ -15,8 +15,7 @@ from agentgym.pipeline.stored_config import STEP as RUNS
 from agentgym.records import DAMAGE, RecordError, checked_row, lines_of
 from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, ManifestError
 from agentgym.store.runstore import FOLDER, RunStore
-from agentgym.viewer.index import Index
-from agentgym.viewer.rows import COLUMNS, DECISION, FILES, TOKENIZER, Row, row_of, words_of
+from agentgym.viewer.index import COLUMNS, DECISION, FILES, TOKENIZER, Index, Row, row_of, words_of
 from envs.plain import plain
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import delivered_steps
 from agentgym.viewer.bodies import Bodies
 from agentgym.viewer.index import Index, IndexDamaged
-from agentgym.viewer.lists import Lists
+from agentgym.viewer.query import Lists
 from agentgym.viewer.refresh import Refreshed, Refresher
 from agentgym.viewer.replay import Replays
 from agentgym.viewer.servers import Servers

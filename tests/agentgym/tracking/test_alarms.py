@@ -3,8 +3,7 @@
 import pytest
 
 from agentgym.config import AlarmsConfig
-from agentgym.tracking.alarms import RULES, AlarmStop, Watch, begun, tripped
-from agentgym.tracking.points import Point
+from agentgym.tracking.points import RULES, AlarmStop, Point, Watch, begun, tripped
 
 OFF = AlarmsConfig(**dict.fromkeys(RULES, "off"))
 CALM = {

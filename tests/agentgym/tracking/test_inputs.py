@@ -7,7 +7,7 @@ import pytest
 from agentgym.config import RunConfig
 from agentgym.data.items import Splits
 from agentgym.store.posix import posix_store
-from agentgym.tracking.inputs import LISTS, dvc_revision, inputs_of
+from agentgym.tracking.step_data import LISTS, dvc_revision, inputs_of
 from agentgym.types import Item
 
 ITEMS = tuple(Item("babyai", task, "train") for task in range(9))

@@ -7,7 +7,7 @@ import pytest
 
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.mlflow import Tracker
-from agentgym.tracking.traces import MAX_CHARS, MAX_TURNS, drawn, trace_id_of, trace_of
+from agentgym.tracking.step_data import MAX_CHARS, MAX_TURNS, drawn, trace_id_of, trace_of
 from agentgym.types import Item, Status, Trajectory, Turn
 
 KEY = "ab" * 32

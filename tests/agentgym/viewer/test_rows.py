@@ -4,7 +4,7 @@ import pytest
 
 from agentgym.records import to_json
 from agentgym.types import Learned, Turn
-from agentgym.viewer.rows import COLUMNS, MAX_TEXT, Address, row_of, words_of
+from agentgym.viewer.index import COLUMNS, MAX_TEXT, Address, row_of, words_of
 from tests.agentgym.viewer.conftest import KEPT, episode
 
 
