@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentgym.config import ConfigError
@@ -39,39 +39,38 @@ from services.state import (
     toml_is_ours,
 )
 
-PORTS = {"prefect": 4200, "mlflow": 5000, "viewer": VIEWER_PORT}  # used if free
+# used if free; the supervisor gets the sockets in this order
+PORTS = {"prefect": 4200, "mlflow": 5000, "viewer": VIEWER_PORT}
 
 STOP_TIMEOUT_S = 60.0
 
 
-def up(
-    state: Path,
-    prefect_port: int | None,
-    mlflow_port: int | None,
-    viewer_port: int | None = None,
-) -> int:
-    """Start the services or apply prefect.yaml to live ones; print addresses. Result: exit code."""
+def up(state: Path, ports: Mapping[str, int | None]) -> int:
+    """Start the services or apply prefect.yaml to live ones; print addresses. Result: exit code.
+
+    ports: of the services in PORTS; None: the usual one if it is free, else any.
+    """
     with _alone(state):
         services = running(state)
         if services is not None and services.ready:
             print("already running")
-            _apply(services)
+            if "prefect" in services.pids:
+                for line in apply(services) or ["nothing in it has changed"]:
+                    print(f"applied  {FILE}: {line}", flush=True)
+            else:
+                print(
+                    f"{FILE} is not applied while the Prefect server is down; `make up` again does"
+                    " it"
+                )
             return _describe(services)
         if services is None:
             # the supervisor has its own copies of the descriptors
             with contextlib.ExitStack() as stack:
-                wanted = {
-                    "prefect": (prefect_port, "PREFECT_PORT"),
-                    "mlflow": (mlflow_port, "MLFLOW_PORT"),
-                    "viewer": (viewer_port, "VIEWER_PORT"),
-                }
                 bound = [
-                    stack.enter_context(_listener(port, PORTS[name], variable))
-                    for name, (port, variable) in wanted.items()
+                    stack.enter_context(_listener(ports.get(name), usual, f"{name.upper()}_PORT"))
+                    for name, usual in PORTS.items()
                 ]
-                process = _start_supervisor(
-                    state, [bound_socket.fileno() for bound_socket in bound]
-                )
+                process = _start_supervisor(state, [listening.fileno() for listening in bound])
             print(
                 "starting a Prefect server, a worker and MLflow, and the pages of what agents did;"
                 " half a minute on a quiet machine",
@@ -96,15 +95,6 @@ def up(
             f"the services did not start within {START_TIMEOUT_S:g}"
             f" s\n{tail(log_file(state, 'supervisor'))}"
         )
-
-
-def _apply(services: Services) -> None:
-    """Apply prefect.yaml to the running services, and print what that changed."""
-    if "prefect" not in services.pids:
-        print(f"{FILE} is not applied while the Prefect server is down; `make up` again does it")
-        return
-    for line in apply(services) or ["nothing in it has changed"]:
-        print(f"applied  {FILE}: {line}", flush=True)
 
 
 def down(state: Path) -> int:
@@ -249,12 +239,9 @@ def main(argv: list[str] | None = None) -> int:
         "up",
         help="start a Prefect server, a worker, MLflow and the viewer; no effect if they run",
     )
-    start.add_argument("--prefect-port", type=int)
-    start.add_argument("--mlflow-port", type=int)
-    start.add_argument("--viewer-port", type=int)
-    start.set_defaults(
-        run=lambda chosen: up(STATE, chosen.prefect_port, chosen.mlflow_port, chosen.viewer_port)
-    )
+    for name in PORTS:
+        start.add_argument(f"--{name}-port", type=int, dest=name)
+    start.set_defaults(run=lambda chosen: up(STATE, {n: getattr(chosen, n) for n in PORTS}))
     commands.add_parser("down", help="end them").set_defaults(run=lambda _: down(STATE))
     commands.add_parser("status", help="print what runs").set_defaults(run=lambda _: status(STATE))
     commands.add_parser("api", help="the address of Prefect's API with its login").set_defaults(

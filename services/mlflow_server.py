@@ -31,10 +31,8 @@ def make_app(state: Path, login: str) -> ASGIApp:
     Call it once in a process, before anything imports `mlflow.server`, which reads the variables
     set here.
     """
-    database, artifacts = (
-        f"sqlite:///{(state / 'mlflow.db').resolve()}",
-        (state / "mlflow-artifacts").resolve(),
-    )
+    database = f"sqlite:///{(state / 'mlflow.db').resolve()}"
+    artifacts = (state / "mlflow-artifacts").resolve()
     artifacts.mkdir(parents=True, exist_ok=True)
     from mlflow.server.constants import (
         ARTIFACT_ROOT_ENV_VAR,

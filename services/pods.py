@@ -20,7 +20,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,7 +31,7 @@ from agentgym.deploy.kube.calls import KubeError
 from agentgym.deploy.kube.client import Kind, Kube, connect
 from agentgym.deploy.manifests import FLOWS
 from services.applied import run_module
-from services.overdue import PAGE, ask, bring_back
+from services.overdue import PAGE, ask, bring_back, seconds_in_state
 from services.state import START_TIMEOUT_S
 from services.supervisor import JOB_TEMPLATE, KUBERNETES_POOL, OVERDUE_CHECK_S, healthy
 
@@ -45,12 +44,12 @@ ENDING_S = 900.0  # more than a run needs to take its servers down
 ENDED = "cancelled; its Job was deleted"
 
 
-def end_cancelled(
-    api: str, login: str, kube: Kube, *, starting_s: float = STARTING_S, ending_s: float = ENDING_S
-) -> list[str]:
+def end_cancelled(api: str, login: str, kube: Kube) -> None:
     """End runs that are cancelling for too long; delete the Jobs of these and cancelled runs.
 
-    api: `http://host:port/api`; login: `user:password`. Result: the ids of the runs.
+    A run's own process ends the run, but nothing then deletes its Job. A run whose pod never
+    started has no process to end it, and Prefect's worker leaves it alone.
+    api: `http://host:port/api`; login: `user:password`.
     Errors: OSError (urllib's among them), ValueError, KubeError.
     """
     jobs: dict[str, list[str]] = defaultdict(list)
@@ -65,7 +64,7 @@ def end_cancelled(
         }
         request = {"flow_runs": wanted, "limit": PAGE}
         runs = ask(f"{api}/flow_runs/filter", login, request)
-        over += [run for run in runs if _is_over(run, starting_s, ending_s)]
+        over += [run for run in runs if _is_over(run)]
     for run in over:
         for name in jobs[run["id"]]:
             kube.delete(JOB, name)
@@ -73,15 +72,12 @@ def end_cancelled(
             state = {"type": "CANCELLED", "message": ENDED}
             ask(f"{api}/flow_runs/{run['id']}/set_state", login, {"state": state})
         logger.info("flow run %s was cancelled; its Job is deleted", run["name"])
-    return [run["id"] for run in over]
 
 
-def _is_over(run: dict[str, Any], starting_s: float, ending_s: float) -> bool:
+def _is_over(run: dict[str, Any]) -> bool:
     """Return True if the run is cancelled, or has been cancelling for longer than it may."""
-    if run["state"]["type"] == "CANCELLED":
-        return True
-    since = datetime.now(UTC) - datetime.fromisoformat(run["state"]["timestamp"])
-    return since.total_seconds() > (ending_s if run.get("start_time") else starting_s)
+    limit_s = ENDING_S if run.get("start_time") else STARTING_S
+    return run["state"]["type"] == "CANCELLED" or seconds_in_state(run) > limit_s
 
 
 PREFECT_LOGIN = "PREFECT_SERVER_API_AUTH_STRING"  # user:password
