@@ -17,7 +17,6 @@ from agentgym.tracking.deliver import (
     PACKAGES,
     RECORDS,
     delivery_tags,
-    note_of_pipeline,
     run_tags,
     run_title,
 )
@@ -29,6 +28,7 @@ from agentgym.tracking.step_page import (
     MANIFEST,
     TABLE,
     is_evaluated,
+    note_of_pipeline,
     note_of_step,
     note_tags,
     table_of,

@@ -23,11 +23,10 @@ from agentgym.tracking.step_data import packages
 from agentgym.tracking.step_page import (
     MANIFEST,
     describe,
-    links_of_run,
     note_of_comparison,
-    note_of_run,
+    note_of_pipeline,
     show_step,
-    show_tables,
+    table_tags,
 )
 
 logger = logging.getLogger(__name__)
@@ -102,13 +101,22 @@ def _seen(cfg: RunConfig, address: str, query: str, values: Sequence[str]) -> st
     """Return `address`, with the query's row if the ledger is a file; empty if there is no row."""
     if not has_file(cfg):
         return address
+    row = first_row(cfg, query, values)
+    return f"{address} {row}" if row else ""
+
+
+def first_row(cfg: RunConfig, query: str, values: Sequence[str] = ()) -> tuple[object, ...] | None:
+    """Return a query's first row in the ledger's file; None if there is none, or it cannot be read.
+
+    Does not import MLflow.
+    """
     path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
     try:
         with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
-            row = database.execute(query, values).fetchone()
-    except sqlite3.Error:  # missing or busy: the caller asks MLflow itself
-        return ""
-    return f"{address} {row}" if row else ""
+            row: tuple[object, ...] | None = database.execute(query, values).fetchone()
+            return row
+    except sqlite3.Error:  # missing or busy: the caller asks MLflow itself, or looks again
+        return None
 
 
 def parent_run(cfg: RunConfig, run_key: str) -> str:
@@ -164,12 +172,13 @@ def curve(store: RunStore, manifest: Manifest) -> list[dict[str, float | None]]:
 
     None for a metric that was not measured.
     """
+
+    def short(value: float | None) -> float | None:
+        return None if value is None else float(f"{value:.4g}")
+
     return [
-        {
-            "step": point.step,
-            **{key.replace("/", "_"): _short(point.metrics.get(key)) for key in CURVE},
-        }
-        for point in committed_points(store, manifest.step, manifest.key)
+        {"step": p.step, **{key.replace("/", "_"): short(p.metrics.get(key)) for key in CURVE}}
+        for p in committed_points(store, manifest.step, manifest.key)
     ]
 
 
@@ -183,10 +192,6 @@ def committed_alarms(store: RunStore, trained: Iterable[Manifest]) -> list[Alarm
     return begun(
         point for stage in trained for point in committed_points(store, stage.step, stage.key)
     )
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
 
 
 class Paced:
@@ -220,7 +225,7 @@ def deliver_step(
     *,
     title: str,
     headline: bool,
-    is_report: bool = False,
+    is_report: bool,
 ) -> None:
     """Deliver a step's points to its run, and for headline steps to the pipeline's run.
 
@@ -232,13 +237,8 @@ def deliver_step(
         parent_id = parent_run(cfg, run_key)
         child_id = child_run(cfg, parent_id, manifest, title)
         try:
-            deliver_committed(
-                tracker,
-                store,
-                manifest.step,
-                manifest.key,
-                [child_id, *([parent_id] if headline else [])],
-            )
+            run_ids = [child_id, parent_id] if headline else [child_id]
+            deliver_committed(tracker, store, manifest.step, manifest.key, run_ids)
         except StaleRun as stale:
             logger.warning(
                 "%s; its pipeline is set aside there (tag kind=%s) and written again as a new run",
@@ -252,48 +252,18 @@ def deliver_step(
             )
             return
         if manifest.done:
-            tracker.set_tags(
-                child_id, {MANIFEST: manifest.digest, RECORDS: manifest.records_digest}
-            )
+            digests = {MANIFEST: manifest.digest, RECORDS: manifest.records_digest}
+            tracker.set_tags(child_id, digests)
             points, runs = _points(store, manifest), (parent_id, child_id)
             show_step(cfg, store, tracker, manifest, points, runs, title)
             tracker.end_run(child_id)
             if is_report:
-                _conclude(cfg, store, manifest, run_key, parent_id)
-
-
-def _conclude(
-    cfg: RunConfig, store: RunStore, report: Manifest, run_key: str, parent_id: str
-) -> None:
-    """Write report, installed packages and description to the pipeline's run, and end it."""
-    tracker = tracker_of(cfg)
-    files = {name: store.read(report, name) for name in (*report.blobs, *report.records)}
-    tracker.log_artifacts(parent_id, {**files, PACKAGES: packages()})
-    describe(tracker, parent_id, note_of_pipeline(cfg, tracker, report, run_key, parent_id))
-    tracker.end_run(parent_id)
-
-
-def note_of_pipeline(
-    cfg: RunConfig, tracker: Tracker, report: Manifest, run_key: str, parent_id: str
-) -> str:
-    """Return the description of a whole pipeline's run."""
-    facts = {
-        "recipe": cfg.algorithm.recipe,
-        "on": cfg.env_names,
-        "horizon": " > ".join(map(str, cfg.horizon.max_turns)),
-        "seed": str(cfg.seed),
-    }
-    ends = [(name, report.results[name]) for name in ("before", "after")]
-    registered = report.results["model"]
-    lines = [
-        note_of_run(run_key, facts, ends),
-        "",
-        f"**{registered['alias']}** {registered['told']}",
-        *links_of_run(
-            tracker, parent_id, run_key, str(registered["model"]), str(registered["version"])
-        ),
-    ]
-    return "\n".join(lines)
+                names = (*manifest.blobs, *manifest.records)
+                files = {name: store.read(manifest, name) for name in names}
+                tracker.log_artifacts(parent_id, {**files, PACKAGES: packages()})
+                note = note_of_pipeline(cfg, tracker, manifest, run_key, parent_id)
+                describe(tracker, parent_id, note)
+                tracker.end_run(parent_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,30 +292,29 @@ def deliver_comparison(
     Skipped if the state folder records that this ledger has these files. Repeats change nothing.
     """
     cfg, files = cells[0].cfg, {**files, **tables}
-    content = sha256(
-        b"".join(
-            sha256(f"{path} ".encode() + data).encode() for path, data in sorted(files.items())
-        )
-    )
+    digests = [sha256(f"{path} ".encode() + data) for path, data in sorted(files.items())]
+    content = sha256("".join(digests).encode())
     mark = cfg.state_dir / "delivered" / f"comparison-{key[:16]}"
     identity = ledger_identity(cfg)
     if identity and mark.is_file() and mark.read_text(encoding="utf-8") == f"{content} {identity}":
         return
     tracker = tracker_of(cfg)
-    comparison_id = tracker.comparison_run(key, name, params={}, tags={"comparison": name})
+    identity_tags = {"comparison_key": key, "kind": "comparison"}
+    comparison_id = tracker.find_or_create(
+        f"{name} {key[:8]}", identity_tags, {}, {"comparison": name}
+    )
     for cell in cells:
         run_id = parent_run(cell.cfg, cell.run_key)
         tracker.set_tags(run_id, {f"comparison.{name}": key[:12]})
         cell_tags = {**cell.tags, "run": f"r{cell.run_key[:12]}", "run_id": run_id}
-        cell_id = tracker.cell_run(
-            comparison_id, cell.title, params=cell.cfg.semantic(), tags=cell_tags
-        )
+        # a copy: the run may belong to several comparisons, and MLflow allows it only one parent
+        identity_tags = {"mlflow.parentRunId": comparison_id, "cell": cell.title, "kind": "cell"}
+        cell_id = tracker.find_or_create(cell.title, identity_tags, cell.cfg.semantic(), cell_tags)
         tracker.deliver(cell_id, cell.points)
-        # a run that is reported later continues under its id
-        for finished_id in (cell_id, run_id):
-            tracker.end_run(finished_id)
+        tracker.end_run(cell_id)
+        tracker.end_run(run_id)  # one that is reported later continues under its id
     tracker.log_artifacts(comparison_id, files)
-    show_tables(tracker, comparison_id, tables)
+    tracker.set_tags(comparison_id, table_tags(tables))
     describe(tracker, comparison_id, note_of_comparison(comparison_id, text, files))
     tracker.end_run(comparison_id)
     mark.parent.mkdir(parents=True, exist_ok=True)
@@ -364,18 +333,15 @@ def deliver_committed(
     """
     delivered = 0
     for run_id in run_ids:
-        tag = _tag(step, key)
-        last = _parse_mark(tracker.client.get_run(run_id).data.tags.get(tag, ""))
+        last = _parse_mark(tracker.client.get_run(run_id).data.tags.get(_tag(step, key), ""))
         pending = store.history(step, key, after=last[0] - 1)
         if last[0] >= 0:
-            known = pending[0] if pending and pending[0].seq == last[0] else None
-            if known is not None and _mark(known) == last:
-                pending = pending[1:]
-            else:
+            if not pending or _mark(pending[0]) != last:
                 raise StaleRun(
                     f"MLflow run {run_id} holds points of commits of {step} that the store no"
                     " longer has"
                 )
+            pending = pending[1:]
         if not pending:
             continue
         points = [point for manifest in pending for point in _points(store, manifest)]

@@ -112,7 +112,7 @@ class Tracker:
         A new run's name is `title` and the beginning of the key. Nested params become dotted names.
         """
         identity = {"run_key": run_key, "kind": "pipeline"}
-        return self._find_or_create(pipeline_name(title, run_key), identity, params, tags)
+        return self.find_or_create(pipeline_name(title, run_key), identity, params, tags)
 
     def child_run(
         self,
@@ -125,32 +125,14 @@ class Tracker:
     ) -> str:
         """Return the id of a step's run below `parent_id`, by `step_key`; create it if missing."""
         identity = {"mlflow.parentRunId": parent_id, "step_key": step_key, "kind": "step"}
-        return self._find_or_create(name, identity, params, tags)
-
-    def comparison_run(
-        self, comparison_key: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]
-    ) -> str:
-        """Return the id of a comparison's run, by `comparison_key`; create the run if missing."""
-        identity = {"comparison_key": comparison_key, "kind": "comparison"}
-        return self._find_or_create(f"{title} {comparison_key[:8]}", identity, params, tags)
+        return self.find_or_create(name, identity, params, tags)
 
     def evaluation_run(
         self, digest: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]
     ) -> str:
         """Return the id of an evaluation's run, by `digest`; create the run if missing."""
         identity = {"evaluation_key": digest, "kind": "evaluation"}
-        return self._find_or_create(f"{title} {digest[:8]}", identity, params, tags)
-
-    def cell_run(
-        self, comparison_id: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]
-    ) -> str:
-        """Return the id of a comparison's copy of a run, by `title`; create the copy if missing.
-
-        The original run keeps its parent: it may belong to several comparisons, and MLflow allows a
-        run only one parent.
-        """
-        identity = {"mlflow.parentRunId": comparison_id, "cell": title, "kind": "cell"}
-        return self._find_or_create(title, identity, params, tags)
+        return self.find_or_create(f"{title} {digest[:8]}", identity, params, tags)
 
     def deliver(
         self,
@@ -214,14 +196,9 @@ class Tracker:
 
     def running(self, kinds: Iterable[str]) -> list[Any]:
         """Return the RUNNING runs of these kinds in this experiment and all named `agentgym-*`."""
-        query = f"name = '{self.experiment}'"
         experiment_ids = {
             experiment.experiment_id
-            for experiment in self.client.search_experiments(filter_string=query)
-        }
-        query = "name LIKE 'agentgym-%'"
-        experiment_ids |= {
-            experiment.experiment_id
+            for query in (f"name = '{self.experiment}'", "name LIKE 'agentgym-%'")
             for experiment in self.client.search_experiments(filter_string=query)
         }
         runs: list[Any] = []
@@ -319,15 +296,10 @@ class Tracker:
     ) -> str:
         """Return the id of a checkpoint's logged model, by tag `step_key`; create it if missing.
 
-        The weights stay in the store. Incomplete models of killed attempts are deleted.
+        The weights stay in the store.
         """
-        query = f"name = '{name}' and tags.step_key = '{tags['step_key']}'"
-        models = self.client.search_logged_models([self.experiment_id], filter_string=query)
-        ready = [model for model in models if str(model.status) == "READY"]
-        if ready:
-            return str(min(ready, key=lambda model: model.creation_timestamp).model_id)
-        for incomplete in models:  # left by a killed attempt
-            self.client.delete_logged_model(incomplete.model_id)
+        if ready := self.ready_model(name, tags["step_key"]):
+            return ready
         from mlflow.entities import LoggedModelOutput
 
         created = self.client.create_logged_model(
@@ -342,9 +314,23 @@ class Tracker:
         self.client.finalize_logged_model(created.model_id, "READY")
         return str(created.model_id)
 
+    def ready_model(self, name: str, step_key: str) -> str | None:
+        """Return the id of the oldest complete logged model of this name and key.
+
+        None without one: then the incomplete ones, of killed attempts, are deleted.
+        """
+        query = f"name = '{name}' and tags.step_key = '{step_key}'"
+        models = self.client.search_logged_models([self.experiment_id], filter_string=query)
+        ready = [model for model in models if str(model.status) == "READY"]
+        if ready:
+            return str(min(ready, key=lambda model: model.creation_timestamp).model_id)
+        for incomplete in models:
+            self.client.delete_logged_model(incomplete.model_id)
+        return None
+
     def find_run(self, tags: Mapping[str, str]) -> str | None:
         """Return the id of the oldest live run with these tags, or None."""
-        run = self._find_run(dict(tags))
+        run = self._find_run(tags)
         return None if run is None else str(run.info.run_id)
 
     def points(
@@ -362,13 +348,17 @@ class Tracker:
             for m in self.client.get_metric_history(run_id, name)
         )
 
-    def _find_or_create(
+    def find_or_create(
         self,
         name: str,
-        identity: dict[str, str],
+        identity: Mapping[str, str],
         params: Mapping[str, Any],
         tags: Mapping[str, str],
     ) -> str:
+        """Return the id of the live run with these identifying tags; create it if missing.
+
+        tags: further ones, written also to a run that has others.
+        """
         run = self._find_run(identity)
         wanted = {key: plain(str(value)) for key, value in tags.items()}
         if run is None:
@@ -389,24 +379,23 @@ class Tracker:
         changed = {key: value for key, value in wanted.items() if run.data.tags.get(key) != value}
         if changed:
             self.set_tags(run_id, changed)
-        self._log_missing_params(run_id, run.data.params, flat_params(params))
+        from mlflow.entities import Param
+
+        # MLflow refuses to change a param
+        missing = [
+            Param(key, value)
+            for key, value in flat_params(params).items()
+            if key not in run.data.params
+        ]
+        for start in range(0, len(missing), MAX_PARAMS):
+            self.client.log_batch(run_id, params=missing[start : start + MAX_PARAMS])
         return run_id
 
-    def _find_run(self, identity: dict[str, str]) -> Any:
+    def _find_run(self, identity: Mapping[str, str]) -> Any:
         """Return the oldest live run with these tags, or None."""
         query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
         runs = self.client.search_runs([self.experiment_id], filter_string=query)
         return min(runs, key=lambda run: (run.info.start_time, run.info.run_id), default=None)
-
-    def _log_missing_params(
-        self, run_id: str, present: Mapping[str, str], wanted: Mapping[str, str]
-    ) -> None:
-        """Log params that the run lacks; MLflow refuses to change a param."""
-        from mlflow.entities import Param
-
-        missing = [Param(key, value) for key, value in wanted.items() if key not in present]
-        for start in range(0, len(missing), MAX_PARAMS):
-            self.client.log_batch(run_id, params=missing[start : start + MAX_PARAMS])
 
 
 def profile_of(data: DatasetInput) -> str:

@@ -25,8 +25,6 @@ import psutil
 from agentgym.config import AlarmsConfig
 
 SPOOL = "metrics.jsonl"  # name among a manifest's records
-
-
 METRIC_NAME = re.compile(r"[A-Za-z0-9_\-.: /]{1,250}")  # what MLflow accepts
 
 
@@ -79,12 +77,8 @@ def _encode(point: Point) -> bytes:
                 f"metric {name} is {value} at step {point.step}; leave out what is undefined, and"
                 " stop a run that diverged"
             )
-    return (
-        json.dumps(
-            {"step": point.step, "time_ms": point.time_ms, "metrics": metrics}, allow_nan=False
-        ).encode()
-        + b"\n"
-    )
+    row = {"step": point.step, "time_ms": point.time_ms, "metrics": metrics}
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
 PROGRESS = "progress/"
@@ -184,6 +178,10 @@ class Rule:
     what: str  # the measure, in words
     advice: str
 
+    def metric_of(self, point: Point) -> str:
+        """Return the name of the metric that is used; empty if the point has none of them."""
+        return next((name for name in self.metrics if name in point.metrics), "")
+
     def is_broken(self, value: float, limit: float) -> bool:
         return value < limit if self.at_least else value > limit
 
@@ -224,7 +222,7 @@ def tripped(alarms: AlarmsConfig, history: Sequence[Point]) -> list[Alarm]:
 
 def measured(rule: Rule, history: Sequence[Point]) -> tuple[str, float | None]:
     """Return (metric, the rule's measure at the last point or None if it cannot be computed)."""
-    metric = next((name for name in rule.metrics if name in history[-1].metrics), "")
+    metric = rule.metric_of(history[-1])
     values = [point.metrics[metric] for point in history if metric in point.metrics]
     return metric, rule.measure(values) if metric else None
 
@@ -238,9 +236,7 @@ def raised(points: Iterable[Point]) -> Iterator[tuple[Alarm, bool]]:
     for index, point in enumerate(points):
         for name, rule in RULES.items():
             if f"{ALARM}{name}" in point.metrics:
-                metric = next(
-                    (candidate for candidate in rule.metrics if candidate in point.metrics), ""
-                )
+                metric = rule.metric_of(point)
                 value, limit = (point.metrics[f"{ALARM}{name}{part}"] for part in ("", LIMIT))
                 begins = index - last.get(name, -WINDOW - 1) > WINDOW
                 yield Alarm(name, metric, value, limit, point.step), begins
@@ -266,14 +262,10 @@ class Watch:
         """
         point = replace(point, metrics={**point.metrics, **progressed(self._points, point)})
         alarms = tripped(self._alarms, [*self._points, point])
-        marks = {
-            name: value
-            for alarm in alarms
-            for name, value in (
-                (f"{ALARM}{alarm.name}", alarm.value),
-                (f"{ALARM}{alarm.name}{LIMIT}", alarm.limit),
-            )
-        }
+        marks = {}
+        for alarm in alarms:
+            marks[f"{ALARM}{alarm.name}"] = alarm.value
+            marks[f"{ALARM}{alarm.name}{LIMIT}"] = alarm.limit
         self._points.append(replace(point, metrics={**point.metrics, **marks}))
         for alarm, begins in raised(self._points[-WINDOW - 1 :]):
             if begins and alarm in alarms and getattr(self._alarms, alarm.name) == "warn":

@@ -88,6 +88,14 @@ def tags_of_experiment(present: Mapping[str, str], name: str) -> dict[str, str]:
     return {**missing, OURS: json.dumps(ours, sort_keys=True)} if missing else {}
 
 
+def is_replaceable(present: str, note: str, ours: str) -> bool:
+    """Return True if a description differs from `note`, and no person wrote it.
+
+    ours: sha256 of the one that we wrote.
+    """
+    return present != note and (not present or sha256(present.encode()) == ours)
+
+
 def value_of(view: View) -> str:
     """Return the text of a view's tag, which MLflow's own "Save view" would write."""
     state = "deflate;" + base64.b64encode(zlib.compress(json.dumps(_state(view)).encode())).decode()

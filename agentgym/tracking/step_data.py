@@ -56,13 +56,13 @@ def prepared_by(store: RunStore, manifest: Manifest) -> Manifest | None:
     """Return this manifest, or its parent, that has the lists of splits; None if neither has."""
     if LISTS in manifest.blobs:
         return manifest
-    for name, digest in manifest.parents.items():
-        parent = next(
-            (candidate for candidate in store.heads(name) if candidate.digest == digest), None
-        )
-        if parent is not None and LISTS in parent.blobs:
-            return parent
-    return None
+    parents = (
+        parent
+        for name, digest in manifest.parents.items()
+        for parent in store.heads(name)
+        if parent.digest == digest and LISTS in parent.blobs
+    )
+    return next(parents, None)
 
 
 def _read(manifest: Manifest) -> Sequence[tuple[str, int | None]]:
@@ -170,37 +170,30 @@ class EpisodeTrace:
     success: bool
     tags: Mapping[str, str]
 
-    @property
-    def digest(self) -> str:
-        """sha256 of the names, inputs and outputs of the trace's spans, see `digest_of_spans`.
-
-        Times, tags and other attributes do not count.
-        """
-        return digest_of_spans(self.spans)
-
 
 def drawn(episodes: Sequence[Trajectory], key: str, count: int) -> list[Trajectory]:
     """Return up to `count` valid episodes, as many successes as failures if there are enough.
 
     The order and the draw depend only on `key` and on the set of episodes.
     """
-    valid = sorted(
-        (episode for episode in episodes if episode.status.is_valid), key=lambda e: _order(e, key)
-    )
-    parts = [
-        [episode for episode in valid if episode.success is wanted] for wanted in (True, False)
-    ]
-    balanced = [parts[0][: (count + 1) // 2], parts[1][: count // 2]]
-    chosen = [*balanced[0], *balanced[1]]
+
+    def order(episode: Trajectory) -> str:
+        return sha256(_name(episode, key).encode())
+
+    valid = sorted((episode for episode in episodes if episode.status.is_valid), key=order)
+    solved = [episode for episode in valid if episode.success is True]
+    failed = [episode for episode in valid if episode.success is False]
+    chosen = [*solved[: (count + 1) // 2], *failed[: count // 2]]
     taken = {id(episode) for episode in chosen}
     rest = [episode for episode in valid if id(episode) not in taken]
-    return sorted([*chosen, *rest[: count - len(chosen)]], key=lambda e: _order(e, key))[:count]
+    return sorted([*chosen, *rest[: count - len(chosen)]], key=order)[:count]
 
 
 def trace_of(manifest: Manifest, episode: Trajectory) -> EpisodeTrace:
     """Return the trace of an episode. manifest: the commit whose record the episode is in."""
     trace_id = trace_id_of(manifest, episode).removeprefix("tr-")
-    began = _began(manifest, episode)
+    # of a record without times, the commit's
+    began = int(1e9 * (episode.timing.get("began_s", 0.0) or manifest.created_at))
     spans = list(_turns(episode, trace_id, began))
     end = max([began, *(span["end_time_unix_nano"] for span in spans)])
     request = _cut(episode.first_observation)
@@ -242,7 +235,7 @@ def trace_of(manifest: Manifest, episode: Trajectory) -> EpisodeTrace:
 
 
 def digest_of_spans(spans: Sequence[Mapping[str, Any]]) -> str:
-    """sha256 of the spans' names and texts, in order of time."""
+    """sha256 of the spans' names, inputs and outputs, in order of time; nothing else counts."""
     shown = [
         [span["name"], *(json.loads(span["attributes"][name]) for name in ATTRIBUTES[2:])]
         for span in sorted(spans, key=lambda s: (s["start_time_unix_nano"], s["name"]))
@@ -343,18 +336,8 @@ def _span_id(trace_id: str, number: int) -> str:
     return sha256(f"{trace_id} {number}".encode())[:16]
 
 
-def _began(manifest: Manifest, episode: Trajectory) -> int:
-    """Return an episode's start in ns since 1970; the commit's time if it was not recorded."""
-    began = episode.timing.get("began_s", 0.0)
-    return int(1e9 * (began or manifest.created_at))
-
-
 def _name(episode: Trajectory, key: str) -> str:
     return f"{key} {episode.step} {episode.item.item_id} {episode.sample} {episode.temperature:g}"
-
-
-def _order(episode: Trajectory, key: str) -> str:
-    return sha256(_name(episode, key).encode())
 
 
 def _cut(text: str, max_chars: int = MAX_CHARS) -> str:

@@ -17,7 +17,7 @@ from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.points import Point
-from agentgym.tracking.saved_view import NOTE, NOTE_OURS, VIEWS, link_to
+from agentgym.tracking.saved_view import NOTE, NOTE_OURS, VIEWS, is_replaceable, link_to
 from agentgym.tracking.step_data import DatasetInput, EpisodeTrace, drawn, inputs_of, trace_of
 from agentgym.types import Trajectory
 from envs.plain import plain
@@ -103,7 +103,7 @@ def _show_evaluation(
     ]
     tracker.deliver(child_id, model_points, model_id=model_id, dataset=(data.name, data.digest))
     tracker.log_artifacts(child_id, {TABLE: table_of(store, manifest)})
-    show_tables(tracker, child_id, [TABLE])
+    tracker.set_tags(child_id, table_tags([TABLE]))
 
 
 def is_evaluated(manifest: Manifest) -> bool:
@@ -117,12 +117,8 @@ def table_of(store: RunStore, manifest: Manifest) -> bytes:
     return json.dumps(table, separators=(",", ":")).encode()
 
 
-def show_tables(tracker: Tracker, run_id: str, paths: Iterable[str]) -> None:
-    """Tag a run so that MLflow's UI opens these artifacts as tables."""
-    tracker.set_tags(run_id, table_tags(paths))
-
-
 def table_tags(paths: Iterable[str]) -> dict[str, str]:
+    """Return the tags of a run for which MLflow's UI opens these artifacts as tables."""
     return {"mlflow.loggedArtifacts": json.dumps([{"path": p, "type": "table"} for p in paths])}
 
 
@@ -155,9 +151,8 @@ def outcomes_table(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe(tracker: Tracker, run_id: str, note: str) -> None:
     """Write a run's description, unless a person changed the one we wrote."""
-    tags, note = tracker.client.get_run(run_id).data.tags, plain(note)
-    present, ours = tags.get(NOTE, ""), tags.get(NOTE_OURS, "")
-    if present != note and (not present or sha256(present.encode()) == ours):
+    tags = tracker.client.get_run(run_id).data.tags
+    if is_replaceable(tags.get(NOTE, ""), plain(note), tags.get(NOTE_OURS, "")):
         tracker.set_tags(run_id, note_tags(note))
 
 
@@ -170,17 +165,34 @@ def note_of_step(manifest: Manifest, title: str) -> str:
     return "\n".join(lines)
 
 
-def note_of_run(
-    run_key: str, facts: Mapping[str, str], ends: Iterable[tuple[str, Mapping[str, Any]]]
+def note_of_pipeline(
+    cfg: RunConfig, tracker: Tracker, report: Manifest, run_key: str, parent_id: str
 ) -> str:
-    """Return a pipeline's description: its settings and results.
-
-    ends: (evaluation's title, its results), in order.
+    """Return the description of a pipeline's run: its settings, its results before and after
+    training, links relative to the server's address, and two commands.
     """
-    lines = [f"Run `r{run_key[:12]}`: " + ", ".join(f"{k} {v}" for k, v in facts.items()), ""]
-    for title, results in ends:
+    horizon = " > ".join(map(str, cfg.horizon.max_turns))
+    lines = [
+        f"Run `r{run_key[:12]}`: recipe {cfg.algorithm.recipe}, on {cfg.env_names}, horizon"
+        f" {horizon}, seed {cfg.seed}",
+        "",
+    ]
+    for title in ("before", "after"):
+        results = report.results[title]
         lines += [f"**{title}**", "", *_numbers(results["summary"], results["num_items"]), ""]
-    return "\n".join(lines).rstrip()
+    registered = report.results["model"]
+    model, version = str(registered["model"]), str(registered["version"])
+    here = f"#/experiments/{tracker.experiment_id}"
+    lines += [
+        f"**{registered['alias']}** {registered['told']}",
+        "",
+        f"- [report]({here}/runs/{parent_id}/artifacts/report.html)",
+        f"- [charts]({link_to(tracker.experiment_id, VIEWS[0])})",
+        f"- [{model} version {version}](#/models/{model.replace(' ', '%20')}/versions/{version})",
+        f"- every episode: `agentgym view r{run_key[:12]}`; is it true:"
+        f" `agentgym audit r{run_key[:12]}`",
+    ]
+    return "\n".join(lines)
 
 
 def note_of_comparison(run_id: str, text: str, files: Iterable[str]) -> str:
@@ -198,21 +210,6 @@ def note_of_comparison(run_id: str, text: str, files: Iterable[str]) -> str:
             break
         lines.append(line)
     return "\n\n".join(["\n".join(lines), *pictures])
-
-
-def links_of_run(
-    tracker: Tracker, parent_id: str, run_key: str, model: str, version: str
-) -> list[str]:
-    """Return Markdown lines: three links relative to the server's address, then two commands."""
-    here = f"#/experiments/{tracker.experiment_id}"
-    return [
-        "",
-        f"- [report]({here}/runs/{parent_id}/artifacts/report.html)",
-        f"- [charts]({link_to(tracker.experiment_id, VIEWS[0])})",
-        f"- [{model} version {version}](#/models/{model.replace(' ', '%20')}/versions/{version})",
-        f"- every episode: `agentgym view r{run_key[:12]}`; is it true:"
-        f" `agentgym audit r{run_key[:12]}`",
-    ]
 
 
 def _numbers(summary: Mapping[str, Any], num_items: int) -> list[str]:
