@@ -231,11 +231,11 @@ class Index:
         """
         self.path, self._root = path, root
         self._local = threading.local()
-        self._lock: IO[bytes] | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.writes = self._claim()
+        self._lock = self._claim()
+        self.writes = self._lock is not None
         if self.writes and not self._is_sound():
-            self._make()
+            self.remake()
 
     @staticmethod
     def place(folder: Path, root: str) -> Path:
@@ -276,11 +276,6 @@ class Index:
         finally:
             connection.close()
 
-    def remake(self) -> None:
-        """Empty the index if this process writes it; readers reconnect."""
-        if self.writes:
-            self._make()
-
     def close(self) -> None:
         """Mark the file as undamaged and release the lock, if this process has the lock."""
         if self.writes:
@@ -307,16 +302,15 @@ class Index:
         connection.row_factory = sqlite3.Row
         return connection
 
-    def _claim(self) -> bool:
-        """Take the writer's lock for this process's lifetime. Return False if it is taken."""
+    def _claim(self) -> IO[bytes] | None:
+        """Take the writer's lock for this process's lifetime. Return None if it is taken."""
         lock = self.path.with_suffix(".lock").open("ab")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.close()
-            return False
-        self._lock = lock
-        return True
+            return None
+        return lock
 
     def _is_sound(self) -> bool:
         """Mark an undamaged file of this schema and store as open. Return False for others."""
@@ -328,8 +322,16 @@ class Index:
                 if (meta.get("schema"), meta.get("root")) != (str(SCHEMA), self._root):
                     logger.warning("%s is of another schema or store; it is built anew", self.path)
                     return False
-                if not self._is_whole(connection, checked=bool(meta.get("open"))):
-                    return False
+                # a killed process leaves a write-ahead log, whose content belongs to the file
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                (pages,) = connection.execute("PRAGMA page_count").fetchone()
+                (size,) = connection.execute("PRAGMA page_size").fetchone()
+                if pages * size > self.path.stat().st_size:
+                    raise IndexDamaged("it is cut short")
+                if meta.get("open"):  # its process did not close it: read every page
+                    (state,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+                    if state != "ok":
+                        raise IndexDamaged(state)
                 with connection:
                     connection.execute("UPDATE meta SET value = 'yes' WHERE name = 'open'")
                 return True
@@ -337,24 +339,8 @@ class Index:
             logger.warning("%s is damaged (%s); it is built anew", self.path, error)
             return False
 
-    def _is_whole(self, connection: sqlite3.Connection, *, checked: bool) -> bool:
-        """Merge the write-ahead log. Return True if the file is not damaged.
-
-        checked: read every page, after a process that did not close the file.
-        """
-        # a killed process leaves a write-ahead log, whose content belongs to the file
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        ((pages,), (size,)) = (
-            connection.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size")
-        )
-        state = "ok" if pages * size <= self.path.stat().st_size else "it is cut short"
-        if checked and state == "ok":
-            (state,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-        if state != "ok":
-            logger.warning("%s is damaged (%s); it is built anew", self.path, state)
-        return bool(state == "ok")
-
-    def _make(self) -> None:
+    def remake(self) -> None:
+        """Empty the index, whose writer this process must be; readers reconnect."""
         for suffix in ("", "-wal", "-shm"):
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
         self.path.touch(mode=0o600)

@@ -85,7 +85,7 @@ def add_lists(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
             gone=[row for row in steps.values() if row["gone"]],
             total=f"{sum(row[-1] for row in counted):,}",
             indexing=viewer.indexing is not None,
-            root=viewer.root,
+            root=viewer.store.root,
             stamp=viewer.index.stamp,
             section="home",
         )

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from agentgym.config import ConfigError, EnvConfig, RunConfig, asked_of
 from agentgym.data.items import PUBLISHED_COUNTS
 from agentgym.evaluation.asking import told_by
-from agentgym.evaluation.policies import Contender, PolicyName, seated
+from agentgym.evaluation.policies import PolicyName, seated
 from agentgym.evaluation.protocol import EnvProtocol, EvaluationRequest
 from agentgym.pages import Pages
 from agentgym.pipeline.contenders import invite
@@ -41,7 +41,7 @@ from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Item, Sampling, Usage
 from agentgym.viewer.bodies import Gone
 from agentgym.viewer.drawing import drawing_of
-from agentgym.viewer.replay import Shot, shot_of
+from agentgym.viewer.replay import Shot, picture_of, shot_of
 from agentgym.viewer.servers import Missing, Servers, config_of
 from agentgym.viewer.viewer import Viewer
 
@@ -114,8 +114,9 @@ class Room:
             invited = await run_in_threadpool(invite, cfg, protocol, request)
             contender, protocol, playing = invited.contender, invited.protocol, invited.cfg
         async with contextlib.AsyncExitStack() as stack:
+            expert = contender is not None and contender.needs_expert
             endpoints = await run_in_threadpool(
-                _entered, stack, lambda: self._servers.use(env, expert=_needs_expert(contender))
+                lambda: stack.enter_context(self._servers.use(env, expert=expert))
             )
             pools = await stack.enter_async_context(EnvPools.of([env], {env.name: endpoints}))
             guides = await pools.check([env], allow_expert=True)  # nothing is learned here
@@ -206,16 +207,6 @@ class Room:
             raise ConfigError(f"{MAX_GAMES} games are open; end one of them")
 
 
-def _needs_expert(contender: Contender | None) -> bool:
-    return contender is not None and contender.needs_expert
-
-
-def _entered(
-    stack: contextlib.AsyncExitStack, use: Callable[[], contextlib.AbstractContextManager[Any]]
-) -> Any:
-    return stack.enter_context(use())
-
-
 def _episode(
     env_protocol: EnvProtocol, item: Item, observation: str, instructions: dict[str, str]
 ) -> Episode:
@@ -289,11 +280,7 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
     @app.get("/play/{game}/picture/{turn}")
     def picture(game: str, turn: int) -> Response:
         current = _found(room, game)
-        shot = current.shots[turn] if 0 <= turn < len(current.shots) else None
-        if shot is None or shot.media_type != "image/png":
-            raise HTTPException(404)
-        headers = {"Content-Security-Policy": "sandbox"}
-        return Response(shot.data, media_type="image/png", headers=headers)
+        return picture_of(current.shots[turn] if 0 <= turn < len(current.shots) else None)
 
 
 def environments(viewer: Viewer, withheld: list[str] | None = None) -> dict[str, EnvConfig]:

@@ -180,9 +180,8 @@ class Lists:
 
     def page(self, query: Query, size: int = PAGE) -> Page:
         """Return one page of a query's episodes. Errors: BadQuery, IndexDamaged."""
-        reader = self._index.reader
-        steps = self._steps(reader)
-        counted, is_more = self._counts(reader, query)
+        reader, steps = self._index.reader, self._steps()
+        counted, is_more = self._counts(query)
         facets, total = _facets(query, counted, steps)
         few = total < FEW and not is_more
         rows = _rows(reader, query, steps, size + 1, few=few)
@@ -203,35 +202,32 @@ class Lists:
 
     def counts(self) -> list[tuple[Any, ...]]:
         """Return rows of FACET_COLUMNS' values and the number of episodes that have them."""
-        return self._counts(self._index.reader, Query())[0]
+        return self._counts(Query())[0]
 
     def all(self, query: Query, limit: int) -> list[sqlite3.Row]:
         """Return the first `limit` rows of a query, in its order. Errors: BadQuery."""
-        reader = self._index.reader
-        return _rows(reader, query.first(), self._steps(reader), limit)
+        return _rows(self._index.reader, query.first(), self._steps(), limit)
 
     def neighbours(self, query: Query, row: sqlite3.Row) -> tuple[sqlite3.Row | None, ...]:
         """Return the rows (before, after) this one in a query's list; None at an end."""
-        reader = self._index.reader
-        steps, key = self._steps(reader), _key(query, row)
-        whole = replace(query, after="", before="")
+        reader, steps = self._index.reader, self._steps()
+        whole, key = query.first(), _key(query, row)
         sides = [
             _rows(reader, whole, steps, 1, before=key),
             _rows(reader, whole, steps, 1, after=key),
         ]
         return tuple(rows[0] if rows else None for rows in sides)
 
-    def _steps(self, reader: sqlite3.Connection) -> dict[int, tuple[str, tuple[str, ...]]]:
+    def _steps(self) -> dict[int, tuple[str, tuple[str, ...]]]:
         """Return step -> (its name, its runs)."""
+        reader = self._index.reader
         names = {row["id"]: row["name"] for row in reader.execute("SELECT id, name FROM steps")}
         runs: dict[int, list[str]] = {}
         for row in reader.execute("SELECT step_id, run FROM run_steps"):
             runs.setdefault(row["step_id"], []).append(row["run"])
         return {step: (name, tuple(runs.get(step, ()))) for step, name in names.items()}
 
-    def _counts(
-        self, reader: sqlite3.Connection, query: Query
-    ) -> tuple[list[tuple[Any, ...]], bool]:
+    def _counts(self, query: Query) -> tuple[list[tuple[Any, ...]], bool]:
         """Count episodes by combination of facet values, ignoring the chosen facets.
 
         Result: (rows of FACET_COLUMNS' values and a count, whether a search reached MOST_MATCHES).
@@ -249,7 +245,8 @@ class Lists:
                 source = f"(SELECT {columns} FROM episodes{where} LIMIT {MOST_MATCHES})"
                 where = ""
             sql = f"SELECT {columns}, count(*) FROM {source}{where} GROUP BY {columns}"
-            self._counted[key] = [tuple(row) for row in reader.execute(sql, values)]
+            rows = self._index.reader.execute(sql, values)
+            self._counted[key] = [tuple(row) for row in rows]
         counted = self._counted[key]
         return counted, bool(query.words) and sum(row[-1] for row in counted) >= MOST_MATCHES
 

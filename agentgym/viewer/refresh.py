@@ -7,7 +7,6 @@ import json
 import logging
 import secrets
 import sqlite3
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
@@ -32,7 +31,6 @@ class Refreshed:
     steps: int = 0  # changed
     episodes: int = 0  # added
     dropped: int = 0  # episodes removed
-    seconds: float = 0.0
 
 
 class Refresher:
@@ -51,7 +49,7 @@ class Refresher:
         on_count: called with the number of episodes added so far.
         Errors: IndexDamaged; OSError of the store.
         """
-        refreshed, began = Refreshed(), time.perf_counter()
+        refreshed = Refreshed()
         marks = self._store.marks()
         with self._index.writing() as connection:
             known = {row["folder"]: row for row in connection.execute("SELECT * FROM steps")}
@@ -71,7 +69,6 @@ class Refresher:
         if refreshed.episodes:
             with self._index.writing() as connection:
                 connection.execute("PRAGMA optimize")
-        refreshed.seconds = time.perf_counter() - began
         return refreshed
 
     def _step(

@@ -19,6 +19,9 @@ from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
 from agentgym.config import EnvConfig
 from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import ending
@@ -27,7 +30,6 @@ from agentgym.store.keys import environment_modules, source_digest
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.types import Status, Trajectory
 from agentgym.viewer.bodies import IndexedEpisode
-from agentgym.viewer.index import IndexDamaged
 from agentgym.viewer.servers import Missing, Servers, config_of, environment_of
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class Replay:
     shots: Sequence[Shot] = ()
 
     def shot(self, turn: int) -> Shot | None:
-        return self.shots[turn] if turn < len(self.shots) else None
+        return self.shots[turn] if 0 <= turn < len(self.shots) else None
 
 
 class Replays:
@@ -70,8 +72,13 @@ class Replays:
         self._thread = ThreadPoolExecutor(1, "replay")
         self._waiting: dict[str, Future[None]] = {}
         self._lock = threading.Lock()
-        with contextlib.suppress(IndexDamaged):
-            self._prepare()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._make()
+        except sqlite3.DatabaseError as error:
+            logger.warning("%s is damaged (%s); drawings are made again", self._path, error)
+            self._path.unlink(missing_ok=True)
+            self._make()
 
     def find(self, entry: IndexedEpisode) -> Replay | None:
         """Return an episode's stored replay; None if it was not replayed yet."""
@@ -141,20 +148,11 @@ class Replays:
             )
             connection.executemany(
                 "INSERT INTO shots VALUES (?, ?, ?, ?, ?)",
-                [(key, s.turn, s.media_type, s.data, s.differs) for s in replay.shots],
+                [(key, *astuple(shot)) for shot in replay.shots],
             )
             old = "SELECT key FROM replays ORDER BY made DESC LIMIT -1 OFFSET ?"
             for table in ("shots", "replays"):
                 connection.execute(f"DELETE FROM {table} WHERE key IN ({old})", (KEEP,))
-
-    def _prepare(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._make()
-        except sqlite3.DatabaseError as error:
-            logger.warning("%s is damaged (%s); drawings are made again", self._path, error)
-            self._path.unlink(missing_ok=True)
-            self._make()
 
     def _make(self) -> None:
         with contextlib.closing(self._connect()) as connection, connection:
@@ -227,10 +225,9 @@ def _verdict(episode: Trajectory, shots: Sequence[Shot], ended: Status | None) -
     as_played = ended or (
         Status.MAX_TURNS if len(episode.turns) >= episode.max_turns else Status.MAX_TOKENS
     )
-    if episode.status.is_valid and as_played is not episode.status:
-        is_given_up = ended is None and episode.status is Status.MAX_TURNS
-        if not is_given_up:
-            return f"the replay ends as {as_played}, the record as {episode.status}", False
+    is_given_up = ended is None and episode.status is Status.MAX_TURNS
+    if episode.status.is_valid and as_played is not episode.status and not is_given_up:
+        return f"the replay ends as {as_played}, the record as {episode.status}", False
     return f"played again, {len(episode.turns)} turns agree with the record", True
 
 
@@ -249,13 +246,19 @@ def _short(value: object) -> str:
 async def shot_of(session: object, turn: int, differs: str) -> Shot:
     """Return a shot of the environment; without data if drawing fails or exceeds a limit."""
     draw = getattr(session, "render", None)
-    if draw is None or turn > MAX_SHOTS:
-        return Shot(turn, "", b"", differs)
-    try:
-        media_type, data = await draw()
-    except EnvError as error:
-        logger.info("no drawing of turn %d: %s", turn, error)
-        return Shot(turn, "", b"", differs)
-    if len(data) > MAX_SHOT_BYTES:
-        return Shot(turn, "", b"", differs)
-    return Shot(turn, media_type, data, differs)
+    if draw is not None and turn <= MAX_SHOTS:
+        try:
+            media_type, data = await draw()
+            if len(data) <= MAX_SHOT_BYTES:
+                return Shot(turn, media_type, data, differs)
+        except EnvError as error:
+            logger.info("no drawing of turn %d: %s", turn, error)
+    return Shot(turn, "", b"", differs)
+
+
+def picture_of(shot: Shot | None, **headers: str) -> Response:
+    """Return the picture of a shot. Errors: HTTPException 404 without one."""
+    if shot is None or shot.media_type != "image/png":
+        raise HTTPException(404)
+    sandboxed = {"Content-Security-Policy": "sandbox", **headers}
+    return Response(shot.data, media_type="image/png", headers=sandboxed)

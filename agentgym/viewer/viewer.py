@@ -54,8 +54,9 @@ class Viewer:
     def open(cls, cfg: RunConfig, runs: tuple[str, ...] = ()) -> Self:
         """Open the store and its index, built if needed. Errors: ConfigError without the store."""
         store = open_store(cfg)
-        folder = cfg.state_dir / FOLDER
-        index = Index(Index.place(folder, _root(store)), _root(store))
+        folder, root = cfg.state_dir / FOLDER, store.root
+        root = root if root.startswith("s3://") else str(Path(root).absolute())
+        index = Index(Index.place(folder, root), root)
         servers = Servers(cfg)
         return cls(
             cfg,
@@ -67,11 +68,6 @@ class Viewer:
             Replays(folder / "replays.sqlite", servers),
             runs,
         )
-
-    @property
-    def root(self) -> str:
-        """Root of the store, for display."""
-        return self.store.root
 
     def refresh(self) -> Refreshed:
         """Update index and leases; return counts. Only for the index's writer.
@@ -159,7 +155,7 @@ class Viewer:
 
     def _follow(self) -> None:
         """Refresh until the viewer ends, keep the last error for display, end idle servers."""
-        pause_s = POLL_S3_S if self.root.startswith("s3://") else POLL_S
+        pause_s = POLL_S3_S if self.store.root.startswith("s3://") else POLL_S
         while not self._stop.is_set():
             try:
                 if self.index.writes:
@@ -173,8 +169,3 @@ class Viewer:
             self.indexing = None
             self.servers.end_idle()
             self._stop.wait(pause_s)
-
-
-def _root(store: RunStore) -> str:
-    root = store.root
-    return root if root.startswith("s3://") else str(Path(root).absolute())
