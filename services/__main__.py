@@ -208,10 +208,7 @@ def _stop(state: Path) -> None:
 def _listener(
     wanted: int | None, usual: int, variable: str, command: str = "make up"
 ) -> socket.socket:
-    """Return a listener at the wanted port; without a wanted one, at the usual port if free, else
-    at any.
-    Errors: ConfigError if the wanted port is taken.
-    """
+    """Return a listener at the wanted port, or at the usual one or any. Errors: ConfigError."""
     try:
         return listener(usual if wanted is None else wanted)
     except OSError as error:

@@ -200,10 +200,7 @@ def _logins(environment: Mapping[str, str]) -> str:
 
 
 def set_up() -> int:
-    """Wait for the server, then install the pool, the automations, and every deployment of
-    `kubernetes`.
-    Errors: ConfigError, RuntimeError.
-    """
+    """Wait for the server; install pool, rules, deployments. Errors: ConfigError, RuntimeError."""
     _login(CLIENT_LOGIN, os.environ)
     image = os.environ.get(IMAGE, "")
     if not image:

@@ -116,11 +116,7 @@ def _unframed(send: Send) -> Send:
 
 
 def listener(port: int) -> socket.socket:
-    """Return a socket that keeps a loopback address taken as long as it is open, also while its
-    server is being restarted.
-
-    port: 0 for any. Errors: OSError.
-    """
+    """Return a socket that keeps a loopback port, 0: any, while it is open. Errors: OSError."""
     # it listens at once: until then another socket with SO_REUSEADDR may bind here and listen first
     return socket.create_server(("127.0.0.1", port))
 

@@ -215,10 +215,7 @@ def _engine(state: Path) -> dict[str, Service]:
 
 
 def supervise(state: Path, sockets: Mapping[str, socket.socket]) -> int:
-    """Run the services until SIGTERM; write prefect.toml. Result: an exit code.
-
-    sockets: the bound ones of `prefect`, `mlflow` and `viewer`.
-    """
+    """Run the services, on bound sockets by name, until SIGTERM. Result: an exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     started = process_start(os.getpid())
     if started is None:

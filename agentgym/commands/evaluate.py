@@ -264,10 +264,7 @@ def _print(evaluated: Evaluated, options: str) -> None:
 
 
 def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
-    """Yield lines with the report's file and a command to compare with the newest similar result.
-
-    options: command-line options that find the store.
-    """
+    """Yield lines with the report's file and a command that compares the newest like result."""
     from agentgym.evaluation.page import PAGE
     from agentgym.evaluation.result import RESULT, Result, ResultError, differences
 

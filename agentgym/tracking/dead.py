@@ -79,10 +79,7 @@ def _close(tracker: Tracker, store: RunStore) -> dict[str, str]:
 
 
 def _unattended(tracker: Tracker, store: RunStore, run: Any) -> End | None:
-    """Return the end of a pipeline without RUNNING steps.
-
-    None while a next step may begin, or if the run belongs to another store.
-    """
+    """Return the end of a pipeline without RUNNING steps; None while a next step may begin."""
     steps = _steps(tracker, run)
     if steps and not store.tenures({_folder(step.data.tags) for step in steps}):
         return None  # the run belongs to another store

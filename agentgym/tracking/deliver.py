@@ -106,10 +106,7 @@ def _seen(cfg: RunConfig, address: str, query: str, values: Sequence[str]) -> st
 
 
 def first_row(cfg: RunConfig, query: str, values: Sequence[str] = ()) -> tuple[object, ...] | None:
-    """Return a query's first row in the ledger's file; None if there is none, or it cannot be read.
-
-    Does not import MLflow.
-    """
+    """Return a query's first row in the ledger's file; None without one, or if it is unreadable."""
     path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
     try:
         with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
@@ -150,10 +147,7 @@ def episodes_page(run_key: str, step: str = "") -> str:
 
 
 def child_run(cfg: RunConfig, parent_id: str, manifest: Manifest, title: str) -> str:
-    """Return the id of a step's MLflow run below the run `parent_id`; create it if it is missing.
-
-    manifest: a commit of the step. title: name of a new run.
-    """
+    """Return the id of a step's MLflow run below `parent_id`; create it, as `title`, if missing."""
     return tracker_of(cfg).child_run(
         parent_id, title, manifest.key, params=manifest.config, tags={"step": manifest.step}
     )
@@ -168,10 +162,7 @@ def step_run(cfg: RunConfig, run_key: str, manifest: Manifest, title: str) -> tu
 
 
 def curve(store: RunStore, manifest: Manifest) -> list[dict[str, float | None]]:
-    """Return a step's main metrics, a row per point: {"step": 3, "rollout_success": 0.25, ...}.
-
-    None for a metric that was not measured.
-    """
+    """Return a step's main metrics, a row per point; None for one that was not measured."""
 
     def short(value: float | None) -> float | None:
         return None if value is None else float(f"{value:.4g}")
@@ -384,11 +375,7 @@ def _points(store: RunStore, manifest: Manifest) -> list[Point]:
 
 
 def _mark(manifest: Manifest) -> tuple[int, str]:
-    """Return a commit's number and time.
-
-    The time distinguishes it from a later commit with the same number, after the folder was
-    deleted.
-    """
+    """Return a commit's number, and its time: a deleted folder is filled with other commits."""
     return manifest.seq, repr(manifest.created_at)
 
 

@@ -69,10 +69,7 @@ class Tracker:
 
     @cached_property
     def experiment_id(self) -> str:
-        """Id of the experiment. First use creates it if missing, and writes views that it lacks.
-
-        Errors: LedgerError if the experiment was deleted.
-        """
+        """Id of the experiment, created if missing. Errors: LedgerError if it was deleted."""
         from mlflow.exceptions import MlflowException
 
         experiment = self.client.get_experiment_by_name(self.experiment)
@@ -107,10 +104,7 @@ class Tracker:
     def parent_run(
         self, run_key: str, *, params: Mapping[str, Any], tags: Mapping[str, str], title: str = ""
     ) -> str:
-        """Return the id of a whole pipeline's run, by `run_key`; create the run if missing.
-
-        A new run's name is `title` and the beginning of the key. Nested params become dotted names.
-        """
+        """Return the id of a pipeline's run, by `run_key`; create it, named by `title` and key."""
         identity = {"run_key": run_key, "kind": "pipeline"}
         return self.find_or_create(pipeline_name(title, run_key), identity, params, tags)
 
@@ -174,10 +168,7 @@ class Tracker:
         )
 
     def end_run(self, run_id: str, status: str = "FINISHED") -> None:
-        """End a run. A run that has this status already keeps its end time.
-
-        status: FINISHED, which removes the tag `ended`, FAILED or KILLED. Errors: ValueError.
-        """
+        """End a run as FINISHED (removes the tag `ended`), FAILED or KILLED. Errors: ValueError."""
         if status not in ("FINISHED", "FAILED", "KILLED"):
             raise ValueError(f"status {status!r} must be FINISHED, FAILED or KILLED")
         run = self.client.get_run(run_id)
@@ -187,10 +178,7 @@ class Tracker:
             self.client.delete_tag(run_id, ENDED)
 
     def close_run(self, run_id: str, status: str, reason: str) -> None:
-        """End a run without a process; the tag `ended` gives the reason.
-
-        If its process returns, the run continues and loses the tag.
-        """
+        """End a run without a process; the tag `ended` gives the reason until the run continues."""
         self.set_tags(run_id, {ENDED: reason})
         self.end_run(run_id, status)
 
@@ -217,10 +205,7 @@ class Tracker:
         return runs
 
     def supersede(self, run_id: str) -> None:
-        """End a run as KILLED; it keeps its numbers, and its key no longer leads to it.
-
-        Nothing is deleted in the ledger.
-        """
+        """End a run as KILLED; it keeps its numbers, and its key no longer leads to it."""
         self.set_tags(run_id, {"kind": SUPERSEDED})
         self.end_run(run_id, "KILLED")
 
@@ -265,10 +250,7 @@ class Tracker:
             self.client.log_inputs(run_id, entities)
 
     def log_trace(self, trace: EpisodeTrace, run_id: str) -> None:
-        """Log an episode as a trace, with its success as feedback.
-
-        Trace, spans and feedback have fixed ids, so that a repeated delivery adds nothing.
-        """
+        """Log an episode as a trace, with its success as feedback; their ids are fixed."""
         from mlflow.entities import Feedback, Span, TraceInfo, TraceLocation, TraceState
 
         success = Feedback("success", trace.success, trace_id=trace.trace_id)
@@ -294,10 +276,7 @@ class Tracker:
     def checkpoint_model(
         self, name: str, run_id: str, tags: Mapping[str, str], params: Mapping[str, str]
     ) -> str:
-        """Return the id of a checkpoint's logged model, by tag `step_key`; create it if missing.
-
-        The weights stay in the store.
-        """
+        """Return the id of a checkpoint's logged model, by tag `step_key`; create it if missing."""
         if ready := self.ready_model(name, tags["step_key"]):
             return ready
         from mlflow.entities import LoggedModelOutput
@@ -315,10 +294,7 @@ class Tracker:
         return str(created.model_id)
 
     def ready_model(self, name: str, step_key: str) -> str | None:
-        """Return the id of the oldest complete logged model of this name and key.
-
-        None without one: then the incomplete ones, of killed attempts, are deleted.
-        """
+        """Return the oldest complete logged model of this key; without one, delete the others."""
         query = f"name = '{name}' and tags.step_key = '{step_key}'"
         models = self.client.search_logged_models([self.experiment_id], filter_string=query)
         ready = [model for model in models if str(model.status) == "READY"]
@@ -336,10 +312,7 @@ class Tracker:
     def points(
         self, run_id: str, names: Iterable[str] | None = None
     ) -> list[tuple[str, int, int, float]]:
-        """Return every point of a run as (name, step, timestamp in ms, value), sorted.
-
-        names: metrics to read; None: all of the run's.
-        """
+        """Return a run's points of these metrics, or of all, as sorted (name, step, ms, value)."""
         if names is None:
             names = self.client.get_run(run_id).data.metrics
         return sorted(
@@ -355,10 +328,7 @@ class Tracker:
         params: Mapping[str, Any],
         tags: Mapping[str, str],
     ) -> str:
-        """Return the id of the live run with these identifying tags; create it if missing.
-
-        tags: further ones, written also to a run that has others.
-        """
+        """Return the id of the live run with these identifying tags; create it, and add `tags`."""
         run = self._find_run(identity)
         wanted = {key: plain(str(value)) for key, value in tags.items()}
         if run is None:
@@ -409,10 +379,7 @@ def pipeline_name(title: str, run_key: str) -> str:
 
 
 def local_path(location: str) -> Path | None:
-    """Return the path of an artifact location on this machine; None for a remote one.
-
-    location: a path, or a `file://` URI, in which blanks and the like are percent-encoded.
-    """
+    """Return the path of an artifact location, a path or `file://` URI; None for a remote one."""
     if location.startswith("/"):
         return Path(location)
     parts = urlsplit(location)

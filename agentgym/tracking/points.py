@@ -42,10 +42,7 @@ class Point:
 
 
 def encode_points(points: Iterable[Point]) -> bytes:
-    """Return JSON lines for `manifest.records["metrics.jsonl"]`.
-
-    Errors: LedgerError for a bad name, NaN or infinity.
-    """
+    """Return points as JSON lines. Errors: LedgerError for a bad name, NaN or infinity."""
     return b"".join(_encode(point) for point in points)
 
 
@@ -206,10 +203,7 @@ class Alarm:
 
 
 def tripped(alarms: AlarmsConfig, history: Sequence[Point]) -> list[Alarm]:
-    """Return an alarm for each limit broken at the last of these points, by rules that are not off.
-
-    history: all points of the run's training so far, in order.
-    """
+    """Return an alarm for each limit broken at the last point of a run's training so far."""
     alarms_raised = []
     for name, rule in RULES.items():
         if getattr(alarms, name) != "off":

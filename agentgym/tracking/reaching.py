@@ -22,17 +22,11 @@ REACH_TIMEOUT_S = 10.0  # for the answer to a health check
 
 
 class LedgerUnavailable(RuntimeError):
-    """Failure of MLflow to answer, or to accept anything at the moment.
-
-    Nothing is lost: the store keeps every point until it is delivered.
-    """
+    """MLflow does not answer. Nothing is lost: the store keeps all points until delivered."""
 
 
 def check_server(uri: str) -> None:
-    """Raise LedgerUnavailable if `uri` names an MLflow server that does not answer.
-
-    Does not import MLflow.
-    """
+    """Raise LedgerUnavailable if `uri` names a server that does not answer. No MLflow import."""
     if not uri.startswith(("http://", "https://")):
         return
     try:
@@ -155,10 +149,7 @@ def make_database(path: Path, artifact_root: Path) -> None:
 
 @contextlib.contextmanager
 def _unsynced(path: Path) -> Iterator[None]:
-    """Let SQLAlchemy's connections to this file not wait for the disk.
-
-    MLflow creates its tables in hundreds of transactions, which takes seconds if each is synced.
-    """
+    """Do not wait for the disk at this file: MLflow makes its tables in hundreds of commits."""
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 

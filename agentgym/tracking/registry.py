@@ -185,10 +185,7 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 
 def lasting_digests(folder: Path) -> dict[str, str]:
-    """Return digests that are equal if the same packages register the same model again.
-
-    They are `file_digests`, but MLmodel's leaves out ids and time.
-    """
+    """Return `file_digests`, MLmodel's without ids and time: equal if registered again."""
     digests = file_digests(folder)
     path = folder / MLMODEL
     return {**digests, MLMODEL: _lasting(path.read_bytes())} if MLMODEL in digests else digests
@@ -215,10 +212,7 @@ def _lasting(mlmodel: bytes) -> str:
 
 
 def registered_files(store: RunStore, name: str, version: str) -> dict[str, str] | None:
-    """Return `lasting_digests` of a version from the commit that registered it.
-
-    None if this store did not register the version.
-    """
+    """Return a version's `lasting_digests` from the commit that registered it, or None."""
     commits = [
         commit
         for commit in store.heads(REGISTER)
@@ -277,10 +271,7 @@ def parse_model_uri(text: str) -> tuple[str, str]:
 
 
 def version_meant(tracker: Tracker, name: str, of: str) -> str:
-    """Return the version that `of` names, or that has this alias.
-
-    of: `@ALIAS` or a version. Errors: LookupError if no version has the alias.
-    """
+    """Return the version that `of` names, `@ALIAS` or a version. Errors: LookupError."""
     if not of.startswith("@"):
         return of
     version = alias_version(tracker, name, of[1:])

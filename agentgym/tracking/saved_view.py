@@ -89,10 +89,7 @@ def tags_of_experiment(present: Mapping[str, str], name: str) -> dict[str, str]:
 
 
 def is_replaceable(present: str, note: str, ours: str) -> bool:
-    """Return True if a description differs from `note`, and no person wrote it.
-
-    ours: sha256 of the one that we wrote.
-    """
+    """Return True if a description differs and is `ours`, the sha256 of the one that we wrote."""
     return present != note and (not present or sha256(present.encode()) == ours)
 
 
@@ -103,10 +100,7 @@ def value_of(view: View) -> str:
 
 
 def link_to(experiment_id: str, view: View) -> str:
-    """Return the link to a view, relative to the server's address.
-
-    It also opens the tab of charts, which a view does not store.
-    """
+    """Return the link to a view and its charts, relative to the server's address."""
     runs_page = f"#/experiments/{experiment_id}/runs"
     return f"{runs_page}?viewStateShareKey={view.key}&compareRunsMode=CHART"
 

@@ -172,10 +172,7 @@ class EpisodeTrace:
 
 
 def drawn(episodes: Sequence[Trajectory], key: str, count: int) -> list[Trajectory]:
-    """Return up to `count` valid episodes, as many successes as failures if there are enough.
-
-    The order and the draw depend only on `key` and on the set of episodes.
-    """
+    """Return up to `count` valid episodes, as many successes as failures, drawn by `key` alone."""
 
     def order(episode: Trajectory) -> str:
         return sha256(_name(episode, key).encode())
@@ -341,8 +338,5 @@ def _name(episode: Trajectory, key: str) -> str:
 
 
 def _cut(text: str, max_chars: int = MAX_CHARS) -> str:
-    """Return text, a long one cut to its end, since the policy acts on what came last.
-
-    Control characters are spelled out: some databases refuse them.
-    """
+    """Return text cut to its end, without control characters, which some databases refuse."""
     return plain(text if len(text) <= max_chars else f"... {text[-max_chars:]}")

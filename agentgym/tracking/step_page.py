@@ -123,10 +123,7 @@ def table_tags(paths: Iterable[str]) -> dict[str, str]:
 
 
 def successes(result: Mapping[str, Any]) -> dict[str, list[float | None]]:
-    """Return item -> success of its slots, greedy first; None for a slot that does not count.
-
-    result: content of a result's file.
-    """
+    """Return item -> success of a result's slots, greedy first; None: it does not count."""
     rows: dict[str, list[float | None]] = {}
     for row in result["slots"]:
         slot = dict(zip(result["columns"], row, strict=True))
@@ -136,10 +133,7 @@ def successes(result: Mapping[str, Any]) -> dict[str, list[float | None]]:
 
 
 def outcomes_table(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row for each item, in MLflow's format of tables.
-
-    result: content of a result's file.
-    """
+    """Return a row for each item of a result's file, in MLflow's format of tables."""
     return {
         "columns": ["item", "greedy", "samples solved", "samples"],
         "data": [

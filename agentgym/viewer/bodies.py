@@ -65,10 +65,7 @@ class Bodies:
         return {row["id"]: row for row in self._index.reader.execute("SELECT * FROM steps")}
 
     def find(self, address: Address) -> IndexedEpisode:
-        """Read the episode at an address.
-
-        Errors: Gone, DigestMismatch, BlobMissing, RecordError.
-        """
+        """Read an episode. Errors: Gone, DigestMismatch, BlobMissing, RecordError."""
         reader = self._index.reader
         step = reader.execute("SELECT * FROM steps WHERE folder = ?", (address.folder,)).fetchone()
         if step is None:
@@ -132,10 +129,7 @@ class Bodies:
         return None
 
     def _tokenizer_in(self, step: sqlite3.Row, wanted: str = "") -> Tokenizer | None:
-        """Return the tokenizer in the step's newest commit; None if it has none.
-
-        wanted: None also for a tokenizer with another digest; empty: accept any.
-        """
+        """Return the tokenizer in a step's newest commit, if it is the wanted one; else None."""
         commit = self._index.reader.execute(
             "SELECT seq, files FROM commits WHERE (step_id, seq) = (?, ?)",
             (step["id"], step["head"]),
@@ -162,10 +156,7 @@ class Bodies:
         return config if step["name"] == STEP else identity
 
     def file(self, step: sqlite3.Row, seq: int, name: str) -> bytes:
-        """Return the verified content of a commit's file, without reading the manifest again.
-
-        Errors: KeyError if the commit has no such file; BlobMissing, DigestMismatch.
-        """
+        """Return a commit's verified file. Errors: KeyError; BlobMissing, DigestMismatch."""
         commit = self._index.reader.execute(
             "SELECT files FROM commits WHERE step_id = ? AND seq = ?", (step["id"], seq)
         ).fetchone()

@@ -53,10 +53,7 @@ def add_export(app: FastAPI, viewer: Viewer) -> None:
 
 
 def export(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
-    """Yield a JSON line for each episode, with its address and stage.
-
-    An episode that cannot be read becomes a line with its address and the error.
-    """
+    """Yield a JSON line for each episode: address, stage, and the record or an error."""
     for first in range(0, len(rows), CHUNK):
         # in the store's order, so that a file is read once
         part = sorted(rows[first : first + CHUNK], key=lambda row: tuple(row)[:6])

@@ -99,9 +99,7 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
     @app.get("/e/{address}/picture/{turn}")
     def picture(address: str, turn: int) -> Response:
         stored = viewer.replays.find(viewer.bodies.find(address_in(address)))
-        return picture_of(
-            stored.shot(turn) if stored else None, **{"Cache-Control": "max-age=3600"}
-        )
+        return picture_of(stored.shot(turn) if stored else None, max_age_s=3600)
 
 
 def episode_page(

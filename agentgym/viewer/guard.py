@@ -89,10 +89,7 @@ class Guard:
 
 
 def after_login(host: str) -> Response:
-    """Return a redirect to / with the host spelled out.
-
-    After a relative redirect the page's URL would contain the login, and fetch() rejects such URLs.
-    """
+    """Return a redirect to /, spelled out: fetch() rejects a URL that contains a login."""
     return RedirectResponse(f"http://{host}/", 303)
 
 

@@ -225,10 +225,7 @@ class Index:
     """The open index file. `reader` is a read-only connection of the calling thread."""
 
     def __init__(self, path: Path, root: str) -> None:
-        """Open the index at a path; the process that may write it builds it if needed.
-
-        root: root of the store that is indexed.
-        """
+        """Open the index of the store at `root`; its writer builds it if needed."""
         self.path, self._root = path, root
         self._local = threading.local()
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -244,10 +241,7 @@ class Index:
 
     @property
     def reader(self) -> sqlite3.Connection:
-        """Read-only connection of the calling thread.
-
-        Errors: IndexDamaged if there is no file because another process is building it.
-        """
+        """Read-only connection of this thread. Errors: IndexDamaged while there is no file."""
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None or self._local.generation != self._made:
             connection = self._local.connection = self._connect("ro")

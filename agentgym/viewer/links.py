@@ -24,10 +24,7 @@ class Served:
         return f"/episodes?{query.text}" if query.text else "/episodes"
 
     def episode(self, address: str, query: Query | None = None) -> str:
-        """Return an episode's address.
-
-        query: the list that the page is opened from, for its neighbors.
-        """
+        """Return an episode's address; query: the list it is opened from, for its neighbors."""
         return f"/e/{address}{asked(list=query.text) if query else ''}"
 
     def text(self, address: str, turn: int, part: str) -> str:
@@ -66,12 +63,7 @@ class Bundled:
     def __init__(
         self, episodes: Mapping[str, str], pictures: Mapping[tuple[str, int], str], root: str = ""
     ) -> None:
-        """Map addresses to files of a bundle.
-
-        episodes: address -> file.
-        pictures: (address, turn) -> file.
-        root: path up to these files.
-        """
+        """Map addresses of episodes and (address, turn) of pictures to files below `root`."""
         self._episodes, self._pictures, self._root = episodes, pictures, root
 
     def home(self) -> str:

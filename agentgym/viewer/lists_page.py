@@ -178,10 +178,7 @@ def run_rows(
 
 
 def _final_evaluation(steps: Sequence[sqlite3.Row]) -> tuple[float | None, float | None]:
-    """Return (success, coverage) of the newest weights' finished evaluation; None without one.
-
-    success: sampled if measured, else greedy; mean over environments.
-    """
+    """Return (mean success, coverage) of the newest weights' finished evaluation; None without."""
     finished = [
         (results.get("global_step", 0), step["created"], results)
         for step in steps

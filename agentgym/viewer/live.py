@@ -147,10 +147,7 @@ class Room:
         return game
 
     async def act(self, game: Game, action: str) -> None:
-        """Play one turn; an error ends the game and is shown as its reason.
-
-        action: typed by a person; ignored for other players.
-        """
+        """Play one turn, by a person the typed action; an error ends the game and is its reason."""
         async with game.lock:
             if game.over:
                 return

@@ -37,10 +37,7 @@ class Refresher:
     """Updater of an index from its store. One thread uses it."""
 
     def __init__(self, store: RunStore, index: Index, delivered: DeliveredSteps = dict) -> None:
-        """Connect an index with its store.
-
-        delivered: returns run key -> its steps, as (step, key), for runs known to MLflow.
-        """
+        """Connect an index with its store. delivered: MLflow's runs -> their (step, key)."""
         self._store, self._index, self._delivered = store, index, delivered
 
     def refresh(self, on_count: Callable[[int], None] = lambda _: None) -> Refreshed:
@@ -145,10 +142,7 @@ class Refresher:
     def _episodes(
         self, connection: sqlite3.Connection, step_id: int, commit: Manifest, file: int
     ) -> int:
-        """Index a file's episodes, or none if one cannot be read.
-
-        Result: the number of episodes. Errors: BlobMissing, DigestMismatch, RecordError.
-        """
+        """Index a file's episodes, or none. Errors: BlobMissing, DigestMismatch, RecordError."""
         data, origin = self._store.read(commit, FILES[file]), (step_id, commit.seq, file)
         connection.execute("SAVEPOINT file")
         try:

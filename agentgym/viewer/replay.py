@@ -256,9 +256,10 @@ async def shot_of(session: object, turn: int, differs: str) -> Shot:
     return Shot(turn, "", b"", differs)
 
 
-def picture_of(shot: Shot | None, **headers: str) -> Response:
-    """Return the picture of a shot. Errors: HTTPException 404 without one."""
+def picture_of(shot: Shot | None, max_age_s: int = 0) -> Response:
+    """Return the picture of a shot; max_age_s: it may be cached. Errors: HTTPException 404."""
     if shot is None or shot.media_type != "image/png":
         raise HTTPException(404)
-    sandboxed = {"Content-Security-Policy": "sandbox", **headers}
-    return Response(shot.data, media_type="image/png", headers=sandboxed)
+    cached = {"Cache-Control": f"max-age={max_age_s}"} if max_age_s else {}
+    headers = {"Content-Security-Policy": "sandbox", **cached}
+    return Response(shot.data, media_type="image/png", headers=headers)

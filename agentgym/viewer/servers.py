@@ -36,10 +36,7 @@ class Servers:
     """One server for each environment and its options."""
 
     def __init__(self, cfg: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Prefer the configured endpoints for an environment with the configured options.
-
-        cfg: of the owner of this viewer.
-        """
+        """Prefer the endpoints that the viewer's owner configured, for the configured options."""
         self._cfg, self._clock = cfg, clock
         self._open: dict[tuple[bytes, bool], _Open] = {}
         self._lock = threading.Lock()  # locked while a server starts
@@ -70,10 +67,7 @@ class Servers:
                 server.used = self._clock()
 
     def known(self, env: EnvConfig) -> EnvConfig:
-        """Return the environment with the owner's endpoints for equal options, else without any.
-
-        Errors: Missing if its options name something that the owner's do not.
-        """
+        """Return the environment with the owner's endpoints. Errors: Missing for other options."""
         try:
             trusted = owned_env(env, self._cfg.envs)
         except ConfigError as error:
@@ -117,10 +111,7 @@ class Servers:
 
 
 def environment_of(config: Mapping[str, Any], name: str) -> EnvConfig:
-    """Return an environment with the options it had in a step.
-
-    config: of the step's manifests. Errors: Missing.
-    """
+    """Return an environment with the options of a step's settings. Errors: Missing."""
     candidates = [config.get("env"), *(config.get("mix") or ())]
     candidates += [
         settings.get("env") for settings in (config.get("protocol") or {}).get("envs", ())

@@ -162,10 +162,7 @@ def versus(
     after: sqlite3.Row,
     identities: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
 ) -> Versus:
-    """Return the paired comparison of two results, with the decision of `agentgym compare`.
-
-    identities: what the two evaluations requested, see `Bodies.identity`.
-    """
+    """Return the paired comparison of two results; identities: see `Bodies.identity`."""
     rows = reader.execute(
         f"SELECT a.env, a.item, a.sample, ifnull(nullif(a.family, ''), b.family) AS family,"
         f" a.success AS old, b.success AS new, a.seq AS a_seq, a.file AS a_file, a.line AS a_line,"
@@ -303,10 +300,7 @@ def _beside(
 
 
 def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
-    """Return the template context of a comparison of two results.
-
-    a, b: folders of steps. Errors: BadQuery.
-    """
+    """Return the template context of two results; a, b: folders of steps. Errors: BadQuery."""
     steps = viewer.bodies.steps()
     known = results(steps)
     by_folder = {step["folder"]: step for step in known}

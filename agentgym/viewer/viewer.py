@@ -70,10 +70,7 @@ class Viewer:
         )
 
     def refresh(self) -> Refreshed:
-        """Update index and leases; return counts. Only for the index's writer.
-
-        A damaged index is rebuilt once.
-        """
+        """Update index and leases, for the index's writer; a damaged index is rebuilt once."""
         refresher = Refresher(self.store, self.index, lambda: delivered_steps(self.cfg))
         for again in (True, False):
             try:
