@@ -27,7 +27,7 @@ from agentgym.viewer.links import Served
 from agentgym.viewer.lists_page import add_lists
 from agentgym.viewer.live import Room, add_play
 from agentgym.viewer.query import BadQuery
-from agentgym.viewer.servers import Missing
+from agentgym.viewer.replay import Missing
 from agentgym.viewer.study_page import add_study
 from agentgym.viewer.viewer import Viewer
 

@@ -17,11 +17,10 @@ from agentgym.pages import MAX_SHOWN, Pages
 from agentgym.types import Turn
 from agentgym.viewer.bodies import IndexedEpisode, address_of
 from agentgym.viewer.drawing import accessibility, drawing_of
-from agentgym.viewer.index import Address
+from agentgym.viewer.index import Address, config_of
 from agentgym.viewer.links import asked
 from agentgym.viewer.query import BadQuery, Query
-from agentgym.viewer.replay import picture_of
-from agentgym.viewer.servers import Missing, config_of, environment_of
+from agentgym.viewer.replay import Missing, environment_of, picture_of
 from agentgym.viewer.tokens import OVERLAYS, Token, TokenView, available, spans, why_not_kept
 from agentgym.viewer.viewer import Viewer
 

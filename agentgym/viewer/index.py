@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import re
 import secrets
@@ -147,6 +148,12 @@ def row_of(record: Mapping[str, Any], location: Sequence[int], committed: float)
         wall=float(timing.get("wall_s", 0.0)),
         error=plain(str(record.get("error") or ""))[:MAX_ERROR],
     )
+
+
+def config_of(text: str | None) -> dict[str, Any]:
+    """Return a step's settings from their text in the index."""
+    config = json.loads(text or "{}")
+    return config if isinstance(config, dict) else {}
 
 
 def words_of(record: Mapping[str, Any]) -> str:

@@ -11,9 +11,8 @@ from fastapi import FastAPI, Request
 
 from agentgym.pages import Pages
 from agentgym.viewer.bodies import address_of
-from agentgym.viewer.index import RANGE_COLUMNS
+from agentgym.viewer.index import RANGE_COLUMNS, config_of
 from agentgym.viewer.query import Query
-from agentgym.viewer.servers import config_of
 from agentgym.viewer.viewer import Viewer
 
 COLUMNS = (  # sort key, title, CSS class

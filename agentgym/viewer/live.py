@@ -41,8 +41,8 @@ from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Item, Sampling, Usage
 from agentgym.viewer.bodies import Gone
 from agentgym.viewer.drawing import drawing_of
-from agentgym.viewer.replay import Shot, picture_of, shot_of
-from agentgym.viewer.servers import Missing, Servers, config_of
+from agentgym.viewer.index import config_of
+from agentgym.viewer.replay import Missing, Servers, Shot, picture_of, shot_of
 from agentgym.viewer.viewer import Viewer
 
 YOU = "you"

@@ -16,9 +16,8 @@ from agentgym.pages import Pages
 from agentgym.store.manifest import BlobMissing, DigestMismatch
 from agentgym.viewer.bodies import Gone, IndexedEpisode, address_of
 from agentgym.viewer.episode_page import address_in
-from agentgym.viewer.index import DECISION, Address
+from agentgym.viewer.index import DECISION, Address, config_of
 from agentgym.viewer.query import BadQuery
-from agentgym.viewer.servers import config_of
 from agentgym.viewer.training import KINDS, training_of
 from agentgym.viewer.viewer import Viewer
 

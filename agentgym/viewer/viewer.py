@@ -19,8 +19,7 @@ from agentgym.viewer.bodies import Bodies
 from agentgym.viewer.index import Index, IndexDamaged
 from agentgym.viewer.query import Lists
 from agentgym.viewer.refresh import Refreshed, Refresher
-from agentgym.viewer.replay import Replays
-from agentgym.viewer.servers import Servers
+from agentgym.viewer.replay import Replays, Servers
 
 logger = logging.getLogger(__name__)
 
