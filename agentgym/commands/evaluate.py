@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 INVALID = 3  # exit code of a result whose coverage is below the floor
 SHOWN = 20  # failed attempts, or slots with another grade, in the output
+ENDPOINT = (  # options that are fields of an EvaluationRequest under the same name
+    *("engine", "model", "key_variable", "max_retries", "max_concurrency", "max_per_minute"),
+    *("prices", "max_cost"),
+)
 LOOKED_AT = 20  # newest other results that are searched for a comparable one
 
 
@@ -168,15 +172,8 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
             protocol=arguments.protocol,
             changes=changes,
             kept=tuple(name for name, setting in OWN.items() if setting in settings),
-            engine=arguments.engine,
-            model=arguments.model,
-            key_variable=arguments.key_variable,
             timeout_s=arguments.timeout,
-            max_retries=arguments.max_retries,
-            max_concurrency=arguments.max_concurrency,
-            max_per_minute=arguments.max_per_minute,
-            prices=arguments.prices,
-            max_cost=arguments.max_cost,
+            **{name: getattr(arguments, name) for name in ENDPOINT},
         )
     except ValidationError as error:
         raise ConfigError(first_line(error, EvaluationRequest)) from None

@@ -51,7 +51,12 @@ def reaching(uri: str) -> Iterator[None]:
         # MLflow's client reports no answer, or an answer that is not JSON
         cut_off = kind.endswith("Exception") and str(error).startswith("API request to ")
         if cut_off and _status(error) not in (None, *GATEWAY):
-            raise LedgerUnavailable(_refused(uri, error)) from error
+            # neither a gateway's answer nor MLflow's JSON
+            raise LedgerUnavailable(
+                f"the MLflow server at tracking.uri {uri} refuses: {_quoted(error)}; its log gives"
+                " the reason. Nothing is lost: once it is mended, the same command delivers what is"
+                " missing"
+            ) from error
         # artifact transfers raise the errors of `requests`
         cut_off = cut_off or type(error).__module__.startswith("requests.")
         if nameless := "could not identify MLflow server version" in str(error):
@@ -72,14 +77,6 @@ def _status(error: Exception) -> int | None:
     """Return the HTTP status that an error of MLflow's client names; None if it names none."""
     match = re.search(r"failed with error code (\d{3}) != \d{3}", str(error))
     return int(match[1]) if match else None
-
-
-def _refused(uri: str, error: Exception) -> str:
-    """Return the error text for an answer that is neither a gateway's nor MLflow's JSON."""
-    return (
-        f"the MLflow server at tracking.uri {uri} refuses: {_quoted(error)}; its log gives the"
-        " reason. Nothing is lost: once it is mended, the same command delivers what is missing"
-    )
 
 
 def _quoted(error: Exception) -> str:

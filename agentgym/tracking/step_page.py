@@ -18,7 +18,7 @@ from agentgym.store.runstore import RunStore
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.points import Point
 from agentgym.tracking.saved_view import NOTE, NOTE_OURS, VIEWS, is_replaceable, link_to
-from agentgym.tracking.step_data import DatasetInput, EpisodeTrace, drawn, inputs_of, trace_of
+from agentgym.tracking.step_data import EpisodeTrace, drawn, inputs_of, trace_of
 from agentgym.types import Trajectory
 from envs.plain import plain
 
@@ -48,7 +48,22 @@ def show_step(
     if "splits.json" in manifest.blobs:
         tracker.log_inputs(parent_id, data)
     if is_evaluated(manifest):
-        _show_evaluation(store, tracker, manifest, points, runs, data[0])
+        step = str(manifest.results["checkpoint"])
+        digest = manifest.parents[step]
+        made_by = tracker.find_run({"mlflow.parentRunId": parent_id, MANIFEST: digest})
+        tags = {STORE_KEY: digest, "step": step, "store": store.root}
+        params = checkpoint_params(manifest)
+        model_id = tracker.checkpoint_model(step, made_by or child_id, tags, params)
+        of_model = [
+            Point(
+                p.step, p.time_ms, {k: v for k, v in p.metrics.items() if k.startswith(EVALUATED)}
+            )
+            for p in points[-1:]
+        ]
+        dataset = (data[0].name, data[0].digest)
+        tracker.deliver(child_id, of_model, model_id=model_id, dataset=dataset)
+        tracker.log_artifacts(child_id, {TABLE: table_of(store, manifest)})
+        tracker.set_tags(child_id, table_tags([TABLE]))
     if cfg.tracking.traces:
         for trace in traces_of(store, manifest, cfg.tracking.traces):
             tracker.log_trace(trace, child_id)
@@ -78,32 +93,6 @@ def episodes_of(store: RunStore, manifest: Manifest) -> tuple[Manifest, list[Tra
         if TRAJECTORIES in commit.records:
             return commit, decode_trajectories(store.read(commit, TRAJECTORIES))
     return manifest, []
-
-
-def _show_evaluation(
-    store: RunStore,
-    tracker: Tracker,
-    manifest: Manifest,
-    points: Sequence[Point],
-    runs: tuple[str, str],
-    data: DatasetInput,
-) -> None:
-    """Log the evaluated checkpoint with its metrics on this data, and the table of outcomes."""
-    parent_id, child_id = runs
-    step = str(manifest.results["checkpoint"])
-    digest = manifest.parents[step]
-    made_by = tracker.find_run({"mlflow.parentRunId": parent_id, MANIFEST: digest})
-    tags = {STORE_KEY: digest, "step": step, "store": store.root}
-    model_id = tracker.checkpoint_model(
-        step, made_by or child_id, tags, checkpoint_params(manifest)
-    )
-    model_points = [
-        Point(p.step, p.time_ms, {k: v for k, v in p.metrics.items() if k.startswith(EVALUATED)})
-        for p in points[-1:]
-    ]
-    tracker.deliver(child_id, model_points, model_id=model_id, dataset=(data.name, data.digest))
-    tracker.log_artifacts(child_id, {TABLE: table_of(store, manifest)})
-    tracker.set_tags(child_id, table_tags([TABLE]))
 
 
 def is_evaluated(manifest: Manifest) -> bool:

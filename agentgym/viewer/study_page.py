@@ -32,7 +32,6 @@ class Column:
     """One of several episodes side by side, compared with the first of them."""
 
     found: IndexedEpisode
-    address: str
     parts: int | None  # first turn, from 1, whose action differs from the first column's, or None
 
 
@@ -44,14 +43,13 @@ class EpisodeColumns:
     common: int  # leading turns whose actions are equal in all columns
     same_outcome: bool  # two or more episodes count, and their rewards are equal
     excluded: int  # episodes that are not in the loss
-    rest: int = 0  # number of episodes that are not shown
 
 
-def beside(entries: Sequence[IndexedEpisode], rest: int = 0) -> EpisodeColumns:
-    """Return episodes as columns, compared with the first one; rest: number of those not shown."""
+def beside(entries: Sequence[IndexedEpisode]) -> EpisodeColumns:
+    """Return episodes as columns, compared with the first one."""
     actions = [[turn.action for turn in entry.episode.turns] for entry in entries]
     columns = [
-        Column(entry, entry.address, parting(actions[0], turns) if index else None)
+        Column(entry, parting(actions[0], turns) if index else None)
         for index, (entry, turns) in enumerate(zip(entries, actions, strict=True))
     ]
     common = min((len(turns) for turns in actions), default=0)
@@ -63,7 +61,6 @@ def beside(entries: Sequence[IndexedEpisode], rest: int = 0) -> EpisodeColumns:
         common,
         len(rewards) > 1 and len(set(rewards)) == 1,
         sum(bool(entry.row["excluded"]) for entry in entries),
-        rest,
     )
 
 
@@ -250,7 +247,10 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         shown = list(viewer.bodies.read(rows[:MOST]))
         title = f"{entry.row['item']}: the {len(rows)} samples of {entry.step['name']}"
         title += f", step {entry.row['at']}" if entry.row["at"] >= 0 else ""
-        return _beside(pages, title, shown, len(rows) - len(shown), is_group=True)
+        rest = len(rows) - len(shown)
+        return pages.render(
+            "beside.html", title=title, told=beside(shown), rest=rest, is_group=True
+        )
 
     @app.get("/beside")
     def side_by_side(request: Request) -> str:
@@ -259,7 +259,10 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
             raise BadQuery(f"choose 2 to {MOST} episodes to see side by side")
         entries = [viewer.bodies.find(address_in(address)) for address in chosen]
         items = sorted({entry.row["item"] for entry in entries})
-        return _beside(pages, f"{', '.join(items)}: {len(entries)} attempts", entries, 0)
+        title = f"{', '.join(items)}: {len(entries)} attempts"
+        return pages.render(
+            "beside.html", title=title, told=beside(entries), rest=0, is_group=False
+        )
 
     @app.get("/item/{item}")
     def item(item: str) -> str:
@@ -291,13 +294,6 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         return pages.render("training.html", **_trained(viewer, run))
 
 
-def _beside(
-    pages: Pages, title: str, entries: list[IndexedEpisode], rest: int, *, is_group: bool = False
-) -> str:
-    columns = beside(entries, rest)
-    return pages.render("beside.html", title=title, told=columns, is_group=is_group)
-
-
 def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
     """Return the template context of two results; a, b: folders of steps. Errors: BadQuery."""
     steps = viewer.bodies.steps()
@@ -306,16 +302,16 @@ def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
     missing = [folder for folder in (a, b) if folder and folder not in by_folder]
     if missing:
         raise BadQuery(f"{missing[0][:80]!r} is no result that is known here")
-    comparison: dict[str, Any] = {"versus": None, "questions": []}
+    comparison: Versus | None = None
+    questions: list[str] = []
     if a and b:
         before, after = by_folder[a], by_folder[b]
         identities = (viewer.bodies.identity(before), viewer.bodies.identity(after))
-        comparison = {
-            "versus": versus(viewer.index.reader, before, after, identities),
-            "questions": differences(*identities)[:12],
-        }
+        comparison = versus(viewer.index.reader, before, after, identities)
+        questions = differences(*identities)[:12]
     return {
-        **comparison,
+        "versus": comparison,
+        "questions": questions,
         "results": [(step["folder"], result_name(step)) for step in known],
         "a": a,
         "b": b,
