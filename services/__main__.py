@@ -1,5 +1,4 @@
-"""`make up` and `make down`: the Prefect server, a worker, MLflow and the viewer of this project,
-under one supervisor (supervisor.py).
+"""`make up` and `make down`: the servers of this project under one supervisor (supervisor.py).
 
 All state lies in `.agentgym`; a `prefect.toml` in the project's root points every `prefect` command
 typed there at this server.

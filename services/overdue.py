@@ -1,9 +1,6 @@
-"""Second, slower recovery of crashed flow runs that the server's automations missed.
-
-An automation answers an event, and Prefect delays an event for 15 minutes if the one before it was
-lost or overtaken (`PRECEDING_EVENT_LOOKBACK`).
-This module reads the runs themselves, which needs no event.
-It works without Prefect's client, which would stay in the supervisor's memory.
+"""Second, slower recovery of crashed flow runs that the server's automations missed: an event is
+delayed for 15 minutes if the one before it was lost (`PRECEDING_EVENT_LOOKBACK`). It works without
+Prefect's client, which would stay in the supervisor's memory.
 """
 
 from __future__ import annotations

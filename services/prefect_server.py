@@ -1,9 +1,5 @@
-"""A Prefect server for the duration of one command.
-
-Prefect's own temporary server outlives a killed client; this one watches a pipe and ends with its
-owner.
-If it dies, it is restarted on its port with its database, before Prefect's client stops waiting for
-an answer.
+"""A Prefect server for the duration of one command. It watches a pipe and ends with its owner; if
+it dies, it is restarted on its port with its database, before Prefect's client stops waiting.
 """
 
 from __future__ import annotations
@@ -116,9 +112,8 @@ def _kept(service: Service) -> Iterator[None]:
 def lock_first() -> None:
     """Make every transaction of the server that may write take SQLite's lock when it begins.
 
-    In Prefect, most transactions begin with a read, and fail at once (`database is locked`) if
-    another one has written in between: an event is then lost to the automations, which bring
-    crashed runs back.
+    One that begins with a read fails (`database is locked`) if another has written in between, and
+    an event is then lost to the automations, which bring crashed runs back.
     """
     from prefect.server.database import configurations
     from prefect.server.events import triggers

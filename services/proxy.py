@@ -1,8 +1,7 @@
 """Gate before the Prefect server and MLflow, which admits only this project's owner.
 
-One HTTP login is for everything.
-Clients send it with each request. A browser asks for it once and then keeps it for this address and
-port alone; a cookie would go to every port of the machine, including other users' servers.
+A browser keeps the HTTP login for this address and port alone; a cookie would go to every port of
+the machine, including other users' servers.
 """
 
 from __future__ import annotations

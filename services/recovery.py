@@ -1,8 +1,5 @@
 """Recovery of flow runs that lost their process: automations on the server, and a new attempt that
-tidies up after the old one.
-
-The state of a run is in the store, so a new attempt resumes from the last commit; Prefect only has
-to start it.
+tidies up after the old one and resumes from the last commit.
 """
 
 from __future__ import annotations

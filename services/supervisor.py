@@ -1,7 +1,5 @@
-"""The process that `make up` starts. It runs the Prefect server, a worker, MLflow, the viewer and,
-with vLLM, an engine; it restarts those that die, and ends them.
-
-They watch a pipe that only this process holds open, so none outlives it.
+"""The process that `make up` starts: it runs Prefect's server, a worker, MLflow, the viewer and,
+with vLLM, an engine; it restarts and ends them. They watch a pipe that it holds, so none outlives it.
 """
 
 from __future__ import annotations

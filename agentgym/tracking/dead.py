@@ -1,7 +1,5 @@
-"""Close the MLflow runs that no process works on any more, with the reason.
-
-MLflow shows a run as RUNNING until it is ended, and a killed process ends nothing. The lease
-in the store shows whether a step's process lives, and why it gave up.
+"""Close the MLflow runs that no process works on any more, with the reason: MLflow shows a run as
+RUNNING until it is ended, and a killed process ends nothing. The store's lease tells who lives.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ CUT_OFF = "what it shows was not written to its end; the same command writes the
 def close_dead(cfg: RunConfig, store: RunStore) -> dict[str, str]:
     """End every MLflow run of this store's steps that is RUNNING without a process.
 
-    Runs of steps that this store has never seen are left alone: they belong to another store. A
-    run that only records finished work, and one without a step, is closed after a lease's length.
+    A run that only records finished work, and one without a step, is closed after a lease's length.
     Result: MLflow run id -> reason. If the ledger cannot be reached, nothing is closed.
     """
     if has_file(cfg) and first_row(cfg, RUNNING) is None:

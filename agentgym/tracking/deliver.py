@@ -67,10 +67,10 @@ def tracker_of(cfg: RunConfig) -> Tracker:
 
 
 def ledger_identity(cfg: RunConfig) -> str:
-    """Return a text that identifies the ledger's state; for a server, its address alone.
+    """Return a text that changes if another local database takes its place, if a run or the
+    experiment is deleted, or if a run is set aside; for a server, its address alone.
 
-    A local database's text changes if another takes its place, if a run or the experiment is
-    deleted, or if a run is set aside. Empty if it cannot be read. Does not import MLflow.
+    Empty if it cannot be read. Does not import MLflow.
     """
     address = f"{cfg.tracking_uri} {cfg.experiment}"
     query = """
@@ -82,10 +82,8 @@ def ledger_identity(cfg: RunConfig) -> str:
 
 
 def registry_identity(cfg: RunConfig) -> str:
-    """Return a text that changes if a local database's registered model is deleted and made again.
-
-    It does not change if only a version is deleted: a version deleted by a person stays deleted.
-    Empty if there is no such model; for a server always the same. Does not import MLflow.
+    """Return a text that changes if a local database's registered model is deleted and made again,
+    not if a version is: that stays deleted. Empty without a model; for a server always the same.
     """
     query = "select creation_time from registered_models where name = ?"
     name = cfg.registered_model
@@ -188,8 +186,7 @@ def committed_alarms(store: RunStore, trained: Iterable[Manifest]) -> list[Alarm
 class Paced:
     """Deliverer of a step's commits, in about SHARE of the run's time, pausing at most MAX_WAIT_S.
 
-    The first commit and the last are delivered at once. While MLflow is out of reach, the step
-    continues: its metrics are in the store, and the next delivery takes all of them.
+    The first and the last are delivered at once. A delivery that fails leaves all to the next one.
     """
 
     def __init__(self, deliver: Callable[[Manifest], None]) -> None:
@@ -278,7 +275,6 @@ def deliver_comparison(
 ) -> None:
     """Deliver a comparison: a run with tables and figures, and below it a run per cell.
 
-    The run behind each cell gets a tag.
     tables: files that MLflow's UI shows as tables; text: Markdown for the run's description.
     Skipped if the state folder records that this ledger has these files. Repeats change nothing.
     """
@@ -317,9 +313,8 @@ def deliver_committed(
 ) -> int:
     """Write the points of a step's commits to the runs that lack them, up to the last commit.
 
-    Result: the number of commits delivered, for the run that lacked the most.
-    A tag on each run names the last one, to save work: it is written after the points, it is lost
-    with the ledger, and delivering again changes nothing.
+    Result: the number of commits delivered, for the run that lacked the most. A tag on each run,
+    written after the points, names the last one.
     Errors: StaleRun if a run names commits that the store does not have.
     """
     delivered = 0

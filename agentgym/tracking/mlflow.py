@@ -137,11 +137,9 @@ class Tracker:
         model_id: str | None = None,
         dataset: tuple[str, str] = ("", ""),
     ) -> None:
-        """Write points with their own timestamps, then the tags.
+        """Write points with their own timestamps, then the tags; repeats change nothing.
 
         model_id: a logged model that gets the points, too; dataset: name and digest of its data.
-        Delivering a point again changes nothing: MLflow's SQL store keeps one row for equal (run,
-        name, timestamp, step, value).
         """
         from mlflow.entities import Metric, RunTag
 

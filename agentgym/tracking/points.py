@@ -1,9 +1,7 @@
 """Metrics of a step in the store, to be delivered to MLflow, and the alarms of a training run.
 
-Alarms are a pure function of the committed metrics: reading them again gives the same alarms. Each
-rule compares one measure with its limit. A measure covers several optimizer steps, because one
-noisy step is no trouble. If a limit is broken, both are stored among the step's metrics, as
-`alarm/NAME` and `alarm/NAME_limit`.
+Alarms are a pure function of the committed metrics. A rule compares a measure of several optimizer
+steps with its limit; if that is broken, both are stored as `alarm/NAME` and `alarm/NAME_limit`.
 """
 
 from __future__ import annotations

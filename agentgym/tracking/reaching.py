@@ -98,10 +98,8 @@ def _unavailable(uri: str, error: Exception) -> str:
 
 
 def import_client(uri: str) -> None:
-    """Import MLflow before rollouts begin, which a later import would slow down.
-
-    It sets MLflow's environment variables first, see `prepare_environment`.
-    uri: the tracking URI; for a SQLite database, MLflow's database modules are imported too.
+    """Import MLflow before rollouts begin, which a later import would slow down; for a SQLite
+    database, MLflow's database modules, too.
     """
     prepare_environment()
     importlib.import_module("mlflow")

@@ -1,8 +1,7 @@
 """The view with which MLflow's UI opens our experiment: its charts, its columns.
 
-MLflow stores a saved view as a tag of the experiment, `mlflow.sharedViewState.<id>`; a link
-opens it. Another tag records the digests of the views we wrote, so that a view that a person
-changed or deleted stays as it is.
+MLflow stores it as a tag of the experiment, `mlflow.sharedViewState.<id>`. Another tag records the
+digests of the views we wrote: one that a person changed or deleted stays as it is.
 """
 
 from __future__ import annotations
@@ -73,9 +72,8 @@ COLUMNS = (
 
 
 def tags_of_experiment(present: Mapping[str, str], name: str) -> dict[str, str]:
-    """Return the tags of views and description that an experiment lacks or has in an old form.
-
-    Tags that a person changed or deleted after us are left out. A tag with digests is added.
+    """Return the tags of views and description that an experiment lacks or has in an old form, and
+    their digests, without those that a person changed or deleted after us.
     """
     written: dict[str, str] = json.loads(present.get(OURS, "{}"))
     wanted = {f"{PREFIX}{view.key}": value_of(view) for view in VIEWS}

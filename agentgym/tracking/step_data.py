@@ -1,9 +1,7 @@
 """A step as MLflow shows it: its data, the code that made it, and its episodes as traces.
 
-A trace has a span of the episode, and one of each turn. The commit's key decides which episodes are
-drawn, so that the same ones are drawn again. A trace's id is derived from its episode, so that
-repeated deliveries write it once. Texts are cut: a trace is for display, the full record is in the
-store.
+The commit's key decides which episodes are drawn, and a trace's id is derived from its episode, so
+that repeated deliveries write the same ones once. Texts are cut: the full record is in the store.
 """
 
 from __future__ import annotations
@@ -241,10 +239,9 @@ def digest_of_spans(spans: Sequence[Mapping[str, Any]]) -> str:
 
 
 def spans_of(spans: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return the content that `digest_of_spans` leaves out: times, state and attributes.
+    """Return times, state and attributes, in order of time; `digest_of_spans` leaves them out.
 
-    The spans are in order of time. Attributes are parsed: a server escapes their JSON in another
-    way than a database.
+    Attributes are parsed: a server escapes their JSON in another way than a database.
     """
     return [
         [

@@ -1,13 +1,12 @@
 """The MLflow page of a finished step, apart from its points: data, checkpoint as a logged model,
-table of outcomes, episodes as traces, a description.
-
-All of it is made from commits; repeated deliveries change nothing.
+table of outcomes, episodes as traces, a description. All of it is made from commits.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -55,9 +54,7 @@ def show_step(
         params = checkpoint_params(manifest)
         model_id = tracker.checkpoint_model(step, made_by or child_id, tags, params)
         of_model = [
-            Point(
-                p.step, p.time_ms, {k: v for k, v in p.metrics.items() if k.startswith(EVALUATED)}
-            )
+            replace(p, metrics={k: v for k, v in p.metrics.items() if k.startswith(EVALUATED)})
             for p in points[-1:]
         ]
         dataset = (data[0].name, data[0].digest)

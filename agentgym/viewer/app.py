@@ -1,7 +1,4 @@
-"""The FastAPI application of the viewer: its routes and its error pages.
-
-No route opens a file by a name taken from an address.
-"""
+"""Routes and error pages of the viewer. No route opens a file by a name from an address."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Whole episodes, read from the store for a page.
-
-Each record is checked against its row in the index.
-"""
+"""Whole episodes, read from the store for a page, each checked against its row in the index."""
 
 from __future__ import annotations
 

@@ -76,11 +76,9 @@ def _lines(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
 
 
 def bundle(viewer: Viewer, query: Query) -> Iterator[tuple[str, str | bytes]]:
-    """Yield (name, content) of every file of a bundle: a query's episodes as pages that need no
-    server.
+    """Yield (name, content) of a bundle's files: pages of a query's episodes that need no server.
 
-    The bundle has at most MOST_PAGES episodes: `index.html` lists them, each has a page and its
-    stored pictures, and the pages share static files.
+    `index.html` lists at most MOST_PAGES episodes; each has a page and its stored pictures.
     """
     steps = viewer.bodies.steps()
     rows = viewer.lists.all(query, MOST_PAGES)

@@ -231,10 +231,7 @@ _TIMES = (("policy", "generate_s"), ("environment", "env_s"), ("in all", "wall_s
 
 
 def _would_use(viewer: Viewer, entry: IndexedEpisode) -> tuple[str, str]:
-    """Return (what a replay would call or read, "") or ("", why none can be made).
-
-    The environment is set up as the owner configured it.
-    """
+    """Return (what a replay would call or read, "") or ("", why none can be made)."""
     try:
         env = environment_of(config_of(entry.step["config"]), entry.episode.item.env)
         return asked_of(viewer.servers.known(env)), ""

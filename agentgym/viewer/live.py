@@ -281,9 +281,8 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
 
 
 def environments(viewer: Viewer, withheld: list[str] | None = None) -> dict[str, EnvConfig]:
-    """Return the environments to choose from, by their label.
+    """Return label -> the configured environments, those of runs, and this project's own.
 
-    They are the configured ones, those of runs, and this project's own with their defaults.
     withheld: receives the reasons why environments of runs are not offered.
     """
     refused = [] if withheld is None else withheld

@@ -238,10 +238,8 @@ def _problem(
 def _name_runs(
     connection: sqlite3.Connection, delivered: Mapping[str, set[tuple[str, str]]]
 ) -> None:
-    """Group the steps into runs and name these.
-
-    A run is a step that nothing builds on, with all its ancestors. It has its name in MLflow if
-    it was delivered there.
+    """Group the steps into runs and name these: a run is a step that nothing builds on, with all
+    its ancestors.
     """
     steps = connection.execute(
         "SELECT * FROM steps WHERE head IS NOT NULL AND name != ?", (RUNS,)
@@ -276,10 +274,8 @@ def _name_runs(
 def _name_of(
     leaf: sqlite3.Row, run_folders: set[str], delivered: Mapping[str, set[tuple[str, str]]]
 ) -> str:
-    """Return the name of the run that ends in `leaf`.
-
-    It is the name of the MLflow run that shares the most steps with this run and has the leaf or no
-    other steps; without such a run, the leaf's name and key.
+    """Return the name of the MLflow run that shares the most steps with the run that ends in
+    `leaf`, and has the leaf or no other steps; without such a run, the leaf's name and key.
     """
     best, num_shared = f"{leaf['name']}-{leaf['key'][:12]}", 0
     for key, steps in delivered.items():

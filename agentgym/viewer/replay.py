@@ -66,7 +66,7 @@ class Servers:
     @contextlib.contextmanager
     def use(self, env: EnvConfig, *, expert: bool = False) -> Iterator[Sequence[str]]:
         """Yield the endpoints of an environment's server, started if there is none with these
-        options. After the block it continues to run, until `end_idle` or `close`.
+        options; it continues to run until `end_idle` or `close`.
 
         expert: a server that can also be asked for expert actions.
         Errors: Missing if the owner did not configure these options, or the server does not start.
