@@ -232,8 +232,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="up | down | status | api | ui")
     start = commands.add_parser(
-        "up",
-        help="start a Prefect server, a worker, MLflow and the viewer; no effect if they run",
+        "up", help="start a Prefect server, a worker, MLflow and the viewer; no effect if they run"
     )
     for name in PORTS:
         start.add_argument(f"--{name}-port", type=int, dest=name)

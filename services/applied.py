@@ -127,10 +127,7 @@ def definition(automation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differing(
-    what: str,
-    then: Mapping[str, Any] | None,
-    now: Mapping[str, Any] | None,
-    switch: str = "",
+    what: str, then: Mapping[str, Any] | None, now: Mapping[str, Any] | None, switch: str = ""
 ) -> Iterator[str]:
     """Yield a line if the two differ. switch: name of the field that turns it on."""
     if then == now:

@@ -1,7 +1,7 @@
 """The servers of a cluster, each as the process of a pod: `python -m services.pods NAME`.
 
-Prefect's and MLflow's require a login. The worker makes Jobs of flow runs and deletes those of
-cancelled ones; `set-up` installs this image's pool, deployments and rules on the server.
+Prefect's and MLflow's do not start without a login. The worker makes Jobs of flow runs and deletes
+those of cancelled ones; `set-up` installs this image's pool, deployments and rules.
 """
 
 from __future__ import annotations

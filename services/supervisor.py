@@ -1,5 +1,5 @@
 """The process that `make up` starts: it runs Prefect's server, a worker, MLflow, the viewer and,
-with vLLM, an engine; it restarts and ends them. They watch a pipe that it holds, so none outlives it.
+with vLLM, an engine; it restarts and ends them. They watch a pipe of its own, so none outlives it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Undertaker:
 
 def _close_dead() -> int:
     from agentgym.pipeline.table import open_store
-    from agentgym.tracking.dead import close_dead
+    from agentgym.tracking.deliver import close_dead
 
     cfg = project_config()
     for run_id, reason in close_dead(cfg, open_store(cfg)).items():

@@ -1,24 +1,34 @@
-"""Delivery of a step's metrics to its MLflow run."""
+"""Delivery of a step's metrics to its MLflow run, and the end of runs that no process works on.
+
+MLflow shows a run as RUNNING until it is ended, and a killed process ends nothing. The lease in the
+store shows whether a step's process lives, and why it gave up.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from agentgym.config import RunConfig
 from agentgym.data.trajectories import input_digest
 from agentgym.defaults import VIEWER_PORT
 from agentgym.store.manifest import Manifest, sha256
-from agentgym.store.runstore import RunStore
-from agentgym.tracking.mlflow import SUPERSEDED, Tracker
+from agentgym.store.runstore import RunStore, folder_name
+from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.points import SPOOL, Alarm, LedgerError, Point, begun, decode_points, raised
-from agentgym.tracking.reaching import LedgerUnavailable, reaching
+from agentgym.tracking.reaching import (
+    SUPERSEDED,
+    LedgerUnavailable,
+    first_row,
+    has_file,
+    ledger_identity,
+    reaching,
+)
 from agentgym.tracking.step_data import packages
 from agentgym.tracking.step_page import (
     MANIFEST,
@@ -64,54 +74,6 @@ def tracker_of(cfg: RunConfig) -> Tracker:
     return _tracker(
         cfg.tracking_uri, cfg.experiment, (cfg.state_dir / "mlflow-artifacts").resolve()
     )
-
-
-def ledger_identity(cfg: RunConfig) -> str:
-    """Return a text that changes if another local database takes its place, if a run or the
-    experiment is deleted, or if a run is set aside; for a server, its address alone.
-
-    Empty if it cannot be read. Does not import MLflow.
-    """
-    address = f"{cfg.tracking_uri} {cfg.experiment}"
-    query = """
-        select experiment_id, creation_time, lifecycle_stage,
-            (select count(*) from runs where lifecycle_stage = 'deleted'),
-            (select count(*) from tags where key = 'kind' and value = ?)
-        from experiments where name = ?"""
-    return _seen(cfg, address, query, (SUPERSEDED, cfg.experiment))
-
-
-def registry_identity(cfg: RunConfig) -> str:
-    """Return a text that changes if a local database's registered model is deleted and made again,
-    not if a version is: that stays deleted. Empty without a model; for a server always the same.
-    """
-    query = "select creation_time from registered_models where name = ?"
-    name = cfg.registered_model
-    return _seen(cfg, f"{cfg.tracking_uri} {name}", query, (name,))
-
-
-def has_file(cfg: RunConfig) -> bool:
-    """Return True if the ledger is a database file, which can be read without MLflow."""
-    return cfg.tracking_uri.startswith("sqlite:")
-
-
-def _seen(cfg: RunConfig, address: str, query: str, values: Sequence[str]) -> str:
-    """Return `address`, with the query's row if the ledger is a file; empty if there is no row."""
-    if not has_file(cfg):
-        return address
-    row = first_row(cfg, query, values)
-    return f"{address} {row}" if row else ""
-
-
-def first_row(cfg: RunConfig, query: str, values: Sequence[str] = ()) -> tuple[object, ...] | None:
-    """Return a query's first row in the ledger's file; None without one, or if it is unreadable."""
-    path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
-    try:
-        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
-            row: tuple[object, ...] | None = database.execute(query, values).fetchone()
-            return row
-    except sqlite3.Error:  # missing or busy: the caller asks MLflow itself, or looks again
-        return None
 
 
 def parent_run(cfg: RunConfig, run_key: str) -> str:
@@ -377,3 +339,91 @@ def _mark(manifest: Manifest) -> tuple[int, str]:
 def _parse_mark(text: str) -> tuple[int, str]:
     seq, _, created_at = text.partition(" ")
     return (int(seq), created_at) if seq.isdigit() else (-1, "")
+
+
+KINDS = ("step", "pipeline")
+End = tuple[str, str]  # status in MLflow, FAILED, or KILLED if ended from outside; the reason
+WRITTEN_AT_ONCE = ("evaluation", "comparison", "cell")  # runs written at once, for finished work
+RUNNING = "select 1 from runs where status = 'RUNNING' and lifecycle_stage = 'active' limit 1"
+CUT_OFF = "what it shows was not written to its end; the same command writes the rest"
+
+
+def close_dead(cfg: RunConfig, store: RunStore) -> dict[str, str]:
+    """End every MLflow run of this store's steps that is RUNNING without a process.
+
+    A run that only records finished work, and one without a step, is closed after a lease's length.
+    Result: MLflow run id -> reason. If the ledger cannot be reached, nothing is closed.
+    """
+    if has_file(cfg) and first_row(cfg, RUNNING) is None:
+        return {}
+    try:
+        with reaching(cfg.tracking_uri):
+            return _close(tracker_of(cfg), store)
+    except (LedgerUnavailable, LedgerError) as error:
+        logger.warning("MLflow may show runs as RUNNING that are not: %s", error)
+        return {}
+
+
+def _close(tracker: Tracker, store: RunStore) -> dict[str, str]:
+    running = tracker.running(KINDS)
+    steps = [run for run in running if run.data.tags["kind"] == "step"]
+    tenures = store.tenures({_folder(run.data.tags) for run in steps})
+    closed: dict[str, str] = {}
+    ends: dict[str, End | None] = {}  # pipeline's run id -> its end; None: a step of it runs
+    for run in steps:
+        tenure = tenures.get(_folder(run.data.tags))
+        if tenure is None:
+            continue
+        parent = run.data.tags.get("mlflow.parentRunId", "")
+        if tenure.alive:
+            ends[parent] = None
+            continue
+        status, reason = "KILLED" if tenure.was_interrupted else "FAILED", str(tenure)
+        tracker.close_run(run.info.run_id, status, reason)
+        closed[run.info.run_id] = reason
+        ends.setdefault(parent, (status, f"{run.data.tags.get('step', '')}: {reason}"))
+    for run in running:
+        if run.data.tags["kind"] != "pipeline":
+            continue
+        run_id = run.info.run_id
+        end = ends[run_id] if run_id in ends else _unattended(tracker, store, run)
+        if end is not None and not _builds_on(tracker, store, run):
+            tracker.close_run(run_id, *end)
+            closed[run_id] = end[1]
+    for run in tracker.running(WRITTEN_AT_ONCE):
+        if _is_old(store, [run]):
+            tracker.close_run(run.info.run_id, "KILLED", CUT_OFF)
+            closed[run.info.run_id] = CUT_OFF
+    return closed
+
+
+def _unattended(tracker: Tracker, store: RunStore, run: Any) -> End | None:
+    """Return the end of a pipeline without RUNNING steps; None while a next step may begin."""
+    steps = _steps(tracker, run)
+    if steps and not store.tenures({_folder(step.data.tags) for step in steps}):
+        return None  # the run belongs to another store
+    if not _is_old(store, [run, *steps]):
+        return None
+    return "KILLED", "no step of it runs; the same command goes on"
+
+
+def _is_old(store: RunStore, runs: Sequence[Any]) -> bool:
+    """Return True if these runs last began or ended at least a lease's length ago."""
+    last_ms = max(max(run.info.end_time or 0, run.info.start_time or 0) for run in runs)
+    return time.time() - last_ms / 1000 >= store.lease_ttl_s
+
+
+def _builds_on(tracker: Tracker, store: RunStore, run: Any) -> bool:
+    """Return True if a live step that MLflow does not know yet builds on a result of this run."""
+    live = {digest for holder in store.holders() for digest in holder.parents}
+    digests = {step.data.tags.get(MANIFEST, "") for step in _steps(tracker, run)}
+    return bool(digests & live)
+
+
+def _steps(tracker: Tracker, run: Any) -> list[Any]:
+    query = f"tags.`mlflow.parentRunId` = '{run.info.run_id}'"
+    return list(tracker.client.search_runs([run.info.experiment_id], filter_string=query))
+
+
+def _folder(tags: Mapping[str, str]) -> str:
+    return folder_name(tags.get("step", "none"), tags.get("step_key", ""))

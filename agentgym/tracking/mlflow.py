@@ -16,7 +16,12 @@ from urllib.parse import unquote, urlsplit
 
 from agentgym.private import own_login, with_login
 from agentgym.tracking.points import LedgerError, Point
-from agentgym.tracking.reaching import make_database, prepare_environment, quieten
+from agentgym.tracking.reaching import (
+    SUPERSEDED,
+    make_database,
+    prepare_environment,
+    quieten,
+)
 from agentgym.tracking.saved_view import tags_of_experiment
 from agentgym.tracking.step_data import DatasetInput, EpisodeTrace, source_tags
 from envs.plain import plain
@@ -26,7 +31,6 @@ logger = logging.getLogger(__name__)
 MAX_BATCH = 1000  # metrics of one log_batch; MLflow refuses more
 MAX_PARAMS = 100  # params of one log_batch
 MAX_PARAM_CHARS = 6000
-SUPERSEDED = "superseded"  # value of the tag `kind`
 CONTEXT = "mlflow.data.context"  # tag of a run's input: its split
 SOURCE_RUN, TRACE_NAME = "mlflow.sourceRun", "mlflow.traceName"
 ENDED = "ended"  # tag of a run that ended early: the reason

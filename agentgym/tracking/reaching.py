@@ -11,13 +11,15 @@ import re
 import sqlite3
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from agentgym.config import RunConfig
 from agentgym.private import without_login
 from envs.plain import plain
 
 GATEWAY = (429, 502, 503, 504)  # statuses of a busy server, or of a proxy in front of it
+SUPERSEDED = "superseded"  # value of a run's tag `kind`
 REACH_TIMEOUT_S = 10.0  # for the answer to a health check
 
 
@@ -38,6 +40,54 @@ def check_server(uri: str) -> None:
         pass  # it answers; a later request reports a refused login
     except OSError as error:
         raise LedgerUnavailable(_unavailable(uri, error)) from None
+
+
+def ledger_identity(cfg: RunConfig) -> str:
+    """Return a text that changes if another local database takes its place, if a run or the
+    experiment is deleted, or if a run is set aside; for a server, its address alone.
+
+    Empty if it cannot be read. Does not import MLflow.
+    """
+    address = f"{cfg.tracking_uri} {cfg.experiment}"
+    query = """
+        select experiment_id, creation_time, lifecycle_stage,
+            (select count(*) from runs where lifecycle_stage = 'deleted'),
+            (select count(*) from tags where key = 'kind' and value = ?)
+        from experiments where name = ?"""
+    return _seen(cfg, address, query, (SUPERSEDED, cfg.experiment))
+
+
+def registry_identity(cfg: RunConfig) -> str:
+    """Return a text that changes if a local database's registered model is deleted and made again,
+    not if a version is: that stays deleted. Empty without a model; for a server always the same.
+    """
+    query = "select creation_time from registered_models where name = ?"
+    name = cfg.registered_model
+    return _seen(cfg, f"{cfg.tracking_uri} {name}", query, (name,))
+
+
+def has_file(cfg: RunConfig) -> bool:
+    """Return True if the ledger is a database file, which can be read without MLflow."""
+    return cfg.tracking_uri.startswith("sqlite:")
+
+
+def _seen(cfg: RunConfig, address: str, query: str, values: Sequence[str]) -> str:
+    """Return `address`, with the query's row if the ledger is a file; empty if there is no row."""
+    if not has_file(cfg):
+        return address
+    row = first_row(cfg, query, values)
+    return f"{address} {row}" if row else ""
+
+
+def first_row(cfg: RunConfig, query: str, values: Sequence[str] = ()) -> tuple[object, ...] | None:
+    """Return a query's first row in the ledger's file; None without one, or if it is unreadable."""
+    path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
+            row: tuple[object, ...] | None = database.execute(query, values).fetchone()
+            return row
+    except sqlite3.Error:  # missing or busy: the caller asks MLflow itself, or looks again
+        return None
 
 
 @contextlib.contextmanager

@@ -339,12 +339,7 @@ def _versions(tracker: Tracker, name: str, step_key: str) -> list[str]:
 
 
 def _log_model(
-    tracker: Tracker,
-    run_id: str,
-    model_dir: Path,
-    name: str,
-    tags: dict[str, str],
-    step: int,
+    tracker: Tracker, run_id: str, model_dir: Path, name: str, tags: dict[str, str], step: int
 ) -> str:
     """Log a model through the client, and return its id. `mlflow.transformers.log_model` would
     change the process's active run and copy the run's metrics onto the model.

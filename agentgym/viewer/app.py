@@ -17,10 +17,9 @@ from agentgym.records import RecordError
 from agentgym.rollouts.env_client import EnvError
 from agentgym.store.manifest import BlobMissing, DigestMismatch
 from agentgym.viewer.bodies import Gone
-from agentgym.viewer.bundle import add_export
+from agentgym.viewer.bundle import Served, add_export
 from agentgym.viewer.episode_page import add_episode
 from agentgym.viewer.index import IndexDamaged
-from agentgym.viewer.links import Served
 from agentgym.viewer.lists_page import add_lists
 from agentgym.viewer.live import Room, add_play
 from agentgym.viewer.query import BadQuery

@@ -206,7 +206,7 @@ _LINE = re.compile(r"(?P<indent>\s*)\[(?P<id>\d+)\] (?P<role>\w+) (?P<rest>.*)")
 
 
 def accessibility(text: str) -> list[tuple[int, str, str, str]]:
-    """Return the lines of WebArena's observation as (depth, element, role, rest); depth is at most 8.
+    """Return the lines of WebArena's observation as (depth up to 8, element, role, rest).
 
     Lines that are no element have neither element nor role.
     """

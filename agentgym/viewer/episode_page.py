@@ -18,8 +18,7 @@ from agentgym.types import Turn
 from agentgym.viewer.bodies import IndexedEpisode, address_of
 from agentgym.viewer.drawing import accessibility, drawing_of
 from agentgym.viewer.index import Address, config_of
-from agentgym.viewer.links import asked
-from agentgym.viewer.query import BadQuery, Query
+from agentgym.viewer.query import BadQuery, Query, asked
 from agentgym.viewer.replay import Missing, environment_of, picture_of
 from agentgym.viewer.tokens import OVERLAYS, Token, TokenView, available, spans, why_not_kept
 from agentgym.viewer.viewer import Viewer

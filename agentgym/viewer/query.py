@@ -129,6 +129,12 @@ def bounds(name: str, text: str) -> tuple[float | None, float | None]:
     return low, high if match["to"] else low
 
 
+def asked(**names: str) -> str:
+    """Return the part of an address from the `?` on; empty without a value."""
+    pairs = {name: value for name, value in names.items() if value}
+    return f"?{urlencode(pairs)}" if pairs else ""
+
+
 def match_of(words: str) -> str:
     """Return the FTS5 expression that requires every word and every "phrase"; empty without words.
 

@@ -263,8 +263,7 @@ def _name_runs(
         newest = max(members.values(), key=lambda row: row["created"])
         done = int(all(row["done"] for row in members.values()))
         connection.execute(
-            "INSERT INTO runs VALUES (?, ?, ?, ?)",
-            (name, newest["name"], newest["created"], done),
+            "INSERT INTO runs VALUES (?, ?, ?, ?)", (name, newest["name"], newest["created"], done)
         )
         connection.executemany(
             "INSERT INTO run_steps VALUES (?, ?)", [(name, step_id) for step_id in members]

@@ -69,10 +69,7 @@ class HeatMap:
 
 
 def heat_map(
-    title: str,
-    rows: Mapping[str, Sequence[Share]],
-    *,
-    most_columns: int = 48,
+    title: str, rows: Mapping[str, Sequence[Share]], *, most_columns: int = 48
 ) -> HeatMap | None:
     """Return the layout of a heat map; None without shares.
 
