@@ -62,6 +62,7 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
                     " it"
                 )
             return _describe(services)
+        process = None  # an interrupted `make up` left it starting
         if services is None:
             # the supervisor has its own copies of the descriptors
             with contextlib.ExitStack() as stack:
@@ -75,25 +76,16 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
                 " half a minute on a quiet machine",
                 flush=True,
             )
-        else:
-            process = None  # an interrupted `make up` left it starting
-        deadline = time.monotonic() + START_TIMEOUT_S
+        log, deadline = log_file(state, "supervisor"), time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             services = running(state)
             if services is not None and services.ready:
                 return _describe(services)
-            if (process is not None and process.poll() is not None) or (
-                process is None and services is None
-            ):
-                raise RuntimeError(
-                    f"the services did not start\n{tail(log_file(state, 'supervisor'))}"
-                )
+            if services is None if process is None else process.poll() is not None:
+                raise RuntimeError(f"the services did not start\n{tail(log)}")
             time.sleep(POLL_S)
         _stop(state)
-        raise RuntimeError(
-            f"the services did not start within {START_TIMEOUT_S:g}"
-            f" s\n{tail(log_file(state, 'supervisor'))}"
-        )
+        raise RuntimeError(f"the services did not start within {START_TIMEOUT_S:g} s\n{tail(log)}")
 
 
 def down(state: Path) -> int:
@@ -128,16 +120,10 @@ def _describe(services: Services) -> int:
     if "engine" in (*services.pids, *services.given_up):
         addresses["engine"] = "kept between runs"
     for name, address in addresses.items():
-        pid = services.pids.get(name)
-        state = (
-            f"process {pid}"
-            if pid
-            else (
-                "died too often, see .agentgym/logs"
-                if name in services.given_up
-                else "is being restarted"
-            )
-        )
+        down = name in services.given_up
+        state = "died too often, see .agentgym/logs" if down else "is being restarted"
+        if pid := services.pids.get(name):
+            state = f"process {pid}"
         print(f"{name:<9}{address:<28}{state}")
     command = "prefect deployment run pipeline/local --watch"
     # a prefect.toml of the user's own has no login: the command then gets the address with a login
@@ -150,9 +136,7 @@ def _describe(services: Services) -> int:
 
 
 def print_api(state: Path) -> int:
-    """Print the address of Prefect's API with the login in it, for PREFECT_API_URL. Result: an exit
-    code.
-    """
+    """Print the API's address with its login, for PREFECT_API_URL. Result: an exit code."""
     services = running(state)
     if services is None:
         raise ConfigError("nothing is running; `make up` starts it")

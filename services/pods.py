@@ -29,7 +29,7 @@ from agentgym.console.ending import guarded
 from agentgym.deploy.kube.calls import KubeError
 from agentgym.deploy.kube.client import Kind, Kube, connect
 from agentgym.deploy.manifests import FLOWS
-from services.applied import run_module
+from services.applied import FILE, run_module
 from services.overdue import PAGE, ask, bring_back, seconds_in_state
 from services.state import START_TIMEOUT_S
 from services.supervisor import JOB_TEMPLATE, KUBERNETES_POOL, OVERDUE_CHECK_S, healthy
@@ -87,7 +87,6 @@ NAMESPACE = "AGENTGYM_NAMESPACE"  # of flow runs
 MLFLOW_USER, MLFLOW_PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
 ROLLOUT_USER, ROLLOUT_PASSWORD = "MLFLOW_ROLLOUT_USERNAME", "MLFLOW_ROLLOUT_PASSWORD"
 MIN_PASSWORD = 16  # characters
-DEPLOYMENTS = Path("prefect.yaml")
 SIGNING = "MLFLOW_FLASK_SERVER_SECRET_KEY"  # signs what MLflow's forms hand out
 POLL_S = 1.0
 
@@ -114,7 +113,16 @@ def mlflow(host: str, port: int) -> NoReturn:
     rollout = rollout_login(os.environ)
     os.environ.update(variables)
     if rollout:
-        _let_in(*rollout)
+        from mlflow.server.auth.sqlalchemy_store import SqlAlchemyStore
+
+        # no administrator, with the default permission alone
+        store = SqlAlchemyStore()
+        store.init_db(_logins(os.environ))
+        user, password = rollout
+        if store.has_user(user):
+            store.update_user(user, password=password, is_admin=False)
+        else:
+            store.create_user(user, password)
     command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth"]
     command += ["--host", host, "--port", str(port), "--workers", "1"]
     # clients use the Service's name, or loopback through a forwarded port
@@ -159,9 +167,7 @@ def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
 
 
 def rollout_login(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return (name, password) of the user for KubeRay's jobs; None if there is none.
-    Errors: ConfigError.
-    """
+    """Return (name, password) of KubeRay's jobs' user; None without one. Errors: ConfigError."""
     user, password = environment.get(ROLLOUT_USER, ""), environment.get(ROLLOUT_PASSWORD, "")
     if not user and not password:
         return None
@@ -172,18 +178,6 @@ def rollout_login(environment: Mapping[str, str]) -> tuple[str, str] | None:
             " agentgym-rollout (k8s/README.md)"
         )
     return user, password
-
-
-def _let_in(user: str, password: str) -> None:
-    """Create or update a user who is no administrator and has only the default permission."""
-    from mlflow.server.auth.sqlalchemy_store import SqlAlchemyStore
-
-    store = SqlAlchemyStore()
-    store.init_db(_logins(os.environ))
-    if store.has_user(user):
-        store.update_user(user, password=password, is_admin=False)
-    else:
-        store.create_user(user, password)
 
 
 def _logins(environment: Mapping[str, str]) -> str:
@@ -229,7 +223,7 @@ def job_template(namespace: str) -> dict[str, Any]:
 
 def deployments() -> list[str]:
     """Return `flow/kubernetes` for every deployment that prefect.yaml has for the cluster."""
-    tree = yaml.safe_load(DEPLOYMENTS.read_text(encoding="utf-8"))
+    tree = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     return [
         f"{deployment['entrypoint'].rpartition(':')[2]}/{deployment['name']}"
         for deployment in tree["deployments"]
@@ -246,9 +240,7 @@ def _wait_for_server(api: str) -> None:
 
 
 def worker() -> int:
-    """Run a worker of the pool, and a thread for runs that Prefect neglects: crashed ones that no
-    rule answered, and Jobs of cancelled ones.
-    """
+    """Run a worker of the pool, and a thread for runs that Prefect neglects."""
     login = _login(CLIENT_LOGIN, os.environ)
     threading.Thread(target=_look_after, args=(login,), name="overdue", daemon=True).start()
     sys.argv = ["prefect", "worker", "start", "--pool", KUBERNETES_POOL, "--type", "kubernetes"]

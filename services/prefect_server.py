@@ -49,8 +49,14 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
         None if "PREFECT_API_URL" not in os.environ and is_stale(STATE) else PREFECT_API_URL.value()
     )
     if configured:
-        with _logged_in(configured) as api:
-            yield api
+        # only this project's own server gets its login
+        login, services = own_login(configured), running(STATE)
+        if login is None or services is None:
+            yield configured
+            return
+        own = {PREFECT_API_URL: services.api, PREFECT_API_AUTH_STRING: login}
+        with temporary_settings(own):
+            yield services.api
         return
     log_path = state_dir / "logs" / "prefect-server.log"
     with contextlib.ExitStack() as stack:
@@ -76,19 +82,6 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
             # at exit, queued messages would otherwise retry the ended server for a minute
             APILogWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
             EventsWorker.drain_all(timeout=DRAIN_TIMEOUT_S)
-
-
-@contextlib.contextmanager
-def _logged_in(configured: str) -> Iterator[str]:
-    """Yield the configured server's address. If the server is this project's own, use its login,
-    which no other server gets.
-    """
-    login, services = own_login(configured), running(STATE)
-    if login is None or services is None:
-        yield configured
-        return
-    with temporary_settings({PREFECT_API_URL: services.api, PREFECT_API_AUTH_STRING: login}):
-        yield services.api
 
 
 @contextlib.contextmanager
@@ -146,9 +139,7 @@ def lock_first() -> None:
 
 
 def make_app(login: str) -> ASGIApp:
-    """Return Prefect's server and pages behind our gate.
-    Prefect's own authentication stays on, and guards the WebSockets.
-    """
+    """Return Prefect's server behind our gate; its own login stays, for the WebSockets."""
     from prefect.server.api.server import create_app
 
     app = create_app()

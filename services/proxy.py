@@ -14,7 +14,7 @@ import socket
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import uvicorn
 
 _LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
-_FRAMED = (b"x-frame-options", b"SAMEORIGIN")
 _HOW = (
     "this server belongs to one user of this machine; the link that `make up` or `make ui` prints"
     " logs in\n"
@@ -103,12 +102,8 @@ def _unframed(send: Send) -> Send:
 
     async def framed(message: Message) -> None:
         if message["type"] == "http.response.start":
-            others = [
-                (name, value)
-                for name, value in message.get("headers", ())
-                if name.lower() != _FRAMED[0]
-            ]
-            message = {**message, "headers": [*others, _FRAMED]}
+            message.setdefault("headers", [])
+            MutableHeaders(scope=message)["X-Frame-Options"] = "SAMEORIGIN"
         await send(message)
 
     return framed
@@ -130,9 +125,7 @@ def serve(app: ASGIApp, bound: socket.socket, *, owned: bool = True) -> None:
 
 
 def listening(app: ASGIApp) -> uvicorn.Config:
-    """Return uvicorn's settings for a gate: limits for all but the size of bodies.
-    Raise the limit of open files.
-    """
+    """Return uvicorn's settings for a gate, without a limit of bodies; raise that of files."""
     from envs.connection import bounded
 
     return bounded(app, any_body=True, lifespan="on", server_header=False)

@@ -137,9 +137,7 @@ def _trigger(
     threshold: int = 1,
     within_s: int = 0,
 ) -> EventTrigger:
-    """Return a trigger on events of one flow run of a deployment: on their presence, or with
-    `after` on their absence for within_s.
-    """
+    """Return a trigger on a deployed run's events; with `after`, on their absence."""
     match: dict[str, str | list[str]] = {"prefect.resource.id": "prefect.flow-run.*"}
     if run_counts:
         match["prefect.run-count"] = list(run_counts)
@@ -156,9 +154,7 @@ def _trigger(
 
 
 def begin_attempt() -> None:
-    """Prepare an attempt of a flow: send the library's logs to the run, end with the worker, and
-    tidy up after an attempt that was killed.
-    """
+    """Send our logs to the flow run, end with the worker, tidy up after a killed attempt."""
     # for the run's logs; the handlers decide what reaches a terminal
     logging.getLogger("agentgym").setLevel(logging.INFO)
     # a process worker holds the other end of stdin: a run that goes on without it could not be

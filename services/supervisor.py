@@ -57,9 +57,7 @@ OURS = (sys.executable, "-m", "services.supervisor")  # and a command of `main`
 
 
 class Undertaker:
-    """Watcher of the store: each time a process that ran a step is gone, it starts a child that
-    closes dead runs in MLflow.
-    """
+    """Watcher of the store, whose child closes dead runs in MLflow once a process is gone."""
 
     def __init__(self) -> None:
         self._live: set[str] = set()  # tokens of holders
@@ -280,9 +278,7 @@ def supervise(state: Path, sockets: Mapping[str, socket.socket]) -> int:
 
 
 def _look_after(services: Services, undertaker: Undertaker) -> None:
-    """Reschedule crashed flow runs and close dead runs. If server or store does not answer, the
-    next look tries again.
-    """
+    """Reschedule crashed flow runs and close dead runs; an error waits for the next look."""
     looks = {
         "crashed flow runs": lambda: bring_back(services.api, services.login),
         "dead runs": undertaker.look,
@@ -321,9 +317,7 @@ def _pools() -> int:
 
 
 def _toml(state: Path, services: Services) -> str:
-    """Return the content of prefect.toml. The login is part of the address, so Prefect's client
-    never sends it to a server at another address.
-    """
+    """Return prefect.toml. The address has the login: no other server ever gets it."""
     home = state / "prefect"
     return f"""{TOML_MARK}: `prefect` commands typed here go to this project's server
 home = {json.dumps(str(home))}
@@ -346,9 +340,7 @@ def healthy(address: str) -> bool:
 
 
 def _worker() -> int:
-    """Run a Prefect worker that ends with its owner. Its flow runs end with it; they report
-    themselves as crashed and are run again.
-    """
+    """Run a Prefect worker that ends with its owner; its flow runs crash and run again."""
     end_with_owner(WORKER_GRACE_S)
     sys.argv = ["prefect", "worker", "start", "--pool", POOL, "--type", "process"]
     sys.argv += ["--name", f"{socket.gethostname()}-{POOL}"]
@@ -359,9 +351,7 @@ def _worker() -> int:
 
 
 def _viewer(descriptor: int) -> int:
-    """Serve the pages of `agentgym view` behind our gate on a socket, until SIGTERM or until the
-    owner is gone; they show the runs of the project's own parameter file.
-    """
+    """Serve the project's `agentgym view` behind our gate, until SIGTERM or its owner ends."""
     from agentgym.viewer.app import make_app
     from agentgym.viewer.guard import LOOPBACK, Guard
     from agentgym.viewer.viewer import Viewer

@@ -134,9 +134,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def run_meant(policy: str) -> str:
-    """Return the run that RUN:STEP names; empty for other policies and for the configured run.
-    Errors: ConfigError.
-    """
+    """Return the run that RUN:STEP names; empty for other policies. Errors: ConfigError."""
     from agentgym.evaluation.policies import PolicyKind, PolicyName
 
     name = PolicyName.parse(policy) if ":" in policy else None

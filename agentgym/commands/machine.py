@@ -1,6 +1,4 @@
-"""`agentgym config | doctor | envs`: list every setting, check this machine, and list or remove
-environment servers on a cluster.
-"""
+"""`agentgym config | doctor | envs`: settings, this machine, servers on a cluster."""
 
 from __future__ import annotations
 

@@ -43,11 +43,7 @@ class Tracker:
     """
 
     def __init__(self, uri: str, experiment: str, artifact_root: Path) -> None:
-        """Connect to an MLflow store on first use. Errors: ValueError for a relative path.
-
-        uri: `sqlite:////absolute/path.db` or a server's address.
-        artifact_root: unused with a server, which has its own.
-        """
+        """Keep `sqlite:////absolute/path.db` or a server's address. Errors: ValueError."""
         if uri.startswith("sqlite:") and not uri.startswith("sqlite:////"):
             raise ValueError(
                 f"tracking.uri {uri!r} must hold an absolute path, sqlite:////folder/mlflow.db; a"
@@ -147,15 +143,9 @@ class Tracker:
         """
         from mlflow.entities import Metric, RunTag
 
+        of_dataset = [part or None for part in dataset]
         metrics = [
-            Metric(
-                name,
-                value,
-                point.time_ms,
-                point.step,
-                model_id,
-                *(part or None for part in dataset),
-            )
+            Metric(name, value, point.time_ms, point.step, model_id, *of_dataset)
             for point in points
             for name, value in point.metrics.items()
         ]

@@ -206,6 +206,7 @@ def trace_of(manifest: Manifest, episode: Trajectory) -> EpisodeTrace:
         ({"observation": request}, outcome),
         {"max_turns": episode.max_turns, "temperature": episode.temperature},
     )
+    turns = [[turn.action, turn.observation, turn.reward] for turn in episode.turns]
     tags = {
         "step": manifest.step,
         "commit": str(manifest.seq),
@@ -214,7 +215,7 @@ def trace_of(manifest: Manifest, episode: Trajectory) -> EpisodeTrace:
         "optimizer_step": str(episode.step),
         "success": str(episode.success).lower(),
         "turns": str(len(episode.turns)),
-        DIGEST: episode_digest(episode),
+        DIGEST: sha256(json.dumps([episode.first_observation, turns]).encode()),
     }
     return EpisodeTrace(
         f"tr-{trace_id}",
@@ -267,12 +268,6 @@ def _parsed(attribute: Any) -> str:
 def trace_id_of(manifest: Manifest, episode: Trajectory) -> str:
     """Return the trace id of an episode in the record of this commit."""
     return f"tr-{sha256(_name(episode, manifest.key).encode())[:32]}"
-
-
-def episode_digest(episode: Trajectory) -> str:
-    """sha256 of an episode's actions, observations and rewards."""
-    turns = [[turn.action, turn.observation, turn.reward] for turn in episode.turns]
-    return sha256(json.dumps([episode.first_observation, turns]).encode())
 
 
 def _turns(episode: Trajectory, trace_id: str, began: int) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -26,9 +27,7 @@ _MAX_HELD = 16 * 2**20  # bytes of a file that is kept; a larger one is read aga
 
 
 class Gone(LookupError):
-    """Error for an episode or game that cannot be shown: unknown, removed, over, or not yet read
-    into the index. The text gives the reason.
-    """
+    """An episode or game that cannot be shown; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +90,7 @@ class Bodies:
         Errors: DigestMismatch, BlobMissing, RecordError.
         """
         steps = self.steps()
-
-        def file_of(row: sqlite3.Row) -> tuple[int, int, int]:
-            return row["step_id"], row["seq"], row["file"]
-
-        for (step_id, seq, file), file_rows in groupby(rows, key=file_of):
+        for (step_id, seq, file), file_rows in groupby(rows, itemgetter("step_id", "seq", "file")):
             step, data = steps[step_id], self.file(steps[step_id], seq, FILES[file])
             with gzip.open(io.BytesIO(data), "rb") as lines:
                 for row in file_rows:

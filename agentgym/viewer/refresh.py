@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 
 from agentgym.pipeline.stored_config import STEP as RUNS
@@ -85,7 +85,8 @@ class Refresher:
         try:
             after = -1 if known is None or known["head"] is None else known["head"]
             commits = self._store.history(name, key, after=max(after - 1, -1))
-            if after >= 0 and not _goes_on(commits, after, known):
+            last_indexed = [commit.records_digest for commit in commits if commit.seq == after]
+            if known is not None and after >= 0 and last_indexed != [known["head_digest"]]:
                 refreshed.dropped += _forget(connection, step_id, "")
                 commits, after = self._store.history(name, key), -1
         except (ManifestError, FileNotFoundError) as error:
@@ -178,13 +179,6 @@ def _rows(data: bytes, origin: tuple[int, int, int], committed: float) -> Iterat
         ) from error
 
 
-def _goes_on(commits: Sequence[Manifest], after: int, known: sqlite3.Row | None) -> bool:
-    """Return True if the last indexed commit is still in the store, unchanged."""
-    assert known is not None
-    same = [commit for commit in commits if commit.seq == after]
-    return bool(same) and same[0].records_digest == known["head_digest"]
-
-
 def _new_step(connection: sqlite3.Connection, folder: str, name: str) -> int:
     cursor = connection.execute("INSERT INTO steps(folder, name) VALUES (?, ?)", (folder, name))
     assert cursor.lastrowid is not None
@@ -238,9 +232,7 @@ def _problem(
 def _name_runs(
     connection: sqlite3.Connection, delivered: Mapping[str, set[tuple[str, str]]]
 ) -> None:
-    """Group the steps into runs and name these: a run is a step that nothing builds on, with all
-    its ancestors.
-    """
+    """Name the runs: a run is a step that nothing builds on, with all its ancestors."""
     steps = connection.execute(
         "SELECT * FROM steps WHERE head IS NOT NULL AND name != ?", (RUNS,)
     ).fetchall()

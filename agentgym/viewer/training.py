@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,7 +82,8 @@ def heat_map(
     low, high = min(steps), max(steps)
     wide = math.ceil((high - low + 1) / most_columns)  # steps in a column
     count = (high - low) // wide + 1
-    columns = [_span(low + column * wide, wide) for column in range(count)]
+    first_steps = range(low, low + count * wide, wide)
+    columns = [str(s) if wide == 1 else f"{s}-{s + wide - 1}" for s in first_steps]
     heat_rows = {}
     for name, shares in rows.items():
         sums = [[0, 0] for _ in columns]
@@ -90,10 +92,6 @@ def heat_map(
             at[0], at[1] = at[0] + won, at[1] + num
         heat_rows[name] = [(column, won, num) for column, (won, num) in enumerate(sums) if num]
     return HeatMap(title, heat_rows, columns)
-
-
-def _span(first: int, wide: int) -> str:
-    return str(first) if wide == 1 else f"{first}-{first + wide - 1}"
 
 
 def _bounds(values: Sequence[float]) -> tuple[float, float]:
@@ -160,12 +158,9 @@ def training_of(reader: sqlite3.Connection, step_ids: Sequence[int]) -> Training
         heat_map("success by family", families) if set(by_family) - {""} else None,
         heat_map("success by item", rows),
     ]
-    return Training(
-        kinds,
-        [heat for heat in maps if heat is not None],
-        _charts(reader, train, where, list(step_ids)),
-        sum(row["n"] for row in shares),
-    )
+    charts = _charts(reader, train, where, list(step_ids))
+    shown = [heat for heat in maps if heat is not None]
+    return Training(kinds, shown, charts, sum(row["n"] for row in shares))
 
 
 def kind_of(visits: Sequence[Share]) -> str:
@@ -214,9 +209,9 @@ def _charts(reader: sqlite3.Connection, train: str, where: str, values: list[int
     def of(name: str) -> list[tuple[float, float]]:
         return [(row["at"], row[name]) for row in steps if row[name] is not None]
 
-    totals: dict[int, int] = {}
+    totals = Counter[int]()
     for row in statuses:
-        totals[row["at"]] = totals.get(row["at"], 0) + row["n"]
+        totals[row["at"]] += row["n"]
     shares: dict[str, dict[int, float]] = {row["status"]: {} for row in statuses}
     for row in statuses:
         shares[row["status"]][row["at"]] = row["n"] / totals[row["at"]]

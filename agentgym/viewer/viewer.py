@@ -142,9 +142,7 @@ class Viewer:
         self.close()
 
     def close(self) -> None:
-        """Close the replays, the environment servers and the index. Use it for a viewer that was
-        not entered by `with`, which also starts and ends the follow thread.
-        """
+        """Close replays, servers and index of a viewer that was not entered by `with`."""
         self.replays.close()
         self.servers.close()
         self.index.close()
