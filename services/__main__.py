@@ -81,7 +81,8 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
             services = running(state)
             if services is not None and services.ready:
                 return _describe(services)
-            if services is None if process is None else process.poll() is not None:
+            is_gone = services is None if process is None else process.poll() is not None
+            if is_gone:
                 raise RuntimeError(f"the services did not start\n{tail(log)}")
             time.sleep(POLL_S)
         _stop(state)
@@ -120,8 +121,8 @@ def _describe(services: Services) -> int:
     if "engine" in (*services.pids, *services.given_up):
         addresses["engine"] = "kept between runs"
     for name, address in addresses.items():
-        down = name in services.given_up
-        state = "died too often, see .agentgym/logs" if down else "is being restarted"
+        is_given_up = name in services.given_up
+        state = "died too often, see .agentgym/logs" if is_given_up else "is being restarted"
         if pid := services.pids.get(name):
             state = f"process {pid}"
         print(f"{name:<9}{address:<28}{state}")

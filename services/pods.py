@@ -198,7 +198,11 @@ def set_up() -> int:
     image = os.environ.get(IMAGE, "")
     if not image:
         raise ConfigError(f"{IMAGE} names no image; deployments would run none")
-    _wait_for_server(os.environ[API])
+    api, deadline = os.environ[API], time.monotonic() + START_TIMEOUT_S
+    while not healthy(f"{api}/health"):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no Prefect server answers at {api} within {START_TIMEOUT_S:g} s")
+        time.sleep(POLL_S)
     from prefect.client.schemas.actions import WorkPoolCreate
 
     from services.recovery import install
@@ -229,14 +233,6 @@ def deployments() -> list[str]:
         for deployment in tree["deployments"]
         if deployment["name"] == KUBERNETES_POOL
     ]
-
-
-def _wait_for_server(api: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not healthy(f"{api}/health"):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"no Prefect server answers at {api} within {START_TIMEOUT_S:g} s")
-        time.sleep(POLL_S)
 
 
 def worker() -> int:

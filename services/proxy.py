@@ -7,7 +7,6 @@ the machine, including other users' servers.
 from __future__ import annotations
 
 import base64
-import hmac
 import json
 import re
 import socket
@@ -19,7 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentgym.deploy.owned import end_with_owner
-from agentgym.viewer.guard import CHALLENGE, LOGIN, after_login, is_foreign
+from agentgym.viewer.guard import CHALLENGE, LOGIN, after_login, has_login, is_foreign
 
 if TYPE_CHECKING:
     import uvicorn
@@ -52,7 +51,9 @@ class Gate:
             return
         refusal = self._refusal(scope, Headers(scope=scope))
         if refusal is None:
-            is_known = scope["type"] == "websocket" and self._is_known(Headers(scope=scope))
+            is_known = scope["type"] == "websocket" and has_login(
+                Headers(scope=scope), self._wanted
+            )
             await self._app(
                 scope, self._with_token(receive) if is_known else receive, _unframed(send)
             )
@@ -72,15 +73,11 @@ class Gate:
             return PlainTextResponse("a page of another origin has no business here\n", 403)
         if scope["method"] == "GET" and scope["path"] in self._open:
             return None
-        if not self._is_known(headers):
+        if not has_login(headers, self._wanted):
             return PlainTextResponse(_HOW, 401, CHALLENGE)
         if scope["path"] == LOGIN:
             return after_login(host[0])
         return None
-
-    def _is_known(self, headers: Headers) -> bool:
-        credentials = headers.getlist("authorization")
-        return len(credentials) == 1 and hmac.compare_digest(credentials[0].encode(), self._wanted)
 
     def _with_token(self, receive: Receive) -> Receive:
         """Return a `receive` whose first WebSocket message is the login that came in a header."""

@@ -123,7 +123,7 @@ SIZES = {
     "benchmarks": 12_150,
     "envs": 11_400,
     "flows": 990,
-    "services": 2_050,
+    "services": 1_900,
     "sites": 4_400,
     "tasks": 700,
     "tests": 65_600,

@@ -58,6 +58,11 @@ CURVE = (  # main metrics; the others are only in MLflow
     "eval/pass_at_1",
     "eval/coverage",
 )
+KINDS = ("step", "pipeline")
+End = tuple[str, str]  # status in MLflow, FAILED, or KILLED if ended from outside; the reason
+WRITTEN_AT_ONCE = ("evaluation", "comparison", "cell")  # kinds of runs, for finished work
+RUNNING = "select 1 from runs where status = 'RUNNING' and lifecycle_stage = 'active' limit 1"
+CUT_OFF = "what it shows was not written to its end; the same command writes the rest"
 
 
 class StaleRun(LedgerError):
@@ -332,20 +337,13 @@ def _points(store: RunStore, manifest: Manifest) -> list[Point]:
 
 
 def _mark(manifest: Manifest) -> tuple[int, str]:
-    """Return a commit's number, and its time: a deleted folder is filled with other commits."""
+    """Return a commit's number, and its time: in a folder that was deleted, numbers begin anew."""
     return manifest.seq, repr(manifest.created_at)
 
 
 def _parse_mark(text: str) -> tuple[int, str]:
     seq, _, created_at = text.partition(" ")
     return (int(seq), created_at) if seq.isdigit() else (-1, "")
-
-
-KINDS = ("step", "pipeline")
-End = tuple[str, str]  # status in MLflow, FAILED, or KILLED if ended from outside; the reason
-WRITTEN_AT_ONCE = ("evaluation", "comparison", "cell")  # runs written at once, for finished work
-RUNNING = "select 1 from runs where status = 'RUNNING' and lifecycle_stage = 'active' limit 1"
-CUT_OFF = "what it shows was not written to its end; the same command writes the rest"
 
 
 def close_dead(cfg: RunConfig, store: RunStore) -> dict[str, str]:

@@ -50,6 +50,9 @@ MAX_GAMES = 8
 IDLE_S = 900.0
 TURN_LIMIT_S = 300.0
 MAX_ACTION = 4_000  # characters
+MAX_FORM = 64 * 1024  # bytes
+MAX_FIELDS = 20
+MAX_TASK = 2**53
 
 
 class Person(TextPlayer):
@@ -218,11 +221,6 @@ def _episode(
         action_format=env_protocol.action_format,
     )
     return Episode(item, 1, settings, observation)
-
-
-MAX_FORM = 64 * 1024  # bytes
-MAX_FIELDS = 20
-MAX_TASK = 2**53
 
 
 def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:

@@ -36,9 +36,16 @@ from agentgym.types import Status, Trajectory
 from agentgym.viewer.bodies import IndexedEpisode
 from agentgym.viewer.index import config_of
 
-IDLE_S = 180.0
+logger = logging.getLogger(__name__)
+
+IDLE_S = 180.0  # of a server
 MAX_SESSIONS = 16  # of a server that the viewer starts
 SESSION_TTL_S = 1_800.0  # long, for a person who thinks
+LIMIT_S = 300.0  # of the replay of an episode
+MAX_WAITING = 8  # episodes
+MAX_SHOTS = 400  # per episode; later turns are compared and not drawn
+MAX_SHOT_BYTES = 2 * 1024 * 1024
+KEEP = 2_000  # episodes
 
 
 class Missing(RuntimeError):
@@ -140,25 +147,11 @@ def environment_of(config: Mapping[str, Any], name: str) -> EnvConfig:
     for settings in candidates:
         if isinstance(settings, Mapping) and settings.get("name") == name:
             try:
-                return EnvConfig.model_validate(
-                    {
-                        key: settings[key]
-                        for key in ("name", "options", "dialect")
-                        if key in settings
-                    }
-                )
+                keys = settings.keys() & {"name", "options", "dialect"}
+                return EnvConfig.model_validate({key: settings[key] for key in keys})
             except ValueError as error:
                 raise Missing(f"the options of {name} on record are refused: {error}") from None
     raise Missing(f"the step does not say how its environment {name} was set up")
-
-
-logger = logging.getLogger(__name__)
-
-LIMIT_S = 300.0  # per episode
-MAX_WAITING = 8  # episodes
-MAX_SHOTS = 400  # per episode; later turns are compared and not drawn
-MAX_SHOT_BYTES = 2 * 1024 * 1024
-KEEP = 2_000  # episodes
 
 
 @dataclass(frozen=True, slots=True)
