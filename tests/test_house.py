@@ -22,7 +22,7 @@ LONG = {
     "envs/server.py make_app": 146,
     "envs/webarena/__init__.py spec": 63,
     "flows/shell.py summarise": 77,
-    "services/supervisor.py supervise": 82,
+    "services/supervisor.py supervise": 65,
 }
 
 

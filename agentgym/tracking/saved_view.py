@@ -87,7 +87,7 @@ def tags_of_experiment(present: Mapping[str, str], name: str) -> dict[str, str]:
 
 
 def is_replaceable(present: str, note: str, ours: str) -> bool:
-    """Return True if a description differs and is `ours`, the sha256 of the one that we wrote."""
+    """Return True if a note differs and the present one is missing or ours, by its sha256."""
     return present != note and (not present or sha256(present.encode()) == ours)
 
 
