@@ -12,12 +12,10 @@ set_process_defaults()
 
 from agentgym.commands import (  # noqa: E402
     data,
-    envs,
     evaluate,
     machine,
     models,
     pipeline_steps,
-    play,
     store,
     verify,
     view,
@@ -64,6 +62,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Multi-turn reinforcement learning as a pipeline you can trust.",
     )
     commands = Commands(parser)
-    for about in (pipeline_steps, evaluate, play, verify, view, models, store, machine, data, envs):
+    for about in (pipeline_steps, evaluate, verify, view, models, store, machine, data):
         about.add(commands)
     return parser

@@ -18,8 +18,7 @@ from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import AlarmsConfig, load_config
 from agentgym.pipeline.run import run_with_parents
 from agentgym.steps.step import stages
-from agentgym.tracking.alarms import RULES, measured, tripped
-from agentgym.tracking.points import Point
+from agentgym.tracking.points import RULES, Point, measured, tripped
 
 RUNS = {name: [f"algorithm.recipe={name}"] for name in RECIPES} | {
     "grpo, max_staleness 1": ["rollout.max_staleness=1"]

@@ -28,8 +28,8 @@ from agentgym.pipeline.run import run_with_parents
 from agentgym.viewer.app import make_app
 from agentgym.viewer.bodies import address_of
 from agentgym.viewer.guard import LOOPBACK, Guard
+from agentgym.viewer.index import Address
 from agentgym.viewer.query import Query
-from agentgym.viewer.rows import Address
 from agentgym.viewer.viewer import Viewer
 from envs.webarena.chromium import find_browser
 

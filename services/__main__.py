@@ -1,5 +1,4 @@
-"""`make up` and `make down`: the Prefect server, a worker, MLflow and the viewer of this project,
-under one supervisor (supervisor.py).
+"""`make up` and `make down`: the servers of this project under one supervisor (supervisor.py).
 
 All state lies in `.agentgym`; a `prefect.toml` in the project's root points every `prefect` command
 typed there at this server.
@@ -15,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentgym.config import ConfigError
@@ -39,72 +38,55 @@ from services.state import (
     toml_is_ours,
 )
 
-PORTS = {"prefect": 4200, "mlflow": 5000, "viewer": VIEWER_PORT}  # used if free
+# used if free; the supervisor gets the sockets in this order
+PORTS = {"prefect": 4200, "mlflow": 5000, "viewer": VIEWER_PORT}
 
 STOP_TIMEOUT_S = 60.0
 
 
-def up(
-    state: Path,
-    prefect_port: int | None,
-    mlflow_port: int | None,
-    viewer_port: int | None = None,
-) -> int:
-    """Start the services or apply prefect.yaml to live ones; print addresses. Result: exit code."""
+def up(state: Path, ports: Mapping[str, int | None]) -> int:
+    """Start the services or apply prefect.yaml to live ones; print addresses. Result: exit code.
+
+    ports: of the services in PORTS; None: the usual one if it is free, else any.
+    """
     with _alone(state):
         services = running(state)
         if services is not None and services.ready:
             print("already running")
-            _apply(services)
+            if "prefect" in services.pids:
+                for line in apply(services) or ["nothing in it has changed"]:
+                    print(f"applied  {FILE}: {line}", flush=True)
+            else:
+                print(
+                    f"{FILE} is not applied while the Prefect server is down; `make up` again does"
+                    " it"
+                )
             return _describe(services)
+        process = None  # an interrupted `make up` left it starting
         if services is None:
             # the supervisor has its own copies of the descriptors
             with contextlib.ExitStack() as stack:
-                wanted = {
-                    "prefect": (prefect_port, "PREFECT_PORT"),
-                    "mlflow": (mlflow_port, "MLFLOW_PORT"),
-                    "viewer": (viewer_port, "VIEWER_PORT"),
-                }
                 bound = [
-                    stack.enter_context(_listener(port, PORTS[name], variable))
-                    for name, (port, variable) in wanted.items()
+                    stack.enter_context(_listener(ports.get(name), usual, f"{name.upper()}_PORT"))
+                    for name, usual in PORTS.items()
                 ]
-                process = _start_supervisor(
-                    state, [bound_socket.fileno() for bound_socket in bound]
-                )
+                process = _start_supervisor(state, [listening.fileno() for listening in bound])
             print(
                 "starting a Prefect server, a worker and MLflow, and the pages of what agents did;"
                 " half a minute on a quiet machine",
                 flush=True,
             )
-        else:
-            process = None  # an interrupted `make up` left it starting
-        deadline = time.monotonic() + START_TIMEOUT_S
+        log, deadline = log_file(state, "supervisor"), time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             services = running(state)
             if services is not None and services.ready:
                 return _describe(services)
-            if (process is not None and process.poll() is not None) or (
-                process is None and services is None
-            ):
-                raise RuntimeError(
-                    f"the services did not start\n{tail(log_file(state, 'supervisor'))}"
-                )
+            is_gone = services is None if process is None else process.poll() is not None
+            if is_gone:
+                raise RuntimeError(f"the services did not start\n{tail(log)}")
             time.sleep(POLL_S)
         _stop(state)
-        raise RuntimeError(
-            f"the services did not start within {START_TIMEOUT_S:g}"
-            f" s\n{tail(log_file(state, 'supervisor'))}"
-        )
-
-
-def _apply(services: Services) -> None:
-    """Apply prefect.yaml to the running services, and print what that changed."""
-    if "prefect" not in services.pids:
-        print(f"{FILE} is not applied while the Prefect server is down; `make up` again does it")
-        return
-    for line in apply(services) or ["nothing in it has changed"]:
-        print(f"applied  {FILE}: {line}", flush=True)
+        raise RuntimeError(f"the services did not start within {START_TIMEOUT_S:g} s\n{tail(log)}")
 
 
 def down(state: Path) -> int:
@@ -139,16 +121,10 @@ def _describe(services: Services) -> int:
     if "engine" in (*services.pids, *services.given_up):
         addresses["engine"] = "kept between runs"
     for name, address in addresses.items():
-        pid = services.pids.get(name)
-        state = (
-            f"process {pid}"
-            if pid
-            else (
-                "died too often, see .agentgym/logs"
-                if name in services.given_up
-                else "is being restarted"
-            )
-        )
+        is_given_up = name in services.given_up
+        state = "died too often, see .agentgym/logs" if is_given_up else "is being restarted"
+        if pid := services.pids.get(name):
+            state = f"process {pid}"
         print(f"{name:<9}{address:<28}{state}")
     command = "prefect deployment run pipeline/local --watch"
     # a prefect.toml of the user's own has no login: the command then gets the address with a login
@@ -161,9 +137,7 @@ def _describe(services: Services) -> int:
 
 
 def print_api(state: Path) -> int:
-    """Print the address of Prefect's API with the login in it, for PREFECT_API_URL. Result: an exit
-    code.
-    """
+    """Print the API's address with its login, for PREFECT_API_URL. Result: an exit code."""
     services = running(state)
     if services is None:
         raise ConfigError("nothing is running; `make up` starts it")
@@ -218,10 +192,7 @@ def _stop(state: Path) -> None:
 def _listener(
     wanted: int | None, usual: int, variable: str, command: str = "make up"
 ) -> socket.socket:
-    """Return a listener at the wanted port; without a wanted one, at the usual port if free, else
-    at any.
-    Errors: ConfigError if the wanted port is taken.
-    """
+    """Return a listener at the wanted port, or at the usual one or any. Errors: ConfigError."""
     try:
         return listener(usual if wanted is None else wanted)
     except OSError as error:
@@ -246,15 +217,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="up | down | status | api | ui")
     start = commands.add_parser(
-        "up",
-        help="start a Prefect server, a worker, MLflow and the viewer; no effect if they run",
+        "up", help="start a Prefect server, a worker, MLflow and the viewer; no effect if they run"
     )
-    start.add_argument("--prefect-port", type=int)
-    start.add_argument("--mlflow-port", type=int)
-    start.add_argument("--viewer-port", type=int)
-    start.set_defaults(
-        run=lambda chosen: up(STATE, chosen.prefect_port, chosen.mlflow_port, chosen.viewer_port)
-    )
+    for name in PORTS:
+        start.add_argument(f"--{name}-port", type=int, dest=name)
+    start.set_defaults(run=lambda chosen: up(STATE, {n: getattr(chosen, n) for n in PORTS}))
     commands.add_parser("down", help="end them").set_defaults(run=lambda _: down(STATE))
     commands.add_parser("status", help="print what runs").set_defaults(run=lambda _: status(STATE))
     commands.add_parser("api", help="the address of Prefect's API with its login").set_defaults(

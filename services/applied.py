@@ -38,8 +38,9 @@ def client_environment(services: Services) -> dict[str, str]:
 
 
 def set_up(env: Mapping[str, str]) -> None:
-    """Create or update pools, automations and deployments from the files of this project.
-    It uses child processes, because Prefect's client would stay in memory.
+    """Create or update pools, automations and deployments from this project's files, in child
+    processes: Prefect's client would stay in memory.
+
     Errors: ConfigError if prefect.yaml is not YAML; RuntimeError with the end of the output.
     """
     try:
@@ -126,10 +127,7 @@ def definition(automation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differing(
-    what: str,
-    then: Mapping[str, Any] | None,
-    now: Mapping[str, Any] | None,
-    switch: str = "",
+    what: str, then: Mapping[str, Any] | None, now: Mapping[str, Any] | None, switch: str = ""
 ) -> Iterator[str]:
     """Yield a line if the two differ. switch: name of the field that turns it on."""
     if then == now:

@@ -1,9 +1,7 @@
 """MLflow's own server behind our gate, confined to one folder of artifacts.
 
-MLflow lets a client choose where an experiment's artifacts lie, and then reads and writes there:
-any file of the owner's.
-This server refuses every location outside the folder, when an experiment is created and when
-anything is read or written.
+MLflow lets a client choose where an experiment's artifacts lie: any file of the owner's. This
+server refuses every location outside the folder, at creation and at each read or write.
 """
 
 from __future__ import annotations
@@ -27,14 +25,11 @@ _SCHEMES = ("runs", "models", "mlflow-artifacts")
 
 
 def make_app(state: Path, login: str) -> ASGIApp:
-    """Create database and artifact folder in `state`; return MLflow's app behind a gate.
-    Call it once in a process, before anything imports `mlflow.server`, which reads the variables
-    set here.
+    """Create database and artifact folder in `state`; return MLflow's app behind a gate. Call it
+    before anything imports `mlflow.server`, which reads the variables set here.
     """
-    database, artifacts = (
-        f"sqlite:///{(state / 'mlflow.db').resolve()}",
-        (state / "mlflow-artifacts").resolve(),
-    )
+    database = f"sqlite:///{(state / 'mlflow.db').resolve()}"
+    artifacts = (state / "mlflow-artifacts").resolve()
     artifacts.mkdir(parents=True, exist_ok=True)
     from mlflow.server.constants import (
         ARTIFACT_ROOT_ENV_VAR,

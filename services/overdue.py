@@ -1,9 +1,6 @@
-"""Second, slower recovery of crashed flow runs that the server's automations missed.
-
-An automation answers an event, and Prefect delays an event for 15 minutes if the one before it was
-lost or overtaken (`PRECEDING_EVENT_LOOKBACK`).
-This module reads the runs themselves, which needs no event.
-It works without Prefect's client, which would stay in the supervisor's memory.
+"""Second, slower recovery of crashed flow runs that the server's automations missed: an event is
+delayed for 15 minutes if the one before it was lost (`PRECEDING_EVENT_LOOKBACK`). It works without
+Prefect's client, which would stay in the supervisor's memory.
 """
 
 from __future__ import annotations
@@ -46,10 +43,7 @@ def bring_back(
     runs = ask(f"{api}/flow_runs/filter", login, {"flow_runs": crashed, "limit": PAGE})
     moved = []
     for run in runs:
-        since = (
-            datetime.now(UTC) - datetime.fromisoformat(run["state"]["timestamp"])
-        ).total_seconds()
-        if since < overdue_s:
+        if (since := seconds_in_state(run)) < overdue_s:
             continue
         attempts = int(run["run_count"])
         if attempts < max_attempts:
@@ -67,6 +61,12 @@ def bring_back(
     return moved
 
 
+def seconds_in_state(run: dict[str, Any]) -> float:
+    """Return how long a flow run has been in its state."""
+    since = datetime.now(UTC) - datetime.fromisoformat(run["state"]["timestamp"])
+    return since.total_seconds()
+
+
 def ask(address: str, login: str, body: dict[str, Any]) -> Any:
     """Return the answer of Prefect's server to a POST. Errors: OSError (urllib's), ValueError."""
     headers = {
@@ -75,6 +75,11 @@ def ask(address: str, login: str, body: dict[str, Any]) -> Any:
     }
     # the address is our own server's
     request = urllib.request.Request(address, json.dumps(body).encode(), headers)  # noqa: S310
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=TIMEOUT_S) as reply:
+    with opened(request, TIMEOUT_S) as reply:
         return json.load(reply)
+
+
+def opened(request: urllib.request.Request | str, timeout_s: float) -> Any:
+    """Return the answer to a request, which goes through no proxy. Errors: OSError (urllib's)."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return opener.open(request, timeout=timeout_s)

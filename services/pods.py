@@ -1,7 +1,7 @@
 """The servers of a cluster, each as the process of a pod: `python -m services.pods NAME`.
 
-Prefect's server and MLflow's require a login, and do not start without one. The worker makes Jobs
-of flow runs; `set-up` installs this image's pool, deployments and rules on the server.
+Prefect's and MLflow's do not start without a login. The worker makes Jobs of flow runs and deletes
+those of cancelled ones; `set-up` installs this image's pool, deployments and rules.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,15 +27,57 @@ import yaml
 from agentgym.config import ConfigError
 from agentgym.console.ending import guarded
 from agentgym.deploy.kube.calls import KubeError
-from agentgym.deploy.kube.client import connect
+from agentgym.deploy.kube.client import Kind, Kube, connect
 from agentgym.deploy.manifests import FLOWS
-from services.applied import run_module
-from services.cancelled import end_cancelled
-from services.overdue import bring_back
+from services.applied import FILE, run_module
+from services.overdue import PAGE, ask, bring_back, seconds_in_state
 from services.state import START_TIMEOUT_S
 from services.supervisor import JOB_TEMPLATE, KUBERNETES_POOL, OVERDUE_CHECK_S, healthy
 
 logger = logging.getLogger(__name__)
+
+JOB = Kind("batch/v1", "Job")
+RUN = "prefect.io/flow-run-id"  # label of a Job
+STARTING_S = 15.0  # a pod that is about to start ends its run by itself
+ENDING_S = 900.0  # more than a run needs to take its servers down
+ENDED = "cancelled; its Job was deleted"
+
+
+def end_cancelled(api: str, login: str, kube: Kube) -> None:
+    """End runs that are cancelling for too long; delete the Jobs of these and cancelled runs.
+
+    A run's own process ends the run, but nothing then deletes its Job. A run whose pod never
+    started has no process to end it, and Prefect's worker leaves it alone.
+    api: `http://host:port/api`; login: `user:password`.
+    Errors: OSError (urllib's among them), ValueError, KubeError.
+    """
+    jobs: dict[str, list[str]] = defaultdict(list)
+    for job in kube.list(JOB, labels={RUN: None}).items:
+        if not job["metadata"].get("deletionTimestamp"):
+            jobs[job["metadata"]["labels"][RUN]].append(job["metadata"]["name"])
+    ids, over = sorted(jobs), []
+    for first in range(0, len(ids), PAGE):
+        wanted = {
+            "id": {"any_": ids[first : first + PAGE]},
+            "state": {"type": {"any_": ["CANCELLING", "CANCELLED"]}},
+        }
+        request = {"flow_runs": wanted, "limit": PAGE}
+        runs = ask(f"{api}/flow_runs/filter", login, request)
+        over += [run for run in runs if _is_over(run)]
+    for run in over:
+        for name in jobs[run["id"]]:
+            kube.delete(JOB, name)
+        if run["state"]["type"] == "CANCELLING":
+            state = {"type": "CANCELLED", "message": ENDED}
+            ask(f"{api}/flow_runs/{run['id']}/set_state", login, {"state": state})
+        logger.info("flow run %s was cancelled; its Job is deleted", run["name"])
+
+
+def _is_over(run: dict[str, Any]) -> bool:
+    """Return True if the run is cancelled, or has been cancelling for longer than it may."""
+    limit_s = ENDING_S if run.get("start_time") else STARTING_S
+    return run["state"]["type"] == "CANCELLED" or seconds_in_state(run) > limit_s
+
 
 PREFECT_LOGIN = "PREFECT_SERVER_API_AUTH_STRING"  # user:password
 CLIENT_LOGIN = "PREFECT_API_AUTH_STRING"
@@ -44,7 +87,6 @@ NAMESPACE = "AGENTGYM_NAMESPACE"  # of flow runs
 MLFLOW_USER, MLFLOW_PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
 ROLLOUT_USER, ROLLOUT_PASSWORD = "MLFLOW_ROLLOUT_USERNAME", "MLFLOW_ROLLOUT_PASSWORD"
 MIN_PASSWORD = 16  # characters
-DEPLOYMENTS = Path("prefect.yaml")
 SIGNING = "MLFLOW_FLASK_SERVER_SECRET_KEY"  # signs what MLflow's forms hand out
 POLL_S = 1.0
 
@@ -71,7 +113,16 @@ def mlflow(host: str, port: int) -> NoReturn:
     rollout = rollout_login(os.environ)
     os.environ.update(variables)
     if rollout:
-        _let_in(*rollout)
+        from mlflow.server.auth.sqlalchemy_store import SqlAlchemyStore
+
+        # no administrator, with the default permission alone
+        store = SqlAlchemyStore()
+        store.init_db(_logins(os.environ))
+        user, password = rollout
+        if store.has_user(user):
+            store.update_user(user, password=password, is_admin=False)
+        else:
+            store.create_user(user, password)
     command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth"]
     command += ["--host", host, "--port", str(port), "--workers", "1"]
     # clients use the Service's name, or loopback through a forwarded port
@@ -116,9 +167,7 @@ def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
 
 
 def rollout_login(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return (name, password) of the user for KubeRay's jobs; None if there is none.
-    Errors: ConfigError.
-    """
+    """Return (name, password) of KubeRay's jobs' user; None without one. Errors: ConfigError."""
     user, password = environment.get(ROLLOUT_USER, ""), environment.get(ROLLOUT_PASSWORD, "")
     if not user and not password:
         return None
@@ -129,18 +178,6 @@ def rollout_login(environment: Mapping[str, str]) -> tuple[str, str] | None:
             " agentgym-rollout (k8s/README.md)"
         )
     return user, password
-
-
-def _let_in(user: str, password: str) -> None:
-    """Create or update a user who is no administrator and has only the default permission."""
-    from mlflow.server.auth.sqlalchemy_store import SqlAlchemyStore
-
-    store = SqlAlchemyStore()
-    store.init_db(_logins(os.environ))
-    if store.has_user(user):
-        store.update_user(user, password=password, is_admin=False)
-    else:
-        store.create_user(user, password)
 
 
 def _logins(environment: Mapping[str, str]) -> str:
@@ -156,15 +193,16 @@ def _logins(environment: Mapping[str, str]) -> str:
 
 
 def set_up() -> int:
-    """Wait for the server, then install the pool, the automations, and every deployment of
-    `kubernetes`.
-    Errors: ConfigError, RuntimeError.
-    """
+    """Wait for the server; install pool, rules, deployments. Errors: ConfigError, RuntimeError."""
     _login(CLIENT_LOGIN, os.environ)
     image = os.environ.get(IMAGE, "")
     if not image:
         raise ConfigError(f"{IMAGE} names no image; deployments would run none")
-    _wait_for_server(os.environ[API])
+    api, deadline = os.environ[API], time.monotonic() + START_TIMEOUT_S
+    while not healthy(f"{api}/health"):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no Prefect server answers at {api} within {START_TIMEOUT_S:g} s")
+        time.sleep(POLL_S)
     from prefect.client.schemas.actions import WorkPoolCreate
 
     from services.recovery import install
@@ -189,7 +227,7 @@ def job_template(namespace: str) -> dict[str, Any]:
 
 def deployments() -> list[str]:
     """Return `flow/kubernetes` for every deployment that prefect.yaml has for the cluster."""
-    tree = yaml.safe_load(DEPLOYMENTS.read_text(encoding="utf-8"))
+    tree = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     return [
         f"{deployment['entrypoint'].rpartition(':')[2]}/{deployment['name']}"
         for deployment in tree["deployments"]
@@ -197,18 +235,8 @@ def deployments() -> list[str]:
     ]
 
 
-def _wait_for_server(api: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not healthy(f"{api}/health"):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"no Prefect server answers at {api} within {START_TIMEOUT_S:g} s")
-        time.sleep(POLL_S)
-
-
 def worker() -> int:
-    """Run a worker of the pool, and a thread for runs that Prefect neglects: crashed ones that no
-    rule answered, and Jobs of cancelled ones.
-    """
+    """Run a worker of the pool, and a thread for runs that Prefect neglects."""
     login = _login(CLIENT_LOGIN, os.environ)
     threading.Thread(target=_look_after, args=(login,), name="overdue", daemon=True).start()
     sys.argv = ["prefect", "worker", "start", "--pool", KUBERNETES_POOL, "--type", "kubernetes"]

@@ -1,9 +1,5 @@
-"""A Prefect server for the duration of one command.
-
-Prefect's own temporary server outlives a killed client; this one watches a pipe and ends with its
-owner.
-If it dies, it is restarted on its port with its database, before Prefect's client stops waiting for
-an answer.
+"""A Prefect server for the duration of one command. It watches a pipe and ends with its owner; if
+it dies, it is restarted on its port with its database, before Prefect's client stops waiting.
 """
 
 from __future__ import annotations
@@ -53,8 +49,14 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
         None if "PREFECT_API_URL" not in os.environ and is_stale(STATE) else PREFECT_API_URL.value()
     )
     if configured:
-        with _logged_in(configured) as api:
-            yield api
+        # only this project's own server gets its login
+        login, services = own_login(configured), running(STATE)
+        if login is None or services is None:
+            yield configured
+            return
+        own = {PREFECT_API_URL: services.api, PREFECT_API_AUTH_STRING: login}
+        with temporary_settings(own):
+            yield services.api
         return
     log_path = state_dir / "logs" / "prefect-server.log"
     with contextlib.ExitStack() as stack:
@@ -83,19 +85,6 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _logged_in(configured: str) -> Iterator[str]:
-    """Yield the configured server's address. If the server is this project's own, use its login,
-    which no other server gets.
-    """
-    login, services = own_login(configured), running(STATE)
-    if login is None or services is None:
-        yield configured
-        return
-    with temporary_settings({PREFECT_API_URL: services.api, PREFECT_API_AUTH_STRING: login}):
-        yield services.api
-
-
-@contextlib.contextmanager
 def _kept(service: Service) -> Iterator[None]:
     """Restart the service whenever it dies during the block; do not end it."""
     stop = threading.Event()
@@ -116,9 +105,8 @@ def _kept(service: Service) -> Iterator[None]:
 def lock_first() -> None:
     """Make every transaction of the server that may write take SQLite's lock when it begins.
 
-    In Prefect, most transactions begin with a read, and fail at once (`database is locked`) if
-    another one has written in between: an event is then lost to the automations, which bring
-    crashed runs back.
+    One that begins with a read fails (`database is locked`) if another has written in between, and
+    an event is then lost to the automations, which bring crashed runs back.
     """
     from prefect.server.database import configurations
     from prefect.server.events import triggers
@@ -151,9 +139,7 @@ def lock_first() -> None:
 
 
 def make_app(login: str) -> ASGIApp:
-    """Return Prefect's server and pages behind our gate.
-    Prefect's own authentication stays on, and guards the WebSockets.
-    """
+    """Return Prefect's server behind our gate; its own login stays, for the WebSockets."""
     from prefect.server.api.server import create_app
 
     app = create_app()

@@ -1,32 +1,29 @@
 """Gate before the Prefect server and MLflow, which admits only this project's owner.
 
-One HTTP login is for everything.
-Clients send it with each request. A browser asks for it once and then keeps it for this address and
-port alone; a cookie would go to every port of the machine, including other users' servers.
+A browser keeps the HTTP login for this address and port alone; a cookie would go to every port of
+the machine, including other users' servers.
 """
 
 from __future__ import annotations
 
 import base64
-import hmac
 import json
 import re
 import socket
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentgym.deploy.owned import end_with_owner
-from agentgym.viewer.guard import CHALLENGE, LOGIN, after_login, is_foreign
+from agentgym.viewer.guard import CHALLENGE, LOGIN, after_login, has_login, is_foreign
 
 if TYPE_CHECKING:
     import uvicorn
 
 _LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
-_FRAMED = (b"x-frame-options", b"SAMEORIGIN")
 _HOW = (
     "this server belongs to one user of this machine; the link that `make up` or `make ui` prints"
     " logs in\n"
@@ -54,7 +51,9 @@ class Gate:
             return
         refusal = self._refusal(scope, Headers(scope=scope))
         if refusal is None:
-            is_known = scope["type"] == "websocket" and self._is_known(Headers(scope=scope))
+            is_known = scope["type"] == "websocket" and has_login(
+                Headers(scope=scope), self._wanted
+            )
             await self._app(
                 scope, self._with_token(receive) if is_known else receive, _unframed(send)
             )
@@ -74,15 +73,11 @@ class Gate:
             return PlainTextResponse("a page of another origin has no business here\n", 403)
         if scope["method"] == "GET" and scope["path"] in self._open:
             return None
-        if not self._is_known(headers):
+        if not has_login(headers, self._wanted):
             return PlainTextResponse(_HOW, 401, CHALLENGE)
         if scope["path"] == LOGIN:
             return after_login(host[0])
         return None
-
-    def _is_known(self, headers: Headers) -> bool:
-        credentials = headers.getlist("authorization")
-        return len(credentials) == 1 and hmac.compare_digest(credentials[0].encode(), self._wanted)
 
     def _with_token(self, receive: Receive) -> Receive:
         """Return a `receive` whose first WebSocket message is the login that came in a header."""
@@ -104,23 +99,15 @@ def _unframed(send: Send) -> Send:
 
     async def framed(message: Message) -> None:
         if message["type"] == "http.response.start":
-            others = [
-                (name, value)
-                for name, value in message.get("headers", ())
-                if name.lower() != _FRAMED[0]
-            ]
-            message = {**message, "headers": [*others, _FRAMED]}
+            message.setdefault("headers", [])
+            MutableHeaders(scope=message)["X-Frame-Options"] = "SAMEORIGIN"
         await send(message)
 
     return framed
 
 
 def listener(port: int) -> socket.socket:
-    """Return a socket that keeps a loopback address taken as long as it is open, also while its
-    server is being restarted.
-
-    port: 0 for any. Errors: OSError.
-    """
+    """Return a socket that keeps a loopback port, 0: any, while it is open. Errors: OSError."""
     # it listens at once: until then another socket with SO_REUSEADDR may bind here and listen first
     return socket.create_server(("127.0.0.1", port))
 
@@ -135,9 +122,7 @@ def serve(app: ASGIApp, bound: socket.socket, *, owned: bool = True) -> None:
 
 
 def listening(app: ASGIApp) -> uvicorn.Config:
-    """Return uvicorn's settings for a gate: limits for all but the size of bodies.
-    Raise the limit of open files.
-    """
+    """Return uvicorn's settings for a gate, without a limit of bodies; raise that of open files."""
     from envs.connection import bounded
 
     return bounded(app, any_body=True, lifespan="on", server_header=False)

@@ -1,8 +1,5 @@
 """Recovery of flow runs that lost their process: automations on the server, and a new attempt that
-tidies up after the old one.
-
-The state of a run is in the store, so a new attempt resumes from the last commit; Prefect only has
-to start it.
+tidies up after the old one and resumes from the last commit.
 """
 
 from __future__ import annotations
@@ -38,9 +35,7 @@ END_GRACE_S = 8.0
 _ENDED = ("Completed", "Failed", "Cancelled", "Crashed")
 
 
-def automations(
-    max_attempts: int = MAX_ATTEMPTS, max_retries_per_hour: int = MAX_RETRIES_PER_HOUR
-) -> list[Automation]:
+def automations(max_attempts: int = MAX_ATTEMPTS) -> list[Automation]:
     """Return the rules that reschedule lost runs, or mark them as failed after too many attempts.
     They cover runs of deployments only: a run from a terminal is its user's to restart.
     """
@@ -84,12 +79,12 @@ def automations(
         ),
         _automation(
             "agentgym: a run that crashes fast has failed",
-            f"{max_retries_per_hour} retries within an hour, also of attempts that died before they"
+            f"{MAX_RETRIES_PER_HOUR} retries within an hour, also of attempts that died before they"
             " ran.",
-            _trigger(expect=["AwaitingRetry"], threshold=max_retries_per_hour, within_s=3600),
+            _trigger(expect=["AwaitingRetry"], threshold=MAX_RETRIES_PER_HOUR, within_s=3600),
             _change(
                 StateType.FAILED,
-                f"crashed {max_retries_per_hour} times within an hour; see its logs, "
+                f"crashed {MAX_RETRIES_PER_HOUR} times within an hour; see its logs, "
                 "then `prefect flow-run retry` continues from the last commit",
             ),
         ),
@@ -142,9 +137,7 @@ def _trigger(
     threshold: int = 1,
     within_s: int = 0,
 ) -> EventTrigger:
-    """Return a trigger on events of one flow run of a deployment: on their presence, or with
-    `after` on their absence for within_s.
-    """
+    """Return a trigger on a deployed run's events; with `after`, on their absence."""
     match: dict[str, str | list[str]] = {"prefect.resource.id": "prefect.flow-run.*"}
     if run_counts:
         match["prefect.run-count"] = list(run_counts)
@@ -161,23 +154,23 @@ def _trigger(
 
 
 def begin_attempt() -> None:
-    """Prepare an attempt of a flow: send the library's logs to the run, end with the worker, and
-    tidy up after an attempt that was killed.
-    """
+    """Send our logs to the flow run, end with the worker, tidy up after a killed attempt."""
     # for the run's logs; the handlers decide what reaches a terminal
     logging.getLogger("agentgym").setLevel(logging.INFO)
-    end_with_worker()
+    # a process worker holds the other end of stdin: a run that goes on without it could not be
+    # cancelled; a terminal and a container have no pipe there
+    if runtime.deployment.id is not None and stat.S_ISFIFO(os.fstat(0).st_mode):
+        end_with_owner(END_GRACE_S)
     settle_interrupted_attempt()
 
 
-def settle_interrupted_attempt() -> int:
+def settle_interrupted_attempt() -> None:
     """Mark the unfinished task runs of the previous attempt as crashed, if this is the second or a
     later attempt of a flow run; Prefect itself would show them as running for ever.
-    Result: their number.
     """
     flow_run_id, attempt = runtime.flow_run.id, int(runtime.flow_run.run_count or 1)
     if flow_run_id is None or attempt < 2:
-        return 0
+        return
     with get_client(sync_client=True) as client:
         this_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
         task_runs: list[TaskRun] = []
@@ -186,11 +179,7 @@ def settle_interrupted_attempt() -> int:
         ):
             task_runs += page
         # a task run whose process died at its start may have no state
-        unfinished = [
-            task_run
-            for task_run in task_runs
-            if task_run.state is None or not task_run.state.is_final()
-        ]
+        unfinished = [task for task in task_runs if not (task.state and task.state.is_final())]
         for task_run in unfinished:
             message = (
                 f"interrupted with attempt {attempt - 1} of its flow run; attempt {attempt}"
@@ -200,15 +189,3 @@ def settle_interrupted_attempt() -> int:
     logger.info(
         "attempt %d; %d task runs of the one before were interrupted", attempt, len(unfinished)
     )
-    return len(unfinished)
-
-
-def end_with_worker() -> None:
-    """End this process when the worker that started it ends, so that no run continues that no one
-    can cancel.
-
-    A process worker holds the other end of stdin.
-    In a terminal or a container this does nothing.
-    """
-    if runtime.deployment.id is not None and stat.S_ISFIFO(os.fstat(0).st_mode):
-        end_with_owner(END_GRACE_S)

@@ -1,6 +1,4 @@
-"""State of this project's servers and their addresses: `.agentgym/services.json`,
-`prefect.toml`.
-"""
+"""This project's servers and addresses: `.agentgym/services.json`, `prefect.toml`."""
 
 from __future__ import annotations
 

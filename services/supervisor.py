@@ -1,7 +1,5 @@
-"""The process that `make up` starts. It runs the Prefect server, a worker, MLflow, the viewer and,
-with vLLM, an engine; it restarts those that die, and ends them.
-
-They watch a pipe that only this process holds open, so none outlives it.
+"""The process that `make up` starts: it runs Prefect's server, a worker, MLflow, the viewer and,
+with vLLM, an engine; it restarts and ends them. They watch a pipe of its own, so none outlives it.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -28,9 +25,9 @@ from agentgym.rollouts.policies.engines import HOSTED
 from agentgym.rollouts.policies.hosts import KEPT, host_command, host_environment, new_folder
 from agentgym.store.lease import process_start
 from agentgym.store.place import StorePlace
-from services import mlflow_server, viewer_server
+from services import mlflow_server
 from services.applied import client_environment, set_up
-from services.overdue import bring_back
+from services.overdue import bring_back, opened
 from services.state import (
     POLL_S,
     POOL,
@@ -55,12 +52,12 @@ OVERDUE_CHECK_S = 15.0  # between two looks for overdue flow runs
 BUCKET_CHECK_S = 300.0  # between two looks for dead runs in a bucket: one request for each step
 MAX_RESTARTS, RESTART_WINDOW_S = 5, 600.0  # of one service
 WORKER_GRACE_S = 8.0  # shorter than its owner waits
+VIEWER_LOGIN = "AGENTGYM_VIEWER_LOGIN"  # environment variable: user:password
+OURS = (sys.executable, "-m", "services.supervisor")  # and a command of `main`
 
 
 class Undertaker:
-    """Watcher of the store: each time a process that ran a step is gone, it starts a child that
-    closes dead runs in MLflow.
-    """
+    """Watcher of the store, whose child closes dead runs in MLflow once a process is gone."""
 
     def __init__(self) -> None:
         self._live: set[str] = set()  # tokens of holders
@@ -83,10 +80,7 @@ class Undertaker:
         waits = self._child is not None and self._child.poll() is None
         if not waits and any(due <= now for due in self._due):
             self._due = [due for due in self._due if due > now]
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "services.supervisor", "close-dead"],
-                stdin=subprocess.DEVNULL,
-            )
+            self._child = subprocess.Popen([*OURS, "close-dead"], stdin=subprocess.DEVNULL)
 
     def close(self) -> None:
         """End the child."""
@@ -97,7 +91,7 @@ class Undertaker:
 
 def _close_dead() -> int:
     from agentgym.pipeline.table import open_store
-    from agentgym.tracking.dead import close_dead
+    from agentgym.tracking.deliver import close_dead
 
     cfg = project_config()
     for run_id, reason in close_dead(cfg, open_store(cfg)).items():
@@ -116,10 +110,7 @@ class Service:
         env: dict[str, str],
         bound: socket.socket | None = None,
     ) -> None:
-        """Describe a service; `keep` starts it.
-
-        bound: the socket on which it listens; `command` names its descriptor.
-        """
+        """Describe a service; `keep` starts it. bound: its socket, which `command` names."""
         self.name, self._command, self.log, self._env, self._bound = name, command, log, env, bound
         self._stack = contextlib.ExitStack()
         self._starts: list[float] = []
@@ -176,34 +167,28 @@ def server_environment(address: str, login: str) -> dict[str, str]:
 
 
 def _parts(
-    state: Path,
-    me: Services,
-    env: dict[str, str],
-    sockets: tuple[socket.socket, socket.socket, socket.socket],
+    state: Path, me: Services, env: dict[str, str], sockets: Mapping[str, socket.socket]
 ) -> dict[str, Service]:
-    """Return the services, none of them started.
-
-    env: variables of the Prefect server and its clients; sockets: see `supervise`.
-    """
-    prefect, mlflow, viewer = sockets
+    """Return the services, none of them started; env: of the Prefect server and its clients."""
     prefect_env = {
         **server_environment(me.prefect, me.login),
         "PREFECT_UI_STATIC_DIRECTORY": str((state / "prefect/ui").resolve()),
         "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_CANCELLING_TIMEOUT_SECONDS": "60",
     }
-    mlflow_command = [sys.executable, "-m", "services.mlflow_server", str(mlflow.fileno())]
-    prefect_command = [sys.executable, "-m", "services.prefect_server", str(prefect.fileno())]
-    viewer_command = [sys.executable, "-m", "services.viewer_server", str(viewer.fileno())]
+    python = (sys.executable, "-m")
     parts = {
-        "prefect": (prefect_command, {**env, **prefect_env}, prefect),
-        "mlflow": (mlflow_command, {mlflow_server.LOGIN: me.login}, mlflow),
-        "viewer": (viewer_command, {viewer_server.LOGIN: me.login}, viewer),
-        "worker": ([sys.executable, "-m", "services.supervisor", "worker"], env, None),
+        "prefect": ([*python, "services.prefect_server"], {**env, **prefect_env}),
+        "mlflow": ([*python, "services.mlflow_server"], {mlflow_server.LOGIN: me.login}),
+        "viewer": ([*OURS, "viewer"], {VIEWER_LOGIN: me.login}),
+        "worker": ([*OURS, "worker"], env),
     }
-    return {
-        name: Service(name, command, log_file(state, name), variables, bound)
-        for name, (command, variables, bound) in parts.items()
-    }
+    services = {}
+    for name, (command, variables) in parts.items():
+        bound = sockets.get(name)
+        descriptor = [] if bound is None else [str(bound.fileno())]
+        log = log_file(state, name)
+        services[name] = Service(name, [*command, *descriptor], log, variables, bound)
+    return services
 
 
 def _engine(state: Path) -> dict[str, Service]:
@@ -225,13 +210,8 @@ def _engine(state: Path) -> dict[str, Service]:
     return {"engine": Service("engine", command, log_file(state, "engine"), env)}
 
 
-def supervise(
-    state: Path,
-    prefect_socket: socket.socket,
-    mlflow_socket: socket.socket,
-    viewer_socket: socket.socket,
-) -> int:
-    """Run the services on bound sockets until SIGTERM; write prefect.toml. Result: an exit code."""
+def supervise(state: Path, sockets: Mapping[str, socket.socket]) -> int:
+    """Run the services, on bound sockets by name, until SIGTERM. Result: an exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     started = process_start(os.getpid())
     if started is None:
@@ -239,14 +219,13 @@ def supervise(
             "`make up` needs /proc to tell its processes from others; use `prefect server start`"
             " here"
         )
-    prefect, mlflow, viewer = (
-        f"http://127.0.0.1:{bound.getsockname()[1]}"
-        for bound in (prefect_socket, mlflow_socket, viewer_socket)
-    )
+    addresses = {
+        name: f"http://127.0.0.1:{bound.getsockname()[1]}" for name, bound in sockets.items()
+    }
+    prefect, mlflow, viewer = addresses["prefect"], addresses["mlflow"], addresses["viewer"]
     me = Services(os.getpid(), started, prefect, mlflow, new_login(), viewer=viewer)
     env = client_environment(me)
-    bound = (prefect_socket, mlflow_socket, viewer_socket)
-    services = _parts(state, me, env, bound) | _engine(state)
+    services = _parts(state, me, env, sockets) | _engine(state)
     ready = False
 
     def publish() -> None:
@@ -268,8 +247,8 @@ def supervise(
         try:
             pages = {
                 "prefect": f"{me.api}/health",
-                "mlflow": f"{mlflow}/health",
-                "viewer": f"{viewer}/healthz",
+                "mlflow": f"{me.mlflow}/health",
+                "viewer": f"{me.viewer}/healthz",
             }
             for name in pages:
                 services[name].keep()
@@ -299,9 +278,7 @@ def supervise(
 
 
 def _look_after(services: Services, undertaker: Undertaker) -> None:
-    """Reschedule crashed flow runs and close dead runs. If server or store does not answer, the
-    next look tries again.
-    """
+    """Reschedule crashed flow runs and close dead runs; an error waits for the next look."""
     looks = {
         "crashed flow runs": lambda: bring_back(services.api, services.login),
         "dead runs": undertaker.look,
@@ -340,9 +317,7 @@ def _pools() -> int:
 
 
 def _toml(state: Path, services: Services) -> str:
-    """Return the content of prefect.toml. The login is part of the address, so Prefect's client
-    never sends it to a server at another address.
-    """
+    """Return prefect.toml. The address has the login: no other server ever gets it."""
     home = state / "prefect"
     return f"""{TOML_MARK}: `prefect` commands typed here go to this project's server
 home = {json.dumps(str(home))}
@@ -357,18 +332,15 @@ url = {json.dumps(with_login(services.api, services.login))}
 
 def healthy(address: str) -> bool:
     """Return True if a server answers 200 at the address within 5 s."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(address, timeout=5) as reply:
+        with opened(address, 5) as reply:
             return bool(reply.status == 200)
     except OSError:  # urllib's errors too
         return False
 
 
 def _worker() -> int:
-    """Run a Prefect worker that ends with its owner. Its flow runs end with it; they report
-    themselves as crashed and are run again.
-    """
+    """Run a Prefect worker that ends with its owner; its flow runs crash and run again."""
     end_with_owner(WORKER_GRACE_S)
     sys.argv = ["prefect", "worker", "start", "--pool", POOL, "--type", "process"]
     sys.argv += ["--name", f"{socket.gethostname()}-{POOL}"]
@@ -378,22 +350,31 @@ def _worker() -> int:
     return 0
 
 
-def _sockets(descriptors: Sequence[str]) -> tuple[socket.socket, socket.socket, socket.socket]:
-    prefect, mlflow, viewer = (socket.socket(fileno=int(descriptor)) for descriptor in descriptors)
-    return prefect, mlflow, viewer
+def _viewer(descriptor: int) -> int:
+    """Serve the project's `agentgym view` behind our gate, until SIGTERM or its owner ends."""
+    from agentgym.viewer.app import make_app
+    from agentgym.viewer.guard import LOOPBACK, Guard
+    from agentgym.viewer.viewer import Viewer
+    from services.proxy import Gate, serve
+
+    bound = socket.socket(fileno=descriptor)
+    with Viewer.open(project_config()) as viewer:
+        guarded = Guard(make_app(viewer), LOOPBACK, bound.getsockname()[1])
+        gate = Gate(guarded, os.environ.pop(VIEWER_LOGIN), open_paths=("/healthz",), sockets=False)
+        serve(gate, bound)
+    return 0
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command of the supervisor or of its children. Result: an exit code."""
-    commands: dict[str, Callable[[], int]] = {
-        "supervise": lambda: guarded(
-            lambda: supervise(STATE, *_sockets(arguments[1:])), show_traceback=True
-        ),
-        "pools": _pools,
-        "close-dead": _close_dead,
-        "worker": _worker,
-    }
-    return commands[arguments[0]]()
+    command, *descriptors = arguments
+    if command == "supervise":
+        bound = [socket.socket(fileno=int(descriptor)) for descriptor in descriptors]
+        sockets = dict(zip(("prefect", "mlflow", "viewer"), bound, strict=True))
+        return guarded(lambda: supervise(STATE, sockets), show_traceback=True)
+    if command == "viewer":
+        return _viewer(int(descriptors[0]))
+    return {"pools": _pools, "close-dead": _close_dead, "worker": _worker}[command]()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from agentgym.config import ConfigError
 from agentgym.pipeline.child import Stopped
 from agentgym.store.lease import LeaseHeld
-from agentgym.tracking.alarms import AlarmStop
+from agentgym.tracking.points import AlarmStop
 
 FINAL = (ConfigError, LeaseHeld, Stopped, AlarmStop)
 

@@ -22,7 +22,7 @@ LONG = {
     "envs/server.py make_app": 146,
     "envs/webarena/__init__.py spec": 63,
     "flows/shell.py summarise": 77,
-    "services/supervisor.py supervise": 82,
+    "services/supervisor.py supervise": 65,
 }
 
 
@@ -123,7 +123,7 @@ SIZES = {
     "benchmarks": 12_150,
     "envs": 11_400,
     "flows": 990,
-    "services": 2_050,
+    "services": 1_900,
     "sites": 4_400,
     "tasks": 700,
     "tests": 65_600,

@@ -37,9 +37,9 @@ from agentgym.pipeline.table import open_store
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import sha256
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.deliver import has_file, tracker_of
+from agentgym.tracking.deliver import tracker_of
 from agentgym.tracking.mlflow import local_path
-from agentgym.tracking.reaching import reaching
+from agentgym.tracking.reaching import has_file, reaching
 from agentgym.tracking.registry import alias_version, all_models, version_run, version_tags
 
 

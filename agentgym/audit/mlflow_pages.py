@@ -15,8 +15,17 @@ from agentgym.audit.stored_steps import StepRecord
 from agentgym.config import RunConfig
 from agentgym.steps.step import Kind
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.inputs import DatasetInput, inputs_of
 from agentgym.tracking.mlflow import CONTEXT, SOURCE_RUN, TRACE_NAME, Tracker, profile_of
+from agentgym.tracking.step_data import (
+    DatasetInput,
+    EpisodeTrace,
+    digest_of_spans,
+    drawn,
+    inputs_of,
+    spans_of,
+    trace_id_of,
+    trace_of,
+)
 from agentgym.tracking.step_page import (
     EVALUATED,
     MANIFEST,
@@ -24,14 +33,6 @@ from agentgym.tracking.step_page import (
     checkpoint_params,
     episodes_of,
     is_evaluated,
-)
-from agentgym.tracking.traces import (
-    EpisodeTrace,
-    digest_of_spans,
-    drawn,
-    spans_of,
-    trace_id_of,
-    trace_of,
 )
 from envs.plain import plain
 
@@ -182,7 +183,7 @@ def _check_trace(
 ) -> None:
     info = trace.info
     spans = [span.to_dict() for span in trace.data.spans]
-    checks.expect(where, "what it shows", expected.digest, digest_of_spans(spans))
+    checks.expect(where, "what it shows", digest_of_spans(expected.spans), digest_of_spans(spans))
     checks.expect(where, "spans", spans_of(expected.spans), spans_of(spans))
     wanted = {**expected.tags, TRACE_NAME: expected.name}
     for name in sorted({*wanted, *info.tags} - {*OF_MLFLOW}):

@@ -13,22 +13,22 @@ from agentgym.config import RunConfig
 from agentgym.evaluation.history import FOLDER
 from agentgym.steps.step import Kind
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.alarms import raised
 from agentgym.tracking.deliver import (
     PACKAGES,
     RECORDS,
     delivery_tags,
-    note_of_pipeline,
     run_tags,
     run_title,
 )
-from agentgym.tracking.inputs import OF_MACHINE, OURS
 from agentgym.tracking.mlflow import Tracker, flat_params, local_path, pipeline_name
+from agentgym.tracking.points import raised
 from agentgym.tracking.saved_view import tags_of_experiment
+from agentgym.tracking.step_data import OF_MACHINE, OURS
 from agentgym.tracking.step_page import (
     MANIFEST,
     TABLE,
     is_evaluated,
+    note_of_pipeline,
     note_of_step,
     note_tags,
     table_of,

@@ -33,8 +33,14 @@ from agentgym.models.checkpoint import policy_of, save_pretrained
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.flavor import save_flavor
-from agentgym.tracking.registry import ABOUT, FILES, MLMODEL, ModelChanged, lasting_digests
+from agentgym.tracking.registry import (
+    ABOUT,
+    FILES,
+    MLMODEL,
+    ModelChanged,
+    lasting_digests,
+    save_flavor,
+)
 from agentgym.tracking.saved_view import NOTE_OURS
 from envs.plain import plain
 

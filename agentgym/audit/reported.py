@@ -37,8 +37,7 @@ from agentgym.steps.context import METRICS
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.alarms import LIMIT, PREFIX, RULES, measured
-from agentgym.tracking.points import PROGRESS, Point, progressed
+from agentgym.tracking.points import ALARM, LIMIT, PROGRESS, RULES, Point, measured, progressed
 from agentgym.training.demonstrations import (
     expert_items,
     recorded_for,
@@ -159,15 +158,15 @@ def check_alarms(record: StepRecord, steps: Sequence[StepRecord], checks: Checks
     num_before = len(history) - sum(map(len, record.points.values()))
     for index, point in enumerate(history[num_before:], num_before + 1):
         where = f"{record.name} step {point.step}"
-        logged = {name: value for name, value in point.metrics.items() if name.startswith(PREFIX)}
+        logged = {name: value for name, value in point.metrics.items() if name.startswith(ALARM)}
         for name, rule in RULES.items():
-            alarm, limit = (logged.pop(f"{PREFIX}{name}{part}", None) for part in ("", LIMIT))
+            alarm, limit = (logged.pop(f"{ALARM}{name}{part}", None) for part in ("", LIMIT))
             if alarm is None and limit is None:
                 continue
             value = measured(rule, history[:index])[1]
-            checks.expect(where, f"{PREFIX}{name}", value, alarm)
+            checks.expect(where, f"{ALARM}{name}", value, alarm)
             broken = alarm is not None and limit is not None and rule.is_broken(alarm, limit)
-            checks.expect(where, f"{PREFIX}{name} breaks its limit {limit}", True, broken)
+            checks.expect(where, f"{ALARM}{name} breaks its limit {limit}", True, broken)
         checks.expect(where, "alarms that there are not", [], sorted(logged))
         cost = {name: value for name, value in point.metrics.items() if name.startswith(PROGRESS)}
         checks.expect(

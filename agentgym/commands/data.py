@@ -146,8 +146,7 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 def _describe(env: str, splits: Splits) -> None:
     for warning in splits.warnings:
         say(f"warning: {warning}")
-    sizes = (
-        f"{len(splits.train)} train, {len(splits.validation)} validation, {len(splits.test)} test"
-        " items"
+    say(
+        f"{env}: {len(splits.train)} train, {len(splits.validation)} validation,"
+        f" {len(splits.test)} test items, sha256 {splits.digest[:12]}"
     )
-    say(f"{env}: {sizes}, sha256 {splits.digest[:12]}")

@@ -1,4 +1,4 @@
-"""`agentgym evaluate`: any policy under a protocol."""
+"""`agentgym evaluate | play`: any policy under a protocol, and a game in the terminal."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 INVALID = 3  # exit code of a result whose coverage is below the floor
 SHOWN = 20  # failed attempts, or slots with another grade, in the output
+ENDPOINT = (  # options that are fields of an EvaluationRequest under the same name
+    *("engine", "model", "key_variable", "max_retries", "max_concurrency", "max_per_minute"),
+    *("prices", "max_cost"),
+)
 LOOKED_AT = 20  # newest other results that are searched for a comparable one
 
 
@@ -50,6 +54,31 @@ def add(commands: Commands) -> None:
     )
     command.add_argument("--json", action="store_true")
     add_waiting(command, "an evaluation")
+
+    play = commands.add(
+        "play",
+        _play,
+        "a game in the terminal: you, or a policy turn by turn",
+        run_of=lambda arguments: run_meant(arguments.model),
+    )
+    play.add_argument("--env", help="environment (default: the configured one)")
+    play.add_argument(
+        "--model",
+        default="",
+        metavar="POLICY",
+        help="who plays, as for `agentgym evaluate`: models:/NAME@champion, RUN:STEP, :STEP,"
+        " expert, ... (default: you)",
+    )
+    play.add_argument(
+        "--item",
+        default="",
+        help="its id (default: the first test items, or tasks if there are no lists)",
+    )
+    play.add_argument("--games", type=positive, default=1, metavar="N", help="default: 1")
+    play.add_argument(
+        "--temperature", type=float, default=0.0, help="of a model; 0: greedy (default)"
+    )
+    play.add_argument("--engine", choices=("torch", "vllm"), default="")
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -105,9 +134,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def run_meant(policy: str) -> str:
-    """Return the run that RUN:STEP names; empty for other policies and for the configured run.
-    Errors: ConfigError.
-    """
+    """Return the run that RUN:STEP names; empty for other policies. Errors: ConfigError."""
     from agentgym.evaluation.policies import PolicyKind, PolicyName
 
     name = PolicyName.parse(policy) if ":" in policy else None
@@ -122,7 +149,9 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
     from agentgym.evaluation.policies import OWN
     from agentgym.evaluation.protocol import EvaluationRequest
 
-    settings = {override.partition("=")[0] for override in _overrides(arguments)}
+    # of the command, or of the flow
+    overrides = (*getattr(arguments, "set", ()), *getattr(arguments, "overrides", ()))
+    settings = {override.partition("=")[0] for override in overrides}
     items = {"num": arguments.num_items, "split": arguments.split, "file": arguments.items}
     names = (
         *("max_turns", "num_samples", "temperature", "max_new_tokens", "context_tokens", "seed"),
@@ -141,23 +170,11 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
             protocol=arguments.protocol,
             changes=changes,
             kept=tuple(name for name, setting in OWN.items() if setting in settings),
-            engine=arguments.engine,
-            model=arguments.model,
-            key_variable=arguments.key_variable,
             timeout_s=arguments.timeout,
-            max_retries=arguments.max_retries,
-            max_concurrency=arguments.max_concurrency,
-            max_per_minute=arguments.max_per_minute,
-            prices=arguments.prices,
-            max_cost=arguments.max_cost,
+            **{name: getattr(arguments, name) for name in ENDPOINT},
         )
     except ValidationError as error:
         raise ConfigError(first_line(error, EvaluationRequest)) from None
-
-
-def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """Return the overrides `key.path=value` of the command or the flow."""
-    return [*getattr(arguments, "set", ()), *getattr(arguments, "overrides", ())]
 
 
 def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
@@ -223,9 +240,7 @@ def _print(evaluated: Evaluated, options: str) -> None:
     from agentgym.evaluation.report import failures, headline, notes, usage_facts
 
     result = evaluated.result
-    for line in headline(result):
-        say(line)
-    for line in notes(result):
+    for line in (*headline(result), *notes(result)):
         say(line)
     if result.usage.num_calls:
         say(", ".join(f"{name} {value}" for name, value in usage_facts(result).items()))
@@ -244,10 +259,7 @@ def _print(evaluated: Evaluated, options: str) -> None:
 
 
 def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
-    """Yield lines with the report's file and a command to compare with the newest similar result.
-
-    options: command-line options that find the store.
-    """
+    """Yield lines with the report's file and a command that compares the newest like result."""
     from agentgym.evaluation.report import PAGE
     from agentgym.evaluation.result import RESULT, Result, ResultError, differences
 
@@ -281,3 +293,26 @@ def _limit(text: str) -> bool | int | float:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is no count and no share such as 0.1")
     return value
+
+
+def _play(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.pipeline.game import Game, play_games
+
+    game = Game(
+        arguments.env or cfg.env.name,
+        arguments.model,
+        arguments.item,
+        arguments.games,
+        arguments.temperature,
+        arguments.engine,
+    )
+    played = play_games(cfg, game, say, _ask)
+    return 0 if all(episode.status.is_valid for episode in played) else 1
+
+
+def _ask(prompt: str) -> str | None:
+    """Print the prompt and return a line from the terminal; None at end of file."""
+    sys.stdout.write(prompt)
+    sys.stdout.flush()
+    line = sys.stdin.readline()
+    return line if line else None

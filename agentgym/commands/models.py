@@ -13,7 +13,7 @@ from agentgym.config import RunConfig
 from agentgym.console.ending import say
 
 if TYPE_CHECKING:
-    from agentgym.evaluation.history import Entry
+    from agentgym.evaluation.history import Entry, Version
 
 HELD = 3  # exit code if the gate does not promote
 
@@ -92,13 +92,9 @@ def _history(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         for entry in entries:
             for line in _lines(entry):
                 say(line)
-        holder = now.champion.number if now.champion else None
         if files:
             say(files)
-        say(
-            f"{cfg.registered_model}: {cfg.registry.alias} is"
-            + (f" version {holder}" if holder else " not assigned")
-        )
+        _say_holder(cfg, now.champion)
         if now.drift:
             say(now.drift)
     return 1 if now.drift or changed else 0
@@ -126,7 +122,11 @@ def _say_entry(entry: Entry, cfg: RunConfig, *, as_json: bool) -> None:
         say(f"  {rule['verdict']:<8}{rule['rule']:<15}{rule['why']}")
     if needed := entry.decision.get("needed_items"):
         say(f"  {needed} items of each environment would do: evaluation.num_items, gate.protocol")
-    holder = f"version {entry.after.number}" if entry.after else "not assigned"
+    _say_holder(cfg, entry.after)
+
+
+def _say_holder(cfg: RunConfig, version: Version | None) -> None:
+    holder = f"version {version.number}" if version else "not assigned"
     say(f"{cfg.registered_model}: {cfg.registry.alias} is {holder}")
 
 
@@ -144,8 +144,8 @@ def _lines(entry: Entry) -> list[str]:
 def _json(entry: Entry) -> dict[str, Any]:
     """Return an entry as JSON, without the outcomes of single episodes."""
     tree = asdict(entry)
-    evidence = {**tree["decision"].get("evidence", {})}
-    evidence.pop("pairs", None)
     if tree["decision"]:
-        tree["decision"] = {**tree["decision"], "evidence": evidence}
+        evidence = tree["decision"].get("evidence", {})
+        without = {name: value for name, value in evidence.items() if name != "pairs"}
+        tree["decision"] = {**tree["decision"], "evidence": without}
     return tree | {"moved": entry.moved, "verdict": entry.verdict}

@@ -52,12 +52,6 @@ def add(commands: Commands) -> None:
     )
 
 
-def _view(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    if arguments.bundle is not None or arguments.jsonl is not None:
-        return _take_away(cfg, arguments)
-    return _serve(cfg, arguments)
-
-
 def _take_away(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from urllib.parse import parse_qsl
 
@@ -69,8 +63,7 @@ def _take_away(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         query = Query.parse(parse_qsl(arguments.query))
     except BadQuery as error:
         raise ConfigError(f"--query: {error}") from None
-    viewer = Viewer.open(cfg)
-    try:
+    with contextlib.closing(Viewer.open(cfg)) as viewer:
         if viewer.index.writes:
             viewer.refresh()
         if arguments.bundle is not None:
@@ -78,12 +71,12 @@ def _take_away(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             say(f"{count} episodes: {arguments.bundle / 'index.html'}")
         if arguments.jsonl is not None:
             say(f"{write_lines(viewer, query, arguments.jsonl)} episodes: {arguments.jsonl}")
-    finally:
-        viewer.close()
     return 0
 
 
-def _serve(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+def _view(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    if arguments.bundle is not None or arguments.jsonl is not None:
+        return _take_away(cfg, arguments)
     import uvicorn
 
     from agentgym.private import USER, with_login

@@ -14,9 +14,9 @@ from agentgym.evaluation.registry import Promotions, told_of_files
 from agentgym.evaluation.stored import is_evaluation
 from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import Manifest
-from agentgym.tracking.inputs import LISTS
 from agentgym.tracking.reaching import reaching
 from agentgym.tracking.registry import all_versions, version_run_tags, version_tags
+from agentgym.tracking.step_data import LISTS
 
 SHORT = 12
 # tags of a version's run that identify the source code

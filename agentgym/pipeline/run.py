@@ -34,18 +34,16 @@ from agentgym.store.lease import LeaseHeld, when_free
 from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.store.writer import StepWriter
-from agentgym.tracking.alarms import AlarmStop
-from agentgym.tracking.dead import close_dead
-from agentgym.tracking.deliver import (
-    Paced,
-    deliver_step,
-    delivery_mark,
+from agentgym.tracking.deliver import Paced, close_dead, deliver_step, delivery_mark, tracker_of
+from agentgym.tracking.points import AlarmStop
+from agentgym.tracking.reaching import (
+    LedgerUnavailable,
     has_file,
+    import_client,
     ledger_identity,
+    reaching,
     registry_identity,
-    tracker_of,
 )
-from agentgym.tracking.reaching import LedgerUnavailable, import_client, reaching
 from agentgym.tracking.registry import model_tags
 from agentgym.types import Endpoints
 

@@ -21,9 +21,8 @@ from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.place import StorePlace, Writable
 from agentgym.store.runstore import RunStore
 from agentgym.store.writer import PassedStep, StepWriter
-from agentgym.tracking.alarms import Watch
 from agentgym.tracking.deliver import committed_points
-from agentgym.tracking.points import Point, SystemMetrics, decode_points, encode_points
+from agentgym.tracking.points import Point, SystemMetrics, Watch, decode_points, encode_points
 from agentgym.types import Endpoints, Trajectory
 
 if TYPE_CHECKING:

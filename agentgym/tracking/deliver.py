@@ -1,34 +1,42 @@
-"""Delivery of a step's metrics to its MLflow run."""
+"""Delivery of a step's metrics to its MLflow run, and the end of runs that no process works on.
+
+MLflow shows a run as RUNNING until it is ended, and a killed process ends nothing. The lease in the
+store shows whether a step's process lives, and why it gave up.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from agentgym.config import RunConfig
 from agentgym.data.trajectories import input_digest
 from agentgym.defaults import VIEWER_PORT
 from agentgym.store.manifest import Manifest, sha256
-from agentgym.store.runstore import RunStore
-from agentgym.tracking.alarms import Alarm, begun, raised
-from agentgym.tracking.inputs import packages
-from agentgym.tracking.mlflow import SUPERSEDED, Tracker
-from agentgym.tracking.points import SPOOL, LedgerError, Point, decode_points
-from agentgym.tracking.reaching import LedgerUnavailable, reaching
+from agentgym.store.runstore import RunStore, folder_name
+from agentgym.tracking.mlflow import Tracker
+from agentgym.tracking.points import SPOOL, Alarm, LedgerError, Point, begun, decode_points, raised
+from agentgym.tracking.reaching import (
+    SUPERSEDED,
+    LedgerUnavailable,
+    first_row,
+    has_file,
+    ledger_identity,
+    reaching,
+)
+from agentgym.tracking.step_data import packages
 from agentgym.tracking.step_page import (
     MANIFEST,
     describe,
-    links_of_run,
     note_of_comparison,
-    note_of_run,
+    note_of_pipeline,
     show_step,
-    show_tables,
+    table_tags,
 )
 
 logger = logging.getLogger(__name__)
@@ -50,6 +58,11 @@ CURVE = (  # main metrics; the others are only in MLflow
     "eval/pass_at_1",
     "eval/coverage",
 )
+KINDS = ("step", "pipeline")
+End = tuple[str, str]  # status in MLflow, FAILED, or KILLED if ended from outside; the reason
+WRITTEN_AT_ONCE = ("evaluation", "comparison", "cell")  # kinds of runs, for finished work
+RUNNING = "select 1 from runs where status = 'RUNNING' and lifecycle_stage = 'active' limit 1"
+CUT_OFF = "what it shows was not written to its end; the same command writes the rest"
 
 
 class StaleRun(LedgerError):
@@ -66,50 +79,6 @@ def tracker_of(cfg: RunConfig) -> Tracker:
     return _tracker(
         cfg.tracking_uri, cfg.experiment, (cfg.state_dir / "mlflow-artifacts").resolve()
     )
-
-
-def ledger_identity(cfg: RunConfig) -> str:
-    """Return a text that identifies the ledger's state; for a server, its address alone.
-
-    A local database's text changes if another takes its place, if a run or the experiment is
-    deleted, or if a run is set aside. Empty if it cannot be read. Does not import MLflow.
-    """
-    address = f"{cfg.tracking_uri} {cfg.experiment}"
-    query = """
-        select experiment_id, creation_time, lifecycle_stage,
-            (select count(*) from runs where lifecycle_stage = 'deleted'),
-            (select count(*) from tags where key = 'kind' and value = ?)
-        from experiments where name = ?"""
-    return _seen(cfg, address, query, (SUPERSEDED, cfg.experiment))
-
-
-def registry_identity(cfg: RunConfig) -> str:
-    """Return a text that changes if a local database's registered model is deleted and made again.
-
-    It does not change if only a version is deleted: a version deleted by a person stays deleted.
-    Empty if there is no such model; for a server always the same. Does not import MLflow.
-    """
-    query = "select creation_time from registered_models where name = ?"
-    name = cfg.registered_model
-    return _seen(cfg, f"{cfg.tracking_uri} {name}", query, (name,))
-
-
-def has_file(cfg: RunConfig) -> bool:
-    """Return True if the ledger is a database file, which can be read without MLflow."""
-    return cfg.tracking_uri.startswith("sqlite:")
-
-
-def _seen(cfg: RunConfig, address: str, query: str, values: Sequence[str]) -> str:
-    """Return `address`, with the query's row if the ledger is a file; empty if there is no row."""
-    if not has_file(cfg):
-        return address
-    path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
-    try:
-        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
-            row = database.execute(query, values).fetchone()
-    except sqlite3.Error:  # missing or busy: the caller asks MLflow itself
-        return ""
-    return f"{address} {row}" if row else ""
 
 
 def parent_run(cfg: RunConfig, run_key: str) -> str:
@@ -143,10 +112,7 @@ def episodes_page(run_key: str, step: str = "") -> str:
 
 
 def child_run(cfg: RunConfig, parent_id: str, manifest: Manifest, title: str) -> str:
-    """Return the id of a step's MLflow run below the run `parent_id`; create it if it is missing.
-
-    manifest: a commit of the step. title: name of a new run.
-    """
+    """Return the id of a step's MLflow run below `parent_id`; create it, as `title`, if missing."""
     return tracker_of(cfg).child_run(
         parent_id, title, manifest.key, params=manifest.config, tags={"step": manifest.step}
     )
@@ -161,16 +127,14 @@ def step_run(cfg: RunConfig, run_key: str, manifest: Manifest, title: str) -> tu
 
 
 def curve(store: RunStore, manifest: Manifest) -> list[dict[str, float | None]]:
-    """Return a step's main metrics, a row per point: {"step": 3, "rollout_success": 0.25, ...}.
+    """Return a step's main metrics, a row per point; None for one that was not measured."""
 
-    None for a metric that was not measured.
-    """
+    def short(value: float | None) -> float | None:
+        return None if value is None else float(f"{value:.4g}")
+
     return [
-        {
-            "step": point.step,
-            **{key.replace("/", "_"): _short(point.metrics.get(key)) for key in CURVE},
-        }
-        for point in committed_points(store, manifest.step, manifest.key)
+        {"step": p.step, **{key.replace("/", "_"): short(p.metrics.get(key)) for key in CURVE}}
+        for p in committed_points(store, manifest.step, manifest.key)
     ]
 
 
@@ -186,15 +150,10 @@ def committed_alarms(store: RunStore, trained: Iterable[Manifest]) -> list[Alarm
     )
 
 
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
-
-
 class Paced:
     """Deliverer of a step's commits, in about SHARE of the run's time, pausing at most MAX_WAIT_S.
 
-    The first commit and the last are delivered at once. While MLflow is out of reach, the step
-    continues: its metrics are in the store, and the next delivery takes all of them.
+    The first and the last are delivered at once. A delivery that fails leaves all to the next one.
     """
 
     def __init__(self, deliver: Callable[[Manifest], None]) -> None:
@@ -221,7 +180,7 @@ def deliver_step(
     *,
     title: str,
     headline: bool,
-    is_report: bool = False,
+    is_report: bool,
 ) -> None:
     """Deliver a step's points to its run, and for headline steps to the pipeline's run.
 
@@ -233,13 +192,8 @@ def deliver_step(
         parent_id = parent_run(cfg, run_key)
         child_id = child_run(cfg, parent_id, manifest, title)
         try:
-            deliver_committed(
-                tracker,
-                store,
-                manifest.step,
-                manifest.key,
-                [child_id, *([parent_id] if headline else [])],
-            )
+            run_ids = [child_id, parent_id] if headline else [child_id]
+            deliver_committed(tracker, store, manifest.step, manifest.key, run_ids)
         except StaleRun as stale:
             logger.warning(
                 "%s; its pipeline is set aside there (tag kind=%s) and written again as a new run",
@@ -253,48 +207,18 @@ def deliver_step(
             )
             return
         if manifest.done:
-            tracker.set_tags(
-                child_id, {MANIFEST: manifest.digest, RECORDS: manifest.records_digest}
-            )
+            digests = {MANIFEST: manifest.digest, RECORDS: manifest.records_digest}
+            tracker.set_tags(child_id, digests)
             points, runs = _points(store, manifest), (parent_id, child_id)
             show_step(cfg, store, tracker, manifest, points, runs, title)
             tracker.end_run(child_id)
             if is_report:
-                _conclude(cfg, store, manifest, run_key, parent_id)
-
-
-def _conclude(
-    cfg: RunConfig, store: RunStore, report: Manifest, run_key: str, parent_id: str
-) -> None:
-    """Write report, installed packages and description to the pipeline's run, and end it."""
-    tracker = tracker_of(cfg)
-    files = {name: store.read(report, name) for name in (*report.blobs, *report.records)}
-    tracker.log_artifacts(parent_id, {**files, PACKAGES: packages()})
-    describe(tracker, parent_id, note_of_pipeline(cfg, tracker, report, run_key, parent_id))
-    tracker.end_run(parent_id)
-
-
-def note_of_pipeline(
-    cfg: RunConfig, tracker: Tracker, report: Manifest, run_key: str, parent_id: str
-) -> str:
-    """Return the description of a whole pipeline's run."""
-    facts = {
-        "recipe": cfg.algorithm.recipe,
-        "on": cfg.env_names,
-        "horizon": " > ".join(map(str, cfg.horizon.max_turns)),
-        "seed": str(cfg.seed),
-    }
-    ends = [(name, report.results[name]) for name in ("before", "after")]
-    registered = report.results["model"]
-    lines = [
-        note_of_run(run_key, facts, ends),
-        "",
-        f"**{registered['alias']}** {registered['told']}",
-        *links_of_run(
-            tracker, parent_id, run_key, str(registered["model"]), str(registered["version"])
-        ),
-    ]
-    return "\n".join(lines)
+                names = (*manifest.blobs, *manifest.records)
+                files = {name: store.read(manifest, name) for name in names}
+                tracker.log_artifacts(parent_id, {**files, PACKAGES: packages()})
+                note = note_of_pipeline(cfg, tracker, manifest, run_key, parent_id)
+                describe(tracker, parent_id, note)
+                tracker.end_run(parent_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,35 +242,33 @@ def deliver_comparison(
 ) -> None:
     """Deliver a comparison: a run with tables and figures, and below it a run per cell.
 
-    The run behind each cell gets a tag.
     tables: files that MLflow's UI shows as tables; text: Markdown for the run's description.
     Skipped if the state folder records that this ledger has these files. Repeats change nothing.
     """
     cfg, files = cells[0].cfg, {**files, **tables}
-    content = sha256(
-        b"".join(
-            sha256(f"{path} ".encode() + data).encode() for path, data in sorted(files.items())
-        )
-    )
+    digests = [sha256(f"{path} ".encode() + data) for path, data in sorted(files.items())]
+    content = sha256("".join(digests).encode())
     mark = cfg.state_dir / "delivered" / f"comparison-{key[:16]}"
     identity = ledger_identity(cfg)
     if identity and mark.is_file() and mark.read_text(encoding="utf-8") == f"{content} {identity}":
         return
     tracker = tracker_of(cfg)
-    comparison_id = tracker.comparison_run(key, name, params={}, tags={"comparison": name})
+    identity_tags = {"comparison_key": key, "kind": "comparison"}
+    comparison_id = tracker.find_or_create(
+        f"{name} {key[:8]}", identity_tags, {}, {"comparison": name}
+    )
     for cell in cells:
         run_id = parent_run(cell.cfg, cell.run_key)
         tracker.set_tags(run_id, {f"comparison.{name}": key[:12]})
         cell_tags = {**cell.tags, "run": f"r{cell.run_key[:12]}", "run_id": run_id}
-        cell_id = tracker.cell_run(
-            comparison_id, cell.title, params=cell.cfg.semantic(), tags=cell_tags
-        )
+        # a copy: the run may belong to several comparisons, and MLflow allows it only one parent
+        identity_tags = {"mlflow.parentRunId": comparison_id, "cell": cell.title, "kind": "cell"}
+        cell_id = tracker.find_or_create(cell.title, identity_tags, cell.cfg.semantic(), cell_tags)
         tracker.deliver(cell_id, cell.points)
-        # a run that is reported later continues under its id
-        for finished_id in (cell_id, run_id):
-            tracker.end_run(finished_id)
+        tracker.end_run(cell_id)
+        tracker.end_run(run_id)  # one that is reported later continues under its id
     tracker.log_artifacts(comparison_id, files)
-    show_tables(tracker, comparison_id, tables)
+    tracker.set_tags(comparison_id, table_tags(tables))
     describe(tracker, comparison_id, note_of_comparison(comparison_id, text, files))
     tracker.end_run(comparison_id)
     mark.parent.mkdir(parents=True, exist_ok=True)
@@ -358,25 +280,21 @@ def deliver_committed(
 ) -> int:
     """Write the points of a step's commits to the runs that lack them, up to the last commit.
 
-    Result: the number of commits delivered, for the run that lacked the most.
-    A tag on each run names the last one, to save work: it is written after the points, it is lost
-    with the ledger, and delivering again changes nothing.
+    Result: the number of commits delivered, for the run that lacked the most. A tag on each run,
+    written after the points, names the last one.
     Errors: StaleRun if a run names commits that the store does not have.
     """
     delivered = 0
     for run_id in run_ids:
-        tag = _tag(step, key)
-        last = _parse_mark(tracker.client.get_run(run_id).data.tags.get(tag, ""))
+        last = _parse_mark(tracker.client.get_run(run_id).data.tags.get(_tag(step, key), ""))
         pending = store.history(step, key, after=last[0] - 1)
         if last[0] >= 0:
-            known = pending[0] if pending and pending[0].seq == last[0] else None
-            if known is not None and _mark(known) == last:
-                pending = pending[1:]
-            else:
+            if not pending or _mark(pending[0]) != last:
                 raise StaleRun(
                     f"MLflow run {run_id} holds points of commits of {step} that the store no"
                     " longer has"
                 )
+            pending = pending[1:]
         if not pending:
             continue
         points = [point for manifest in pending for point in _points(store, manifest)]
@@ -419,14 +337,91 @@ def _points(store: RunStore, manifest: Manifest) -> list[Point]:
 
 
 def _mark(manifest: Manifest) -> tuple[int, str]:
-    """Return a commit's number and time.
-
-    The time distinguishes it from a later commit with the same number, after the folder was
-    deleted.
-    """
+    """Return a commit's number, and its time: in a folder that was deleted, numbers begin anew."""
     return manifest.seq, repr(manifest.created_at)
 
 
 def _parse_mark(text: str) -> tuple[int, str]:
     seq, _, created_at = text.partition(" ")
     return (int(seq), created_at) if seq.isdigit() else (-1, "")
+
+
+def close_dead(cfg: RunConfig, store: RunStore) -> dict[str, str]:
+    """End every MLflow run of this store's steps that is RUNNING without a process.
+
+    A run that only records finished work, and one without a step, is closed after a lease's length.
+    Result: MLflow run id -> reason. If the ledger cannot be reached, nothing is closed.
+    """
+    if has_file(cfg) and first_row(cfg, RUNNING) is None:
+        return {}
+    try:
+        with reaching(cfg.tracking_uri):
+            return _close(tracker_of(cfg), store)
+    except (LedgerUnavailable, LedgerError) as error:
+        logger.warning("MLflow may show runs as RUNNING that are not: %s", error)
+        return {}
+
+
+def _close(tracker: Tracker, store: RunStore) -> dict[str, str]:
+    running = tracker.running(KINDS)
+    steps = [run for run in running if run.data.tags["kind"] == "step"]
+    tenures = store.tenures({_folder(run.data.tags) for run in steps})
+    closed: dict[str, str] = {}
+    ends: dict[str, End | None] = {}  # pipeline's run id -> its end; None: a step of it runs
+    for run in steps:
+        tenure = tenures.get(_folder(run.data.tags))
+        if tenure is None:
+            continue
+        parent = run.data.tags.get("mlflow.parentRunId", "")
+        if tenure.alive:
+            ends[parent] = None
+            continue
+        status, reason = "KILLED" if tenure.was_interrupted else "FAILED", str(tenure)
+        tracker.close_run(run.info.run_id, status, reason)
+        closed[run.info.run_id] = reason
+        ends.setdefault(parent, (status, f"{run.data.tags.get('step', '')}: {reason}"))
+    for run in running:
+        if run.data.tags["kind"] != "pipeline":
+            continue
+        run_id = run.info.run_id
+        end = ends[run_id] if run_id in ends else _unattended(tracker, store, run)
+        if end is not None and not _builds_on(tracker, store, run):
+            tracker.close_run(run_id, *end)
+            closed[run_id] = end[1]
+    for run in tracker.running(WRITTEN_AT_ONCE):
+        if _is_old(store, [run]):
+            tracker.close_run(run.info.run_id, "KILLED", CUT_OFF)
+            closed[run.info.run_id] = CUT_OFF
+    return closed
+
+
+def _unattended(tracker: Tracker, store: RunStore, run: Any) -> End | None:
+    """Return the end of a pipeline without RUNNING steps; None while a next step may begin."""
+    steps = _steps(tracker, run)
+    if steps and not store.tenures({_folder(step.data.tags) for step in steps}):
+        return None  # the run belongs to another store
+    if not _is_old(store, [run, *steps]):
+        return None
+    return "KILLED", "no step of it runs; the same command goes on"
+
+
+def _is_old(store: RunStore, runs: Sequence[Any]) -> bool:
+    """Return True if these runs last began or ended at least a lease's length ago."""
+    last_ms = max(max(run.info.end_time or 0, run.info.start_time or 0) for run in runs)
+    return time.time() - last_ms / 1000 >= store.lease_ttl_s
+
+
+def _builds_on(tracker: Tracker, store: RunStore, run: Any) -> bool:
+    """Return True if a live step that MLflow does not know yet builds on a result of this run."""
+    live = {digest for holder in store.holders() for digest in holder.parents}
+    digests = {step.data.tags.get(MANIFEST, "") for step in _steps(tracker, run)}
+    return bool(digests & live)
+
+
+def _steps(tracker: Tracker, run: Any) -> list[Any]:
+    query = f"tags.`mlflow.parentRunId` = '{run.info.run_id}'"
+    return list(tracker.client.search_runs([run.info.experiment_id], filter_string=query))
+
+
+def _folder(tags: Mapping[str, str]) -> str:
+    return folder_name(tags.get("step", "none"), tags.get("step_key", ""))

@@ -15,11 +15,15 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from agentgym.private import own_login, with_login
-from agentgym.tracking.inputs import DatasetInput, source_tags
 from agentgym.tracking.points import LedgerError, Point
-from agentgym.tracking.reaching import make_database, prepare_environment, quieten
+from agentgym.tracking.reaching import (
+    SUPERSEDED,
+    make_database,
+    prepare_environment,
+    quieten,
+)
 from agentgym.tracking.saved_view import tags_of_experiment
-from agentgym.tracking.traces import EpisodeTrace
+from agentgym.tracking.step_data import DatasetInput, EpisodeTrace, source_tags
 from envs.plain import plain
 
 logger = logging.getLogger(__name__)
@@ -27,7 +31,6 @@ logger = logging.getLogger(__name__)
 MAX_BATCH = 1000  # metrics of one log_batch; MLflow refuses more
 MAX_PARAMS = 100  # params of one log_batch
 MAX_PARAM_CHARS = 6000
-SUPERSEDED = "superseded"  # value of the tag `kind`
 CONTEXT = "mlflow.data.context"  # tag of a run's input: its split
 SOURCE_RUN, TRACE_NAME = "mlflow.sourceRun", "mlflow.traceName"
 ENDED = "ended"  # tag of a run that ended early: the reason
@@ -40,11 +43,7 @@ class Tracker:
     """
 
     def __init__(self, uri: str, experiment: str, artifact_root: Path) -> None:
-        """Connect to an MLflow store on first use. Errors: ValueError for a relative path.
-
-        uri: `sqlite:////absolute/path.db` or a server's address.
-        artifact_root: unused with a server, which has its own.
-        """
+        """Keep `sqlite:////absolute/path.db` or a server's address. Errors: ValueError."""
         if uri.startswith("sqlite:") and not uri.startswith("sqlite:////"):
             raise ValueError(
                 f"tracking.uri {uri!r} must hold an absolute path, sqlite:////folder/mlflow.db; a"
@@ -70,10 +69,7 @@ class Tracker:
 
     @cached_property
     def experiment_id(self) -> str:
-        """Id of the experiment. First use creates it if missing, and writes views that it lacks.
-
-        Errors: LedgerError if the experiment was deleted.
-        """
+        """Id of the experiment, created if missing. Errors: LedgerError if it was deleted."""
         from mlflow.exceptions import MlflowException
 
         experiment = self.client.get_experiment_by_name(self.experiment)
@@ -108,12 +104,9 @@ class Tracker:
     def parent_run(
         self, run_key: str, *, params: Mapping[str, Any], tags: Mapping[str, str], title: str = ""
     ) -> str:
-        """Return the id of a whole pipeline's run, by `run_key`; create the run if missing.
-
-        A new run's name is `title` and the beginning of the key. Nested params become dotted names.
-        """
+        """Return the id of a pipeline's run, by `run_key`; create it, named by `title` and key."""
         identity = {"run_key": run_key, "kind": "pipeline"}
-        return self._find_or_create(pipeline_name(title, run_key), identity, params, tags)
+        return self.find_or_create(pipeline_name(title, run_key), identity, params, tags)
 
     def child_run(
         self,
@@ -126,32 +119,14 @@ class Tracker:
     ) -> str:
         """Return the id of a step's run below `parent_id`, by `step_key`; create it if missing."""
         identity = {"mlflow.parentRunId": parent_id, "step_key": step_key, "kind": "step"}
-        return self._find_or_create(name, identity, params, tags)
-
-    def comparison_run(
-        self, comparison_key: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]
-    ) -> str:
-        """Return the id of a comparison's run, by `comparison_key`; create the run if missing."""
-        identity = {"comparison_key": comparison_key, "kind": "comparison"}
-        return self._find_or_create(f"{title} {comparison_key[:8]}", identity, params, tags)
+        return self.find_or_create(name, identity, params, tags)
 
     def evaluation_run(
         self, digest: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]
     ) -> str:
         """Return the id of an evaluation's run, by `digest`; create the run if missing."""
         identity = {"evaluation_key": digest, "kind": "evaluation"}
-        return self._find_or_create(f"{title} {digest[:8]}", identity, params, tags)
-
-    def cell_run(
-        self, comparison_id: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]
-    ) -> str:
-        """Return the id of a comparison's copy of a run, by `title`; create the copy if missing.
-
-        The original run keeps its parent: it may belong to several comparisons, and MLflow allows a
-        run only one parent.
-        """
-        identity = {"mlflow.parentRunId": comparison_id, "cell": title, "kind": "cell"}
-        return self._find_or_create(title, identity, params, tags)
+        return self.find_or_create(f"{title} {digest[:8]}", identity, params, tags)
 
     def deliver(
         self,
@@ -162,23 +137,15 @@ class Tracker:
         model_id: str | None = None,
         dataset: tuple[str, str] = ("", ""),
     ) -> None:
-        """Write points with their own timestamps, then the tags.
+        """Write points with their own timestamps, then the tags; repeats change nothing.
 
         model_id: a logged model that gets the points, too; dataset: name and digest of its data.
-        Delivering a point again changes nothing: MLflow's SQL store keeps one row for equal (run,
-        name, timestamp, step, value).
         """
         from mlflow.entities import Metric, RunTag
 
+        of_dataset = [part or None for part in dataset]
         metrics = [
-            Metric(
-                name,
-                value,
-                point.time_ms,
-                point.step,
-                model_id,
-                *(part or None for part in dataset),
-            )
+            Metric(name, value, point.time_ms, point.step, model_id, *of_dataset)
             for point in points
             for name, value in point.metrics.items()
         ]
@@ -193,10 +160,7 @@ class Tracker:
         )
 
     def end_run(self, run_id: str, status: str = "FINISHED") -> None:
-        """End a run. A run that has this status already keeps its end time.
-
-        status: FINISHED, which removes the tag `ended`, FAILED or KILLED. Errors: ValueError.
-        """
+        """End a run as FINISHED (removes the tag `ended`), FAILED or KILLED. Errors: ValueError."""
         if status not in ("FINISHED", "FAILED", "KILLED"):
             raise ValueError(f"status {status!r} must be FINISHED, FAILED or KILLED")
         run = self.client.get_run(run_id)
@@ -206,23 +170,15 @@ class Tracker:
             self.client.delete_tag(run_id, ENDED)
 
     def close_run(self, run_id: str, status: str, reason: str) -> None:
-        """End a run without a process; the tag `ended` gives the reason.
-
-        If its process returns, the run continues and loses the tag.
-        """
+        """End a run without a process; the tag `ended` gives the reason until the run continues."""
         self.set_tags(run_id, {ENDED: reason})
         self.end_run(run_id, status)
 
     def running(self, kinds: Iterable[str]) -> list[Any]:
         """Return the RUNNING runs of these kinds in this experiment and all named `agentgym-*`."""
-        query = f"name = '{self.experiment}'"
         experiment_ids = {
             experiment.experiment_id
-            for experiment in self.client.search_experiments(filter_string=query)
-        }
-        query = "name LIKE 'agentgym-%'"
-        experiment_ids |= {
-            experiment.experiment_id
+            for query in (f"name = '{self.experiment}'", "name LIKE 'agentgym-%'")
             for experiment in self.client.search_experiments(filter_string=query)
         }
         runs: list[Any] = []
@@ -241,10 +197,7 @@ class Tracker:
         return runs
 
     def supersede(self, run_id: str) -> None:
-        """End a run as KILLED; it keeps its numbers, and its key no longer leads to it.
-
-        Nothing is deleted in the ledger.
-        """
+        """End a run as KILLED; it keeps its numbers, and its key no longer leads to it."""
         self.set_tags(run_id, {"kind": SUPERSEDED})
         self.end_run(run_id, "KILLED")
 
@@ -289,10 +242,7 @@ class Tracker:
             self.client.log_inputs(run_id, entities)
 
     def log_trace(self, trace: EpisodeTrace, run_id: str) -> None:
-        """Log an episode as a trace, with its success as feedback.
-
-        Trace, spans and feedback have fixed ids, so that a repeated delivery adds nothing.
-        """
+        """Log an episode as a trace, with its success as feedback; their ids are fixed."""
         from mlflow.entities import Feedback, Span, TraceInfo, TraceLocation, TraceState
 
         success = Feedback("success", trace.success, trace_id=trace.trace_id)
@@ -318,17 +268,9 @@ class Tracker:
     def checkpoint_model(
         self, name: str, run_id: str, tags: Mapping[str, str], params: Mapping[str, str]
     ) -> str:
-        """Return the id of a checkpoint's logged model, by tag `step_key`; create it if missing.
-
-        The weights stay in the store. Incomplete models of killed attempts are deleted.
-        """
-        query = f"name = '{name}' and tags.step_key = '{tags['step_key']}'"
-        models = self.client.search_logged_models([self.experiment_id], filter_string=query)
-        ready = [model for model in models if str(model.status) == "READY"]
-        if ready:
-            return str(min(ready, key=lambda model: model.creation_timestamp).model_id)
-        for incomplete in models:  # left by a killed attempt
-            self.client.delete_logged_model(incomplete.model_id)
+        """Return the id of a checkpoint's logged model, by tag `step_key`; create it if missing."""
+        if ready := self.ready_model(name, tags["step_key"]):
+            return ready
         from mlflow.entities import LoggedModelOutput
 
         created = self.client.create_logged_model(
@@ -343,18 +285,26 @@ class Tracker:
         self.client.finalize_logged_model(created.model_id, "READY")
         return str(created.model_id)
 
+    def ready_model(self, name: str, step_key: str) -> str | None:
+        """Return the oldest complete logged model of this key; without one, delete the others."""
+        query = f"name = '{name}' and tags.step_key = '{step_key}'"
+        models = self.client.search_logged_models([self.experiment_id], filter_string=query)
+        ready = [model for model in models if str(model.status) == "READY"]
+        if ready:
+            return str(min(ready, key=lambda model: model.creation_timestamp).model_id)
+        for incomplete in models:
+            self.client.delete_logged_model(incomplete.model_id)
+        return None
+
     def find_run(self, tags: Mapping[str, str]) -> str | None:
         """Return the id of the oldest live run with these tags, or None."""
-        run = self._find_run(dict(tags))
+        run = self._find_run(tags)
         return None if run is None else str(run.info.run_id)
 
     def points(
         self, run_id: str, names: Iterable[str] | None = None
     ) -> list[tuple[str, int, int, float]]:
-        """Return every point of a run as (name, step, timestamp in ms, value), sorted.
-
-        names: metrics to read; None: all of the run's.
-        """
+        """Return a run's points of these metrics, or of all, as sorted (name, step, ms, value)."""
         if names is None:
             names = self.client.get_run(run_id).data.metrics
         return sorted(
@@ -363,13 +313,14 @@ class Tracker:
             for m in self.client.get_metric_history(run_id, name)
         )
 
-    def _find_or_create(
+    def find_or_create(
         self,
         name: str,
-        identity: dict[str, str],
+        identity: Mapping[str, str],
         params: Mapping[str, Any],
         tags: Mapping[str, str],
     ) -> str:
+        """Return the id of the live run with these identifying tags; create it, and add `tags`."""
         run = self._find_run(identity)
         wanted = {key: plain(str(value)) for key, value in tags.items()}
         if run is None:
@@ -390,24 +341,23 @@ class Tracker:
         changed = {key: value for key, value in wanted.items() if run.data.tags.get(key) != value}
         if changed:
             self.set_tags(run_id, changed)
-        self._log_missing_params(run_id, run.data.params, flat_params(params))
+        from mlflow.entities import Param
+
+        # MLflow refuses to change a param
+        missing = [
+            Param(key, value)
+            for key, value in flat_params(params).items()
+            if key not in run.data.params
+        ]
+        for start in range(0, len(missing), MAX_PARAMS):
+            self.client.log_batch(run_id, params=missing[start : start + MAX_PARAMS])
         return run_id
 
-    def _find_run(self, identity: dict[str, str]) -> Any:
+    def _find_run(self, identity: Mapping[str, str]) -> Any:
         """Return the oldest live run with these tags, or None."""
         query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
         runs = self.client.search_runs([self.experiment_id], filter_string=query)
         return min(runs, key=lambda run: (run.info.start_time, run.info.run_id), default=None)
-
-    def _log_missing_params(
-        self, run_id: str, present: Mapping[str, str], wanted: Mapping[str, str]
-    ) -> None:
-        """Log params that the run lacks; MLflow refuses to change a param."""
-        from mlflow.entities import Param
-
-        missing = [Param(key, value) for key, value in wanted.items() if key not in present]
-        for start in range(0, len(missing), MAX_PARAMS):
-            self.client.log_batch(run_id, params=missing[start : start + MAX_PARAMS])
 
 
 def profile_of(data: DatasetInput) -> str:
@@ -421,10 +371,7 @@ def pipeline_name(title: str, run_key: str) -> str:
 
 
 def local_path(location: str) -> Path | None:
-    """Return the path of an artifact location on this machine; None for a remote one.
-
-    location: a path, or a `file://` URI, in which blanks and the like are percent-encoded.
-    """
+    """Return the path of an artifact location, a path or `file://` URI; None for a remote one."""
     if location.startswith("/"):
         return Path(location)
     parts = urlsplit(location)

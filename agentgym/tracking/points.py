@@ -1,21 +1,28 @@
-"""Metrics of a step in the store, to be delivered to MLflow."""
+"""Metrics of a step in the store, to be delivered to MLflow, and the alarms of a training run.
+
+Alarms are a pure function of the committed metrics. A rule compares a measure of several optimizer
+steps with its limit; if that is broken, both are stored as `alarm/NAME` and `alarm/NAME_limit`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean, median
 
 import psutil
 
+from agentgym.config import AlarmsConfig
+
 SPOOL = "metrics.jsonl"  # name among a manifest's records
-
-
 METRIC_NAME = re.compile(r"[A-Za-z0-9_\-.: /]{1,250}")  # what MLflow accepts
 
 
@@ -33,10 +40,7 @@ class Point:
 
 
 def encode_points(points: Iterable[Point]) -> bytes:
-    """Return JSON lines for `manifest.records["metrics.jsonl"]`.
-
-    Errors: LedgerError for a bad name, NaN or infinity.
-    """
+    """Return points as JSON lines. Errors: LedgerError for a bad name, NaN or infinity."""
     return b"".join(_encode(point) for point in points)
 
 
@@ -68,12 +72,8 @@ def _encode(point: Point) -> bytes:
                 f"metric {name} is {value} at step {point.step}; leave out what is undefined, and"
                 " stop a run that diverged"
             )
-    return (
-        json.dumps(
-            {"step": point.step, "time_ms": point.time_ms, "metrics": metrics}, allow_nan=False
-        ).encode()
-        + b"\n"
-    )
+    row = {"step": point.step, "time_ms": point.time_ms, "metrics": metrics}
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
 PROGRESS = "progress/"
@@ -107,10 +107,7 @@ class SystemMetrics:
     """Metrics of this process, its children, and the machine."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to measure.
-
-        folder: of the state; its disk is measured.
-        """
+        """Begin to measure. folder: of the state; its disk is measured."""
         self._folder, self._clock = folder, clock
         self._read_at, self._cpu_s = clock(), _cpu_s()
         self._due = self._read_at  # the first reading, however soon
@@ -150,3 +147,221 @@ def _memory(process: psutil.Process) -> int:
         return int(process.memory_info().rss)
     except psutil.Error:
         return 0
+
+
+logger = logging.getLogger(__name__)
+
+ALARM, LIMIT = "alarm/", "_limit"
+# In optimizer steps: 3 show a sudden jump, 5 halve the noise of a share, 20 define what is usual.
+FEW, WINDOW, LONG = 3, 5, 20
+
+Values = Sequence[float]  # one metric at the optimizer steps that have it
+
+
+class AlarmStop(RuntimeError):
+    """Error that ends a run in trouble after a commit, as its configuration requires."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A measure of a run, its limit, and the advice if the limit is broken."""
+
+    limit: str  # name of the limit's setting in `alarms`
+    at_least: bool  # True: the limit is a minimum; False: a maximum
+    metrics: tuple[str, ...]  # the first one that a step has is used
+    measure: Callable[[Values], float | None]  # None: too few steps
+    what: str  # the measure, in words
+    advice: str
+
+    def metric_of(self, point: Point) -> str:
+        """Return the name of the metric that is used; empty if the point has none of them."""
+        return next((name for name in self.metrics if name in point.metrics), "")
+
+    def is_broken(self, value: float, limit: float) -> bool:
+        return value < limit if self.at_least else value > limit
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """One limit broken at one optimizer step."""
+
+    name: str
+    metric: str
+    value: float  # of the rule's measure
+    limit: float
+    step: int
+
+    def __str__(self) -> str:
+        rule = RULES[self.name]
+        broken = "below" if rule.at_least else "above"
+        return (
+            f"alarm {self.name} at optimizer step {self.step}: {self.metric}, {rule.what}, is"
+            f" {self.value:.3g}, {broken} alarms.{rule.limit} {self.limit:g}; {rule.advice}"
+        )
+
+
+def tripped(alarms: AlarmsConfig, history: Sequence[Point]) -> list[Alarm]:
+    """Return an alarm for each limit broken at the last point of a run's training so far."""
+    alarms_raised = []
+    for name, rule in RULES.items():
+        if getattr(alarms, name) != "off":
+            limit = float(getattr(alarms, rule.limit))
+            metric, value = measured(rule, history)
+            if value is not None and rule.is_broken(value, limit):
+                alarms_raised.append(Alarm(name, metric, value, limit, history[-1].step))
+    return alarms_raised
+
+
+def measured(rule: Rule, history: Sequence[Point]) -> tuple[str, float | None]:
+    """Return (metric, the rule's measure at the last point or None if it cannot be computed)."""
+    metric = rule.metric_of(history[-1])
+    values = [point.metrics[metric] for point in history if metric in point.metrics]
+    return metric, rule.measure(values) if metric else None
+
+
+def raised(points: Iterable[Point]) -> Iterator[tuple[Alarm, bool]]:
+    """Yield (alarm, whether its trouble begins there) for the alarms stored in these points.
+
+    A trouble that pauses for fewer than WINDOW points continues and does not begin again.
+    """
+    last: dict[str, int] = {}
+    for index, point in enumerate(points):
+        for name, rule in RULES.items():
+            if f"{ALARM}{name}" in point.metrics:
+                metric = rule.metric_of(point)
+                value, limit = (point.metrics[f"{ALARM}{name}{part}"] for part in ("", LIMIT))
+                begins = index - last.get(name, -WINDOW - 1) > WINDOW
+                yield Alarm(name, metric, value, limit, point.step), begins
+                last[name] = index
+
+
+def begun(points: Iterable[Point]) -> list[Alarm]:
+    """Return the alarms at which a trouble begins; see `raised`."""
+    return [alarm for alarm, begins in raised(points) if begins]
+
+
+class Watch:
+    """Alarms of a run's training, point by point."""
+
+    def __init__(self, alarms: AlarmsConfig, history: Iterable[Point]) -> None:
+        """Watch a run's training. history: the points committed before."""
+        self._alarms, self._points = alarms, list(history)
+
+    def take(self, point: Point) -> Point:
+        """Return the point with its alarms and progress among its metrics, and remember it.
+
+        Log a warning for an alarm that begins a trouble, if its setting is `warn`.
+        """
+        point = replace(point, metrics={**point.metrics, **progressed(self._points, point)})
+        alarms = tripped(self._alarms, [*self._points, point])
+        marks = {}
+        for alarm in alarms:
+            marks[f"{ALARM}{alarm.name}"] = alarm.value
+            marks[f"{ALARM}{alarm.name}{LIMIT}"] = alarm.limit
+        self._points.append(replace(point, metrics={**point.metrics, **marks}))
+        for alarm, begins in raised(self._points[-WINDOW - 1 :]):
+            if begins and alarm in alarms and getattr(self._alarms, alarm.name) == "warn":
+                logger.warning("%s", alarm)
+        return self._points[-1]
+
+    @property
+    def stop(self) -> AlarmStop | None:
+        """Error to raise if the last point breaks a limit with setting `stop`; else None."""
+        for alarm in tripped(self._alarms, self._points) if self._points else ():
+            if getattr(self._alarms, alarm.name) == "stop":
+                return AlarmStop(
+                    f"{alarm}. Nothing committed is lost: with alarms.{alarm.name} warn, or another"
+                    f" alarms.{RULES[alarm.name].limit}, the same command continues from there"
+                )
+        return None
+
+
+def _mean(values: Values, count: int) -> float | None:
+    return fmean(values[-count:]) if len(values) >= count else None
+
+
+def _median(values: Values, least: int) -> float | None:
+    return median(values) if len(values) >= least else None
+
+
+def _times_usual(values: Values) -> float | None:
+    usual, now = _median(values[:-FEW][-LONG:], WINDOW), _mean(values, FEW)
+    return now / usual if usual and now is not None else None
+
+
+def _share_of_usual(values: Values) -> float | None:
+    usual, now = _median(values, 2 * LONG), _median(values[-LONG:], LONG)
+    return now / usual if usual and now is not None else None
+
+
+def _below_best(values: Values) -> float | None:
+    """Return the best mean of a window so far, minus the last mean; None for too few steps."""
+    means = [fmean(values[end - WINDOW : end]) for end in range(WINDOW, len(values) + 1)]
+    return max(means) - means[-1] if means else None
+
+
+RULES = {
+    "entropy": Rule(
+        "min_entropy",
+        True,
+        ("rollout/entropy",),
+        partial(_mean, count=FEW),
+        f"mean of {FEW} steps",
+        "the policy has nearly stopped exploring: raise algorithm.clip_high or"
+        " algorithm.entropy_coef, or lower optimizer.lr",
+    ),
+    "gradient": Rule(
+        "max_gradient_factor",
+        False,
+        ("actor/grad_norm", "sft/grad_norm", "dpo/grad_norm"),
+        _times_usual,
+        f"mean of {FEW} steps over the median of the {LONG} before",
+        "lower optimizer.lr or optimizer.grad_clip, and look at these steps' episodes",
+    ),
+    "update_kl": Rule(
+        "max_update_kl",
+        False,
+        ("actor/update_kl", "actor/ratio_kl"),
+        partial(_mean, count=FEW),
+        f"mean of {FEW} steps",
+        "one update moves the policy too far: lower optimizer.lr, algorithm.epochs or"
+        " algorithm.minibatches",
+    ),
+    "zero_variance": Rule(
+        "max_zero_variance_frac",
+        False,
+        ("rollout/equal_reward_groups_frac",),
+        partial(_mean, count=LONG),
+        f"mean of {LONG} steps",
+        "nearly no group teaches anything: take easier or harder items, a larger"
+        " rollout.group_size, or recipe dapo, which replaces such groups",
+    ),
+    "success": Rule(
+        "max_success_drop",
+        False,
+        ("rollout/success",),
+        _below_best,
+        f"best mean of {WINDOW} steps minus the last",
+        "the policy gets worse: lower optimizer.lr, hold it with algorithm.kl_coef, and look at"
+        " rollout/truncated_frac and rollout/env_error_frac; store.keep_best keeps its best"
+        " weights",
+    ),
+    "mismatch": Rule(
+        "max_mismatch_kl",
+        False,
+        ("mismatch/kl",),
+        partial(_mean, count=WINDOW),
+        f"mean of {WINDOW} steps",
+        "engine and learner drift apart: lower rollout.max_staleness, or set rollout.engine_dtype"
+        " to what the learner's weights are",
+    ),
+    "throughput": Rule(
+        "min_throughput_frac",
+        True,
+        ("perf/generated_tokens_per_s", "perf/trained_tokens_per_s"),
+        _share_of_usual,
+        f"median of {LONG} steps over that of the whole run",
+        "look at time/* of these steps for the part that grew, at other programs on the machine,"
+        " and at the environment servers",
+    ),
+}

@@ -11,28 +11,24 @@ import re
 import sqlite3
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from agentgym.config import RunConfig
 from agentgym.private import without_login
 from envs.plain import plain
 
 GATEWAY = (429, 502, 503, 504)  # statuses of a busy server, or of a proxy in front of it
+SUPERSEDED = "superseded"  # value of a run's tag `kind`
 REACH_TIMEOUT_S = 10.0  # for the answer to a health check
 
 
 class LedgerUnavailable(RuntimeError):
-    """Failure of MLflow to answer, or to accept anything at the moment.
-
-    Nothing is lost: the store keeps every point until it is delivered.
-    """
+    """MLflow does not answer. Nothing is lost: the store keeps all points until delivered."""
 
 
 def check_server(uri: str) -> None:
-    """Raise LedgerUnavailable if `uri` names an MLflow server that does not answer.
-
-    Does not import MLflow.
-    """
+    """Raise LedgerUnavailable if `uri` names a server that does not answer. No MLflow import."""
     if not uri.startswith(("http://", "https://")):
         return
     try:
@@ -46,6 +42,54 @@ def check_server(uri: str) -> None:
         raise LedgerUnavailable(_unavailable(uri, error)) from None
 
 
+def ledger_identity(cfg: RunConfig) -> str:
+    """Return a text that changes if another local database takes its place, if a run or the
+    experiment is deleted, or if a run is set aside; for a server, its address alone.
+
+    Empty if it cannot be read. Does not import MLflow.
+    """
+    address = f"{cfg.tracking_uri} {cfg.experiment}"
+    query = """
+        select experiment_id, creation_time, lifecycle_stage,
+            (select count(*) from runs where lifecycle_stage = 'deleted'),
+            (select count(*) from tags where key = 'kind' and value = ?)
+        from experiments where name = ?"""
+    return _seen(cfg, address, query, (SUPERSEDED, cfg.experiment))
+
+
+def registry_identity(cfg: RunConfig) -> str:
+    """Return a text that changes if a local database's registered model is deleted and made again,
+    not if a version is: that stays deleted. Empty without a model; for a server always the same.
+    """
+    query = "select creation_time from registered_models where name = ?"
+    name = cfg.registered_model
+    return _seen(cfg, f"{cfg.tracking_uri} {name}", query, (name,))
+
+
+def has_file(cfg: RunConfig) -> bool:
+    """Return True if the ledger is a database file, which can be read without MLflow."""
+    return cfg.tracking_uri.startswith("sqlite:")
+
+
+def _seen(cfg: RunConfig, address: str, query: str, values: Sequence[str]) -> str:
+    """Return `address`, with the query's row if the ledger is a file; empty if there is no row."""
+    if not has_file(cfg):
+        return address
+    row = first_row(cfg, query, values)
+    return f"{address} {row}" if row else ""
+
+
+def first_row(cfg: RunConfig, query: str, values: Sequence[str] = ()) -> tuple[object, ...] | None:
+    """Return a query's first row in the ledger's file; None without one, or if it is unreadable."""
+    path = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
+            row: tuple[object, ...] | None = database.execute(query, values).fetchone()
+            return row
+    except sqlite3.Error:  # missing or busy: the caller asks MLflow itself, or looks again
+        return None
+
+
 @contextlib.contextmanager
 def reaching(uri: str) -> Iterator[None]:
     """Turn errors of a server or database that is unreachable or busy into LedgerUnavailable."""
@@ -57,7 +101,12 @@ def reaching(uri: str) -> Iterator[None]:
         # MLflow's client reports no answer, or an answer that is not JSON
         cut_off = kind.endswith("Exception") and str(error).startswith("API request to ")
         if cut_off and _status(error) not in (None, *GATEWAY):
-            raise LedgerUnavailable(_refused(uri, error)) from error
+            # neither a gateway's answer nor MLflow's JSON
+            raise LedgerUnavailable(
+                f"the MLflow server at tracking.uri {uri} refuses: {_quoted(error)}; its log gives"
+                " the reason. Nothing is lost: once it is mended, the same command delivers what is"
+                " missing"
+            ) from error
         # artifact transfers raise the errors of `requests`
         cut_off = cut_off or type(error).__module__.startswith("requests.")
         if nameless := "could not identify MLflow server version" in str(error):
@@ -80,14 +129,6 @@ def _status(error: Exception) -> int | None:
     return int(match[1]) if match else None
 
 
-def _refused(uri: str, error: Exception) -> str:
-    """Return the error text for an answer that is neither a gateway's nor MLflow's JSON."""
-    return (
-        f"the MLflow server at tracking.uri {uri} refuses: {_quoted(error)}; its log gives the"
-        " reason. Nothing is lost: once it is mended, the same command delivers what is missing"
-    )
-
-
 def _quoted(error: Exception) -> str:
     return " ".join(plain(without_login(str(error))).split())[:300]
 
@@ -107,10 +148,8 @@ def _unavailable(uri: str, error: Exception) -> str:
 
 
 def import_client(uri: str) -> None:
-    """Import MLflow before rollouts begin, which a later import would slow down.
-
-    It sets MLflow's environment variables first, see `prepare_environment`.
-    uri: the tracking URI; for a SQLite database, MLflow's database modules are imported too.
+    """Import MLflow before rollouts begin, which a later import would slow down; for a SQLite
+    database, MLflow's database modules, too.
     """
     prepare_environment()
     importlib.import_module("mlflow")
@@ -155,10 +194,7 @@ def make_database(path: Path, artifact_root: Path) -> None:
 
 @contextlib.contextmanager
 def _unsynced(path: Path) -> Iterator[None]:
-    """Let SQLAlchemy's connections to this file not wait for the disk.
-
-    MLflow creates its tables in hundreds of transactions, which takes seconds if each is synced.
-    """
+    """Do not wait for the disk at this file: MLflow makes its tables in hundreds of commits."""
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 

@@ -9,6 +9,7 @@ import logging
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ import yaml
 
 from agentgym.store.manifest import sha256
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.flavor import TASK, save_flavor
 from agentgym.tracking.mlflow import Tracker
-from agentgym.tracking.saved_view import NOTE_OURS
+from agentgym.tracking.saved_view import NOTE_OURS, is_replaceable
 from envs.plain import plain
 
 FILES = "files.sha256"  # tag of a version: path -> sha256, for each of its files
@@ -29,6 +29,8 @@ ABOUT = (
 )
 REGISTER, RECORD = "register", "files.json"  # step, and its record with the version's digests
 MLMODEL = "MLmodel"
+CARD = ("algorithm", "step_key", "weights.sha256")  # tags shown on a model's card
+TASK = "llm/v1/chat"  # one of MLflow's tasks for transformers
 # fields of MLmodel that change if the same model is registered again
 _IDENTITY = ("artifact_path", "model_id", "model_uuid", "run_id", "utc_time_created")
 _OF_MLFLOW = ("registered_model_meta",)  # files that MLflow adds to a download
@@ -44,16 +46,15 @@ def register_model(
     alias: str | None,
     tags: Mapping[str, str],
     step: int,
-    task: str = TASK,
 ) -> str:
     """Log a transformers model with its tokenizer and chat template, and register it.
 
     alias: moved to this version; None: no alias is moved.
     tags: must hold `step_key`; a model is registered once per key, also after a kill at any point.
-    task: one of MLflow's for transformers.
-    Result: the version.
-    Errors: ValueError without `step_key`, or if the folder holds no model.
+    Result: the version. Errors: ValueError without `step_key`, or if the folder holds no model.
     """
+    from mlflow.exceptions import MlflowException
+
     if "step_key" not in tags:
         raise ValueError(
             f"tags {sorted(tags)} must hold step_key; without it a retry would register {name}"
@@ -62,10 +63,15 @@ def register_model(
     texts = {key: plain(str(value)) for key, value in tags.items()}
     version = find_version(tracker, name, texts["step_key"])
     if version is None:
-        model_id = _find_logged_model(tracker, name, texts["step_key"]) or _log_model(
-            tracker, run_id, model_dir, name, texts, step, task
+        # a complete model was left by an attempt that was killed before registration
+        model_id = tracker.ready_model(name, texts["step_key"]) or _log_model(
+            tracker, run_id, model_dir, name, texts, step
         )
-        _create_registered(tracker, name)
+        try:
+            tracker.client.create_registered_model(name, description=ABOUT)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
         logged = tracker.client.get_logged_model(model_id)
         digest_tags = {FILES: logged.tags[FILES]} if FILES in logged.tags else {}
         tracker.client.create_model_version(
@@ -75,7 +81,10 @@ def register_model(
             tags={**texts, **digest_tags},
             model_id=model_id,
         )
-        version = _oldest_version(tracker, name, texts["step_key"])
+        # MLflow's client repeats a request whose reply was lost, which makes a duplicate
+        version, *repeated = sorted(_versions(tracker, name, texts["step_key"]), key=int)
+        for other in repeated:
+            tracker.client.delete_model_version(name, other)
     else:
         # the same weights were evaluated again: the latest numbers count
         for key, value in texts.items():
@@ -121,12 +130,10 @@ def _version(tracker: Tracker, name: str, version: str) -> Any:
 
 def alias_version(tracker: Tracker, name: str, alias: str) -> str | None:
     """Return the version that has the alias; None if none has, or the model is missing."""
-    try:
-        with _found(name):
-            aliases = tracker.client.get_registered_model(name).aliases
-    except LookupError:
-        return None
-    return str(aliases[alias]) if alias in aliases else None
+    with contextlib.suppress(LookupError), _found(name):
+        aliases = tracker.client.get_registered_model(name).aliases
+        return str(aliases[alias]) if alias in aliases else None
+    return None
 
 
 def model_tags(tracker: Tracker, name: str) -> dict[str, str] | None:
@@ -178,10 +185,7 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 
 def lasting_digests(folder: Path) -> dict[str, str]:
-    """Return digests that are equal if the same packages register the same model again.
-
-    They are `file_digests`, but MLmodel's leaves out ids and time.
-    """
+    """Return `file_digests`, MLmodel's without ids and time: equal if registered again."""
     digests = file_digests(folder)
     path = folder / MLMODEL
     return {**digests, MLMODEL: _lasting(path.read_bytes())} if MLMODEL in digests else digests
@@ -208,10 +212,7 @@ def _lasting(mlmodel: bytes) -> str:
 
 
 def registered_files(store: RunStore, name: str, version: str) -> dict[str, str] | None:
-    """Return `lasting_digests` of a version from the commit that registered it.
-
-    None if this store did not register the version.
-    """
+    """Return a version's `lasting_digests` from the commit that registered it, or None."""
     commits = [
         commit
         for commit in store.heads(REGISTER)
@@ -270,10 +271,7 @@ def parse_model_uri(text: str) -> tuple[str, str]:
 
 
 def version_meant(tracker: Tracker, name: str, of: str) -> str:
-    """Return the version that `of` names, or that has this alias.
-
-    of: `@ALIAS` or a version. Errors: LookupError if no version has the alias.
-    """
+    """Return the version that `of` names, `@ALIAS` or a version. Errors: LookupError."""
     if not of.startswith("@"):
         return of
     version = alias_version(tracker, name, of[1:])
@@ -325,23 +323,10 @@ def check_files(digests: Mapping[str, str], wanted: Mapping[str, str], what: str
 def describe_version(tracker: Tracker, name: str, version: str, note: str) -> None:
     """Write a version's description, unless a person changed the one we wrote."""
     model_version, note = _version(tracker, name, version), plain(note)
-    present, ours = model_version.description or "", model_version.tags.get(NOTE_OURS, "")
-    if present == note or (present and hashlib.sha256(present.encode()).hexdigest() != ours):
-        return
-    tracker.client.update_model_version(name, version, description=note)
-    digest = hashlib.sha256(note.encode()).hexdigest()
-    tracker.client.set_model_version_tag(name, version, NOTE_OURS, digest)
-
-
-def _oldest_version(tracker: Tracker, name: str, step_key: str) -> str:
-    """Return the oldest version of a key and delete its duplicates.
-
-    MLflow's client repeats a request whose reply was lost, which makes a duplicate.
-    """
-    version, *repeated = sorted(_versions(tracker, name, step_key), key=int)
-    for other in repeated:
-        tracker.client.delete_model_version(name, other)
-    return version
+    ours = model_version.tags.get(NOTE_OURS, "")
+    if is_replaceable(model_version.description or "", note, ours):
+        tracker.client.update_model_version(name, version, description=note)
+        tracker.client.set_model_version_tag(name, version, NOTE_OURS, sha256(note.encode()))
 
 
 def _versions(tracker: Tracker, name: str, step_key: str) -> list[str]:
@@ -353,36 +338,11 @@ def _versions(tracker: Tracker, name: str, step_key: str) -> list[str]:
     ]
 
 
-def _find_logged_model(tracker: Tracker, name: str, step_key: str) -> str | None:
-    """Return the id of a complete model left by an attempt killed before registration, or None.
-
-    Incomplete models are deleted.
-    """
-    ready = None
-    models = tracker.client.search_logged_models(
-        [tracker.experiment_id], filter_string=f"name = '{name}' and tags.step_key = '{step_key}'"
-    )
-    for model in models:
-        if str(model.status) == "READY":
-            ready = str(model.model_id)
-        else:
-            tracker.client.delete_logged_model(model.model_id)
-    return ready
-
-
 def _log_model(
-    tracker: Tracker,
-    run_id: str,
-    model_dir: Path,
-    name: str,
-    tags: dict[str, str],
-    step: int,
-    task: str,
+    tracker: Tracker, run_id: str, model_dir: Path, name: str, tags: dict[str, str], step: int
 ) -> str:
-    """Log a model like `mlflow.transformers.log_model`, but through the client. Return its id.
-
-    This way it changes no active run or tracking URI of the process, and does not copy the run's
-    metrics onto the model.
+    """Log a model through the client, and return its id. `mlflow.transformers.log_model` would
+    change the process's active run and copy the run's metrics onto the model.
     """
     if not (model_dir / "config.json").is_file():
         raise ValueError(f"{model_dir} holds no config.json; pass the folder of save_pretrained")
@@ -400,7 +360,7 @@ def _log_model(
             artifact_path=logged.artifact_location,
         )
         saved = Path(folder, "model")
-        save_flavor(model_dir, saved, record, name=name, tags=tags, task=task)
+        save_flavor(model_dir, saved, record, name=name, tags=tags)
         digests = json.dumps(file_digests(saved), separators=(",", ":"), sort_keys=True)
         tracker.client.set_logged_model_tags(logged.model_id, {FILES: digests})
         tracker.client.log_model_artifacts(logged.model_id, str(saved))
@@ -409,11 +369,57 @@ def _log_model(
     return str(logged.model_id)
 
 
-def _create_registered(tracker: Tracker, name: str) -> None:
-    from mlflow.exceptions import MlflowException
+def save_flavor(
+    model_dir: Path, path: Path, record: Any, *, name: str, tags: Mapping[str, str]
+) -> None:
+    """Save a model's folder at `path` in MLflow's transformers format, without the hub."""
+    import mlflow.transformers
+    from huggingface_hub import ModelCard
+    from mlflow.utils import requirements_utils
+    from transformers import AutoModelForCausalLM
 
-    try:
-        tracker.client.create_registered_model(name, description=ABOUT)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
+    from agentgym.models.model import no_progress_bar
+
+    # an empty cache makes MLflow scan all installed packages, only for a version warning
+    requirements_utils._MODULES_TO_PACKAGES = requirements_utils._MODULES_TO_PACKAGES or {}
+    with no_progress_bar():
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation="sdpa",
+        )
+        # MLflow would look for a license in a repository of this name
+        model.name_or_path = f"models:/{name}"
+        facts = "".join(f"- {key}: {tags[key]}\n" for key in CARD if key in tags)
+        card = f"---\nlibrary_name: transformers\n---\n\n# {name}\n\n{facts}"
+        mlflow.transformers.save_model(
+            {"model": model, "tokenizer": _load_tokenizer(model_dir)},
+            path=str(path),
+            task=TASK,
+            mlflow_model=record,
+            pip_requirements=[
+                f"{package}=={installed_version(package).partition('+')[0]}"
+                for package in ("torch", "transformers")
+            ],
+            model_card=ModelCard(card),
+        )
+        # MLflow's guess links to a page that does not exist
+        (path / "LICENSE.txt").unlink(missing_ok=True)
+
+
+def _load_tokenizer(model_dir: Path) -> Any:
+    """Load a tokenizer as it was trained.
+
+    AutoTokenizer prefers the model family's class over the one the folder declares, and that class
+    rebuilds its own splitting of text: our own tokenizer would return other ids.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = model_dir / "tokenizer_config.json"
+    declared = json.loads(path.read_bytes()).get("tokenizer_class") if path.is_file() else None
+    generic = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(
+        model_dir, local_files_only=True, trust_remote_code=False
+    )

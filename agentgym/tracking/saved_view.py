@@ -1,8 +1,7 @@
 """The view with which MLflow's UI opens our experiment: its charts, its columns.
 
-MLflow stores a saved view as a tag of the experiment, `mlflow.sharedViewState.<id>`; a link
-opens it. Another tag records the digests of the views we wrote, so that a view that a person
-changed or deleted stays as it is.
+MLflow stores it as a tag of the experiment, `mlflow.sharedViewState.<id>`. Another tag records the
+digests of the views we wrote: one that a person changed or deleted stays as it is.
 """
 
 from __future__ import annotations
@@ -73,9 +72,8 @@ COLUMNS = (
 
 
 def tags_of_experiment(present: Mapping[str, str], name: str) -> dict[str, str]:
-    """Return the tags of views and description that an experiment lacks or has in an old form.
-
-    Tags that a person changed or deleted after us are left out. A tag with digests is added.
+    """Return the tags of views and description that an experiment lacks or has in an old form, and
+    their digests, without those that a person changed or deleted after us.
     """
     written: dict[str, str] = json.loads(present.get(OURS, "{}"))
     wanted = {f"{PREFIX}{view.key}": value_of(view) for view in VIEWS}
@@ -88,6 +86,11 @@ def tags_of_experiment(present: Mapping[str, str], name: str) -> dict[str, str]:
     return {**missing, OURS: json.dumps(ours, sort_keys=True)} if missing else {}
 
 
+def is_replaceable(present: str, note: str, ours: str) -> bool:
+    """Return True if a note differs and the present one is missing or ours, by its sha256."""
+    return present != note and (not present or sha256(present.encode()) == ours)
+
+
 def value_of(view: View) -> str:
     """Return the text of a view's tag, which MLflow's own "Save view" would write."""
     state = "deflate;" + base64.b64encode(zlib.compress(json.dumps(_state(view)).encode())).decode()
@@ -95,10 +98,7 @@ def value_of(view: View) -> str:
 
 
 def link_to(experiment_id: str, view: View) -> str:
-    """Return the link to a view, relative to the server's address.
-
-    It also opens the tab of charts, which a view does not store.
-    """
+    """Return the link to a view and its charts, relative to the server's address."""
     runs_page = f"#/experiments/{experiment_id}/runs"
     return f"{runs_page}?viewStateShareKey={view.key}&compareRunsMode=CHART"
 

@@ -1,13 +1,12 @@
 """The MLflow page of a finished step, apart from its points: data, checkpoint as a logged model,
-table of outcomes, episodes as traces, a description.
-
-All of it is made from commits; repeated deliveries change nothing.
+table of outcomes, episodes as traces, a description. All of it is made from commits.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -15,11 +14,10 @@ from agentgym.config import RunConfig
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.inputs import DatasetInput, inputs_of
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.points import Point
-from agentgym.tracking.saved_view import NOTE, NOTE_OURS, VIEWS, link_to
-from agentgym.tracking.traces import EpisodeTrace, drawn, trace_of
+from agentgym.tracking.saved_view import NOTE, NOTE_OURS, VIEWS, is_replaceable, link_to
+from agentgym.tracking.step_data import EpisodeTrace, drawn, inputs_of, trace_of
 from agentgym.types import Trajectory
 from envs.plain import plain
 
@@ -49,7 +47,20 @@ def show_step(
     if "splits.json" in manifest.blobs:
         tracker.log_inputs(parent_id, data)
     if is_evaluated(manifest):
-        _show_evaluation(store, tracker, manifest, points, runs, data[0])
+        step = str(manifest.results["checkpoint"])
+        digest = manifest.parents[step]
+        made_by = tracker.find_run({"mlflow.parentRunId": parent_id, MANIFEST: digest})
+        tags = {STORE_KEY: digest, "step": step, "store": store.root}
+        params = checkpoint_params(manifest)
+        model_id = tracker.checkpoint_model(step, made_by or child_id, tags, params)
+        of_model = [
+            replace(p, metrics={k: v for k, v in p.metrics.items() if k.startswith(EVALUATED)})
+            for p in points[-1:]
+        ]
+        dataset = (data[0].name, data[0].digest)
+        tracker.deliver(child_id, of_model, model_id=model_id, dataset=dataset)
+        tracker.log_artifacts(child_id, {TABLE: table_of(store, manifest)})
+        tracker.set_tags(child_id, table_tags([TABLE]))
     if cfg.tracking.traces:
         for trace in traces_of(store, manifest, cfg.tracking.traces):
             tracker.log_trace(trace, child_id)
@@ -81,32 +92,6 @@ def episodes_of(store: RunStore, manifest: Manifest) -> tuple[Manifest, list[Tra
     return manifest, []
 
 
-def _show_evaluation(
-    store: RunStore,
-    tracker: Tracker,
-    manifest: Manifest,
-    points: Sequence[Point],
-    runs: tuple[str, str],
-    data: DatasetInput,
-) -> None:
-    """Log the evaluated checkpoint with its metrics on this data, and the table of outcomes."""
-    parent_id, child_id = runs
-    step = str(manifest.results["checkpoint"])
-    digest = manifest.parents[step]
-    made_by = tracker.find_run({"mlflow.parentRunId": parent_id, MANIFEST: digest})
-    tags = {STORE_KEY: digest, "step": step, "store": store.root}
-    model_id = tracker.checkpoint_model(
-        step, made_by or child_id, tags, checkpoint_params(manifest)
-    )
-    model_points = [
-        Point(p.step, p.time_ms, {k: v for k, v in p.metrics.items() if k.startswith(EVALUATED)})
-        for p in points[-1:]
-    ]
-    tracker.deliver(child_id, model_points, model_id=model_id, dataset=(data.name, data.digest))
-    tracker.log_artifacts(child_id, {TABLE: table_of(store, manifest)})
-    show_tables(tracker, child_id, [TABLE])
-
-
 def is_evaluated(manifest: Manifest) -> bool:
     """Return True for a step whose page has a checkpoint's numbers and a table of outcomes."""
     return RESULT in manifest.blobs and "summary" in manifest.results
@@ -118,20 +103,13 @@ def table_of(store: RunStore, manifest: Manifest) -> bytes:
     return json.dumps(table, separators=(",", ":")).encode()
 
 
-def show_tables(tracker: Tracker, run_id: str, paths: Iterable[str]) -> None:
-    """Tag a run so that MLflow's UI opens these artifacts as tables."""
-    tracker.set_tags(run_id, table_tags(paths))
-
-
 def table_tags(paths: Iterable[str]) -> dict[str, str]:
+    """Return the tags of a run for which MLflow's UI opens these artifacts as tables."""
     return {"mlflow.loggedArtifacts": json.dumps([{"path": p, "type": "table"} for p in paths])}
 
 
 def successes(result: Mapping[str, Any]) -> dict[str, list[float | None]]:
-    """Return item -> success of its slots, greedy first; None for a slot that does not count.
-
-    result: content of a result's file.
-    """
+    """Return item -> success of a result's slots, greedy first; None: it does not count."""
     rows: dict[str, list[float | None]] = {}
     for row in result["slots"]:
         slot = dict(zip(result["columns"], row, strict=True))
@@ -141,10 +119,7 @@ def successes(result: Mapping[str, Any]) -> dict[str, list[float | None]]:
 
 
 def outcomes_table(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row for each item, in MLflow's format of tables.
-
-    result: content of a result's file.
-    """
+    """Return a row for each item of a result's file, in MLflow's format of tables."""
     return {
         "columns": ["item", "greedy", "samples solved", "samples"],
         "data": [
@@ -156,9 +131,8 @@ def outcomes_table(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe(tracker: Tracker, run_id: str, note: str) -> None:
     """Write a run's description, unless a person changed the one we wrote."""
-    tags, note = tracker.client.get_run(run_id).data.tags, plain(note)
-    present, ours = tags.get(NOTE, ""), tags.get(NOTE_OURS, "")
-    if present != note and (not present or sha256(present.encode()) == ours):
+    tags = tracker.client.get_run(run_id).data.tags
+    if is_replaceable(tags.get(NOTE, ""), plain(note), tags.get(NOTE_OURS, "")):
         tracker.set_tags(run_id, note_tags(note))
 
 
@@ -171,17 +145,34 @@ def note_of_step(manifest: Manifest, title: str) -> str:
     return "\n".join(lines)
 
 
-def note_of_run(
-    run_key: str, facts: Mapping[str, str], ends: Iterable[tuple[str, Mapping[str, Any]]]
+def note_of_pipeline(
+    cfg: RunConfig, tracker: Tracker, report: Manifest, run_key: str, parent_id: str
 ) -> str:
-    """Return a pipeline's description: its settings and results.
-
-    ends: (evaluation's title, its results), in order.
+    """Return the description of a pipeline's run: its settings, its results before and after
+    training, links relative to the server's address, and two commands.
     """
-    lines = [f"Run `r{run_key[:12]}`: " + ", ".join(f"{k} {v}" for k, v in facts.items()), ""]
-    for title, results in ends:
+    horizon = " > ".join(map(str, cfg.horizon.max_turns))
+    lines = [
+        f"Run `r{run_key[:12]}`: recipe {cfg.algorithm.recipe}, on {cfg.env_names}, horizon"
+        f" {horizon}, seed {cfg.seed}",
+        "",
+    ]
+    for title in ("before", "after"):
+        results = report.results[title]
         lines += [f"**{title}**", "", *_numbers(results["summary"], results["num_items"]), ""]
-    return "\n".join(lines).rstrip()
+    registered = report.results["model"]
+    model, version = str(registered["model"]), str(registered["version"])
+    here = f"#/experiments/{tracker.experiment_id}"
+    lines += [
+        f"**{registered['alias']}** {registered['told']}",
+        "",
+        f"- [report]({here}/runs/{parent_id}/artifacts/report.html)",
+        f"- [charts]({link_to(tracker.experiment_id, VIEWS[0])})",
+        f"- [{model} version {version}](#/models/{model.replace(' ', '%20')}/versions/{version})",
+        f"- every episode: `agentgym view r{run_key[:12]}`; is it true:"
+        f" `agentgym audit r{run_key[:12]}`",
+    ]
+    return "\n".join(lines)
 
 
 def note_of_comparison(run_id: str, text: str, files: Iterable[str]) -> str:
@@ -199,21 +190,6 @@ def note_of_comparison(run_id: str, text: str, files: Iterable[str]) -> str:
             break
         lines.append(line)
     return "\n\n".join(["\n".join(lines), *pictures])
-
-
-def links_of_run(
-    tracker: Tracker, parent_id: str, run_key: str, model: str, version: str
-) -> list[str]:
-    """Return Markdown lines: three links relative to the server's address, then two commands."""
-    here = f"#/experiments/{tracker.experiment_id}"
-    return [
-        "",
-        f"- [report]({here}/runs/{parent_id}/artifacts/report.html)",
-        f"- [charts]({link_to(tracker.experiment_id, VIEWS[0])})",
-        f"- [{model} version {version}](#/models/{model.replace(' ', '%20')}/versions/{version})",
-        f"- every episode: `agentgym view r{run_key[:12]}`; is it true:"
-        f" `agentgym audit r{run_key[:12]}`",
-    ]
 
 
 def _numbers(summary: Mapping[str, Any], num_items: int) -> list[str]:

@@ -33,7 +33,7 @@ from agentgym.rollouts.policies.engines import tolerance_of
 from agentgym.steps.context import StepContext, StepReader
 from agentgym.steps.step import Stage
 from agentgym.store.manifest import Manifest
-from agentgym.tracking.alarms import AlarmStop
+from agentgym.tracking.points import AlarmStop
 from agentgym.training.ahead import (
     Ahead,
     Rollouts,

@@ -1,7 +1,4 @@
-"""The FastAPI application of the viewer: its routes and its error pages.
-
-No route opens a file by a name taken from an address.
-"""
+"""Routes and error pages of the viewer. No route opens a file by a name from an address."""
 
 from __future__ import annotations
 
@@ -20,15 +17,13 @@ from agentgym.records import RecordError
 from agentgym.rollouts.env_client import EnvError
 from agentgym.store.manifest import BlobMissing, DigestMismatch
 from agentgym.viewer.bodies import Gone
-from agentgym.viewer.bundle import add_export
+from agentgym.viewer.bundle import Served, add_export
 from agentgym.viewer.episode_page import add_episode
 from agentgym.viewer.index import IndexDamaged
-from agentgym.viewer.links import Served
 from agentgym.viewer.lists_page import add_lists
-from agentgym.viewer.live import Room
-from agentgym.viewer.play_page import add_play
+from agentgym.viewer.live import Room, add_play
 from agentgym.viewer.query import BadQuery
-from agentgym.viewer.servers import Missing
+from agentgym.viewer.replay import Missing
 from agentgym.viewer.study_page import add_study
 from agentgym.viewer.viewer import Viewer
 

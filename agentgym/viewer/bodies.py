@@ -1,7 +1,4 @@
-"""Whole episodes, read from the store for a page.
-
-Each record is checked against its row in the index.
-"""
+"""Whole episodes, read from the store for a page, each checked against its row in the index."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -22,17 +20,14 @@ from agentgym.records import DAMAGE, RecordError, from_json
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.runstore import FOLDER, RunStore
 from agentgym.types import Trajectory
-from agentgym.viewer.index import Index
-from agentgym.viewer.rows import FILES, TOKENIZER, Address
+from agentgym.viewer.index import FILES, TOKENIZER, Address, Index
 
 _HELD = 4  # tokenizers kept in memory, and files of episodes
 _MAX_HELD = 16 * 2**20  # bytes of a file that is kept; a larger one is read again each time
 
 
 class Gone(LookupError):
-    """Error for an episode or game that cannot be shown: unknown, removed, over, or not yet read
-    into the index. The text gives the reason.
-    """
+    """An episode or game that cannot be shown; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +61,7 @@ class Bodies:
         return {row["id"]: row for row in self._index.reader.execute("SELECT * FROM steps")}
 
     def find(self, address: Address) -> IndexedEpisode:
-        """Read the episode at an address.
-
-        Errors: Gone, DigestMismatch, BlobMissing, RecordError.
-        """
+        """Read an episode. Errors: Gone, DigestMismatch, BlobMissing, RecordError."""
         reader = self._index.reader
         step = reader.execute("SELECT * FROM steps WHERE folder = ?", (address.folder,)).fetchone()
         if step is None:
@@ -98,11 +90,7 @@ class Bodies:
         Errors: DigestMismatch, BlobMissing, RecordError.
         """
         steps = self.steps()
-
-        def file_of(row: sqlite3.Row) -> tuple[int, int, int]:
-            return row["step_id"], row["seq"], row["file"]
-
-        for (step_id, seq, file), file_rows in groupby(rows, key=file_of):
+        for (step_id, seq, file), file_rows in groupby(rows, itemgetter("step_id", "seq", "file")):
             step, data = steps[step_id], self.file(steps[step_id], seq, FILES[file])
             with gzip.open(io.BytesIO(data), "rb") as lines:
                 for row in file_rows:
@@ -133,10 +121,7 @@ class Bodies:
         return None
 
     def _tokenizer_in(self, step: sqlite3.Row, wanted: str = "") -> Tokenizer | None:
-        """Return the tokenizer in the step's newest commit; None if it has none.
-
-        wanted: None also for a tokenizer with another digest; empty: accept any.
-        """
+        """Return the tokenizer in a step's newest commit, if it is the wanted one; else None."""
         commit = self._index.reader.execute(
             "SELECT seq, files FROM commits WHERE (step_id, seq) = (?, ?)",
             (step["id"], step["head"]),
@@ -163,10 +148,7 @@ class Bodies:
         return config if step["name"] == STEP else identity
 
     def file(self, step: sqlite3.Row, seq: int, name: str) -> bytes:
-        """Return the verified content of a commit's file, without reading the manifest again.
-
-        Errors: KeyError if the commit has no such file; BlobMissing, DigestMismatch.
-        """
+        """Return a commit's verified file. Errors: KeyError; BlobMissing, DigestMismatch."""
         commit = self._index.reader.execute(
             "SELECT files FROM commits WHERE step_id = ? AND seq = ?", (step["id"], seq)
         ).fetchone()

@@ -1,4 +1,6 @@
-"""Export of episodes: as JSON lines, and as pages that open from a file."""
+"""Addresses of pages on a server and in the files of a bundle, and the export of episodes: as JSON
+lines, and as pages that open from a file.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,10 @@ import io
 import json
 import sqlite3
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
@@ -19,10 +22,88 @@ from agentgym.store.files import write_whole
 from agentgym.store.manifest import BlobMissing, DigestMismatch
 from agentgym.viewer.bodies import address_of
 from agentgym.viewer.episode_page import MAX_TURNS, episode_page
-from agentgym.viewer.links import Bundled
 from agentgym.viewer.lists_page import list_page
-from agentgym.viewer.query import Query
+from agentgym.viewer.query import Query, asked
 from agentgym.viewer.viewer import Viewer
+
+
+class Served:
+    """Addresses on a running server."""
+
+    def home(self) -> str:
+        return "/"
+
+    def episodes(self, query: Query) -> str:
+        return f"/episodes?{query.text}" if query.text else "/episodes"
+
+    def episode(self, address: str, query: Query | None = None) -> str:
+        """Return an episode's address; query: the list it is opened from, for its neighbors."""
+        return f"/e/{address}{asked(list=query.text) if query else ''}"
+
+    def text(self, address: str, turn: int, part: str) -> str:
+        return f"/e/{address}/text/{turn}/{part}"
+
+    def picture(self, address: str, turn: int) -> str:
+        """Return a picture's address. address: of an episode, or `play/` and a game."""
+        where = address if address.startswith("play/") else f"e/{address}"
+        return f"/{where}/picture/{turn}"
+
+    def group(self, address: str) -> str:
+        """Return the address of the page with all samples of an episode's item in its step."""
+        return f"/e/{address}/group"
+
+    def item(self, item: str) -> str:
+        return f"/item/{quote(item)}"
+
+    def training(self, run: str) -> str:
+        return f"/training{asked(run=run)}"
+
+    def compare(self, a: str, b: str) -> str:
+        return f"/compare{asked(a=a, b=b)}"
+
+    def page(self, name: str) -> str:
+        return f"/{name}"
+
+    def static(self, name: str) -> str:
+        return f"/static/{name}"
+
+
+class Bundled:
+    """Relative addresses within a bundle: its list of episodes for all general pages and lists,
+    and an empty address for any other page or picture that the bundle does not have.
+    """
+
+    def __init__(
+        self, episodes: Mapping[str, str], pictures: Mapping[tuple[str, int], str], root: str = ""
+    ) -> None:
+        """Map addresses of episodes and (address, turn) of pictures to files below `root`."""
+        self._episodes, self._pictures, self._root = episodes, pictures, root
+
+    def home(self) -> str:
+        return f"{self._root}index.html"
+
+    def episodes(self, query: Query) -> str:
+        return self.home()
+
+    def episode(self, address: str, query: Query | None = None) -> str:
+        return f"{self._root}{self._episodes[address]}" if address in self._episodes else ""
+
+    def picture(self, address: str, turn: int) -> str:
+        file = self._pictures.get((address, turn))
+        return f"{self._root}{file}" if file else ""
+
+    def nothing(self, *_: object) -> str:
+        """Return the empty address of a page that no bundle has."""
+        return ""
+
+    text = group = item = training = compare = nothing
+
+    def page(self, name: str) -> str:
+        return self.home()
+
+    def static(self, name: str) -> str:
+        return f"{self._root}{name}"
+
 
 MOST_LINES = 1_000_000  # episodes in an export
 MOST_PAGES = 500  # episodes in a bundle
@@ -53,10 +134,7 @@ def add_export(app: FastAPI, viewer: Viewer) -> None:
 
 
 def export(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
-    """Yield a JSON line for each episode, with its address and stage.
-
-    An episode that cannot be read becomes a line with its address and the error.
-    """
+    """Yield a JSON line for each episode: address, stage, and the record or an error."""
     for first in range(0, len(rows), CHUNK):
         # in the store's order, so that a file is read once
         part = sorted(rows[first : first + CHUNK], key=lambda row: tuple(row)[:6])
@@ -79,11 +157,9 @@ def _lines(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
 
 
 def bundle(viewer: Viewer, query: Query) -> Iterator[tuple[str, str | bytes]]:
-    """Yield (name, content) of every file of a bundle: a query's episodes as pages that need no
-    server.
+    """Yield (name, content) of a bundle's files: pages of a query's episodes that need no server.
 
-    The bundle has at most MOST_PAGES episodes: `index.html` lists them, each has a page and its
-    stored pictures, and the pages share static files.
+    `index.html` lists at most MOST_PAGES episodes; each has a page and its stored pictures.
     """
     steps = viewer.bodies.steps()
     rows = viewer.lists.all(query, MOST_PAGES)

@@ -1,7 +1,5 @@
-"""An environment's state for display: a grid, an inventory with its recipe tree, rooms,
-searches, a picture, or plain text.
-
-The data comes from a server, so none of it is trusted.
+"""An environment's state for display: a grid, an inventory with its recipe tree, rooms, searches, a
+picture, or plain text. The data comes from a server, so none of it is trusted.
 """
 
 from __future__ import annotations
@@ -208,10 +206,9 @@ _LINE = re.compile(r"(?P<indent>\s*)\[(?P<id>\d+)\] (?P<role>\w+) (?P<rest>.*)")
 
 
 def accessibility(text: str) -> list[tuple[int, str, str, str]]:
-    """Return WebArena's observation line by line as (depth, element, role, rest).
+    """Return the lines of WebArena's observation as (depth up to 8, element, role, rest).
 
     Lines that are no element have neither element nor role.
-    Depth is a level of indentation, at most eight.
     """
     lines = []
     for line in text.splitlines():

@@ -16,12 +16,10 @@ from agentgym.config import asked_of
 from agentgym.pages import MAX_SHOWN, Pages
 from agentgym.types import Turn
 from agentgym.viewer.bodies import IndexedEpisode, address_of
-from agentgym.viewer.drawing import NOTHING, accessibility, drawing_of
-from agentgym.viewer.links import asked
-from agentgym.viewer.query import BadQuery, Query
-from agentgym.viewer.replay import Replay
-from agentgym.viewer.rows import Address
-from agentgym.viewer.servers import Missing, config_of, environment_of
+from agentgym.viewer.drawing import accessibility, drawing_of
+from agentgym.viewer.index import Address, config_of
+from agentgym.viewer.query import BadQuery, Query, asked
+from agentgym.viewer.replay import Missing, environment_of, picture_of
 from agentgym.viewer.tokens import OVERLAYS, Token, TokenView, available, spans, why_not_kept
 from agentgym.viewer.viewer import Viewer
 
@@ -99,11 +97,7 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
     @app.get("/e/{address}/picture/{turn}")
     def picture(address: str, turn: int) -> Response:
         stored = viewer.replays.find(viewer.bodies.find(address_in(address)))
-        shot = stored.shot(turn) if stored is not None and turn >= 0 else None
-        if shot is None or shot.media_type != "image/png":
-            raise HTTPException(404)
-        headers = {"Content-Security-Policy": "sandbox", "Cache-Control": "max-age=3600"}
-        return Response(shot.data, media_type="image/png", headers=headers)
+        return picture_of(stored.shot(turn) if stored else None, max_age_s=3600)
 
 
 def episode_page(
@@ -141,7 +135,10 @@ def episode_page(
         "address": entry.address,
         "facts": facts_of(entry),
         "turns": turns,
-        "drawings": _drawings(replay, len(episode.turns)),
+        "drawings": [
+            drawing_of(replay.shot(turn) if replay else None)
+            for turn in range(len(episode.turns) + 1)
+        ],
         "replay": replay,
         "waiting": viewer.replays.is_waiting(entry),
         "replay_link": f"{path}/replay{asked(**pairs, overlay=overlay)}",
@@ -233,21 +230,12 @@ _TIMES = (("policy", "generate_s"), ("environment", "env_s"), ("in all", "wall_s
 
 
 def _would_use(viewer: Viewer, entry: IndexedEpisode) -> tuple[str, str]:
-    """Return (what a replay would call or read, "") or ("", why none can be made).
-
-    The environment is set up as the owner configured it.
-    """
+    """Return (what a replay would call or read, "") or ("", why none can be made)."""
     try:
         env = environment_of(config_of(entry.step["config"]), entry.episode.item.env)
         return asked_of(viewer.servers.known(env)), ""
     except Missing as missing:
         return "", str(missing)
-
-
-def _drawings(replay: Replay | None, num_turns: int) -> list[Any]:
-    if replay is None:
-        return [NOTHING] * (num_turns + 1)
-    return [drawing_of(replay.shot(turn)) for turn in range(num_turns + 1)]
 
 
 def _neighbours(viewer: Viewer, entry: IndexedEpisode, query: Query | None) -> list[str]:

@@ -47,7 +47,7 @@ class Guard:
         """
         self._app, self._token = app, token
         login = base64.b64encode(f"{USER}:{token}".encode()).decode()
-        self._known = (f"Basic {login}", f"Bearer {token}")
+        self._known = (f"Basic {login}".encode(), f"Bearer {token}".encode())
         names = [f"{host}:{port}" for host in hosts]
         self._hosts = frozenset(names + (list(hosts) if port == 80 else []))
 
@@ -75,24 +75,23 @@ class Guard:
             return PlainTextResponse("this server is not known under that name\n", 403)
         if is_foreign(scope["method"], headers, f"http://{hosts[0]}"):
             return PlainTextResponse("a page of another origin has no business here\n", 403)
-        if self._token and not self._is_known(headers):
+        if self._token and not has_login(headers, *self._known):
             return PlainTextResponse(_HOW, 401, CHALLENGE)
         if scope["path"] == LOGIN:
             return after_login(hosts[0])
         return None
 
-    def _is_known(self, headers: Headers) -> bool:
-        credentials = headers.getlist("authorization")
-        return len(credentials) == 1 and any(
-            hmac.compare_digest(credentials[0].encode(), known.encode()) for known in self._known
-        )
+
+def has_login(headers: Headers, *known: bytes) -> bool:
+    """Return True for one Authorization header with one of these values, in constant time."""
+    credentials = headers.getlist("authorization")
+    return len(credentials) == 1 and any(
+        hmac.compare_digest(credentials[0].encode(), login) for login in known
+    )
 
 
 def after_login(host: str) -> Response:
-    """Return a redirect to / with the host spelled out.
-
-    After a relative redirect the page's URL would contain the login, and fetch() rejects such URLs.
-    """
+    """Return a redirect to /, spelled out: fetch() rejects a URL that contains a login."""
     return RedirectResponse(f"http://{host}/", 303)
 
 

@@ -1,23 +1,180 @@
 """The index: a SQLite file that is derived from the store and may be deleted at any time.
 
 One process writes it, any number of threads read it. A file that is damaged, or of another
-schema or store, is removed and rebuilt.
+schema or store, is removed and rebuilt. A row is an episode without its content: columns to filter
+and sort by, and its words for the search.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
+import re
 import secrets
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Self
 
 from agentgym.store.manifest import sha256
-from agentgym.viewer.rows import COLUMNS
+from agentgym.store.runstore import FOLDER
+from envs.plain import plain
+from envs.wire import FAMILY, INVALID
+
+# files of a commit that contain episodes, and the letter of each in an address
+FILES = ("trajectories.jsonl.gz", "attempts.jsonl.gz", "demos.jsonl.gz")
+LETTERS = "tad"
+TOKENIZER = "tokenizer.json"  # in a commit with weights: the tokenizer's files, by name
+DECISION = "decision.json"  # in a commit: the version that gets a model's alias, and why
+MAX_TEXT = 20_000  # searched characters of one text
+MAX_TEXTS = 400_000  # searched characters of one episode
+MAX_ERROR = 300
+
+_ADDRESS = re.compile(
+    r"(?P<folder>[a-z0-9-]{1,140})\.(?P<seq>\d{1,9})\.(?P<file>[tad])(?P<line>\d{1,9})"
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Address:
+    """Location of an episode in the store; its text is a permanent name, in any index."""
+
+    folder: str  # of the step in the store
+    seq: int  # of the commit
+    file: int  # index into FILES
+    line: int  # from 0
+
+    def __str__(self) -> str:
+        return f"{self.folder}.{self.seq}.{LETTERS[self.file]}{self.line}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse an address's text. Errors: ValueError."""
+        match = _ADDRESS.fullmatch(text)
+        if not match or not FOLDER.fullmatch(match["folder"]):
+            raise ValueError(f"{text[:80]!r} names no episode")
+        file = LETTERS.index(match["file"])
+        return cls(match["folder"], int(match["seq"]), file, int(match["line"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An episode without its content. Its fields are the columns of the index."""
+
+    step_id: int
+    seq: int
+    file: int
+    line: int
+    start: int  # first byte of its line in the unpacked file
+    size: int  # bytes of the line
+    env: str
+    task_id: int
+    item: str
+    split: str
+    family: str  # named by the environment; empty: it names none
+    sample: int
+    at: int  # optimizer step that it was played for, or whose weights played it
+    version: int  # of the newest weights that sampled a turn
+    oldest: int  # version of the oldest weights that sampled a turn
+    status: str
+    success: int
+    reward: float | None
+    advantage: float | None  # mean over its action tokens; None: not recorded
+    turns: int
+    tokens: int
+    said: int  # tokens that the policy sampled
+    invalid: int  # actions that the environment did not carry out
+    max_turns: int
+    temperature: float
+    attempts: int
+    excluded: str  # why it is not in the loss; empty: it is, or no update used its step
+    kept: int  # 1: the numbers of its tokens are recorded
+    began: float  # seconds since 1970
+    wall: float  # seconds
+    error: str
+
+
+COLUMNS = tuple(column.name for column in fields(Row))
+
+
+def row_of(record: Mapping[str, Any], location: Sequence[int], committed: float) -> Row:
+    """Return the row of a record.
+
+    location: the first six columns; committed: time of its commit, for records without times.
+    Errors: KeyError, TypeError, ValueError if it is no record.
+    """
+    item, turns = record["item"], record["turns"]
+    learned = record.get("learned") or {}
+    infos = [turn.get("info") or {} for turn in turns]
+    families = [str(info[FAMILY]) for info in infos if info.get(FAMILY) is not None]
+    versions = [int(turn.get("version", 0)) for turn in turns]
+    advantages, timing = learned.get("advantages") or (), record.get("timing") or {}
+    reward, step = record["reward"], int(record["step"])
+    step_id, seq, file, line, start, size = location
+    return Row(
+        step_id=step_id,
+        seq=seq,
+        file=file,
+        line=line,
+        start=start,
+        size=size,
+        env=plain(str(item["env"])),
+        task_id=int(item["task_id"]),
+        item=plain(f"{item['env']}_{item['task_id']}"),
+        split=plain(str(item.get("split", "train"))),
+        family=plain(families[-1])[:80] if families else "",
+        sample=int(record["sample"]),
+        at=step or max(versions, default=0),
+        version=max(versions, default=0),
+        oldest=min(versions, default=0),
+        status=plain(str(record["status"])),
+        success=int(bool(record["success"])),
+        reward=None if reward is None else float(reward),
+        advantage=sum(advantages) / len(advantages) if advantages else None,
+        turns=len(turns),
+        tokens=len(record["input_ids"]),
+        said=sum(map(bool, record["action_mask"])),
+        invalid=sum(bool(info.get(INVALID)) for info in infos),
+        max_turns=int(record["max_turns"]),
+        temperature=float(record.get("temperature", 1.0)),
+        attempts=int(record.get("num_attempts", 1)),
+        excluded=plain(str(learned.get("excluded", ""))),
+        kept=int(bool(learned.get("logprobs"))),
+        began=float(timing.get("began_s") or committed),
+        wall=float(timing.get("wall_s", 0.0)),
+        error=plain(str(record.get("error") or ""))[:MAX_ERROR],
+    )
+
+
+def config_of(text: str | None) -> dict[str, Any]:
+    """Return a step's settings from their text in the index."""
+    config = json.loads(text or "{}")
+    return config if isinstance(config, dict) else {}
+
+
+def words_of(record: Mapping[str, Any]) -> str:
+    """Return all text of an episode for the search, cut at MAX_TEXT and MAX_TEXTS."""
+    pieces, room = [], MAX_TEXTS
+    for text in _texts(record):
+        piece = text[: min(MAX_TEXT, room)]
+        pieces.append(piece)
+        room -= len(piece)
+        if room <= 0:
+            break
+    return plain("\n".join(pieces))
+
+
+def _texts(record: Mapping[str, Any]) -> Iterator[str]:
+    yield str(record["first_observation"])
+    for turn in record["turns"]:
+        yield str(turn.get("reply") or turn["action"])
+        yield str(turn["observation"])
+    yield str(record.get("error") or "")
+
 
 logger = logging.getLogger(__name__)
 
@@ -75,17 +232,14 @@ class Index:
     """The open index file. `reader` is a read-only connection of the calling thread."""
 
     def __init__(self, path: Path, root: str) -> None:
-        """Open the index at a path; the process that may write it builds it if needed.
-
-        root: root of the store that is indexed.
-        """
+        """Open the index of the store at `root`; its writer builds it if needed."""
         self.path, self._root = path, root
         self._local = threading.local()
-        self._lock: IO[bytes] | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.writes = self._claim()
+        self._lock = self._claim()
+        self.writes = self._lock is not None
         if self.writes and not self._is_sound():
-            self._make()
+            self.remake()
 
     @staticmethod
     def place(folder: Path, root: str) -> Path:
@@ -94,10 +248,7 @@ class Index:
 
     @property
     def reader(self) -> sqlite3.Connection:
-        """Read-only connection of the calling thread.
-
-        Errors: IndexDamaged if there is no file because another process is building it.
-        """
+        """Read-only connection of this thread. Errors: IndexDamaged while there is no file."""
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None or self._local.generation != self._made:
             connection = self._local.connection = self._connect("ro")
@@ -126,11 +277,6 @@ class Index:
         finally:
             connection.close()
 
-    def remake(self) -> None:
-        """Empty the index if this process writes it; readers reconnect."""
-        if self.writes:
-            self._make()
-
     def close(self) -> None:
         """Mark the file as undamaged and release the lock, if this process has the lock."""
         if self.writes:
@@ -157,16 +303,15 @@ class Index:
         connection.row_factory = sqlite3.Row
         return connection
 
-    def _claim(self) -> bool:
-        """Take the writer's lock for this process's lifetime. Return False if it is taken."""
+    def _claim(self) -> IO[bytes] | None:
+        """Take the writer's lock for this process's lifetime. Return None if it is taken."""
         lock = self.path.with_suffix(".lock").open("ab")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.close()
-            return False
-        self._lock = lock
-        return True
+            return None
+        return lock
 
     def _is_sound(self) -> bool:
         """Mark an undamaged file of this schema and store as open. Return False for others."""
@@ -178,8 +323,16 @@ class Index:
                 if (meta.get("schema"), meta.get("root")) != (str(SCHEMA), self._root):
                     logger.warning("%s is of another schema or store; it is built anew", self.path)
                     return False
-                if not self._is_whole(connection, checked=bool(meta.get("open"))):
-                    return False
+                # a killed process leaves a write-ahead log, whose content belongs to the file
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                (pages,) = connection.execute("PRAGMA page_count").fetchone()
+                (size,) = connection.execute("PRAGMA page_size").fetchone()
+                if pages * size > self.path.stat().st_size:
+                    raise IndexDamaged("it is cut short")
+                if meta.get("open"):  # its process did not close it: read every page
+                    (state,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+                    if state != "ok":
+                        raise IndexDamaged(state)
                 with connection:
                     connection.execute("UPDATE meta SET value = 'yes' WHERE name = 'open'")
                 return True
@@ -187,24 +340,8 @@ class Index:
             logger.warning("%s is damaged (%s); it is built anew", self.path, error)
             return False
 
-    def _is_whole(self, connection: sqlite3.Connection, *, checked: bool) -> bool:
-        """Merge the write-ahead log. Return True if the file is not damaged.
-
-        checked: read every page, after a process that did not close the file.
-        """
-        # a killed process leaves a write-ahead log, whose content belongs to the file
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        ((pages,), (size,)) = (
-            connection.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size")
-        )
-        state = "ok" if pages * size <= self.path.stat().st_size else "it is cut short"
-        if checked and state == "ok":
-            (state,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-        if state != "ok":
-            logger.warning("%s is damaged (%s); it is built anew", self.path, state)
-        return bool(state == "ok")
-
-    def _make(self) -> None:
+    def remake(self) -> None:
+        """Empty the index, whose writer this process must be; readers reconnect."""
         for suffix in ("", "-wal", "-shm"):
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
         self.path.touch(mode=0o600)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +11,8 @@ from fastapi import FastAPI, Request
 
 from agentgym.pages import Pages
 from agentgym.viewer.bodies import address_of
-from agentgym.viewer.index import RANGE_COLUMNS
+from agentgym.viewer.index import RANGE_COLUMNS, config_of
 from agentgym.viewer.query import Query
-from agentgym.viewer.servers import config_of
 from agentgym.viewer.viewer import Viewer
 
 COLUMNS = (  # sort key, title, CSS class
@@ -68,24 +67,22 @@ def add_lists(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
     @app.get("/")
     def home() -> str:
-        reader = viewer.index.reader
         steps = viewer.bodies.steps()
         problems = [
             {"where": f"{steps[row['step_id']]['folder']} commit {row['seq']}", "said": row["said"]}
-            for row in reader.execute("SELECT * FROM problems LIMIT 20")
+            for row in viewer.index.reader.execute("SELECT * FROM problems LIMIT 20")
             if row["step_id"] in steps
         ]
         if viewer.failure:
             problems.insert(0, {"where": "the store", "said": viewer.failure})
-        counted = viewer.lists.counts()
         return pages.render(
             "home.html",
-            runs=run_rows(reader, steps, counted, viewer.runs, viewer.why_stopped),
+            runs=run_rows(viewer, steps),
             problems=problems,
             gone=[row for row in steps.values() if row["gone"]],
-            total=f"{sum(row[-1] for row in counted):,}",
+            total=f"{sum(row[-1] for row in viewer.lists.counts()):,}",
             indexing=viewer.indexing is not None,
-            root=viewer.root,
+            root=viewer.store.root,
             stamp=viewer.index.stamp,
             section="home",
         )
@@ -118,20 +115,11 @@ def list_page(viewer: Viewer, query: Query) -> dict[str, Any]:
     }
 
 
-def run_rows(
-    reader: sqlite3.Connection,
-    steps: Mapping[int, sqlite3.Row],
-    counted: Sequence[tuple[Any, ...]],
-    only: tuple[str, ...],
-    why_stopped: Callable[[str], str | None],
-) -> list[RunRow]:
-    """Return the runs that have episodes, newest first.
-
-    counted: see `Lists.counts`; why_stopped: see `Viewer.why_stopped`.
-    only: prefixes of the names of runs to show; empty: all.
-    """
+def run_rows(viewer: Viewer, steps: Mapping[int, sqlite3.Row]) -> list[RunRow]:
+    """Return the viewer's runs that have episodes, newest first."""
+    reader = viewer.index.reader
     counts: dict[int, list[tuple[str, int, int]]] = {}
-    for step_id, env, _, _, status, _, _, _, n in counted:
+    for step_id, env, _, _, status, _, _, _, n in viewer.lists.counts():
         left_out = n if status in LEFT_OUT else 0
         counts.setdefault(step_id, []).append((env, n, left_out))
     members: dict[str, list[int]] = {}
@@ -139,7 +127,7 @@ def run_rows(
         members.setdefault(row["run"], []).append(row["step_id"])
     runs = []
     for row in reader.execute("SELECT * FROM runs ORDER BY created DESC"):
-        if only and not row["name"].startswith(only):
+        if viewer.runs and not row["name"].startswith(viewer.runs):
             continue
         run_steps = sorted(
             (steps[step_id] for step_id in members[row["name"]]), key=lambda s: s["created"]
@@ -154,7 +142,7 @@ def run_rows(
                 _about(run_steps),
                 row["created"],
                 bool(row["done"]),
-                None if row["done"] else why_stopped(row["name"]),
+                None if row["done"] else viewer.why_stopped(row["name"]),
                 sorted({count[0] for count in run_counts}),
                 sum(count[1] for count in run_counts),
                 success,
@@ -178,10 +166,7 @@ def run_rows(
 
 
 def _final_evaluation(steps: Sequence[sqlite3.Row]) -> tuple[float | None, float | None]:
-    """Return (success, coverage) of the newest weights' finished evaluation; None without one.
-
-    success: sampled if measured, else greedy; mean over environments.
-    """
+    """Return (mean success, coverage) of the newest weights' finished evaluation; None without."""
     finished = [
         (results.get("global_step", 0), step["created"], results)
         for step in steps

@@ -1,4 +1,4 @@
-"""Episodes that are played live: by a person, by an environment's expert, or by any policy that
+"""Pages for playing episodes: by a person, by an environment's expert, or by any policy that
 `agentgym evaluate` accepts. Nothing is recorded.
 """
 
@@ -8,15 +8,21 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qs
 
+from fastapi import FastAPI, Request
+from fastapi.responses import RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 
-from agentgym.config import ConfigError, EnvConfig, RunConfig
+from agentgym.config import ConfigError, EnvConfig, RunConfig, asked_of
+from agentgym.data.items import PUBLISHED_COUNTS
 from agentgym.evaluation.policies import Contender, PolicyName, seated, told_by
 from agentgym.evaluation.protocol import EnvProtocol, EvaluationRequest
+from agentgym.pages import Pages
 from agentgym.pipeline.contenders import invite
 from agentgym.pipeline.policy_evaluation import protocol_for
 from agentgym.rollouts.env_client import EnvError
@@ -32,14 +38,20 @@ from agentgym.rollouts.episode import (
 from agentgym.rollouts.players import TextPlayer
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Item, Sampling, Usage
-from agentgym.viewer.replay import Shot, shot_of
-from agentgym.viewer.servers import Servers
+from agentgym.viewer.bodies import Gone
+from agentgym.viewer.drawing import drawing_of
+from agentgym.viewer.index import config_of
+from agentgym.viewer.replay import Missing, Servers, Shot, picture_of, shot_of
+from agentgym.viewer.viewer import Viewer
 
 YOU = "you"
 MAX_GAMES = 8
 IDLE_S = 900.0
 TURN_LIMIT_S = 300.0
 MAX_ACTION = 4_000  # characters
+MAX_FORM = 64 * 1024  # bytes
+MAX_FIELDS = 20
+MAX_TASK = 2**53
 
 
 class Person(TextPlayer):
@@ -104,8 +116,9 @@ class Room:
             invited = await run_in_threadpool(invite, cfg, protocol, request)
             contender, protocol, playing = invited.contender, invited.protocol, invited.cfg
         async with contextlib.AsyncExitStack() as stack:
+            expert = contender is not None and contender.needs_expert
             endpoints = await run_in_threadpool(
-                _entered, stack, lambda: self._servers.use(env, expert=_needs_expert(contender))
+                lambda: stack.enter_context(self._servers.use(env, expert=expert))
             )
             pools = await stack.enter_async_context(EnvPools.of([env], {env.name: endpoints}))
             guides = await pools.check([env], allow_expert=True)  # nothing is learned here
@@ -136,10 +149,7 @@ class Room:
         return game
 
     async def act(self, game: Game, action: str) -> None:
-        """Play one turn; an error ends the game and is shown as its reason.
-
-        action: typed by a person; ignored for other players.
-        """
+        """Play one turn, by a person the typed action; an error ends the game and is its reason."""
         async with game.lock:
             if game.over:
                 return
@@ -196,16 +206,6 @@ class Room:
             raise ConfigError(f"{MAX_GAMES} games are open; end one of them")
 
 
-def _needs_expert(contender: Contender | None) -> bool:
-    return contender is not None and contender.needs_expert
-
-
-def _entered(
-    stack: contextlib.AsyncExitStack, use: Callable[[], contextlib.AbstractContextManager[Any]]
-) -> Any:
-    return stack.enter_context(use())
-
-
 def _episode(
     env_protocol: EnvProtocol, item: Item, observation: str, instructions: dict[str, str]
 ) -> Episode:
@@ -220,3 +220,116 @@ def _episode(
         action_format=env_protocol.action_format,
     )
     return Episode(item, 1, settings, observation)
+
+
+def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
+    """Add the pages below `/play`."""
+
+    @app.get("/play")
+    def choose() -> str:
+        withheld: list[str] = []
+        envs = [(name, asked_of(env)) for name, env in environments(viewer, withheld).items()]
+        return pages.render(
+            "play.html", envs=envs, withheld=withheld, game=None, you=YOU, section="play"
+        )
+
+    @app.post("/play")
+    async def begin(request: Request) -> RedirectResponse:
+        form = await form_of(request)
+        offered = environments(viewer)
+        if form.get("env") not in offered:
+            raise ConfigError(f"environment {form.get('env', '')[:60]!r} is none of those offered")
+        task = form.get("task", "0")
+        if not task.isdecimal() or len(task) > 16 or int(task) >= MAX_TASK:
+            raise ConfigError(f"task {task[:20]!r}: expected a number, such as 0 or 17")
+        player_name = (
+            form.get("policy", "").strip() if form.get("who") == "policy" else form.get("who")
+        )
+        game = await room.begin(offered[form["env"]], int(task), player_name or YOU)
+        return RedirectResponse(f"/play/{game.id}", 303)
+
+    @app.get("/play/{game}")
+    def show(game: str) -> str:
+        current = _found(room, game)
+        drawings = [drawing_of(shot) for shot in current.shots]
+        return pages.render(
+            "play.html",
+            game=current,
+            drawings=drawings,
+            address=f"play/{current.id}",
+            words="",
+            section="play",
+        )
+
+    @app.post("/play/{game}")
+    async def act(game: str, request: Request) -> RedirectResponse:
+        current, form = _found(room, game), await form_of(request)
+        if form.get("do") == "end":
+            await room.end(current)
+            return RedirectResponse("/play", 303)
+        await room.act(current, form.get("action", "").replace("\r\n", "\n"))
+        watch = "?watch=yes" if form.get("watch") else ""
+        return RedirectResponse(f"/play/{current.id}{watch}#turn-{len(current.episode.turns)}", 303)
+
+    @app.get("/play/{game}/picture/{turn}")
+    def picture(game: str, turn: int) -> Response:
+        current = _found(room, game)
+        return picture_of(current.shots[turn] if 0 <= turn < len(current.shots) else None)
+
+
+def environments(viewer: Viewer, withheld: list[str] | None = None) -> dict[str, EnvConfig]:
+    """Return label -> the configured environments, those of runs, and this project's own.
+
+    withheld: receives the reasons why environments of runs are not offered.
+    """
+    refused = [] if withheld is None else withheld
+    by_label = {env.name: viewer.servers.known(env) for env in viewer.cfg.envs}
+    for step in viewer.bodies.steps().values():
+        config = config_of(step["config"])
+        for options in (config.get("env"), *(config.get("mix") or ())):
+            try:
+                env = _env(options)
+                env = env and viewer.servers.known(env)
+            except Missing as missing:
+                env = None
+                if str(missing) not in refused:
+                    refused.append(str(missing))
+            if env is not None and env not in by_label.values():
+                by_label.setdefault(
+                    f"{env.name} as in {step['name']} {(step['key'] or '')[:6]}", env
+                )
+    for name in PUBLISHED_COUNTS:
+        by_label.setdefault(name, EnvConfig(name=name))
+    return by_label
+
+
+def _env(options: Any) -> EnvConfig | None:
+    """Return a native environment; None for others, which need servers from a configuration."""
+    if not isinstance(options, Mapping) or options.get("dialect", "native") != "native":
+        return None
+    try:
+        return EnvConfig(name=options["name"], options=options.get("options") or {})
+    except (KeyError, ValueError):
+        return None
+
+
+async def form_of(request: Request) -> dict[str, str]:
+    """Return a form's fields. Errors: HTTPException if it is too long or has too many fields."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_FORM:
+            raise HTTPException(413, f"a form may have {MAX_FORM} bytes")
+    text = body.decode("utf-8", "replace")
+    try:
+        fields = parse_qs(text, keep_blank_values=True, max_num_fields=MAX_FIELDS)
+    except ValueError:
+        raise HTTPException(413, f"a form may have {MAX_FIELDS} fields") from None
+    return {name: values[-1] for name, values in fields.items()}
+
+
+def _found(room: Room, game: str) -> Game:
+    current = room.find(game)
+    if current is None:
+        raise Gone("this game is over and put away; begin another at /play")
+    return current

@@ -7,16 +7,14 @@ import json
 import logging
 import secrets
 import sqlite3
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 
 from agentgym.pipeline.stored_config import STEP as RUNS
 from agentgym.records import DAMAGE, RecordError, checked_row, lines_of
 from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, ManifestError
 from agentgym.store.runstore import FOLDER, RunStore
-from agentgym.viewer.index import Index
-from agentgym.viewer.rows import COLUMNS, DECISION, FILES, TOKENIZER, Row, row_of, words_of
+from agentgym.viewer.index import COLUMNS, DECISION, FILES, TOKENIZER, Index, Row, row_of, words_of
 from envs.plain import plain
 
 logger = logging.getLogger(__name__)
@@ -33,17 +31,13 @@ class Refreshed:
     steps: int = 0  # changed
     episodes: int = 0  # added
     dropped: int = 0  # episodes removed
-    seconds: float = 0.0
 
 
 class Refresher:
     """Updater of an index from its store. One thread uses it."""
 
     def __init__(self, store: RunStore, index: Index, delivered: DeliveredSteps = dict) -> None:
-        """Connect an index with its store.
-
-        delivered: returns run key -> its steps, as (step, key), for runs known to MLflow.
-        """
+        """Connect an index with its store. delivered: MLflow's runs -> their (step, key)."""
         self._store, self._index, self._delivered = store, index, delivered
 
     def refresh(self, on_count: Callable[[int], None] = lambda _: None) -> Refreshed:
@@ -52,7 +46,7 @@ class Refresher:
         on_count: called with the number of episodes added so far.
         Errors: IndexDamaged; OSError of the store.
         """
-        refreshed, began = Refreshed(), time.perf_counter()
+        refreshed = Refreshed()
         marks = self._store.marks()
         with self._index.writing() as connection:
             known = {row["folder"]: row for row in connection.execute("SELECT * FROM steps")}
@@ -72,7 +66,6 @@ class Refresher:
         if refreshed.episodes:
             with self._index.writing() as connection:
                 connection.execute("PRAGMA optimize")
-        refreshed.seconds = time.perf_counter() - began
         return refreshed
 
     def _step(
@@ -92,7 +85,8 @@ class Refresher:
         try:
             after = -1 if known is None or known["head"] is None else known["head"]
             commits = self._store.history(name, key, after=max(after - 1, -1))
-            if after >= 0 and not _goes_on(commits, after, known):
+            last_indexed = [commit.records_digest for commit in commits if commit.seq == after]
+            if known is not None and after >= 0 and last_indexed != [known["head_digest"]]:
                 refreshed.dropped += _forget(connection, step_id, "")
                 commits, after = self._store.history(name, key), -1
         except (ManifestError, FileNotFoundError) as error:
@@ -149,10 +143,7 @@ class Refresher:
     def _episodes(
         self, connection: sqlite3.Connection, step_id: int, commit: Manifest, file: int
     ) -> int:
-        """Index a file's episodes, or none if one cannot be read.
-
-        Result: the number of episodes. Errors: BlobMissing, DigestMismatch, RecordError.
-        """
+        """Index a file's episodes, or none. Errors: BlobMissing, DigestMismatch, RecordError."""
         data, origin = self._store.read(commit, FILES[file]), (step_id, commit.seq, file)
         connection.execute("SAVEPOINT file")
         try:
@@ -186,13 +177,6 @@ def _rows(data: bytes, origin: tuple[int, int, int], committed: float) -> Iterat
         raise RecordError(
             f"line {number + 1} of {FILES[origin[2]]} is no episode: {type(error).__name__} {error}"
         ) from error
-
-
-def _goes_on(commits: Sequence[Manifest], after: int, known: sqlite3.Row | None) -> bool:
-    """Return True if the last indexed commit is still in the store, unchanged."""
-    assert known is not None
-    same = [commit for commit in commits if commit.seq == after]
-    return bool(same) and same[0].records_digest == known["head_digest"]
 
 
 def _new_step(connection: sqlite3.Connection, folder: str, name: str) -> int:
@@ -248,11 +232,7 @@ def _problem(
 def _name_runs(
     connection: sqlite3.Connection, delivered: Mapping[str, set[tuple[str, str]]]
 ) -> None:
-    """Group the steps into runs and name these.
-
-    A run is a step that nothing builds on, with all its ancestors. It has its name in MLflow if
-    it was delivered there.
-    """
+    """Name the runs: a run is a step that nothing builds on, with all its ancestors."""
     steps = connection.execute(
         "SELECT * FROM steps WHERE head IS NOT NULL AND name != ?", (RUNS,)
     ).fetchall()
@@ -275,8 +255,7 @@ def _name_runs(
         newest = max(members.values(), key=lambda row: row["created"])
         done = int(all(row["done"] for row in members.values()))
         connection.execute(
-            "INSERT INTO runs VALUES (?, ?, ?, ?)",
-            (name, newest["name"], newest["created"], done),
+            "INSERT INTO runs VALUES (?, ?, ?, ?)", (name, newest["name"], newest["created"], done)
         )
         connection.executemany(
             "INSERT INTO run_steps VALUES (?, ?)", [(name, step_id) for step_id in members]
@@ -286,10 +265,8 @@ def _name_runs(
 def _name_of(
     leaf: sqlite3.Row, run_folders: set[str], delivered: Mapping[str, set[tuple[str, str]]]
 ) -> str:
-    """Return the name of the run that ends in `leaf`.
-
-    It is the name of the MLflow run that shares the most steps with this run and has the leaf or no
-    other steps; without such a run, the leaf's name and key.
+    """Return the name of the MLflow run that shares the most steps with the run that ends in
+    `leaf`, and has the leaf or no other steps; without such a run, the leaf's name and key.
     """
     best, num_shared = f"{leaf['name']}-{leaf['key'][:12]}", 0
     for key, steps in delivered.items():

@@ -1,4 +1,5 @@
-"""Replays of episodes, which draw the environment at each turn and compare it with the record.
+"""Environment servers for the viewer, started on first use and ended when idle, and replays of
+episodes on them, which draw the environment at each turn and compare it with the record.
 
 A replay is made once and stored; only the newest KEEP stay.
 """
@@ -13,13 +14,19 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from agentgym.config import EnvConfig
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from agentgym.config import ConfigError, EnvConfig, RunConfig, owned_env
+from agentgym.deploy.environment import environment_servers
+from agentgym.deploy.local import check_local_env
 from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import ending
 from agentgym.rollouts.pools import EnvPools
@@ -27,16 +34,124 @@ from agentgym.store.keys import environment_modules, source_digest
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.types import Status, Trajectory
 from agentgym.viewer.bodies import IndexedEpisode
-from agentgym.viewer.index import IndexDamaged
-from agentgym.viewer.servers import Missing, Servers, config_of, environment_of
+from agentgym.viewer.index import config_of
 
 logger = logging.getLogger(__name__)
 
-LIMIT_S = 300.0  # per episode
+IDLE_S = 180.0  # of a server
+MAX_SESSIONS = 16  # of a server that the viewer starts
+SESSION_TTL_S = 1_800.0  # long, for a person who thinks
+LIMIT_S = 300.0  # of the replay of an episode
 MAX_WAITING = 8  # episodes
 MAX_SHOTS = 400  # per episode; later turns are compared and not drawn
 MAX_SHOT_BYTES = 2 * 1024 * 1024
 KEEP = 2_000  # episodes
+
+
+class Missing(RuntimeError):
+    """An environment that cannot be used here; the text gives the reason and a remedy."""
+
+
+@dataclass
+class _Open:
+    stack: contextlib.ExitStack
+    endpoints: Sequence[str]
+    users: int = 0
+    used: float = field(default_factory=time.monotonic)
+
+
+class Servers:
+    """One server for each environment and its options."""
+
+    def __init__(self, cfg: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        """Prefer the endpoints that the viewer's owner configured, for the configured options."""
+        self._cfg, self._clock = cfg, clock
+        self._open: dict[tuple[bytes, bool], _Open] = {}
+        self._lock = threading.Lock()  # locked while a server starts
+        self._counting = threading.Lock()  # locked only for moments
+
+    @contextlib.contextmanager
+    def use(self, env: EnvConfig, *, expert: bool = False) -> Iterator[Sequence[str]]:
+        """Yield the endpoints of an environment's server, started if there is none with these
+        options; it continues to run until `end_idle` or `close`.
+
+        expert: a server that can also be asked for expert actions.
+        Errors: Missing if the owner did not configure these options, or the server does not start.
+        """
+        # options from a store must not open anything the owner did not configure
+        env = self.known(env)
+        key = (canonical_json([env.name, env.options, env.dialect, list(env.endpoints)]), expert)
+        with self._lock:  # a start takes seconds; other callers wait for the same server
+            if key not in self._open:
+                self._open[key] = self._start(env, expert)
+            server = self._open[key]
+            with self._counting:
+                server.users += 1
+        try:
+            yield server.endpoints
+        finally:
+            with self._counting:
+                server.users -= 1
+                server.used = self._clock()
+
+    def known(self, env: EnvConfig) -> EnvConfig:
+        """Return the environment with the owner's endpoints. Errors: Missing for other options."""
+        try:
+            trusted = owned_env(env, self._cfg.envs)
+        except ConfigError as error:
+            raise Missing(str(error)) from None
+        return trusted.model_copy(update={"deploy": "local", "replicas": "auto"})
+
+    def end_idle(self, than_s: float = IDLE_S) -> None:
+        """End the servers that were not used for `than_s` seconds."""
+        with self._lock, self._counting:
+            now = self._clock()
+            for key, server in list(self._open.items()):
+                if not server.users and now - server.used >= than_s:
+                    del self._open[key]
+                    server.stack.close()
+
+    def close(self) -> None:
+        """End all servers."""
+        with self._lock:
+            for server in self._open.values():
+                server.stack.close()
+            self._open.clear()
+
+    def _start(self, env: EnvConfig, expert: bool) -> _Open:
+        if env.dialect != "native" and not env.endpoints:
+            raise Missing(
+                f"environment {env.name} was served elsewhere (dialect {env.dialect}); name its"
+                " servers: agentgym view --set env.endpoints=[URL]"
+            )
+        with contextlib.ExitStack() as stack:
+            try:
+                check_local_env(env)
+                few = env.model_copy(
+                    update={"max_sessions": MAX_SESSIONS, "session_ttl_s": SESSION_TTL_S}
+                )
+                cfg = self._cfg.model_copy(update={"env": few, "mix": ()})
+                endpoints = stack.enter_context(environment_servers(cfg, expert))
+            except (ConfigError, RuntimeError, OSError) as error:
+                first = str(error).strip().splitlines()[0]
+                raise Missing(f"environment {env.name} cannot be had here: {first}") from error
+            return _Open(stack.pop_all(), endpoints[env.name], used=self._clock())
+
+
+def environment_of(config: Mapping[str, Any], name: str) -> EnvConfig:
+    """Return an environment with the options of a step's settings. Errors: Missing."""
+    candidates = [config.get("env"), *(config.get("mix") or ())]
+    candidates += [
+        settings.get("env") for settings in (config.get("protocol") or {}).get("envs", ())
+    ]
+    for settings in candidates:
+        if isinstance(settings, Mapping) and settings.get("name") == name:
+            try:
+                keys = settings.keys() & {"name", "options", "dialect"}
+                return EnvConfig.model_validate({key: settings[key] for key in keys})
+            except ValueError as error:
+                raise Missing(f"the options of {name} on record are refused: {error}") from None
+    raise Missing(f"the step does not say how its environment {name} was set up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +173,7 @@ class Replay:
     shots: Sequence[Shot] = ()
 
     def shot(self, turn: int) -> Shot | None:
-        return self.shots[turn] if turn < len(self.shots) else None
+        return self.shots[turn] if 0 <= turn < len(self.shots) else None
 
 
 class Replays:
@@ -70,8 +185,13 @@ class Replays:
         self._thread = ThreadPoolExecutor(1, "replay")
         self._waiting: dict[str, Future[None]] = {}
         self._lock = threading.Lock()
-        with contextlib.suppress(IndexDamaged):
-            self._prepare()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._make()
+        except sqlite3.DatabaseError as error:
+            logger.warning("%s is damaged (%s); drawings are made again", self._path, error)
+            self._path.unlink(missing_ok=True)
+            self._make()
 
     def find(self, entry: IndexedEpisode) -> Replay | None:
         """Return an episode's stored replay; None if it was not replayed yet."""
@@ -141,20 +261,11 @@ class Replays:
             )
             connection.executemany(
                 "INSERT INTO shots VALUES (?, ?, ?, ?, ?)",
-                [(key, s.turn, s.media_type, s.data, s.differs) for s in replay.shots],
+                [(key, *astuple(shot)) for shot in replay.shots],
             )
             old = "SELECT key FROM replays ORDER BY made DESC LIMIT -1 OFFSET ?"
             for table in ("shots", "replays"):
                 connection.execute(f"DELETE FROM {table} WHERE key IN ({old})", (KEEP,))
-
-    def _prepare(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._make()
-        except sqlite3.DatabaseError as error:
-            logger.warning("%s is damaged (%s); drawings are made again", self._path, error)
-            self._path.unlink(missing_ok=True)
-            self._make()
 
     def _make(self) -> None:
         with contextlib.closing(self._connect()) as connection, connection:
@@ -227,10 +338,9 @@ def _verdict(episode: Trajectory, shots: Sequence[Shot], ended: Status | None) -
     as_played = ended or (
         Status.MAX_TURNS if len(episode.turns) >= episode.max_turns else Status.MAX_TOKENS
     )
-    if episode.status.is_valid and as_played is not episode.status:
-        is_given_up = ended is None and episode.status is Status.MAX_TURNS
-        if not is_given_up:
-            return f"the replay ends as {as_played}, the record as {episode.status}", False
+    is_given_up = ended is None and episode.status is Status.MAX_TURNS
+    if episode.status.is_valid and as_played is not episode.status and not is_given_up:
+        return f"the replay ends as {as_played}, the record as {episode.status}", False
     return f"played again, {len(episode.turns)} turns agree with the record", True
 
 
@@ -249,13 +359,20 @@ def _short(value: object) -> str:
 async def shot_of(session: object, turn: int, differs: str) -> Shot:
     """Return a shot of the environment; without data if drawing fails or exceeds a limit."""
     draw = getattr(session, "render", None)
-    if draw is None or turn > MAX_SHOTS:
-        return Shot(turn, "", b"", differs)
-    try:
-        media_type, data = await draw()
-    except EnvError as error:
-        logger.info("no drawing of turn %d: %s", turn, error)
-        return Shot(turn, "", b"", differs)
-    if len(data) > MAX_SHOT_BYTES:
-        return Shot(turn, "", b"", differs)
-    return Shot(turn, media_type, data, differs)
+    if draw is not None and turn <= MAX_SHOTS:
+        try:
+            media_type, data = await draw()
+            if len(data) <= MAX_SHOT_BYTES:
+                return Shot(turn, media_type, data, differs)
+        except EnvError as error:
+            logger.info("no drawing of turn %d: %s", turn, error)
+    return Shot(turn, "", b"", differs)
+
+
+def picture_of(shot: Shot | None, max_age_s: int = 0) -> Response:
+    """Return the picture of a shot; max_age_s: it may be cached. Errors: HTTPException 404."""
+    if shot is None or shot.media_type != "image/png":
+        raise HTTPException(404)
+    cached = {"Cache-Control": f"max-age={max_age_s}"} if max_age_s else {}
+    headers = {"Content-Security-Policy": "sandbox", **cached}
+    return Response(shot.data, media_type="image/png", headers=headers)

@@ -4,22 +4,234 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 
-from agentgym.evaluation.result import differences
+from agentgym.evaluation.paired import Decision, align, compare
+from agentgym.evaluation.result import Outcome, Result, Slot, differences
 from agentgym.pages import Pages
 from agentgym.store.manifest import BlobMissing, DigestMismatch
-from agentgym.viewer.beside import MOST, attempts_of, beside, group_of, results, versus
-from agentgym.viewer.bodies import Gone, IndexedEpisode
+from agentgym.viewer.bodies import Gone, IndexedEpisode, address_of
 from agentgym.viewer.episode_page import address_in
+from agentgym.viewer.index import DECISION, Address, config_of
 from agentgym.viewer.query import BadQuery
-from agentgym.viewer.rows import DECISION
-from agentgym.viewer.servers import config_of
 from agentgym.viewer.training import KINDS, training_of
 from agentgym.viewer.viewer import Viewer
+
+MOST = 16  # episodes side by side
+CONFIDENCE = 0.95
+# SQL condition for episodes that count
+COUNTS = "reward IS NOT NULL"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One of several episodes side by side, compared with the first of them."""
+
+    found: IndexedEpisode
+    parts: int | None  # first turn, from 1, whose action differs from the first column's, or None
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeColumns:
+    """Several episodes in columns."""
+
+    columns: list[Column]
+    common: int  # leading turns whose actions are equal in all columns
+    same_outcome: bool  # two or more episodes count, and their rewards are equal
+    excluded: int  # episodes that are not in the loss
+
+
+def beside(entries: Sequence[IndexedEpisode]) -> EpisodeColumns:
+    """Return episodes as columns, compared with the first one."""
+    actions = [[turn.action for turn in entry.episode.turns] for entry in entries]
+    columns = [
+        Column(entry, parting(actions[0], turns) if index else None)
+        for index, (entry, turns) in enumerate(zip(entries, actions, strict=True))
+    ]
+    common = min((len(turns) for turns in actions), default=0)
+    for turns in actions[1:]:
+        common = min(common, (parting(actions[0], turns) or common + 1) - 1)
+    rewards = [entry.row["reward"] for entry in entries if entry.row["reward"] is not None]
+    return EpisodeColumns(
+        columns,
+        common,
+        len(rewards) > 1 and len(set(rewards)) == 1,
+        sum(bool(entry.row["excluded"]) for entry in entries),
+    )
+
+
+def parting(first: Sequence[str], other: Sequence[str]) -> int | None:
+    """Return the first turn, from 1, at which two lists of actions differ; None if equal."""
+    for turn, (a, b) in enumerate(zip(first, other, strict=False), 1):
+        if a != b:
+            return turn
+    return None if len(first) == len(other) else min(len(first), len(other)) + 1
+
+
+def group_of(reader: sqlite3.Connection, row: sqlite3.Row) -> list[sqlite3.Row]:
+    """Return all rows of this row's item in the same commit, file, split and temperature."""
+    return reader.execute(
+        "SELECT * FROM episodes WHERE (item, step_id, seq, split, temperature, file)"
+        " = (?, ?, ?, ?, ?, ?) ORDER BY sample, line",
+        [row[name] for name in ("item", "step_id", "seq", "split", "temperature", "file")],
+    ).fetchall()
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """All episodes of an item from one step, optimizer step, split and temperature."""
+
+    step: sqlite3.Row
+    at: int
+    split: str
+    temperature: float
+    episodes: list[tuple[str, sqlite3.Row]]  # address, row
+
+    @property
+    def success(self) -> float | None:
+        counted = [row["success"] for _, row in self.episodes if row["reward"] is not None]
+        return sum(counted) / len(counted) if counted else None
+
+
+def attempts_of(
+    reader: sqlite3.Connection, steps: Mapping[int, sqlite3.Row], item: str, limit: int
+) -> list[Attempts]:
+    """Return the attempts at an item, oldest step first, from at most `limit` episodes."""
+    rows = reader.execute(
+        "SELECT * FROM episodes WHERE item = ? ORDER BY step_id, seq, temperature, sample, id"
+        " LIMIT ?",
+        (item, limit),
+    )
+    by_key: dict[tuple[object, ...], Attempts] = {}
+    for row in rows:
+        step = steps[row["step_id"]]
+        key = tuple(row[name] for name in ("step_id", "at", "split", "temperature"))
+        attempts = by_key.setdefault(
+            key, Attempts(step, row["at"], row["split"], row["temperature"], [])
+        )
+        attempts.episodes.append((address_of(row, step), row))
+    return sorted(by_key.values(), key=lambda attempts: (attempts.step["created"], attempts.at))
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """One sample of an item whose success differs between two results."""
+
+    item: str
+    sample: int
+    family: str
+    before: str  # address
+    after: str
+    won: bool  # failed before, succeeds now
+
+
+@dataclass(frozen=True, slots=True)
+class Versus:
+    """The paired comparison of two results."""
+
+    decisions: Mapping[str, Decision]  # by environment
+    won: list[Flip]
+    lost: list[Flip]
+    both: int  # number of slots that count in both results
+    families: list[tuple[str, str, int, float, float]]  # env, family, slots, before, after
+    why_not: str = ""  # why there is no decision; empty: there is one
+
+
+def results(steps: Mapping[int, sqlite3.Row]) -> list[sqlite3.Row]:
+    """Return the evaluation steps that have a commit, newest first, unfinished ones included."""
+    evaluations = [
+        step
+        for step in steps.values()
+        if step["head"] is not None
+        and {"evaluation", "protocol"} & config_of(step["config"]).keys()
+    ]
+    return sorted(evaluations, key=lambda step: -step["created"])
+
+
+def versus(
+    reader: sqlite3.Connection,
+    before: sqlite3.Row,
+    after: sqlite3.Row,
+    identities: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
+) -> Versus:
+    """Return the paired comparison of two results; identities: see `Bodies.identity`."""
+    rows = reader.execute(
+        f"SELECT a.env, a.item, a.sample, ifnull(nullif(a.family, ''), b.family) AS family,"
+        f" a.success AS old, b.success AS new, a.seq AS a_seq, a.file AS a_file, a.line AS a_line,"
+        f" b.seq AS b_seq, b.file AS b_file, b.line AS b_line FROM episodes a"
+        f" JOIN episodes b ON b.item = a.item AND b.step_id = ? AND b.sample = a.sample"
+        f" WHERE a.step_id = ? AND a.{COUNTS} AND b.{COUNTS} ORDER BY a.env, a.task_id, a.sample",
+        (after["id"], before["id"]),
+    ).fetchall()
+    flips = [
+        Flip(
+            row["item"],
+            row["sample"],
+            row["family"],
+            str(Address(before["folder"], row["a_seq"], row["a_file"], row["a_line"])),
+            str(Address(after["folder"], row["b_seq"], row["b_file"], row["b_line"])),
+            bool(row["new"]),
+        )
+        for row in rows
+        if row["old"] != row["new"]
+    ]
+    results = [
+        _result(reader, step, identity)
+        for step, identity in zip((before, after), identities, strict=True)
+    ]
+    try:
+        decisions, why_not = compare(align(*results), confidence=CONFIDENCE), ""
+    except ValueError as error:
+        decisions, why_not = {}, str(error)
+    return Versus(
+        decisions,
+        [flip for flip in flips if flip.won],
+        [flip for flip in flips if not flip.won],
+        len(rows),
+        _families(rows),
+        why_not if rows else "they have no item and sample in common that counts in both",
+    )
+
+
+def _result(reader: sqlite3.Connection, step: sqlite3.Row, identity: Mapping[str, Any]) -> Result:
+    """Return a step's result; the last attempt at a slot counts."""
+    slots: dict[tuple[str, int], Slot] = {}
+    for row in reader.execute(
+        "SELECT env, item, sample, family, reward, success FROM episodes WHERE step_id = ?"
+        " ORDER BY env, task_id, sample, seq, file = 0, line",
+        (step["id"],),
+    ):
+        outcome = Outcome.ENV_ERROR if row["reward"] is None else Outcome.SCORED
+        slots[row["item"], row["sample"]] = Slot(
+            row["env"],
+            row["item"],
+            row["sample"],
+            outcome=outcome,
+            success=bool(row["success"]),
+            family=row["family"] or None,
+        )
+    return Result(identity, tuple(slots.values()))
+
+
+def _families(rows: Sequence[sqlite3.Row]) -> list[tuple[str, str, int, float, float]]:
+    by_family: dict[tuple[str, str], list[sqlite3.Row]] = {}
+    for row in rows:
+        by_family.setdefault((row["env"], row["family"]), []).append(row)
+    return [
+        (
+            env,
+            family,
+            len(family_rows),
+            sum(row["old"] for row in family_rows) / len(family_rows),
+            sum(row["new"] for row in family_rows) / len(family_rows),
+        )
+        for (env, family), family_rows in sorted(by_family.items())
+    ]
+
 
 MOST_ATTEMPTS = 3_000  # episodes of an item on its page
 MOST_FLIPS = 200  # on a page, in each direction
@@ -35,7 +247,10 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         shown = list(viewer.bodies.read(rows[:MOST]))
         title = f"{entry.row['item']}: the {len(rows)} samples of {entry.step['name']}"
         title += f", step {entry.row['at']}" if entry.row["at"] >= 0 else ""
-        return _beside(pages, title, shown, len(rows) - len(shown), is_group=True)
+        rest = len(rows) - len(shown)
+        return pages.render(
+            "beside.html", title=title, told=beside(shown), rest=rest, is_group=True
+        )
 
     @app.get("/beside")
     def side_by_side(request: Request) -> str:
@@ -44,7 +259,10 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
             raise BadQuery(f"choose 2 to {MOST} episodes to see side by side")
         entries = [viewer.bodies.find(address_in(address)) for address in chosen]
         items = sorted({entry.row["item"] for entry in entries})
-        return _beside(pages, f"{', '.join(items)}: {len(entries)} attempts", entries, 0)
+        title = f"{', '.join(items)}: {len(entries)} attempts"
+        return pages.render(
+            "beside.html", title=title, told=beside(entries), rest=0, is_group=False
+        )
 
     @app.get("/item/{item}")
     def item(item: str) -> str:
@@ -76,34 +294,24 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         return pages.render("training.html", **_trained(viewer, run))
 
 
-def _beside(
-    pages: Pages, title: str, entries: list[IndexedEpisode], rest: int, *, is_group: bool = False
-) -> str:
-    columns = beside(entries, rest)
-    return pages.render("beside.html", title=title, told=columns, is_group=is_group)
-
-
 def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
-    """Return the template context of a comparison of two results.
-
-    a, b: folders of steps. Errors: BadQuery.
-    """
+    """Return the template context of two results; a, b: folders of steps. Errors: BadQuery."""
     steps = viewer.bodies.steps()
     known = results(steps)
     by_folder = {step["folder"]: step for step in known}
     missing = [folder for folder in (a, b) if folder and folder not in by_folder]
     if missing:
         raise BadQuery(f"{missing[0][:80]!r} is no result that is known here")
-    comparison: dict[str, Any] = {"versus": None, "questions": []}
+    comparison: Versus | None = None
+    questions: list[str] = []
     if a and b:
         before, after = by_folder[a], by_folder[b]
         identities = (viewer.bodies.identity(before), viewer.bodies.identity(after))
-        comparison = {
-            "versus": versus(viewer.index.reader, before, after, identities),
-            "questions": differences(*identities)[:12],
-        }
+        comparison = versus(viewer.index.reader, before, after, identities)
+        questions = differences(*identities)[:12]
     return {
-        **comparison,
+        "versus": comparison,
+        "questions": questions,
         "results": [(step["folder"], result_name(step)) for step in known],
         "a": a,
         "b": b,

@@ -1,7 +1,4 @@
-"""The recorded tokens of an episode with their numbers, for display.
-
-Nothing is tokenized again: the page shows the tokens that were sampled.
-"""
+"""The recorded tokens of an episode with their numbers; nothing is tokenized again."""
 
 from __future__ import annotations
 

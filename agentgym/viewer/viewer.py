@@ -17,10 +17,9 @@ from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import delivered_steps
 from agentgym.viewer.bodies import Bodies
 from agentgym.viewer.index import Index, IndexDamaged
-from agentgym.viewer.lists import Lists
+from agentgym.viewer.query import Lists
 from agentgym.viewer.refresh import Refreshed, Refresher
-from agentgym.viewer.replay import Replays
-from agentgym.viewer.servers import Servers
+from agentgym.viewer.replay import Replays, Servers
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +53,9 @@ class Viewer:
     def open(cls, cfg: RunConfig, runs: tuple[str, ...] = ()) -> Self:
         """Open the store and its index, built if needed. Errors: ConfigError without the store."""
         store = open_store(cfg)
-        folder = cfg.state_dir / FOLDER
-        index = Index(Index.place(folder, _root(store)), _root(store))
+        folder, root = cfg.state_dir / FOLDER, store.root
+        root = root if root.startswith("s3://") else str(Path(root).absolute())
+        index = Index(Index.place(folder, root), root)
         servers = Servers(cfg)
         return cls(
             cfg,
@@ -68,16 +68,8 @@ class Viewer:
             runs,
         )
 
-    @property
-    def root(self) -> str:
-        """Root of the store, for display."""
-        return self.store.root
-
     def refresh(self) -> Refreshed:
-        """Update index and leases; return counts. Only for the index's writer.
-
-        A damaged index is rebuilt once.
-        """
+        """Update index and leases, for the index's writer; a damaged index is rebuilt once."""
         refresher = Refresher(self.store, self.index, lambda: delivered_steps(self.cfg))
         for again in (True, False):
             try:
@@ -150,16 +142,14 @@ class Viewer:
         self.close()
 
     def close(self) -> None:
-        """Close the replays, the environment servers and the index. Use it for a viewer that was
-        not entered by `with`, which also starts and ends the follow thread.
-        """
+        """Close replays, servers and index of a viewer that was not entered by `with`."""
         self.replays.close()
         self.servers.close()
         self.index.close()
 
     def _follow(self) -> None:
         """Refresh until the viewer ends, keep the last error for display, end idle servers."""
-        pause_s = POLL_S3_S if self.root.startswith("s3://") else POLL_S
+        pause_s = POLL_S3_S if self.store.root.startswith("s3://") else POLL_S
         while not self._stop.is_set():
             try:
                 if self.index.writes:
@@ -173,8 +163,3 @@ class Viewer:
             self.indexing = None
             self.servers.end_idle()
             self._stop.wait(pause_s)
-
-
-def _root(store: RunStore) -> str:
-    root = store.root
-    return root if root.startswith("s3://") else str(Path(root).absolute())

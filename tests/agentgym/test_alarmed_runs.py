@@ -16,9 +16,9 @@ from agentgym.config import load_config
 from agentgym.learner.learner import LocalLearner
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, key_of, open_store, run_key, steps_of
-from agentgym.tracking.alarms import AlarmStop, begun
 from agentgym.tracking.deliver import committed_points, parent_run, tracker_of
 from agentgym.tracking.mlflow import ENDED
+from agentgym.tracking.points import AlarmStop, begun
 from flows.shell import alarm_lines
 
 pytestmark = pytest.mark.integration

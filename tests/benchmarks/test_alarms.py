@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentgym.tracking.alarms import RULES
+from agentgym.tracking.points import RULES
 from tests.benchmarks.conftest import imported
 
 ROOT = Path(__file__).parents[2]

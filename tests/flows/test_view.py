@@ -9,7 +9,7 @@ from agentgym.audit.findings import Checks
 from agentgym.audit.stored_steps import read_steps
 from agentgym.config import load_config
 from agentgym.store.runstore import folder_name
-from agentgym.viewer.rows import FILES, Address
+from agentgym.viewer.index import FILES, Address
 from agentgym.viewer.viewer import FOLDER, Viewer
 
 

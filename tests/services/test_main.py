@@ -65,7 +65,7 @@ def test_a_supervisor_of_that_pid_and_start_time_is_ended(state, sleeper, capsys
 
 def test_a_second_up_says_what_runs_and_starts_nothing(state, sleeper, capsys):
     claim(state, sleeper.pid, process_start(sleeper.pid))
-    assert up(state, None, None) == 1  # its services are gone, and it says so
+    assert up(state, {}) == 1  # its services are gone, and it says so
     said = capsys.readouterr().out
     assert said.startswith("already running\n")
     assert "http://127.0.0.1:1" in said
@@ -79,12 +79,12 @@ def test_a_second_up_applies_prefect_yaml_and_says_what_changed(
     claim(state, sleeper.pid, process_start(sleeper.pid), pids={"prefect": sleeper.pid})
     found = [["schedule nightly of pipeline/local: switched on"], []]
     monkeypatch.setattr(services, "apply", lambda running: found.pop(0))
-    up(state, None, None)
+    up(state, {})
     assert capsys.readouterr().out.splitlines()[:2] == [
         "already running",
         "applied  prefect.yaml: schedule nightly of pipeline/local: switched on",
     ]
-    up(state, None, None)
+    up(state, {})
     assert "applied  prefect.yaml: nothing in it has changed\n" in capsys.readouterr().out
 
 
@@ -98,7 +98,7 @@ def test_of_two_ups_at_one_moment_one_starts_the_services_and_the_other_says_tha
 
     monkeypatch.setattr(services, "_start_supervisor", start)
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda _: up(state, None, None), range(2)))
+        list(threads.map(lambda _: up(state, {}), range(2)))
     said = capsys.readouterr().out
     assert said.count("starting a Prefect server, a worker and MLflow") == 1
     assert said.count("already running\n") == 1

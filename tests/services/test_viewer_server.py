@@ -2,7 +2,6 @@
 
 import os
 import socket
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -10,8 +9,7 @@ import urllib.request
 import pytest
 
 from agentgym.deploy.owned import owned_process, tail
-from services import viewer_server
-from services.supervisor import healthy
+from services.supervisor import OURS, VIEWER_LOGIN, healthy
 
 
 def get(address, login=""):
@@ -28,8 +26,8 @@ def test_it_answers_its_owner_alone_and_ends_with_its_owner(tmp_path):
         bound.bind(("127.0.0.1", 0))
         bound.listen()
         address = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        command = [sys.executable, "-m", "services.viewer_server", str(bound.fileno())]
-        env = {viewer_server.LOGIN: "agentgym:secret", "PYTHONPATH": os.getcwd()}
+        command = [*OURS, "viewer", str(bound.fileno())]
+        env = {VIEWER_LOGIN: "agentgym:secret", "PYTHONPATH": os.getcwd()}
         with owned_process(
             command, log_path=tmp_path / "log", env=env, pass_fds=(bound.fileno(),)
         ) as process:

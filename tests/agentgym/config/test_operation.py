@@ -4,7 +4,7 @@ import pytest
 
 from agentgym.config import AlarmsConfig, ConfigError, load_config
 from agentgym.pipeline.table import key_of, run_key, steps_of
-from agentgym.tracking.alarms import RULES
+from agentgym.tracking.points import RULES
 
 
 def test_every_alarm_has_an_action_and_a_limit_and_the_file_says_what_is_usual():

@@ -20,7 +20,7 @@ from agentgym.pipeline.promote import play_anew
 from agentgym.pipeline.table import finished, open_store
 from agentgym.records import TRAJECTORIES
 from agentgym.store.manifest import Blob
-from agentgym.viewer.beside import versus as viewed
+from agentgym.viewer.study_page import versus as viewed
 from agentgym.viewer.viewer import Viewer
 
 pytestmark = pytest.mark.integration

@@ -3,7 +3,7 @@
 import pytest
 
 from agentgym.pages import FOLDER, STATIC, Pages, marked, moment, number, percent, shown
-from agentgym.viewer.links import Served
+from agentgym.viewer.bundle import Served
 from tests.agentgym.viewer.conftest import HOSTILE
 
 

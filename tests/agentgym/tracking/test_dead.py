@@ -10,8 +10,7 @@ import pytest
 
 from agentgym.config import load_config
 from agentgym.pipeline.table import open_store
-from agentgym.tracking.dead import close_dead
-from agentgym.tracking.deliver import tracker_of
+from agentgym.tracking.deliver import close_dead, tracker_of
 from agentgym.tracking.mlflow import ENDED
 from agentgym.tracking.step_page import MANIFEST
 

@@ -15,8 +15,8 @@ from agentgym.evaluation.publish import promotions_of
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.tracking.deliver import committed_points, tracker_of
-from agentgym.tracking.inputs import inputs_of
 from agentgym.tracking.reaching import LedgerUnavailable
+from agentgym.tracking.step_data import inputs_of
 from agentgym.tracking.step_page import traces_of
 
 pytestmark = pytest.mark.integration

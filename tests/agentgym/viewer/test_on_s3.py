@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 
 from agentgym.store import bucket
 from agentgym.viewer.app import make_app
-from agentgym.viewer.rows import TOKENIZER
+from agentgym.viewer.index import TOKENIZER
 from agentgym.viewer.viewer import Viewer
 from tests.agentgym.viewer.conftest import KEPT, Made, episode, failed
 

@@ -6,9 +6,8 @@ import pytest
 
 from agentgym.records import encode_trajectories
 from agentgym.viewer.bodies import Gone
-from agentgym.viewer.index import SCHEMA, Index
+from agentgym.viewer.index import SCHEMA, Address, Index
 from agentgym.viewer.query import Query
-from agentgym.viewer.rows import Address
 from agentgym.viewer.viewer import Viewer
 from tests.agentgym.viewer.conftest import episode, failed
 

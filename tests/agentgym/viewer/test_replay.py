@@ -5,8 +5,7 @@ import pytest
 from agentgym.types import Item, Status, Turn
 from agentgym.viewer.drawing import drawing_of
 from agentgym.viewer.query import Query
-from agentgym.viewer.replay import MAX_WAITING, Replays
-from agentgym.viewer.servers import Missing, Servers, environment_of
+from agentgym.viewer.replay import MAX_WAITING, Missing, Replays, Servers, environment_of
 from tests.agentgym.viewer.conftest import TRAINING, episode
 
 

@@ -3,8 +3,7 @@
 import pytest
 
 from agentgym.types import Status
-from agentgym.viewer.charts import heat_map, line_chart
-from agentgym.viewer.training import kind_of, training_of
+from agentgym.viewer.training import heat_map, kind_of, line_chart, training_of
 from tests.agentgym.viewer.conftest import episode, failed
 
 

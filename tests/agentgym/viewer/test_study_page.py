@@ -3,8 +3,8 @@
 import pytest
 
 from agentgym.types import Item, Status
-from agentgym.viewer.beside import attempts_of, beside, group_of, parting, results, versus
 from agentgym.viewer.query import Query
+from agentgym.viewer.study_page import attempts_of, beside, group_of, parting, results, versus
 from tests.agentgym.viewer.conftest import episode, failed
 
 RESULT = {"protocol": {"envs": [{"env": {"name": "babyai", "options": {}}}]}}
