@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentgym.algorithms.recipe import Truncated
-from agentgym.algorithms.signal import all_equal
+from agentgym.algorithms.recipe import Truncated, all_equal
 from agentgym.types import Trajectory
+
+T = TypeVar("T", "Batch", "Experience")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +74,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on another device."""
-        tensors: dict[str, Any] = {
-            part.name: value.to(device)
-            for part in fields(self)
-            if isinstance(value := getattr(self, part.name), Tensor)
-        }
-        return replace(self, **tensors)
+        return _moved(self, device)
 
     def select(self, sequences: Tensor) -> Batch:
         """Return a batch of these sequences, in this order. sequences: [R] int64."""
@@ -144,11 +140,8 @@ def why_not(
             return "its group had equal rewards"
         if not any(trajectory.action_mask):
             return "no action"
-        return (
-            f"cut: {trajectory.status}"
-            if truncated == "mask" and trajectory.status.is_truncated
-            else ""
-        )
+        is_cut = truncated == "mask" and trajectory.status.is_truncated
+        return f"cut: {trajectory.status}" if is_cut else ""
 
     return [reason(trajectory) for trajectory in trajectories]
 
@@ -253,6 +246,16 @@ def _starts(lengths: Sequence[int]) -> Tensor:
     return torch.cumsum(torch.tensor([0, *lengths], dtype=torch.int64), 0)
 
 
+def _moved(record: T, device: torch.device) -> T:
+    """Return a batch or an experience with its tensors on another device."""
+    moved: dict[str, Any] = {
+        part.name: value.to(device)
+        for part in fields(record)
+        if isinstance(value := getattr(record, part.name), Tensor | Batch)
+    }
+    return replace(record, **moved)
+
+
 @dataclass(frozen=True, slots=True)
 class Experience:
     """A batch of B sequences, and the inputs of advantages and losses for its n action tokens, in
@@ -294,12 +297,7 @@ class Experience:
 
     def to(self, device: torch.device) -> Experience:
         """Return the experience on another device."""
-        moved: dict[str, Any] = {
-            part.name: value.to(device)
-            for part in fields(self)
-            if isinstance(value := getattr(self, part.name), Tensor | Batch)
-        }
-        return replace(self, **moved)
+        return _moved(self, device)
 
     @property
     def carrying(self) -> Tensor:

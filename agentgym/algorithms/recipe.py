@@ -1,4 +1,5 @@
-"""The table of algorithms: each is a row, not a trainer.
+"""The table of algorithms: each is a row, not a trainer. And the one definition of equal rewards,
+which carry no signal.
 
 The module does not import torch, so that configuration can be checked without it.
 """
@@ -6,6 +7,7 @@ The module does not import torch, so that configuration can be checked without i
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
@@ -164,3 +166,21 @@ def named(table: dict[str, Any], name: str) -> Any:
 
 def _offered() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+REWARD_TOLERANCE = 1e-6  # a float32 sum of rewards keeps six digits; no environment pays less
+
+
+def differ(low: Any, high: Any) -> Any:
+    """Return True if high is above low by more than rounding.
+
+    low, high: floats, or tensors of one shape; the result has their shape.
+    The tolerance grows with the rewards, because their rounding does: for rewards up to 1 it is
+    1e-6 to 3e-6.
+    """
+    return high - low > REWARD_TOLERANCE * (1 + abs(low) + abs(high))
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Return True if the rewards of a group, at least one, are equal up to rounding."""
+    return not differ(min(rewards), max(rewards))

@@ -84,11 +84,7 @@ class Cluster:
         settings = cfg.ray
         self._ranks = [
             self._actor(
-                rank,
-                LearnerRank,
-                settings.rank_cpus,
-                settings.rank_gpus,
-                groups={SENDING: 1},
+                rank, LearnerRank, settings.rank_cpus, settings.rank_gpus, groups={SENDING: 1}
             ).remote(rank, num_ranks, self._cfg.compute_device, settings.rank_timeout_s)
             for rank in range(num_ranks)
         ]

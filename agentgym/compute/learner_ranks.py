@@ -11,10 +11,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from agentgym.compute.transfer import (
     SLACK_S,
     BroadcastSender,
     InObjectStore,
-    ObjectStoreSender,
     Outbox,
     Sender,
     cause_of,
@@ -35,6 +34,7 @@ from agentgym.compute.transfer import (
     put,
 )
 from agentgym.config import PolicyGradientConfig
+from agentgym.learner.learner import LocalLearner
 from agentgym.learner.start import LearnerPlan
 from agentgym.models.model import set_threads
 from agentgym.models.transport import Broadcast, Place, meet, serve, use_interface_of
@@ -43,6 +43,7 @@ from agentgym.store.place import StorePlace
 from agentgym.types import EngineMismatch
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 VERDICT_S = 10.0  # after one rank failed, for the others to report
 MIN_BYTES_PER_S = 1 << 20  # lowest assumed speed of a store
@@ -241,42 +242,33 @@ class RayLearner:
         )
 
     def peak_tflops(self, of_device: float | None) -> float | None:
-        result: float | None = self._call("peak_tflops", of_device)
-        return result
+        return self._call(LocalLearner.peak_tflops, of_device)
 
     def score(self, batch: Batch) -> Tensor:
-        result: Tensor = self._call("score", batch)
-        return result
+        return self._call(LocalLearner.score, batch)
 
     def score_reference(self, batch: Batch) -> Tensor:
-        result: Tensor = self._call("score_reference", batch)
-        return result
+        return self._call(LocalLearner.score_reference, batch)
 
     def drop_reference(self) -> None:
-        self._call("drop_reference")
+        self._call(LocalLearner.drop_reference)
 
-    def prepare(self, batch: Batch, config: PolicyGradientConfig, *, step: int) -> Experience:
-        result: Experience = self._call("prepare", batch, config, step=step)
-        return result
+    def prepare(self, batch: Batch, algorithm: PolicyGradientConfig, *, step: int) -> Experience:
+        return self._call(LocalLearner.prepare, batch, algorithm, step=step)
 
     def update(
-        self, experience: Experience, config: PolicyGradientConfig, *, step: int, seed: int
+        self, experience: Experience, algorithm: PolicyGradientConfig, *, step: int, seed: int
     ) -> tuple[Experience, dict[str, float]]:
-        result: tuple[Experience, dict[str, float]]
-        result = self._call("update", experience, config, step=step, seed=seed)
-        return result
+        return self._call(LocalLearner.update, experience, algorithm, step=step, seed=seed)
 
     def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]:
-        result: dict[str, float] = self._call("sft_step", batch, step=step)
-        return result
+        return self._call(LocalLearner.sft_step, batch, step=step)
 
     def dpo_step(
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
     ) -> dict[str, float]:
-        result: dict[str, float] = self._call(
-            "dpo_step", batch, reference, beta=beta, label_smoothing=label_smoothing, step=step
-        )
-        return result
+        options = {"beta": beta, "label_smoothing": label_smoothing, "step": step}
+        return self._call(LocalLearner.dpo_step, batch, reference, **options)
 
     def snapshot(self, with_optimizer: bool = True) -> RanksSnapshot:
         sizes = self._gather([actor.snapshot.remote(with_optimizer) for actor in self._actors])
@@ -295,19 +287,20 @@ class RayLearner:
         timeout_s: of one sending.
         """
         if transport == "object_store":
-            return ObjectStoreSender(
-                self._gather([actor.export.remote(version) for actor in self._actors])[0]
-            )
+            stored: InObjectStore
+            stored = self._gather([actor.export.remote(version) for actor in self._actors])[0]
+            return stored
         kept = self._gather([actor.keep.remote(version, timeout_s) for actor in self._actors])[0]
         return BroadcastSender(self._actors[0], kept)
 
-    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    def _call(self, method: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Call a learner's method on every rank. Result: that of rank 0."""
         import ray
 
         shared = [ray.put(argument) for argument in arguments]
-        return self._gather(
-            [actor.call.remote(method, *shared, **named) for actor in self._actors]
-        )[0]
+        calls = [actor.call.remote(method.__name__, *shared, **named) for actor in self._actors]
+        result: T = self._gather(calls)[0]
+        return result
 
     def _gather(self, references: list[Any], timeout_s: float | None = None) -> list[Any]:
         """Return each rank's answer.

@@ -96,10 +96,7 @@ class TrainingFlops:
         shared: [R] int64, leading tokens of each sequence that another one computes.
         """
         prefix = torch.zeros_like(lengths) if shared is None else shared
-        tokens, pairs = (
-            int((lengths - prefix).sum()),
-            int((lengths**2 - prefix**2).sum()),
-        )
+        tokens, pairs = int((lengths - prefix).sum()), int((lengths**2 - prefix**2).sum())
         return 6e-12 * (self.weights * tokens + self.attention * pairs)
 
 

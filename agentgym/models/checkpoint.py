@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from agentgym.config import ChatConfig, ConfigError, LoraConfig, ModelConfig
 from agentgym.models.adapter import Adapter, chosen_modules, write_adapter
+from agentgym.models.architecture import CHAT
 from agentgym.models.chat import DEFAULT_CHAT, ChatRenderer
 from agentgym.models.fidelity import require_faithful_once
 from agentgym.models.model import (
@@ -27,7 +28,6 @@ from agentgym.models.model import (
     weights_of,
     write_tokenizer,
 )
-from agentgym.models.model_files import CHAT
 from agentgym.models.tensorfiles import (
     Snapshot,
     StoredTensors,
@@ -99,9 +99,7 @@ class Checkpoint:
 
 
 def new_checkpoint(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    chat: ChatConfig = DEFAULT_CHAT,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig = DEFAULT_CHAT
 ) -> Checkpoint:
     """Wrap a model and its tokenizer.
     Errors: ValueError if the chat template cannot be extended turn by turn.
@@ -135,10 +133,7 @@ def load_checkpoint(store: RunStore, manifest: Manifest) -> Checkpoint:
 
 
 def stored_checkpoint(
-    architecture: str,
-    tokenizer_json: bytes,
-    weights: StoredTensors,
-    adapter: Adapter | None = None,
+    architecture: str, tokenizer_json: bytes, weights: StoredTensors, adapter: Adapter | None = None
 ) -> Checkpoint:
     """Make a checkpoint of stored weights. Errors: ValueError if the tokenizer is not supported."""
     files, tokenizer = _stored_tokenizer(tokenizer_json)

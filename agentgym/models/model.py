@@ -30,10 +30,9 @@ from typing import TYPE_CHECKING
 
 import agentgym.models.attention as attention
 from agentgym.config import ConfigError, ModelConfig
-from agentgym.models.architecture import published_architecture
+from agentgym.models.architecture import TOKENIZER_NAMES, published_architecture, require_whole
 from agentgym.models.fidelity import require_faithful
 from agentgym.models.half import widen_linear_layers
-from agentgym.models.model_files import TOKENIZER_NAMES, require_whole
 from agentgym.models.template import CHAT_TEMPLATE
 from agentgym.models.tokenizer import load_tokenizer, require_rows
 

@@ -61,11 +61,7 @@ class PolicyNet(nn.Module):
     """Log-probabilities of the actions of a batch."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        head_chunk_tokens: int = 4_096,
-        *,
-        share_prefixes: bool = True,
+        self, model: PreTrainedModel, head_chunk_tokens: int = 4_096, *, share_prefixes: bool = True
     ) -> None:
         """Wrap a model.
 
@@ -167,10 +163,7 @@ def _states(decoder: Any, batch: Batch, share: bool) -> tuple[Tensor, Tensor]:
     layout = PackedSequences(batch.starts, shared)
     ids = batch.input_ids if layout.computed is None else batch.input_ids[layout.computed]
     hidden = decoder(
-        input_ids=ids[None],
-        position_ids=layout.position[None],
-        use_cache=False,
-        layout=layout,
+        input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout
     )
     return layout.whole(hidden.last_hidden_state[0]), batch.action_mask.nonzero()[:, 0]
 
