@@ -73,13 +73,8 @@ class Cluster:
         self, cfg: RunConfig, group: Any, num_ranks: int, num_workers: int, folder: Path | None
     ) -> None:
         """Start the actors. folder: of a local cluster, readable by this user only; else None."""
-        self._cfg, self._group, self._num_ranks, self._num_workers = (
-            cfg,
-            group,
-            num_ranks,
-            num_workers,
-        )
-        self._folder = folder
+        self._cfg, self._group, self._folder = cfg, group, folder
+        self._num_ranks, self._num_workers = num_ranks, num_workers
         self._num_slots = -(-cfg.rollout.concurrency // max(1, num_workers))
         settings = cfg.ray
         self._ranks = [
@@ -95,18 +90,12 @@ class Cluster:
         """Yield the plan's learner, spread over the ranks, which end with the block.
         Errors: RankLost.
         """
+        start_timeout_s, timeout_s = self._cfg.ray.placement_timeout_s, self._cfg.ray.rank_timeout_s
         try:
-            settings = self._cfg.ray
-            learner = RayLearner(
-                self._ranks,
-                start_timeout_s=settings.placement_timeout_s,
-                timeout_s=settings.rank_timeout_s,
-            )
+            learner = RayLearner(self._ranks, start_timeout_s=start_timeout_s, timeout_s=timeout_s)
             learner.join(plan, self._folder)
-            try:
+            with contextlib.closing(learner):
                 yield learner
-            finally:
-                learner.close()
         finally:
             end(self._ranks)
 

@@ -165,7 +165,19 @@ class RanksSnapshot:
         """
         self.is_over.clear()
         try:
-            return self._write(place, step, key)
+            self._ask("begin_writing", place, step, key)
+            deadline = time.monotonic() + self._timeout_s + max(self._sizes) / MIN_BYTES_PER_S
+            pause_s = 0.01
+            while time.monotonic() < deadline and not self._closed:
+                answers = self._ask("written")
+                if None not in answers:
+                    return {name: blob for answer in answers for name, blob in answer.items()}
+                time.sleep(pause_s)
+                pause_s = min(1.0, 2 * pause_s)
+            raise RankLost(
+                f"the learner's ranks have not written {self.size} bytes to {place.root} in time;"
+                " run the step again to go on from its last commit"
+            )
         finally:
             self.is_over.set()
 
@@ -175,21 +187,6 @@ class RanksSnapshot:
         """
         if not self.is_over.wait(self._timeout_s):
             self._closed = True
-
-    def _write(self, store_place: StorePlace, step: str, key: str) -> dict[str, Blob]:
-        self._ask("begin_writing", store_place, step, key)
-        deadline = time.monotonic() + self._timeout_s + max(self._sizes) / MIN_BYTES_PER_S
-        pause_s = 0.01
-        while time.monotonic() < deadline and not self._closed:
-            answers = self._ask("written")
-            if None not in answers:
-                return {name: blob for answer in answers for name, blob in answer.items()}
-            time.sleep(pause_s)
-            pause_s = min(1.0, 2 * pause_s)
-        raise RankLost(
-            f"the learner's ranks have not written {self.size} bytes to {store_place.root} in time;"
-            " run the step again to go on from its last commit"
-        )
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every rank and return the answers. Errors: a rank's own; RankLost."""

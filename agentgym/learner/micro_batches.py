@@ -108,24 +108,25 @@ class Dealt:
         batch: Batch,
         sequences: Sequence[int],
         *,
-        num_ranks: int,
         tokens: int,
         unit: int,
-        padded: bool,
+        ranks: ProcessGroup,
         share_prefixes: bool,
     ) -> None:
-        """Deal the sequences. tokens, unit, padded: see `micro_batches`."""
+        """Deal the sequences. tokens, unit: see `micro_batches`."""
         self.idle = list(sequences[:unit])  # computed by a rank without work, and not counted
         self._lengths = batch.lengths.tolist()
         self._prefixes = Prefixes(batch.input_ids, batch.starts) if share_prefixes else None
-        sharing = {} if self._prefixes is None else {"shared": self._prefixes.shared}
+        options: dict[str, Any] = {
+            "tokens": tokens,
+            "unit": unit,
+            "padded": ranks.device.type == "cpu",
+        }
+        if self._prefixes is not None:
+            options["shared"] = self._prefixes.shared
         self.ranks = [
-            list(
-                micro_batches(
-                    self._lengths, of_rank, tokens=tokens, unit=unit, padded=padded, **sharing
-                )
-            )
-            for of_rank in deal(self._lengths, sequences, num_ranks=num_ranks, unit=unit)
+            list(micro_batches(self._lengths, of_rank, **options))
+            for of_rank in deal(self._lengths, sequences, num_ranks=ranks.size, unit=unit)
         ]
 
     def largest(self, rank: int) -> int:
@@ -300,10 +301,9 @@ class Passes:
         return Dealt(
             batch,
             sequences.tolist(),
-            num_ranks=self._ranks.size,
             tokens=self._budget.tokens,
             unit=unit,
-            padded=self._ranks.device.type == "cpu",
+            ranks=self._ranks,
             share_prefixes=self._settings.share_prefixes,
         )
 

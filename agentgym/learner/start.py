@@ -62,11 +62,11 @@ class LearnerPlan:
         critic, body = None, {}
         if self.has_critic:
             like = empty_model(self.architecture, (self.critic or self.weights).dtype)
-            names = {parameter: name for name, parameter in like.namedweights_of()}
+            names = {parameter: name for name, parameter in like.named_parameters()}
             critic = ValueNet(like, share_prefixes=self.settings.share_prefixes)
             body = {
                 name: names[parameter]
-                for name, parameter in critic.namedweights_of()
+                for name, parameter in critic.named_parameters()
                 if not name.startswith("head.")
             }
         learner = LocalLearner(

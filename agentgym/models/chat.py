@@ -310,15 +310,15 @@ class Turns:
                 " not know enable_thinking; use auto"
             )
         try:
-            rendered = render(tokenizer, _ASKED, variables)
+            texts, is_dated = render(tokenizer, _ASKED, variables)
         except ValueError as error:  # the template exceeded a limit
             raise ConfigError(str(error)) from error
-        if rendered.is_dated:
+        if is_dated:
             self.notes.append(
                 f"the chat template shows the date; it is {TODAY:%d %b %Y} on every day, so that"
                 " results do not change with it"
             )
-        return dict(zip(map(repr, _ASKED), rendered.texts, strict=True))
+        return dict(zip(map(repr, _ASKED), texts, strict=True))
 
     def _text_of(self, messages: Conversation) -> str:
         """Return the text of a probe conversation.

@@ -42,12 +42,8 @@ from agentgym.store.runstore import RunStore
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMIZER = (
-    "config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "optimizer.safetensors",
-)
+ARCHITECTURE, TOKENIZER = "config.json", "tokenizer.json"
+WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 SHARD_BYTES = 5 * 10**9  # maximum size of one exported file of weights
 ADAPTER, ADAPTER_RECORD = "adapter.safetensors", "adapter.json"
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"

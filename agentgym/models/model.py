@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from agentgym.models.architecture import read_architecture
+from agentgym.config import ConfigError, ModelConfig
+from agentgym.models.architecture import (
+    TOKENIZER_NAMES,
+    published_architecture,
+    read_architecture,
+    require_whole,
+)
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # else transformers would load weights of a pull request if a repository has only pickles
 os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
 
-import logging
-import tempfile
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING
-
+# these import transformers, which reads the variables
 import agentgym.models.attention as attention
-from agentgym.config import ConfigError, ModelConfig
-from agentgym.models.architecture import TOKENIZER_NAMES, published_architecture, require_whole
 from agentgym.models.fidelity import require_faithful
 from agentgym.models.half import widen_linear_layers
 from agentgym.models.template import CHAT_TEMPLATE
 from agentgym.models.tokenizer import load_tokenizer, require_rows
 
 logger = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"  # of CHAT_TEMPLATE
 NUM_NAMED = 3  # tensors named in an error text

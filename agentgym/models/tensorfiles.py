@@ -25,6 +25,16 @@ from agentgym.store.runstore import RunStore
 PIECE_BYTES = 16 << 20  # largest part of a file in memory at one time
 PARTS = "parts"  # key of a header's metadata: {tensor: [shape of the whole, first row]}
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's limit
+# raised by an untrusted header
+HEADER_ERRORS = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    OverflowError,
+    RecursionError,
+)
 # in the order in which the library writes them, widest first
 DTYPES = {
     "I64": torch.int64,
@@ -70,15 +80,20 @@ class TensorFile:
 
     @property
     def size(self) -> int:
-        """Size of the file in bytes."""
+        """Bytes."""
         return len(self.header) + sum(tensor.nbytes for tensor in self._tensors)
 
     def pieces(self) -> Iterator[memoryview]:
         yield memoryview(self.header)
         for tensor in self._tensors:
-            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            for start in range(0, len(flat), PIECE_BYTES):
-                yield flat[start : start + PIECE_BYTES].data
+            yield from pieces_of(tensor)
+
+
+def pieces_of(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield a tensor's bytes, in order."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    for start in range(0, len(flat), PIECE_BYTES):
+        yield flat[start : start + PIECE_BYTES].data
 
 
 def _header(parts: Mapping[str, Part]) -> bytes:
@@ -294,15 +309,7 @@ class StoredTensors:
                 position = end
             if 8 + count + position != size:
                 raise ValueError(f"it has {size} bytes, its tensors end at {8 + count + position}")
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            EOFError,
-            OverflowError,
-            RecursionError,
-        ) as error:
+        except HEADER_ERRORS as error:
             raise ValueError(f"{file} of {self._what} is no safetensors file: {error}") from None
 
     def _whole(
