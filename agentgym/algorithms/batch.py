@@ -300,12 +300,6 @@ class Experience:
         return _moved(self, device)
 
     @property
-    def carrying(self) -> Tensor:
-        """[C] int64, ascending: the sequences with an advantage other than 0."""
-        carrying: Tensor = torch.unique(self.sequence[self.advantages != 0])
-        return carrying
-
-    @property
     def critic_metrics(self) -> dict[str, float]:
         """Metrics of how well the critic's values explain its targets; empty without a critic."""
         if self.values is None or self.targets is None:

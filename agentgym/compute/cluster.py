@@ -50,9 +50,7 @@ class PlacementError(RuntimeError):
 
 @contextmanager
 def open_cluster(cfg: RunConfig, *, num_ranks: int, num_workers: int) -> Iterator[Cluster]:
-    """Yield a `Cluster` of that many ranks and workers on the configured Ray cluster, or on a local
-    one that ends with the block.
-
+    """Yield a `Cluster` on the configured Ray cluster, or on a local one that ends with the block.
     Errors: PlacementError if there is no room within `ray.placement_timeout_s`; as `connected`.
     """
     settings = cfg.ray

@@ -70,9 +70,7 @@ class LearnerRank:
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def serve(self) -> tuple[str, int]:
-        """Open the rendezvous of the ranks on rank 0, at this node's address alone. Result: its
-        address.
-        """
+        """On rank 0, open the ranks' rendezvous at this node's address alone. Result: address."""
         self._meeting, rendezvous = serve(node_address(), self._size, self._timeout)
         return rendezvous
 
@@ -92,9 +90,7 @@ class LearnerRank:
         )
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of the learner, on every rank. Result: the method's on rank 0,
-        else None.
-        """
+        """Call a method of the learner, on every rank. Result: the method's on rank 0, or None."""
         result = getattr(self._learner, method)(*arguments, **named)
         return _on_host(result) if self._rank == 0 else None
 
@@ -116,9 +112,7 @@ class LearnerRank:
         return blobs
 
     def export(self, version: int) -> InObjectStore | None:
-        """Put the whole weights into the object store. Result: on rank 0 their delivery,
-        else None.
-        """
+        """Put the whole weights into the object store. Result: on rank 0 the delivery, or None."""
         weights = self._learner.weights_on_host()
         return None if self._rank else put(weights, version)
 
@@ -159,8 +153,7 @@ class RanksSnapshot:
         return sum(self._sizes)
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
-        """Let every rank write its part of the snapshot while training continues.
-        Result: the blobs that all ranks wrote, by name.
+        """Let every rank write its part while training continues; return all blobs by name.
         Errors: StoreFull, StoreNotHere; RankLost after a deadline, or if a rank died.
         """
         self.is_over.clear()
@@ -213,9 +206,8 @@ class RayLearner:
     def join(self, plan: LearnerPlan, folder: Path | None) -> None:
         """Let the ranks meet and build the learner.
 
-        folder: of this user alone and seen by all ranks, if they are on one machine: they then meet
-        in a file of it, which no other user can open.
-        None: they meet at a port of rank 0's node, which requires no secret.
+        folder: of this user alone and seen by all ranks: they meet in a file of it, which no other
+        user can open. None: they meet at a port of rank 0's node, which requires no secret.
         Errors: RankLost.
         """
         import ray
@@ -273,16 +265,12 @@ class RayLearner:
         return self._snapshot
 
     def close(self) -> None:
-        """Wait until the ranks have written the last snapshot, at most for the time limit of one
-        call. After that, the write fails with RankLost.
-        """
+        """Wait for the last snapshot's writing, see `RanksSnapshot.close`."""
         if self._snapshot is not None:
             self._snapshot.close()
 
     def export(self, version: int, transport: str, timeout_s: float) -> Sender:
-        """Return a sender of the whole weights to rollout workers, by the transport of that name.
-        timeout_s: of one sending.
-        """
+        """Return a sender of the whole weights by this transport. timeout_s: of one sending."""
         if transport == "object_store":
             stored: InObjectStore
             stored = self._gather([actor.export.remote(version) for actor in self._actors])[0]
@@ -300,9 +288,8 @@ class RayLearner:
         return result
 
     def _gather(self, references: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """Return each rank's answer.
-        After a failure or the deadline end all ranks: the others may wait in an exchange that the
-        failed one never enters.
+        """Return each rank's answer. End all ranks after a failure or the deadline: the others may
+        wait in an exchange that the failed one never enters.
 
         Errors: a rank's EngineMismatch, FloatingPointError or ValueError; else RankLost naming the
         rank that died, hangs or failed.

@@ -81,10 +81,8 @@ class BroadcastSender:
         return self.template.digest
 
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
-        """Begin a sending to these workers. num_receivers: processes of each worker that take
-        weights.
-        Result: a delivery for each worker, and a reference to the sending; None if the sender need
-        do nothing.
+        """Begin a sending to these workers, each with this number of processes that take weights.
+        Result: a delivery for each worker, and a reference to the sending.
         """
         import ray
 

@@ -56,11 +56,8 @@ class LocalLearner:
         adapter: Adapter | None = None,
     ) -> None:
         """Set up the networks on the ranks.
-
         model, reference: causal language models built with RAGGED attention; the reference is never
-        trained.
-        adapter: in the model; the reference may then be the model itself, scored without the
-        adapter.
+        trained, and may be the model itself, scored without its adapter.
         """
         self.ranks, self._settings = ranks or ProcessGroup(), settings or LearnerConfig()
         self.model = model.eval()  # no dropout, because the engine samples without it
@@ -101,17 +98,13 @@ class LocalLearner:
             self._values = optimized(critic.eval(), critic_config)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights to publish, by name, whole and detached.
-
-        They are the policy's parameters with an adapter merged, or the adapter alone.
+        """Return the whole, detached weights to publish: with an adapter merged, or the adapter
+        alone.
         """
         return dict(self._published())
 
     def weights_on_host(self) -> dict[str, Tensor]:
-        """Return a copy of `weights` in host memory on rank 0; empty on others.
-
-        A device holds one whole parameter at a time.
-        """
+        """Copy `weights` to host memory, one at a time; rank 0 returns them, others nothing."""
         copies = {}
         for name, tensor in self._published():
             if self.ranks.rank == 0:
@@ -148,25 +141,18 @@ class LocalLearner:
             self._values.load_state(states[CRITIC_OPTIMIZER])
 
     def peak_tflops(self, of_device: float | None) -> float | None:
-        """Return the sum of all ranks' peaks, TFLOP/s; None if unknown.
-
-        of_device: peak of one device; None: look it up by the device's name.
+        """Return the sum of all ranks' peaks, TFLOP/s; None if unknown. of_device: of one device;
+        None: look it up by the device's name.
         """
         per_rank = of_device or device_peak_tflops(self.ranks.device)
         return per_rank and per_rank * self.ranks.size
 
     def score(self, batch: Batch) -> Tensor:
-        """Return [N] log-probabilities under the present weights, on the CPU.
-
-        0 where action_mask is false.
-        """
+        """Return [N] log-probabilities under the weights, on the CPU; 0 at tokens not sampled."""
         return self.passes.scores(self._net, batch.to(self.ranks.device))[0].cpu()
 
     def score_reference(self, batch: Batch) -> Tensor:
-        """Return [N] log-probabilities under the reference, see `score`.
-
-        Errors: ValueError without a reference.
-        """
+        """Return `score` under the reference. Errors: ValueError without a reference."""
         return self._reference_scores(batch.to(self.ranks.device)).cpu()
 
     def drop_reference(self) -> None:
@@ -174,15 +160,15 @@ class LocalLearner:
         self._reference = None
 
     def prepare(self, batch: Batch, algorithm: PolicyGradientConfig, *, step: int) -> Experience:
-        """Return the experience before the update: log-probabilities of learner and
-        reference, corrections for the engine's distance, and a critic's values.
+        """Return a batch's experience before the update, on the learner's device, without
+        advantages: log-probabilities of learner and reference, corrections for the engine's
+        distance, a critic's values.
 
         If only one update follows (`_merges`), and advantages need no log-probabilities, the
-        learner's come from that update's forward instead of a separate one.
-        step: from 1. Result: on the learner's device, without advantages.
+        learner's come from that update's forward instead of a separate one. step: from 1.
         Errors: EngineMismatch if engine and learner disagree by more than `max_mismatch_kl`;
-        ValueError for a batch without action tokens, or if the recipe needs a critic or a reference
-        that was not given.
+        ValueError for a batch without action tokens, or if a needed critic or reference was not
+        given.
         """
         batch, recipe = batch.to(self.ranks.device), recipe_of(algorithm.recipe)
         acted = batch.action_mask
@@ -242,7 +228,7 @@ class LocalLearner:
         if experience.advantages is None:
             raise ValueError("an experience without advantages; see `with_advantages`")
         num_sequences, sequence = experience.batch.num_sequences, experience.sequence
-        carrying = experience.carrying
+        carrying = torch.unique(sequence[experience.advantages != 0])  # [C], ascending
         has_more = experience.targets is not None or experience.reference is not None
         # entropy, reference KL and critic losses need all sequences, also those without advantage
         signal = all_sequences(experience.batch) if has_more or algorithm.entropy_coef else carrying
@@ -290,9 +276,8 @@ class LocalLearner:
         }
 
     def _rest(self, experience: Experience, signal: Tensor) -> Tensor:
-        """Return [2, n] log-probabilities and entropies of sequences outside the update.
-
-        0 for the update's sequences; all 0 if the experience has its log-probabilities.
+        """Return [2, n] log-probabilities and entropies of sequences outside the update, 0 for the
+        others; all 0 if the experience has its log-probabilities.
         """
         batch = experience.batch
         if experience.logprobs is not None:
@@ -308,9 +293,8 @@ class LocalLearner:
         return self.ranks.all_sum(torch.where(is_of_rank, computed, 0.0))
 
     def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]:
-        """Take one optimizer step of maximum likelihood on demonstrations' action tokens.
-
-        step: from 1. Result: metrics by name. Errors: ValueError for a batch without action tokens.
+        """Take one optimizer step of maximum likelihood on demonstrations; return metrics by name.
+        step: from 1. Errors: ValueError for a batch without action tokens.
         """
         batch = batch.to(self.ranks.device)
         num_tokens = int(batch.action_mask.sum())
@@ -337,10 +321,9 @@ class LocalLearner:
     def dpo_step(
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
     ) -> dict[str, float]:
-        """Take one optimizer step of direct preference optimization. Return metrics by name.
-
-        Sequence 2i of the batch is preferred to sequence 2i + 1.
-        reference: [N] log-probabilities under the reference policy, by its `score`; step: from 1.
+        """Take one optimizer step of direct preference optimization; return metrics by name.
+        Sequence 2i of the batch is preferred to 2i + 1. reference: [N], of `score_reference`; step:
+        from 1.
         Errors: ValueError for an odd number of sequences or a sequence without actions.
         """
         batch = batch.to(self.ranks.device)
@@ -415,9 +398,8 @@ def _is_warming(algorithm: PolicyGradientConfig, step: int) -> bool:
 def _collect(
     logs: dict[str, list[float]], prefix: str, logged: dict[str, float], share: float
 ) -> None:
-    """Append one update's logged values: loss and norm unchanged, sums as means.
-
-    share: weight of the sequences that took part.
+    """Append an update's logged values: loss and norm unchanged, sums divided by `share`, the
+    weight of the sequences that took part.
     """
     for name, value in logged.items():
         logs.setdefault(f"{prefix}/{name}", []).append(

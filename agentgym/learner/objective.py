@@ -29,8 +29,7 @@ from agentgym.types import EngineMismatch
 def scored(
     experience: Experience, scores: Tensor, algorithm: PolicyGradientConfig, step: int
 ) -> Experience:
-    """Return the experience with the learner's log-probabilities, its corrections, and its
-    distance from engine and reference.
+    """Return the experience with the learner's log-probabilities, its corrections and distances.
 
     scores: [2, n] log-probabilities and entropies, nats, before the update; step: from 1.
     Errors: EngineMismatch if engine and learner disagree by more than `max_mismatch_kl`.

@@ -43,9 +43,8 @@ class Sharded(ProcessGroup):
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Set up the device mesh, in every process once its group exists.
-
-        The group is gloo for CPUs, NCCL for CUDA devices.
+        """Set up the device mesh, in every process once its group exists: gloo for CPUs, NCCL for
+        CUDA.
         """
         super().__init__(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()

@@ -47,9 +47,8 @@ class LearnerPlan:
         return sum(source.size for source in sources if source is not None)
 
     def build(self, ranks: ProcessGroup | None = None) -> LocalLearner:
-        """Build the learner, or this rank's part of it, from its share of the store.
-
-        Errors: BlobMissing, DigestMismatch; ValueError if stored tensors do not fit.
+        """Build the learner, or this rank's part of it. Errors: BlobMissing, DigestMismatch;
+        ValueError if stored tensors do not fit.
         """
         model = empty_model(self.architecture, self.weights.dtype)
         if self.adapter is not None:

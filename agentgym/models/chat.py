@@ -98,7 +98,8 @@ class ChatRenderer:
         observation: an action may quote a page.
         """
         text = Piece(self._turns.spoken(action), self._in_actions)
-        before, stop = self._turns.before_action(), self._turns.stop
+        # the ids may depend on what precedes them
+        before, stop = self._turns.bridge(_CONTENTS[0]), self._turns.stop
         prompt, ids = self._encode(before), self._encode((*before, text, stop))
         if ids[: len(prompt)] == prompt:
             return list(ids[len(prompt) :])
@@ -238,10 +239,6 @@ class Turns:
     def bridge(self, observation: str) -> tuple[Piece, ...]:
         """Return the pieces from the stop token of an action to the next action."""
         return self._around_observation(self._turn_end, observation, self._next_opening)
-
-    def before_action(self) -> tuple[Piece, ...]:
-        """Return pieces that precede an action: its ids may depend on them."""
-        return self.bridge(_CONTENTS[0])
 
     def spoken(self, action: str) -> str:
         """Return an action as a policy writes it: after the blanks that the template expects and,

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from agentgym.config import ChatConfig, ConfigError, LoraConfig, ModelConfig
 from agentgym.models.adapter import Adapter, chosen_modules, write_adapter
 from agentgym.models.architecture import CHAT
+from agentgym.models.architecture import WEIGHTS as WEIGHTS
 from agentgym.models.chat import DEFAULT_CHAT, ChatRenderer
 from agentgym.models.fidelity import require_faithful_once
 from agentgym.models.model import (
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ARCHITECTURE, TOKENIZER = "config.json", "tokenizer.json"
-WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+OPTIMIZER = "optimizer.safetensors"
 SHARD_BYTES = 5 * 10**9  # maximum size of one exported file of weights
 ADAPTER, ADAPTER_RECORD = "adapter.safetensors", "adapter.json"
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"

@@ -18,13 +18,13 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from agentgym.models.architecture import INDEX, MAX_HEADER_BYTES
 from agentgym.store.manifest import Blob, Manifest, sha256
 from agentgym.store.place import StorePlace
 from agentgym.store.runstore import RunStore
 
 PIECE_BYTES = 16 << 20  # largest part of a file in memory at one time
 PARTS = "parts"  # key of a header's metadata: {tensor: [shape of the whole, first row]}
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library's limit
 # raised by an untrusted header
 HEADER_ERRORS = (
     ValueError,
@@ -356,7 +356,7 @@ def export_tensors(stored: StoredTensors, folder: Path, max_bytes: int) -> None:
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        (folder / INDEX).write_text(text, encoding="utf-8")
 
 
 def require_fit(given: Mapping[str, Shaped], expected: Mapping[str, Shaped], what: str) -> None:

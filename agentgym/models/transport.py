@@ -231,11 +231,6 @@ class FromProcess:
         write_weights(path, weights)
         return cls(digest, version, layout_of(weights), str(path))
 
-    @property
-    def shapes(self) -> dict[str, Tensor]:
-        """Tensors without values."""
-        return shapes_of(self.layout)
-
     async def weights(self) -> dict[str, Tensor]:
         """Return a copy. Errors: EngineMismatch; RuntimeError if the driver refuses the handles."""
         return await asyncio.to_thread(self._read)
@@ -299,11 +294,6 @@ class Broadcast:
     host: str = ""  # address at which rank 0 opened a meeting place
     port: int = 0
     path: str = ""  # or the file in which they meet
-
-    @property
-    def shapes(self) -> dict[str, Tensor]:
-        """Tensors without values."""
-        return shapes_of(self.layout)
 
     async def weights(self) -> dict[str, Tensor]:
         """Receive the weights. Errors: EngineMismatch, TransportBroken."""
