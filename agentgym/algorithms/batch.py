@@ -73,7 +73,6 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on another device."""
         return _moved(self, device)
 
     def select(self, sequences: Tensor) -> Batch:
@@ -296,7 +295,6 @@ class Experience:
         return none.index_add_(0, self.sequence, self.rewards)
 
     def to(self, device: torch.device) -> Experience:
-        """Return the experience on another device."""
         return _moved(self, device)
 
     @property

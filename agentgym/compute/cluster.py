@@ -75,10 +75,11 @@ class Cluster:
         self._num_ranks, self._num_workers = num_ranks, num_workers
         self._num_slots = -(-cfg.rollout.concurrency // max(1, num_workers))
         settings = cfg.ray
+        cpus, gpus = settings.rank_cpus, settings.rank_gpus
         self._ranks = [
-            self._actor(
-                rank, LearnerRank, settings.rank_cpus, settings.rank_gpus, groups={SENDING: 1}
-            ).remote(rank, num_ranks, self._cfg.compute_device, settings.rank_timeout_s)
+            self._actor(rank, LearnerRank, cpus, gpus, groups={SENDING: 1}).remote(
+                rank, num_ranks, cfg.compute_device, settings.rank_timeout_s
+            )
             for rank in range(num_ranks)
         ]
         self._fresh = {index: self._new_worker(index) for index in range(num_workers)}
@@ -370,14 +371,8 @@ def _no_room(cfg: RunConfig, bundles: list[dict[str, float]]) -> str:
     from ray._private.state import available_resources_per_node
 
     def spell(resources: dict[str, float]) -> str:
-        return (
-            ", ".join(
-                f"{name} {resources.get(name, 0.0):g}"
-                for name in ("CPU", "GPU")
-                if name in resources
-            )
-            or "nothing"
-        )
+        amounts = [f"{name} {resources[name]:g}" for name in ("CPU", "GPU") if name in resources]
+        return ", ".join(amounts) or "nothing"
 
     free = available_resources_per_node()
     nodes = [

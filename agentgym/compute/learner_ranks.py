@@ -100,7 +100,6 @@ class LearnerRank:
         return int(self._snapshot.size)
 
     def begin_writing(self, store_place: StorePlace, step: str, key: str) -> None:
-        """Begin to write the copy in the background."""
         taken, self._snapshot = self._snapshot, None
         self._writing = self._writer.submit(taken.write, store_place, step, key)
 
@@ -298,10 +297,8 @@ class RayLearner:
 
         results: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
-        waiting, deadline = (
-            list(references),
-            time.monotonic() + (timeout_s or self._timeout_s) + SLACK_S,
-        )
+        waiting = list(references)
+        deadline = time.monotonic() + (timeout_s or self._timeout_s) + SLACK_S
         while waiting:
             ready, waiting = ray.wait(
                 waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic())
@@ -321,9 +318,8 @@ class RayLearner:
         for cause in causes.values():
             if isinstance(cause, EngineMismatch | FloatingPointError | ValueError):
                 raise cause
-        raise RankLost(
-            self._verdict(causes, [references.index(reference) for reference in waiting])
-        )
+        silent = [references.index(reference) for reference in waiting]
+        raise RankLost(self._verdict(causes, silent))
 
     def _verdict(self, causes: dict[int, BaseException], silent: list[int]) -> str:
         """Return the error text, the culprit first: ranks that died, then silent ranks, then those
@@ -331,16 +327,13 @@ class RayLearner:
         """
         import ray
 
-        died = [
-            rank for rank, cause in causes.items() if isinstance(cause, ray.exceptions.RayError)
-        ]
-        lines = [
-            f"rank {rank} ({self._where[rank]}) died: {first_line(causes[rank])}" for rank in died
-        ]
-        lines += [f"rank {rank} ({self._where[rank]}) does not answer" for rank in silent]
-        lines += [
-            f"rank {rank} ({self._where[rank]}) failed: {type(cause).__name__}: {first_line(cause)}"
-            for rank, cause in causes.items()
-            if rank not in died
-        ]
-        return f"learner {'; '.join(lines)}; run the step again to go on from its last commit"
+        died, failed = [], []
+        for rank, cause in causes.items():
+            name, reason = f"rank {rank} ({self._where[rank]})", first_line(cause)
+            if isinstance(cause, ray.exceptions.RayError):
+                died.append(f"{name} died: {reason}")
+            else:
+                failed.append(f"{name} failed: {type(cause).__name__}: {reason}")
+        answerless = [f"rank {rank} ({self._where[rank]}) does not answer" for rank in silent]
+        lines = "; ".join([*died, *answerless, *failed])
+        return f"learner {lines}; run the step again to go on from its last commit"

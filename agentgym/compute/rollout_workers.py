@@ -92,7 +92,6 @@ class RayEngine:
         self._publish_s = max(self._patience_s, 2 * rollout.publish_timeout_s + SLACK_S)
 
     def start(self) -> None:
-        """Start all workers with the plan's weights."""
 
         async def all_of_them() -> None:
             await asyncio.gather(*(self._bring_up(index) for index in range(self._num_workers)))
@@ -411,7 +410,6 @@ class WorkersAttempts:
         barrier: Lockstep | None = None,  # unused: `deterministic` needs compute inline
         failed: Callable[[Trajectory], None] = lambda _: None,
     ) -> Trajectory:
-        """Play an episode; see `Attempts.play`."""
         last, others = await self.engine.play(item, sample, self.settings)
         for other in others:
             failed(other)

@@ -29,7 +29,6 @@ class HostMemory:
 
     @torch.no_grad()
     def put(self, tensor: Tensor) -> None:
-        """Move a tensor's values to the host."""
         if tensor not in self._hosts:
             self._hosts[tensor] = torch.empty_like(
                 tensor.detach(), device="cpu", pin_memory=tensor.is_cuda
@@ -40,7 +39,6 @@ class HostMemory:
 
     @torch.no_grad()
     def fetch(self, tensor: Tensor) -> None:
-        """Move a tensor's values back to its device."""
         local, host = self._ranks.own(tensor), self._ranks.own(self._hosts[tensor])
         local.untyped_storage().resize_(local.numel() * local.element_size())
         local.copy_(host, non_blocking=True)
@@ -137,11 +135,8 @@ class OptimizedNetwork:
         """Clip, check and take one step. Result: the gradient's norm before clipping.
         Errors: FloatingPointError, with unchanged weights, if loss or gradient is not finite.
         """
-        norm = float(
-            self._ranks.whole(
-                nn.utils.clip_grad_norm_(self._masters.values(), self._config.grad_clip)
-            )
-        )
+        gradient_norm = nn.utils.clip_grad_norm_(self._masters.values(), self._config.grad_clip)
+        norm = float(self._ranks.whole(gradient_norm))
         if not (math.isfinite(norm) and math.isfinite(loss)):
             raise FloatingPointError(
                 f"loss {loss} with gradient norm {norm} is not finite; the weights were not changed"

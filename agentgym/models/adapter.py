@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from agentgym.config import ConfigError, LoraConfig
-from agentgym.models.model import empty_model
+from agentgym.models.model import empty_model, weights_of
 from agentgym.models.networks import blocks
 from agentgym.models.tensorfiles import StoredTensor, StoredTensors, pieces_of
 from agentgym.models.transport import write_weights
@@ -74,11 +74,7 @@ class Adapter:
         """Return the matrices for a model of that config.json, by name, on the meta device."""
         model = empty_model(architecture)
         self.inject(model)
-        return {
-            name: parameter.detach()
-            for name, parameter in model.named_parameters()
-            if is_matrix(name)
-        }
+        return {name: tensor for name, tensor in weights_of(model).items() if is_matrix(name)}
 
     @property
     def settings(self) -> dict[str, Any]:

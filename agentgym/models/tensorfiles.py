@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -119,15 +119,6 @@ def _header(parts: Mapping[str, Part]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class Shaped(Protocol):
-    """A tensor, or only its shape and dtype."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StoredPart:
     """Location of some rows of a tensor."""
@@ -153,6 +144,9 @@ class StoredTensor:
     @property
     def row_bytes(self) -> int:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+Shaped = Tensor | StoredTensor
 
 
 @dataclass(frozen=True)
