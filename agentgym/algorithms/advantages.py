@@ -1,7 +1,6 @@
 """Advantage functions: pure, tensors in, tensors out.
 
-Each returns ([n] advantages of the action tokens, [n] targets of the critic or None) for an
-`Experience`.
+Each returns, for an `Experience`, ([n] advantages of action tokens, [n] critic's targets or None).
 "Next", "discount" and "sum" refer to action tokens; observations between them are skipped.
 """
 
@@ -121,8 +120,8 @@ def turn_gae(experience: Experience, algorithm: Estimating) -> tuple[Tensor, Ten
     tokens: [n]; the critic's targets: [n].
 
     A turn's reward is the sum of its tokens' rewards. Its state is the one in which its first token
-    is chosen, and it is followed by the next turn's state. All its tokens have the target of that
-    state, advantage + value.
+    is chosen; the next turn's state follows it. All its tokens have the state's target, advantage
+    + value.
     Errors: ValueError if there are no values.
     """
     values, ends = _values(experience)
@@ -166,9 +165,7 @@ def whiten(values: Tensor) -> Tensor:
 
 
 def _whitened(experience: Experience, values: Tensor) -> Tensor:
-    """Whiten [n] values separately for each environment, so that the reward scale of one does not
-    set the step size of another.
-    """
+    """Whiten [n] values by environment: one's reward scale must not set another's step size."""
     if experience.batch.env_ids is None:
         return whiten(values)
     result, env_ids = torch.zeros_like(values), experience.batch.env_ids[experience.sequence]

@@ -125,10 +125,8 @@ def why_not(
     """Return for each trajectory why it must not be learned from; empty: it may.
 
     All learning code uses this function. Excluded are failed environments and sequences without an
-    action; with truncated "mask" also episodes cut by the horizon, the context or the simulator's
-    own limit.
-    signal: exclude groups of equal rewards, too, because only differences carry a signal (DAPO,
-    arXiv:2503.14476).
+    action; with truncated "mask" also episodes cut by horizon, context or simulator.
+    signal: exclude groups of equal rewards, too, which carry no signal (DAPO, arXiv:2503.14476).
     """
     telling = _telling(trajectories) if signal else set()
 
@@ -257,9 +255,7 @@ def _moved(record: T, device: torch.device) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """A batch of B sequences, and the inputs of advantages and losses for its n action tokens, in
-    order.
-    """
+    """A batch of B sequences; inputs of advantages and losses for its n action tokens, in order."""
 
     batch: Batch
     # [n] float32: the batch's rewards plus rewards per token, for example a KL penalty

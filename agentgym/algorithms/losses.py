@@ -104,12 +104,10 @@ def clipped(
 
     Loss: -min(rho A, clip(rho) A). dual_clip: c > 1; if A < 0 the loss is at most -c A, so that a
     token with a very large ratio cannot dominate.
-    clip_frac_low: rho below 1 - clip_low with A < 0. clip_frac_high: rho above 1 + clip_high with A
-    > 0.
+    clip_frac_low: rho < 1 - clip_low with A < 0. clip_frac_high: rho > 1 + clip_high with A > 0.
     clip_frac_dual, only with a dual clip: rho above it with A < 0. clip_frac: any of them.
     A ratio outside the bounds whose advantage has the other sign is not clipped.
-    Source: PPO, arXiv:1707.06347; separate bounds: DAPO, arXiv:2503.14476; dual clip:
-    arXiv:1912.09729.
+    Source: PPO, arXiv:1707.06347; two bounds: DAPO, arXiv:2503.14476; dual clip: arXiv:1912.09729.
     """
     advantages, low, high = actions.advantages, 1 - clip_low, 1 + clip_high
     ratio = (actions.logprobs - actions.old_logprobs).exp()
@@ -171,14 +169,12 @@ def preference_loss(
 def aggregation_weights(
     sequences: Tensor, num_sequences: int, aggregation: Aggregation, constant: float | None = None
 ) -> Tensor:
-    """Weight of each token's loss in the sum, chosen so that splits over micro-batches or ranks do
-    not change the sum.
+    """Weight of each token's loss in the sum, which no split over micro-batches or ranks changes.
 
     sequences: [n] int64, the sequence of each action token of the global batch.
     token: every token of the batch has the same weight (DAPO).
     sequence: the mean over each sequence's tokens, then over sequences (GRPO as published).
-    constant: the sum over each sequence's tokens divided by `constant`, then the mean over
-    sequences (Dr.GRPO).
+    constant: each sequence's sum over tokens / `constant`, then the mean over sequences (Dr.GRPO).
     Result: [n]; it sums to 1, except for `constant`. Errors: ValueError without its divisor.
     """
     if aggregation == "token":
@@ -204,8 +200,7 @@ def corrections(
     """Factor of each action token's loss that corrects the mismatch of engine and learner.
 
     All [n], the result too; sequence: int64, ascending.
-    With w = pi_learner / pi_engine of a token, W the product over its sequence and M the geometric
-    mean:
+    With w = pi_learner / pi_engine of a token; over its sequence, W the product, M geometric mean:
     token_truncate: min(w, cap). token_mask: w if floor <= w <= cap, else 0 (with a floor: IcePop).
     sequence_truncate: min(W, cap). sequence_mask: W if floor <= W <= cap, else 0.
     geometric_mask: 1 if floor <= M <= cap, else 0; M does not grow with the length.

@@ -30,8 +30,7 @@ class Recipe:
     for both a function of another package, as `module:function`.
     settings: the keys of the section `algorithm`: a row of `agentgym.config.FAMILIES`, or a class
     of another package that extends one of them, as `module:Class`.
-    truncated: treatment of an episode cut by the horizon, the context or the simulator's own step
-    limit.
+    truncated: treatment of an episode cut by horizon, context or the simulator's own step limit.
     `zero`: it keeps its reward so far (0 for an outcome reward), so that being too slow is a
     failure. `mask`: it is left out of the loss and the group statistics. `bootstrap`: the critic's
     value of the last state replaces the missing rewards. This is the state after the last
@@ -39,8 +38,7 @@ class Recipe:
     context.
     `zero` is the default of every row, also of PPO: runs are evaluated at a horizon, and a policy
     whose delays cost nothing learns to delay.
-    kl_estimator, kl_place: of the penalty against the reference model, if `algorithm.kl_coef` is
-    above 0.
+    kl_estimator, kl_place: of the penalty against the reference model, if `algorithm.kl_coef` > 0.
     """
 
     advantages: str
@@ -175,8 +173,7 @@ def differ(low: Any, high: Any) -> Any:
     """Return True if high is above low by more than rounding.
 
     low, high: floats, or tensors of one shape; the result has their shape.
-    The tolerance grows with the rewards, because their rounding does: for rewards up to 1 it is
-    1e-6 to 3e-6.
+    The tolerance grows with the rewards as their rounding does: for rewards up to 1, 1e-6 to 3e-6.
     """
     return high - low > REWARD_TOLERANCE * (1 + abs(low) + abs(high))
 

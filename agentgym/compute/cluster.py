@@ -150,9 +150,7 @@ class Cluster:
         max_concurrency: int | None = None,
         groups: Mapping[str, int] | None = None,
     ) -> Any:
-        """Return the actor class with its options. groups: concurrency groups, with the threads of
-        each.
-        """
+        """Return the actor class with its options. groups: threads of each concurrency group."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -288,9 +286,7 @@ def _environment_kept(*names: str) -> Iterator[None]:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Make a cluster that is started in the block listen on loopback alone, as Ray does if it
-    expects no other machine.
-    """
+    """Let a cluster started in the block listen on loopback alone: it expects no other machine."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER

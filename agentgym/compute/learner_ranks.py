@@ -1,6 +1,4 @@
-"""The learner in several processes: one actor per rank, and a facade with the learner's own
-methods.
-"""
+"""The learner in several processes: an actor per rank, and a facade with the learner's methods."""
 
 from __future__ import annotations
 

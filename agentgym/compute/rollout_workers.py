@@ -213,9 +213,7 @@ class RayEngine:
     async def play(
         self, item: Item, sample: int, settings: EpisodeSettings
     ) -> tuple[Trajectory, list[Trajectory]]:
-        """Play an episode in the least busy worker, or again in another if that one is lost; see
-        `RolloutWorker.play`.
-        """
+        """Play as `RolloutWorker.play` in the least busy worker; if it is lost, in another."""
         while True:
             worker = await self._pick()
             worker.num_episodes += 1
@@ -332,9 +330,7 @@ class RayEngine:
         self._changed.set()
 
     async def _update(self, worker: Worker) -> None:
-        """Bring the worker to the newest weights, even if these change meanwhile, and compare its
-        canary.
-        """
+        """Bring the worker to the newest weights, also if these change; compare its canary."""
         while True:
             weights = self._weights
             if weights.sender is not None and worker.version != weights.version:

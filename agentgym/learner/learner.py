@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,38 +70,29 @@ class LocalLearner:
         self._critic = critic
         self._flops = TrainingFlops.of(model, model)
         self._critic_flops = [] if critic is None else [TrainingFlops.of(critic, critic.body)]
-        networks: list[nn.Module | None] = [self._net, critic]
+        networks: list[nn.Module] = [self._net, *([] if critic is None else [critic])]
         if reference is not None and reference is not model:
             frozen = reference.eval().requires_grad_(False)
             self._reference = PolicyNet(frozen, chunk, share_prefixes=share)
             networks.append(self._reference)
         for network in networks:
-            if network is None:
-                continue
             if self._settings.compile != "none":
                 compile_blocks(network, self._settings.compile)
             if self._settings.activation_checkpointing:
                 checkpoint_blocks(network)
             self.ranks.shard(network)
 
-        def optimized(network: nn.Module, config: OptimizerConfig) -> OptimizedNetwork:
-            return OptimizedNetwork(
-                network,
-                config,
-                total_steps=total_steps,
-                ranks=self.ranks,
-                offload=self._settings.offload_optimizer,
-            )
-
+        offload = self._settings.offload_optimizer
+        optimized = partial(
+            OptimizedNetwork, total_steps=total_steps, ranks=self.ranks, offload=offload
+        )
         self._policy, self._values = optimized(model, config), None
         if critic is not None:
             critic_config = config.model_copy(update={"lr": critic_lr or config.lr})
             self._values = optimized(critic.eval(), critic_config)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the whole, detached weights to publish: with an adapter merged, or the adapter
-        alone.
-        """
+        """Return the whole, detached weights to publish: with the adapter merged, or it alone."""
         return dict(self._published())
 
     def weights_on_host(self) -> dict[str, Tensor]:
@@ -161,14 +153,12 @@ class LocalLearner:
 
     def prepare(self, batch: Batch, algorithm: PolicyGradientConfig, *, step: int) -> Experience:
         """Return a batch's experience before the update, on the learner's device, without
-        advantages: log-probabilities of learner and reference, corrections for the engine's
-        distance, a critic's values.
+        advantages: log-probabilities of learner and reference, corrections, a critic's values.
 
         If only one update follows (`_merges`), and advantages need no log-probabilities, the
         learner's come from that update's forward instead of a separate one. step: from 1.
         Errors: EngineMismatch if engine and learner disagree by more than `max_mismatch_kl`;
-        ValueError for a batch without action tokens, or if a needed critic or reference was not
-        given.
+        ValueError for a batch without action tokens, or without a critic or reference it needs.
         """
         batch, recipe = batch.to(self.ranks.device), recipe_of(algorithm.recipe)
         acted = batch.action_mask

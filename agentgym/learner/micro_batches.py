@@ -292,9 +292,7 @@ class Passes:
         )
 
     def shares(self, dealt: Dealt) -> Iterator[Share]:
-        """Yield this rank's micro-batches, as many as on every rank: a forward of sharded weights
-        needs all of them.
-        """
+        """Yield this rank's micro-batches, as many as every rank: forwards need all ranks."""
         of_rank = dealt.ranks[self._ranks.rank]
         for index in range(max(map(len, dealt.ranks))):
             counts = index < len(of_rank)
@@ -304,8 +302,7 @@ class Passes:
     def forward_backward(
         self, batch: Batch, dealt: Dealt, loss_of: LossFunction
     ) -> dict[str, float]:
-        """Add the gradient of a loss over the dealt sequences, in micro-batches; nothing is
-        updated.
+        """Add the gradient of a loss over the dealt sequences; nothing is updated.
         Result: the loss and the logged values, summed over all ranks.
         """
         sums: dict[str, Tensor] = {}
@@ -354,9 +351,7 @@ def all_sequences(batch: Batch) -> Tensor:
 def minibatches(
     sequences: Tensor, epochs: int, count: int, *, key: tuple[int, int]
 ) -> Iterator[Tensor]:
-    """Yield each epoch's sequences in `count` random parts, ascending, drawn by `key`; none is
-    empty.
-    """
+    """Yield each epoch's sequences in `count` random parts, ascending; none is empty."""
     order = np.random.Generator(np.random.Philox(key=list(key)))
     for _ in range(epochs):
         shuffled = torch.from_numpy(order.permutation(len(sequences))).to(sequences.device)

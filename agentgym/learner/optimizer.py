@@ -95,9 +95,7 @@ class OptimizedNetwork:
 
     @cached_property
     def _masters(self) -> dict[str, nn.Parameter]:
-        """Master weights by parameter name, made on first use: a network that is only scored needs
-        none.
-        """
+        """Master weights by name, made on first use: a network that is only scored needs none."""
         masters = {}
         for name, parameter in self._trained.items():
             masters[name] = _master_of(parameter)
@@ -107,8 +105,7 @@ class OptimizedNetwork:
 
     @cached_property
     def _optimizers(self) -> dict[tuple[str, ...], torch.optim.AdamW]:
-        """Optimizers by the names of the masters that each steps: one, or one for each if
-        offloaded.
+        """Optimizers by names of the masters they step: one for all, or one for each if offloaded.
         On a CUDA device a step is one kernel, which sums in another order than a CPU.
         """
         config, names = self._config, tuple(self._masters)
@@ -255,9 +252,7 @@ class OptimizedNetwork:
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter for AdamW: itself, or a float32 master weight, to which a hook moves
-    each gradient.
-    """
+    """Return the parameter, or a float32 master weight, to which a hook moves each gradient."""
     if parameter.dtype.itemsize >= torch.float32.itemsize:
         return parameter
     master = nn.Parameter(parameter.detach().float())

@@ -21,7 +21,7 @@ class ProcessGroup:
     rank, size = 0, 1
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
-        """device: of the weights, batches and losses."""
+        """Make a group of one process. device: of the weights, batches and losses."""
         self.device = torch.device(device)
 
     def shard(self, module: nn.Module) -> None:

@@ -38,14 +38,10 @@ T = TypeVar("T")
 
 
 class Sharded(ProcessGroup):
-    """One of several processes in `torch.distributed`; each holds a part of every parameter
-    (FSDP2).
-    """
+    """One of several processes of `torch.distributed`, with a part of every parameter (FSDP2)."""
 
     def __init__(self, device: torch.device) -> None:
-        """Set up the device mesh, in every process once its group exists: gloo for CPUs, NCCL for
-        CUDA.
-        """
+        """Set up the mesh in every process, once its group exists: gloo for CPUs, NCCL for CUDA."""
         super().__init__(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._mesh = init_device_mesh(device.type, (self.size,))

@@ -103,8 +103,7 @@ class Adapter:
 def chosen_modules(model: PreTrainedModel, lora: LoraConfig) -> tuple[str, ...]:
     """Return the ends of the names of the layers that get an adapter: those that `lora` names, or
     those of all linear layers of the blocks if it names none.
-    Errors: ConfigError for a name that matches anything but linear layers of blocks, or a layer
-    narrower than the rank.
+    Errors: ConfigError for a name that matches others, or for a layer narrower than the rank.
     """
     inside = {layer for block in blocks(model) for layer in block.modules()}
     modules = dict(model.named_modules())
@@ -151,8 +150,7 @@ def write_adapter(
     base_name: str | None = None,
 ) -> None:
     """Write an adapter in peft's format, for `PeftModel.from_pretrained` and vLLM.
-    settings: the adapter's; base_name: of the model it belongs to, None if that model cannot be
-    loaded by name.
+    settings: the adapter's; base_name: of its model, None if that cannot be loaded by name.
     """
     from peft import LoraConfig as PeftConfig
 

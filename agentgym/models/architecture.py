@@ -90,8 +90,7 @@ def num_positions(config: PretrainedConfig) -> int | None:
     """Return the number of tokens that a model's positions allow; None if unlimited.
 
     `max_position_embeddings` already includes the scaling of rotary positions, except for YaRN
-    that a user adds to a config.json as Qwen's model cards describe: there `factor` extends the
-    original number.
+    that a user adds as Qwen's model cards describe: there `factor` extends the original number.
     """
     text = config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None)
@@ -106,8 +105,7 @@ def num_positions(config: PretrainedConfig) -> int | None:
 
 
 def read_architecture(text: str) -> Any:
-    """Parse a config.json into transformers' object, without the keys that select code: attention
-    implementations and Python files.
+    """Parse a config.json without keys that select code (attention implementations, Python files).
 
     Errors: ConfigError if it is no JSON object with a model_type, for quantized weights and for
     unknown dtypes; ValueError for a model_type that transformers does not know.

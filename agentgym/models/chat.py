@@ -3,8 +3,7 @@
 A chat template is a program that came with the model, so no episode should wait for it: its way of
 writing turns is derived once, from a few probe conversations.
 
-The policy's own tokens are never decoded and encoded again: `bridge` returns the ids that follow
-them.
+The policy's own tokens are never decoded and encoded again: `bridge` returns what follows them.
 """
 
 from __future__ import annotations
@@ -120,9 +119,7 @@ class ChatRenderer:
         return self._known(pieces) if is_short else self._pieces.encode(pieces)
 
     def _check_ids(self) -> None:
-        """Raise ConfigError unless probe conversations have the same ids turn by turn as their
-        whole text.
-        """
+        """Raise ConfigError unless probe conversations have the ids of their whole text."""
         probes = self._turns.probes()
         texts = [text for _, _, text in probes]
         wholes = self._tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -158,9 +158,7 @@ def policy_of(store: RunStore, manifest: Manifest) -> StoredTensors:
 
 
 def policy_digest(manifest: Manifest) -> str:
-    """sha256 that identifies a commit's policy; for an adapter, of its matrices and its record,
-    which names the base.
-    """
+    """sha256 of a commit's policy; for an adapter, of matrices and record, which names the base."""
     if not files_of(manifest, ADAPTER):
         return digest_of(manifest, WEIGHTS)
     digests = (digest_of(manifest, ADAPTER), manifest.blobs[ADAPTER_RECORD].digest)
@@ -194,8 +192,7 @@ class AdapterRecord(BaseModel):
 
 def adapter_of(store: RunStore, manifest: Manifest) -> Adapter | None:
     """Return the adapter in a commit, None if it has none.
-    Errors: BlobMissing, also if the base is not in the store; DigestMismatch; ValueError if its
-    record cannot be read.
+    Errors: BlobMissing, also of the base; DigestMismatch; ValueError for an unreadable record.
     """
     if not files_of(manifest, ADAPTER):
         return None

@@ -45,8 +45,7 @@ _FAITHFUL: set[tuple[str, torch.dtype]] = set()  # (config.json, dtype) of model
 def require_faithful_once(model: PreTrainedModel) -> None:
     """Call `require_faithful` unless a model of this architecture and dtype passed in this process.
 
-    The check depends only on the code they select, and an audit loads many weights of one
-    architecture.
+    The check depends only on the code they select; an audit loads many weights of one architecture.
     """
     if _checked_as(model) not in _FAITHFUL:
         require_faithful(model)

@@ -1,6 +1,4 @@
-"""The two trained networks, with one forward each, so that a wrapper for several ranks covers all
-their computation.
-"""
+"""The two trained networks, with one forward each, so that a wrapper for ranks covers all of it."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ class Prefixes:
         self._sequences = [ids[start:end] for start, end in pairwise(starts.tolist())]
 
     def shared(self, before: int, sequence: int) -> int:
-        """Return the number of tokens that `sequence` shares with `before`; 0 if they are too few
-        to be worth sharing.
-        """
+        """Return the tokens that `sequence` shares with `before`; 0 if not worth sharing."""
         ids = self._sequences[sequence]
         common = common_tokens(self._sequences[before], ids)
         return common if common >= SHARED_FRAC * len(ids) else 0
@@ -135,8 +131,7 @@ class ValueNet(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return ([n] value of the state before each action token, [B] value of the state at each
-        sequence's end).
+        """Return values of states: ([n] before each action token, [B] at each sequence's end).
 
         Values are trained at tokens before an action token: the end of an observation, or any
         action token but the last.

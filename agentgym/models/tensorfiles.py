@@ -206,9 +206,7 @@ class StoredTensors:
         self.store.verify(self.manifest, self.files[rank::size])
 
     def require_fit(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ValueError naming the first tensor that is missing, unknown, or of another shape
-        or dtype.
-        """
+        """Raise ValueError naming a tensor that is missing, unknown, of another shape or dtype."""
         require_fit(self.tensors, tensors, self._what)
 
     def read(self, name: str, rows: Tensor, first_row: int = 0) -> None:

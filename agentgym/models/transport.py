@@ -1,8 +1,7 @@
 """Weights on their way from a learner to the engines that sample with them: inside one process, in
 memory that processes of one machine share, through Ray's object store, or by collective broadcast.
 
-The sender computes a digest, and the receiver computes it again from what arrived, before it
-samples with these weights.
+The sender computes a digest; the receiver computes it again of what arrived, before it samples.
 """
 
 from __future__ import annotations
@@ -410,7 +409,7 @@ def interface_of(address: str) -> str:
     sought = "127.0.0.1" if address.startswith("127.") else address
     for name, addresses in psutil.net_if_addrs().items():
         if (socket.AF_INET, sought) in [(entry.family, entry.address) for entry in addresses]:
-            return name
+            return str(name)
     return ""
 
 
