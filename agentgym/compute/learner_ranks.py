@@ -83,9 +83,8 @@ class LearnerRank:
             backend, store=store, rank=self._rank, world_size=self._size, timeout=self._timeout
         )
         self._learner = plan.build(Sharded(self._device))
-        self._outbox = Outbox(
-            self._device, rendezvous.parent if isinstance(rendezvous, Path) else None
-        )
+        folder = rendezvous.parent if isinstance(rendezvous, Path) else None
+        self._outbox = Outbox(self._device, folder)
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of the learner, on every rank. Result: the method's on rank 0, or None."""
@@ -209,23 +208,18 @@ class RayLearner:
         """
         import ray
 
-        self._where = self._gather(
-            [actor.where.remote() for actor in self._actors], self._start_timeout_s
-        )
+        where = [actor.where.remote() for actor in self._actors]
+        self._where = self._gather(where, self._start_timeout_s)
         rendezvous = (
             self._gather([self._actors[0].serve.remote()])[0]
             if folder is None
             else folder / f"ranks-{secrets.token_hex(8)}"
         )
         shared = ray.put(plan)
-        self._gather(
-            [actor.join.remote(rendezvous, shared) for actor in self._actors],
-            self._timeout_s + plan.size / MIN_BYTES_PER_S,
-        )
-        logger.info(
-            "learner: %s",
-            "; ".join(f"rank {rank} is {where}" for rank, where in enumerate(self._where)),
-        )
+        joined = [actor.join.remote(rendezvous, shared) for actor in self._actors]
+        self._gather(joined, self._timeout_s + plan.size / MIN_BYTES_PER_S)
+        ranks = [f"rank {rank} is {where}" for rank, where in enumerate(self._where)]
+        logger.info("learner: %s", "; ".join(ranks))
 
     def peak_tflops(self, of_device: float | None) -> float | None:
         return self._call(LocalLearner.peak_tflops, of_device)

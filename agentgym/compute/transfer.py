@@ -115,9 +115,8 @@ class Outbox:
         weights: in host memory, and not used elsewhere.
         """
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        described = Broadcast(
-            weights_digest(weights), version, layout_of(weights), backend, timeout_s
-        )
+        digest, layout = weights_digest(weights), layout_of(weights)
+        described = Broadcast(digest, version, layout, backend, timeout_s)
         self._kept = version, weights  # only now: until here a worker may fetch the previous ones
         return described
 

@@ -317,10 +317,8 @@ class LocalLearner:
         Errors: ValueError for an odd number of sequences or a sequence without actions.
         """
         batch = batch.to(self.ranks.device)
-        if (
-            batch.num_sequences % 2
-            or len(torch.unique(batch.sequence[batch.action_mask])) != batch.num_sequences
-        ):
+        num_acting = len(torch.unique(batch.sequence[batch.action_mask]))
+        if batch.num_sequences % 2 or num_acting != batch.num_sequences:
             raise ValueError(
                 f"preferences come as pairs of sequences that act, got {batch.num_sequences}; check"
                 " the pairs"
@@ -331,15 +329,12 @@ class LocalLearner:
         def loss(part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs, entropy = self._net(part)
             gain = logprobs - reference_logprobs[at]
-            sums = gain.new_zeros(part.num_sequences).index_add(
-                0, part.sequence[part.action_mask], gain
-            )
-            losses = (
-                preference_loss(sums[0::2], sums[1::2], beta=beta, label_smoothing=label_smoothing)
-                / num_pairs
-            )
-            margin = (sums[0::2] - sums[1::2]).detach()
-            return losses.sum(), {
+            sequence = part.sequence[part.action_mask]
+            sums = gain.new_zeros(part.num_sequences).index_add(0, sequence, gain)
+            chosen, rejected = sums[0::2], sums[1::2]
+            losses = preference_loss(chosen, rejected, beta=beta, label_smoothing=label_smoothing)
+            margin = (chosen - rejected).detach()
+            return (losses / num_pairs).sum(), {
                 "accuracy": (margin > 0) / num_pairs,
                 "margin": beta * margin / num_pairs,
                 "entropy": entropy.detach() / num_tokens,

@@ -204,13 +204,11 @@ def adapter_of(store: RunStore, manifest: Manifest) -> Adapter | None:
             f" {record.base_weights[:12]} of step {record.base_step} ({record.base_key[:12]}),"
             " which are not in the store; run that step again"
         )
-    return Adapter(
-        base=StoredTensors.of(store, base, WEIGHTS),
-        rank=record.rank,
-        alpha=record.alpha,
-        target_modules=record.target_modules,
-        stored=StoredTensors.of(store, manifest, ADAPTER),
+    weights, stored = (
+        StoredTensors.of(store, base, WEIGHTS),
+        StoredTensors.of(store, manifest, ADAPTER),
     )
+    return Adapter(weights, record.rank, record.alpha, record.target_modules, stored=stored)
 
 
 def adapter_for(store: RunStore, manifest: Manifest, lora: LoraConfig, seed: int) -> Adapter:

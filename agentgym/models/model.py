@@ -348,12 +348,11 @@ def empty_model(architecture: str, dtype: torch.dtype = torch.float32) -> PreTra
 
 def materialize(module: nn.Module, device: torch.device) -> None:
     """Allocate memory, uninitialized, for the parameters that have none."""
-    change_parameters(
-        module,
-        lambda parameter: (
-            torch.empty_like(parameter, device=device) if parameter.is_meta else parameter
-        ),
-    )
+
+    def allocated(parameter: Tensor) -> Tensor:
+        return torch.empty_like(parameter, device=device) if parameter.is_meta else parameter
+
+    change_parameters(module, allocated)
 
 
 def change_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -84,16 +84,11 @@ class PolicyNet(nn.Module):
             spread = logp if entropy_gradient else logp.detach()
             return logp.gather(1, targets[:, None])[:, 0], -(spread.exp() * spread).sum(-1)
 
-        parts = [
-            (
-                checkpoint(
-                    head_logprobs, hidden[chunk - 1], batch.input_ids[chunk], use_reentrant=False
-                )
-                if len(positions) > self._chunk
-                else head_logprobs(hidden[chunk - 1], batch.input_ids[chunk])
-            )
-            for chunk in torch.split(positions, self._chunk)
-        ]
+        score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = head_logprobs
+        if len(positions) > self._chunk:
+            score = partial(checkpoint, head_logprobs, use_reentrant=False)
+        chunks = torch.split(positions, self._chunk)
+        parts = [score(hidden[chunk - 1], batch.input_ids[chunk]) for chunk in chunks]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
