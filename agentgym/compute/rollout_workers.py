@@ -228,8 +228,8 @@ class RayEngine:
     async def _while_it_lives(
         self, worker: Worker, answer: Any
     ) -> tuple[Trajectory, list[Trajectory]]:
-        """Return a played episode; wait as long as its worker, which limits all times, answers.
-        Errors: TimeoutError if it does not.
+        """Return a played episode; wait as long as its worker answers, which itself limits the time
+        of environments, engine and attempts. Errors: TimeoutError if it does not answer.
         """
         episode = asyncio.ensure_future(answer)
         try:
