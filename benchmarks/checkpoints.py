@@ -33,7 +33,7 @@ from harness import parser_of, read, repeated, write
 from agentgym.algorithms.batch import Batch
 from agentgym.config import OptimizerConfig
 from agentgym.learner.learner import LocalLearner
-from agentgym.learner.process_group import ProcessGroup, SingleProcess
+from agentgym.learner.process_group import ProcessGroup
 from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS
 from agentgym.models.model import empty_model
@@ -279,7 +279,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
 
 def joined(folder: Path, rank: int, size: int) -> ProcessGroup:
     if size == 1:
-        return SingleProcess()
+        return ProcessGroup()
     from agentgym.learner.sharded import Sharded
 
     meeting = f"file://{folder}/meeting"

@@ -45,7 +45,7 @@ from agentgym.config import (
     load_config,
 )
 from agentgym.learner.learner import LocalLearner
-from agentgym.learner.process_group import SingleProcess
+from agentgym.learner.process_group import ProcessGroup
 from agentgym.models import attention
 from agentgym.models.checkpoint import Checkpoint, new_checkpoint
 from agentgym.models.model import new_model, weights_of
@@ -641,7 +641,7 @@ def trained(size: Size, batch: Batch, settings: LearnerConfig) -> dict[str, floa
 
 
 def learner_of(size: Size, settings: LearnerConfig) -> LocalLearner:
-    ranks, optimizer = SingleProcess(size.device), OptimizerConfig(lr=1e-6)
+    ranks, optimizer = ProcessGroup(size.device), OptimizerConfig(lr=1e-6)
     model = made(size).model
     return LocalLearner(model, optimizer, total_steps=1000, ranks=ranks, settings=settings)
 

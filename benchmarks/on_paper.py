@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from agentgym.learner.optimizer import HostMemory
-from agentgym.learner.process_group import SingleProcess
+from agentgym.learner.process_group import ProcessGroup
 from agentgym.learner.sharded import Sharded, _Copied
 from agentgym.models.model import materialize
 from agentgym.models.tensorfiles import TensorFile, file_name
@@ -253,7 +253,7 @@ class _Paper:
         self.bytes_read += sum(part.nbytes for part in own_parts)  # type: ignore[attr-defined]
 
 
-class PaperAlone(_Paper, SingleProcess):
+class PaperAlone(_Paper, ProcessGroup):
     """A single process."""
 
     def shard(self, module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from agentgym.data.check import load_data
 from agentgym.data.items import Splits, train_stream
 from agentgym.deploy.environment import environment_servers
 from agentgym.learner.learner import LocalLearner
-from agentgym.learner.process_group import SingleProcess
+from agentgym.learner.process_group import ProcessGroup
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.model import load_weights, set_threads
 from agentgym.rollouts.collect import success_share
@@ -105,7 +105,7 @@ def learner_of(
     cfg: RunConfig, checkpoint: Checkpoint, optimizer: OptimizerConfig, total_steps: int
 ) -> LocalLearner:
     """Return a learner with its own copy of the weights; the engine keeps the checkpoint's."""
-    model, ranks = copy.deepcopy(checkpoint.model), SingleProcess(cfg.compute_device)
+    model, ranks = copy.deepcopy(checkpoint.model), ProcessGroup(cfg.compute_device)
     return LocalLearner(model, optimizer, total_steps=total_steps, ranks=ranks)
 
 

@@ -1,7 +1,6 @@
 """Advantage functions: pure, tensors in, tensors out.
 
-Each returns ([n] advantages of the action tokens, [n] targets of the critic or None) for an
-`Experience`.
+Each returns, for an `Experience`, ([n] advantages of action tokens, [n] critic's targets or None).
 "Next", "discount" and "sum" refer to action tokens; observations between them are skipped.
 """
 
@@ -15,50 +14,46 @@ import torch
 from torch import Tensor
 
 from agentgym.algorithms.batch import Experience
-from agentgym.algorithms.recipe import named, recipe_of
-from agentgym.algorithms.signal import differ
+from agentgym.algorithms.recipe import differ, named, recipe_of
 
 EPS = 1e-6
 
 
-class AlgorithmSettings(Protocol):
-    """Settings of every section `algorithm`."""
+class Algorithm(Protocol):
+    """Every section `algorithm`."""
 
-    @property
-    def recipe(self) -> str: ...
+    recipe: str
 
 
 class Discounting(Protocol):
     """Settings of advantage functions that discount rewards."""
 
-    @property
-    def gamma(self) -> float: ...
+    gamma: float
 
 
 class Estimating(Discounting, Protocol):
     """Settings of advantage functions with a critic."""
 
-    @property
-    def gae_lambda(self) -> float: ...
+    gae_lambda: float
 
 
-# (experience, settings of `algorithm`) -> ([n] advantages, [n] targets of the critic or None)
+# (experience, the section `algorithm`) -> ([n] advantages, [n] targets of the critic or None)
 AdvantageFunction = Callable[[Experience, Any], tuple[Tensor, Tensor | None]]
 
 
-def with_advantages(experience: Experience, settings: AlgorithmSettings) -> Experience:
+def with_advantages(experience: Experience, algorithm: Algorithm) -> Experience:
     """Return the experience with the advantages of the recipe, and targets if it has a critic.
 
     Errors: ValueError if the recipe's function does not return one finite number per token.
     """
-    function: AdvantageFunction = named(ADVANTAGES, recipe_of(settings.recipe).advantages)
-    advantages, targets = function(experience, settings)
+    function: AdvantageFunction = named(ADVANTAGES, recipe_of(algorithm.recipe).advantages)
+    advantages, targets = function(experience, algorithm)
     for what, values in (("advantages", advantages), ("targets", targets)):
         if values is not None and (
             values.shape != experience.rewards.shape or not values.isfinite().all()
         ):
             raise ValueError(
-                f"recipe {settings.recipe}: {what} of shape {list(values.shape)}, expected one"
+                f"recipe {algorithm.recipe}: {what} of shape {list(values.shape)}, expected one"
                 f" finite number for each of {len(experience.rewards)} action tokens"
             )
     return replace(experience, advantages=advantages, targets=targets)
@@ -93,13 +88,12 @@ def rloo(experience: Experience, _: object) -> tuple[Tensor, None]:
     return (centred * group_sizes / (group_sizes - 1).clamp(min=1))[experience.sequence], None
 
 
-def reinforce_plus_plus(experience: Experience, settings: Discounting) -> tuple[Tensor, None]:
+def reinforce_plus_plus(experience: Experience, algorithm: Discounting) -> tuple[Tensor, None]:
     """Discounted sum of the rewards from each token on, whitened over the global batch: [n].
     Source: arXiv:2501.03262.
     """
-    following = _backwards(
-        experience.sequence, experience.batch.num_sequences, experience.rewards, settings.gamma
-    )
+    num_sequences = experience.batch.num_sequences
+    following = _backwards(experience.sequence, num_sequences, experience.rewards, algorithm.gamma)
     return _whitened(experience, following), None
 
 
@@ -110,31 +104,24 @@ def reinforce_plus_plus_baseline(experience: Experience, _: object) -> tuple[Ten
     return _whitened(experience, _centred(experience)[0][experience.sequence]), None
 
 
-def gae(experience: Experience, settings: Estimating) -> tuple[Tensor, Tensor]:
+def gae(experience: Experience, algorithm: Estimating) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation over action tokens, whitened: [n]; the critic's targets
     are advantage + value, not whitened: [n].
 
     Source: arXiv:1506.02438. Errors: ValueError if there are no values.
     """
     values, ends = _values(experience)
-    advantages = _gae(
-        experience.sequence,
-        experience.batch.num_sequences,
-        experience.rewards,
-        values,
-        ends,
-        settings,
-    )
+    advantages = _gae(experience.sequence, experience.rewards, values, ends, algorithm)
     return _whitened(experience, advantages), advantages + values
 
 
-def turn_gae(experience: Experience, settings: Estimating) -> tuple[Tensor, Tensor]:
+def turn_gae(experience: Experience, algorithm: Estimating) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation over turns, equal for all tokens of a turn, whitened over
     tokens: [n]; the critic's targets: [n].
 
     A turn's reward is the sum of its tokens' rewards. Its state is the one in which its first token
-    is chosen, and it is followed by the next turn's state. All its tokens have the target of that
-    state, advantage + value.
+    is chosen; the next turn's state follows it. All its tokens have the state's target, advantage
+    + value.
     Errors: ValueError if there are no values.
     """
     values, ends = _values(experience)
@@ -143,14 +130,7 @@ def turn_gae(experience: Experience, settings: Estimating) -> tuple[Tensor, Tens
     first = torch.searchsorted(turn, torch.arange(num_turns, device=turn.device))
     rewards = values.new_zeros(num_turns).index_add_(0, turn, experience.rewards)
     at_turns = values[first]
-    advantages = _gae(
-        experience.sequence[first],
-        experience.batch.num_sequences,
-        rewards,
-        at_turns,
-        ends,
-        settings,
-    )
+    advantages = _gae(experience.sequence[first], rewards, at_turns, ends, algorithm)
     return _whitened(experience, advantages[turn]), (advantages + at_turns)[turn]
 
 
@@ -161,20 +141,17 @@ def _values(experience: Experience) -> tuple[Tensor, Tensor]:
 
 
 def _gae(
-    sequence: Tensor,
-    num_sequences: int,
-    rewards: Tensor,
-    values: Tensor,
-    ends: Tensor,
-    settings: Estimating,
+    sequence: Tensor, rewards: Tensor, values: Tensor, ends: Tensor, algorithm: Estimating
 ) -> Tensor:
     """Generalized advantage estimates of m time steps: [m].
 
     sequence: [m] int64, ascending; rewards, values: [m]; ends: [B].
     """
-    following = torch.where(_is_last(sequence), ends[sequence], values.roll(-1))
-    deltas = rewards + settings.gamma * following - values
-    return _backwards(sequence, num_sequences, deltas, settings.gamma * settings.gae_lambda)
+    last = sequence.new_ones(1, dtype=torch.bool)
+    is_last = torch.cat([sequence[1:] != sequence[:-1], last])  # step of its sequence, [m]
+    following = torch.where(is_last, ends[sequence], values.roll(-1))
+    deltas = rewards + algorithm.gamma * following - values
+    return _backwards(sequence, len(ends), deltas, algorithm.gamma * algorithm.gae_lambda)
 
 
 def whiten(values: Tensor) -> Tensor:
@@ -188,9 +165,7 @@ def whiten(values: Tensor) -> Tensor:
 
 
 def _whitened(experience: Experience, values: Tensor) -> Tensor:
-    """Whiten [n] values separately for each environment, so that the reward scale of one does not
-    set the step size of another.
-    """
+    """Whiten [n] values by environment: one's reward scale must not set another's step size."""
     if experience.batch.env_ids is None:
         return whiten(values)
     result, env_ids = torch.zeros_like(values), experience.batch.env_ids[experience.sequence]
@@ -211,11 +186,6 @@ def _centred(experience: Experience) -> tuple[Tensor, Tensor]:
     low = (per_group + torch.inf).scatter_reduce(0, groups, returns, "amin")
     high = (per_group - torch.inf).scatter_reduce(0, groups, returns, "amax")
     return torch.where(differ(low, high)[groups], returns - means[groups], 0.0), sizes
-
-
-def _is_last(sequence: Tensor) -> Tensor:
-    """Mask of the last step of each sequence: [m] bool."""
-    return torch.cat([sequence[1:] != sequence[:-1], sequence.new_ones(1, dtype=torch.bool)])
 
 
 def _backwards(sequence: Tensor, num_sequences: int, values: Tensor, discount: float) -> Tensor:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentgym.algorithms.recipe import Truncated
-from agentgym.algorithms.signal import all_equal
+from agentgym.algorithms.recipe import Truncated, all_equal
 from agentgym.types import Trajectory
+
+T = TypeVar("T", "Batch", "Experience")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +73,7 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on another device."""
-        tensors: dict[str, Any] = {
-            part.name: value.to(device)
-            for part in fields(self)
-            if isinstance(value := getattr(self, part.name), Tensor)
-        }
-        return replace(self, **tensors)
+        return _moved(self, device)
 
     def select(self, sequences: Tensor) -> Batch:
         """Return a batch of these sequences, in this order. sequences: [R] int64."""
@@ -130,10 +125,8 @@ def why_not(
     """Return for each trajectory why it must not be learned from; empty: it may.
 
     All learning code uses this function. Excluded are failed environments and sequences without an
-    action; with truncated "mask" also episodes cut by the horizon, the context or the simulator's
-    own limit.
-    signal: exclude groups of equal rewards, too, because only differences carry a signal (DAPO,
-    arXiv:2503.14476).
+    action; with truncated "mask" also episodes cut by horizon, context or simulator.
+    signal: exclude groups of equal rewards, too, which carry no signal (DAPO, arXiv:2503.14476).
     """
     telling = _telling(trajectories) if signal else set()
 
@@ -144,11 +137,8 @@ def why_not(
             return "its group had equal rewards"
         if not any(trajectory.action_mask):
             return "no action"
-        return (
-            f"cut: {trajectory.status}"
-            if truncated == "mask" and trajectory.status.is_truncated
-            else ""
-        )
+        is_cut = truncated == "mask" and trajectory.status.is_truncated
+        return f"cut: {trajectory.status}" if is_cut else ""
 
     return [reason(trajectory) for trajectory in trajectories]
 
@@ -253,11 +243,19 @@ def _starts(lengths: Sequence[int]) -> Tensor:
     return torch.cumsum(torch.tensor([0, *lengths], dtype=torch.int64), 0)
 
 
+def _moved(record: T, device: torch.device) -> T:
+    """Return a batch or an experience with its tensors on another device."""
+    moved: dict[str, Any] = {
+        part.name: value.to(device)
+        for part in fields(record)
+        if isinstance(value := getattr(record, part.name), Tensor | Batch)
+    }
+    return replace(record, **moved)
+
+
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """A batch of B sequences, and the inputs of advantages and losses for its n action tokens, in
-    order.
-    """
+    """A batch of B sequences; inputs of advantages and losses for its n action tokens, in order."""
 
     batch: Batch
     # [n] float32: the batch's rewards plus rewards per token, for example a KL penalty
@@ -293,19 +291,7 @@ class Experience:
         return none.index_add_(0, self.sequence, self.rewards)
 
     def to(self, device: torch.device) -> Experience:
-        """Return the experience on another device."""
-        moved: dict[str, Any] = {
-            part.name: value.to(device)
-            for part in fields(self)
-            if isinstance(value := getattr(self, part.name), Tensor | Batch)
-        }
-        return replace(self, **moved)
-
-    @property
-    def carrying(self) -> Tensor:
-        """[C] int64, ascending: the sequences with an advantage other than 0."""
-        carrying: Tensor = torch.unique(self.sequence[self.advantages != 0])
-        return carrying
+        return _moved(self, device)
 
     @property
     def critic_metrics(self) -> dict[str, float]:

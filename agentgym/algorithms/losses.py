@@ -31,32 +31,28 @@ class Actions:
 class Clipping(Protocol):
     """Settings of a clipped loss."""
 
-    @property
-    def clip_low(self) -> float: ...
-    @property
-    def clip_high(self) -> float: ...
+    clip_low: float
+    clip_high: float
 
 
 class DualClipping(Clipping, Protocol):
-    @property
-    def dual_clip(self) -> float: ...
+    dual_clip: float
 
 
-# (actions, settings of `algorithm`) -> ([n] losses, metrics of each token, [n] by name)
+# (actions, the section `algorithm`) -> ([n] losses, metrics of each token, [n] by name)
 PolicyLoss = Callable[[Actions, Any], tuple[Tensor, dict[str, Tensor]]]
 
 
-def ppo_clip(actions: Actions, settings: Clipping) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return `ppo_clip_loss` and its `clip_fractions`."""
-    return _clipped(actions, settings.clip_low, settings.clip_high, None)
+def ppo_clip(actions: Actions, algorithm: Clipping) -> tuple[Tensor, dict[str, Tensor]]:
+    return clipped(actions, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
 
 
-def dual_clip(actions: Actions, settings: DualClipping) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return `ppo_clip_loss` with a dual clip, and its `clip_fractions`."""
-    return _clipped(actions, settings.clip_low, settings.clip_high, settings.dual_clip)
+def dual_clip(actions: Actions, algorithm: DualClipping) -> tuple[Tensor, dict[str, Tensor]]:
+    bounds = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    return clipped(actions, **bounds, dual_clip=algorithm.dual_clip)
 
 
-def gspo(actions: Actions, settings: Clipping) -> tuple[Tensor, dict[str, Tensor]]:
+def gspo(actions: Actions, algorithm: Clipping) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate with one ratio per sequence, the geometric mean of its tokens' ratios.
 
     s = exp(mean_t (log pi - log pi_old)); each token's loss is -min(s A, clip(s) A), so that the
@@ -65,17 +61,17 @@ def gspo(actions: Actions, settings: Clipping) -> tuple[Tensor, dict[str, Tensor
     """
     log_ratio = sequence_mean(actions.logprobs - actions.old_logprobs, actions.sequence)
     alike = replace(actions, logprobs=log_ratio, old_logprobs=torch.zeros_like(log_ratio))
-    return _clipped(alike, settings.clip_low, settings.clip_high, None)
+    return ppo_clip(alike, algorithm)
 
 
-def cispo(actions: Actions, settings: Clipping) -> tuple[Tensor, dict[str, Tensor]]:
+def cispo(actions: Actions, algorithm: Clipping) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE with a clipped importance weight: -sg(clip(rho)) A log pi (sg: no gradient), so
     that every token keeps a gradient. `ppo_clip` gives no gradient to clipped tokens.
 
     The published loss has no lower bound: `clip_low` 1. Source: arXiv:2506.13585.
     """
     ratio = (actions.logprobs.detach() - actions.old_logprobs).exp()
-    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     binds = {"clip_frac_low": ratio < low, "clip_frac_high": ratio > high}
     losses = -ratio.clamp(low, high) * actions.advantages * actions.logprobs
     return losses, {"clip_frac": (ratio < low) | (ratio > high), **binds}
@@ -89,16 +85,6 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 }
 
 
-def _clipped(
-    actions: Actions, low: float, high: float, dual: float | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    new, old, gain = actions.logprobs, actions.old_logprobs, actions.advantages
-    losses = ppo_clip_loss(new, old, gain, clip_low=low, clip_high=high, dual_clip=dual)
-    return losses, clip_fractions(
-        new.detach(), old, gain, clip_low=low, clip_high=high, dual_clip=dual
-    )
-
-
 def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
     """Replace each token's value by the mean over its sequence: [n]. sequence: [n] int64."""
     sums = _sequence_sum(values, sequence)
@@ -110,54 +96,31 @@ def _sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
     return values.new_zeros(int(sequence.max()) + 1).index_add(0, sequence, values)
 
 
-def ppo_clip_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> Tensor:
-    """Clipped surrogate of each action token, to be minimized: -min(rho A, clip(rho) A).
+def clipped(
+    actions: Actions, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the clipped surrogate of each action token, to be minimized, and masks by metric of
+    the tokens that it clips and gives no gradient; all [n].
 
-    All [n], the result too. old_logprobs: the learner's own before the update.
-    dual_clip: c > 1; if A < 0 the loss is at most -c A, so that a token with a very large ratio
-    cannot dominate.
-    Source: PPO, arXiv:1707.06347; separate bounds: DAPO, arXiv:2503.14476; dual clip:
-    arXiv:1912.09729.
-    """
-    ratio = (logprobs - old_logprobs).exp()
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    if dual_clip is None:
-        return loss
-    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
-
-
-def clip_fractions(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> dict[str, Tensor]:
-    """Masks of the tokens that `ppo_clip_loss` clips and gives no gradient: [n] bool by metric.
-
-    clip_frac_low: rho below 1 - clip_low with A < 0. clip_frac_high: rho above 1 + clip_high with A
-    > 0.
+    Loss: -min(rho A, clip(rho) A). dual_clip: c > 1; if A < 0 the loss is at most -c A, so that a
+    token with a very large ratio cannot dominate.
+    clip_frac_low: rho < 1 - clip_low with A < 0. clip_frac_high: rho > 1 + clip_high with A > 0.
     clip_frac_dual, only with a dual clip: rho above it with A < 0. clip_frac: any of them.
     A ratio outside the bounds whose advantage has the other sign is not clipped.
+    Source: PPO, arXiv:1707.06347; two bounds: DAPO, arXiv:2503.14476; dual clip: arXiv:1912.09729.
     """
-    ratio = (logprobs - old_logprobs).exp()
+    advantages, low, high = actions.advantages, 1 - clip_low, 1 + clip_high
+    ratio = (actions.logprobs - actions.old_logprobs).exp()
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    ratio = ratio.detach()
     binds = {
-        "clip_frac_low": (ratio < 1 - clip_low) & (advantages < 0),
-        "clip_frac_high": (ratio > 1 + clip_high) & (advantages > 0),
+        "clip_frac_low": (ratio < low) & (advantages < 0),
+        "clip_frac_high": (ratio > high) & (advantages > 0),
     }
     if dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
         binds["clip_frac_dual"] = (ratio > dual_clip) & (advantages < 0)
-    return {"clip_frac": torch.stack(list(binds.values())).any(0), **binds}
+    return loss, {"clip_frac": torch.stack(list(binds.values())).any(0), **binds}
 
 
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float) -> Tensor:
@@ -206,14 +169,12 @@ def preference_loss(
 def aggregation_weights(
     sequences: Tensor, num_sequences: int, aggregation: Aggregation, constant: float | None = None
 ) -> Tensor:
-    """Weight of each token's loss in the sum, chosen so that splits over micro-batches or ranks do
-    not change the sum.
+    """Weight of each token's loss in the sum, which no split over micro-batches or ranks changes.
 
     sequences: [n] int64, the sequence of each action token of the global batch.
     token: every token of the batch has the same weight (DAPO).
     sequence: the mean over each sequence's tokens, then over sequences (GRPO as published).
-    constant: the sum over each sequence's tokens divided by `constant`, then the mean over
-    sequences (Dr.GRPO).
+    constant: each sequence's sum over tokens / `constant`, then the mean over sequences (Dr.GRPO).
     Result: [n]; it sums to 1, except for `constant`. Errors: ValueError without its divisor.
     """
     if aggregation == "token":
@@ -239,8 +200,7 @@ def corrections(
     """Factor of each action token's loss that corrects the mismatch of engine and learner.
 
     All [n], the result too; sequence: int64, ascending.
-    With w = pi_learner / pi_engine of a token, W the product over its sequence and M the geometric
-    mean:
+    With w = pi_learner / pi_engine of a token; over its sequence, W the product, M geometric mean:
     token_truncate: min(w, cap). token_mask: w if floor <= w <= cap, else 0 (with a floor: IcePop).
     sequence_truncate: min(W, cap). sequence_mask: W if floor <= W <= cap, else 0.
     geometric_mask: 1 if floor <= M <= cap, else 0; M does not grow with the length.

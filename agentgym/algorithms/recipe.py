@@ -1,4 +1,5 @@
-"""The table of algorithms: each is a row, not a trainer.
+"""The table of algorithms: each is a row, not a trainer. And the one definition of equal rewards,
+which carry no signal.
 
 The module does not import torch, so that configuration can be checked without it.
 """
@@ -6,6 +7,7 @@ The module does not import torch, so that configuration can be checked without i
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
@@ -28,8 +30,7 @@ class Recipe:
     for both a function of another package, as `module:function`.
     settings: the keys of the section `algorithm`: a row of `agentgym.config.FAMILIES`, or a class
     of another package that extends one of them, as `module:Class`.
-    truncated: treatment of an episode cut by the horizon, the context or the simulator's own step
-    limit.
+    truncated: treatment of an episode cut by horizon, context or the simulator's own step limit.
     `zero`: it keeps its reward so far (0 for an outcome reward), so that being too slow is a
     failure. `mask`: it is left out of the loss and the group statistics. `bootstrap`: the critic's
     value of the last state replaces the missing rewards. This is the state after the last
@@ -37,8 +38,7 @@ class Recipe:
     context.
     `zero` is the default of every row, also of PPO: runs are evaluated at a horizon, and a policy
     whose delays cost nothing learns to delay.
-    kl_estimator, kl_place: of the penalty against the reference model, if `algorithm.kl_coef` is
-    above 0.
+    kl_estimator, kl_place: of the penalty against the reference model, if `algorithm.kl_coef` > 0.
     """
 
     advantages: str
@@ -164,3 +164,20 @@ def named(table: dict[str, Any], name: str) -> Any:
 
 def _offered() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+REWARD_TOLERANCE = 1e-6  # a float32 sum of rewards keeps six digits; no environment pays less
+
+
+def differ(low: Any, high: Any) -> Any:
+    """Return True if high is above low by more than rounding.
+
+    low, high: floats, or tensors of one shape; the result has their shape.
+    The tolerance grows with the rewards as their rounding does: for rewards up to 1, 1e-6 to 3e-6.
+    """
+    return high - low > REWARD_TOLERANCE * (1 + abs(low) + abs(high))
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Return True if the rewards of a group, at least one, are equal up to rounding."""
+    return not differ(min(rewards), max(rewards))

@@ -18,7 +18,7 @@ from agentgym.algorithms.batch import why_not
 from agentgym.audit.findings import Checks
 from agentgym.audit.stored_steps import StepRecord
 from agentgym.config import DynamicSamplingConfig, RunConfig
-from agentgym.learner.process_group import SingleProcess
+from agentgym.learner.process_group import ProcessGroup
 from agentgym.models.checkpoint import load_checkpoint, policy_of
 from agentgym.steps.context import StepReader
 from agentgym.steps.step import Kind
@@ -86,7 +86,7 @@ def _taken_again(cfg: RunConfig, store: RunStore, record: StepRecord) -> dict[st
     """Take the optimizer steps again on the logged episodes and return the resulting weights."""
     reader = StepReader(cfg=cfg, step=record.step, store=store, parents=record.parents)
     start = reader.checkpoint
-    checkpoint, ranks = load_checkpoint(store, start), SingleProcess(cfg.compute_device)
+    checkpoint, ranks = load_checkpoint(store, start), ProcessGroup(cfg.compute_device)
     if record.stage is None:
         demos, _ = learnable(reader, checkpoint)
         learner = plan_warm_start(reader, start, checkpoint).build(ranks)

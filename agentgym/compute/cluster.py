@@ -50,9 +50,7 @@ class PlacementError(RuntimeError):
 
 @contextmanager
 def open_cluster(cfg: RunConfig, *, num_ranks: int, num_workers: int) -> Iterator[Cluster]:
-    """Yield a `Cluster` of that many ranks and workers on the configured Ray cluster, or on a local
-    one that ends with the block.
-
+    """Yield a `Cluster` on the configured Ray cluster, or on a local one that ends with the block.
     Errors: PlacementError if there is no room within `ray.placement_timeout_s`; as `connected`.
     """
     settings = cfg.ray
@@ -73,23 +71,15 @@ class Cluster:
         self, cfg: RunConfig, group: Any, num_ranks: int, num_workers: int, folder: Path | None
     ) -> None:
         """Start the actors. folder: of a local cluster, readable by this user only; else None."""
-        self._cfg, self._group, self._num_ranks, self._num_workers = (
-            cfg,
-            group,
-            num_ranks,
-            num_workers,
-        )
-        self._folder = folder
+        self._cfg, self._group, self._folder = cfg, group, folder
+        self._num_ranks, self._num_workers = num_ranks, num_workers
         self._num_slots = -(-cfg.rollout.concurrency // max(1, num_workers))
         settings = cfg.ray
+        cpus, gpus = settings.rank_cpus, settings.rank_gpus
         self._ranks = [
-            self._actor(
-                rank,
-                LearnerRank,
-                settings.rank_cpus,
-                settings.rank_gpus,
-                groups={SENDING: 1},
-            ).remote(rank, num_ranks, self._cfg.compute_device, settings.rank_timeout_s)
+            self._actor(rank, LearnerRank, cpus, gpus, groups={SENDING: 1}).remote(
+                rank, num_ranks, cfg.compute_device, settings.rank_timeout_s
+            )
             for rank in range(num_ranks)
         ]
         self._fresh = {index: self._new_worker(index) for index in range(num_workers)}
@@ -99,18 +89,12 @@ class Cluster:
         """Yield the plan's learner, spread over the ranks, which end with the block.
         Errors: RankLost.
         """
+        start_timeout_s, timeout_s = self._cfg.ray.placement_timeout_s, self._cfg.ray.rank_timeout_s
         try:
-            settings = self._cfg.ray
-            learner = RayLearner(
-                self._ranks,
-                start_timeout_s=settings.placement_timeout_s,
-                timeout_s=settings.rank_timeout_s,
-            )
+            learner = RayLearner(self._ranks, start_timeout_s=start_timeout_s, timeout_s=timeout_s)
             learner.join(plan, self._folder)
-            try:
+            with contextlib.closing(learner):
                 yield learner
-            finally:
-                learner.close()
         finally:
             end(self._ranks)
 
@@ -166,9 +150,7 @@ class Cluster:
         max_concurrency: int | None = None,
         groups: Mapping[str, int] | None = None,
     ) -> Any:
-        """Return the actor class with its options. groups: concurrency groups, with the threads of
-        each.
-        """
+        """Return the actor class with its options. groups: threads of each concurrency group."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -304,9 +286,7 @@ def _environment_kept(*names: str) -> Iterator[None]:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Make a cluster that is started in the block listen on loopback alone, as Ray does if it
-    expects no other machine.
-    """
+    """Let a cluster started in the block listen on loopback alone: it expects no other machine."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER
@@ -387,14 +367,8 @@ def _no_room(cfg: RunConfig, bundles: list[dict[str, float]]) -> str:
     from ray._private.state import available_resources_per_node
 
     def spell(resources: dict[str, float]) -> str:
-        return (
-            ", ".join(
-                f"{name} {resources.get(name, 0.0):g}"
-                for name in ("CPU", "GPU")
-                if name in resources
-            )
-            or "nothing"
-        )
+        amounts = [f"{name} {resources[name]:g}" for name in ("CPU", "GPU") if name in resources]
+        return ", ".join(amounts) or "nothing"
 
     free = available_resources_per_node()
     nodes = [

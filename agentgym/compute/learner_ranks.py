@@ -1,6 +1,4 @@
-"""The learner in several processes: one actor per rank, and a facade with the learner's own
-methods.
-"""
+"""The learner in several processes: an actor per rank, and a facade with the learner's methods."""
 
 from __future__ import annotations
 
@@ -11,10 +9,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +23,6 @@ from agentgym.compute.transfer import (
     SLACK_S,
     BroadcastSender,
     InObjectStore,
-    ObjectStoreSender,
     Outbox,
     Sender,
     cause_of,
@@ -35,6 +32,7 @@ from agentgym.compute.transfer import (
     put,
 )
 from agentgym.config import PolicyGradientConfig
+from agentgym.learner.learner import LocalLearner
 from agentgym.learner.start import LearnerPlan
 from agentgym.models.model import set_threads
 from agentgym.models.transport import Broadcast, Place, meet, serve, use_interface_of
@@ -43,6 +41,7 @@ from agentgym.store.place import StorePlace
 from agentgym.types import EngineMismatch
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 VERDICT_S = 10.0  # after one rank failed, for the others to report
 MIN_BYTES_PER_S = 1 << 20  # lowest assumed speed of a store
@@ -69,9 +68,7 @@ class LearnerRank:
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def serve(self) -> tuple[str, int]:
-        """Open the rendezvous of the ranks on rank 0, at this node's address alone. Result: its
-        address.
-        """
+        """On rank 0, open the ranks' rendezvous at this node's address alone. Result: address."""
         self._meeting, rendezvous = serve(node_address(), self._size, self._timeout)
         return rendezvous
 
@@ -86,14 +83,11 @@ class LearnerRank:
             backend, store=store, rank=self._rank, world_size=self._size, timeout=self._timeout
         )
         self._learner = plan.build(Sharded(self._device))
-        self._outbox = Outbox(
-            self._device, rendezvous.parent if isinstance(rendezvous, Path) else None
-        )
+        folder = rendezvous.parent if isinstance(rendezvous, Path) else None
+        self._outbox = Outbox(self._device, folder)
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of the learner, on every rank. Result: the method's on rank 0,
-        else None.
-        """
+        """Call a method of the learner, on every rank. Result: the method's on rank 0, or None."""
         result = getattr(self._learner, method)(*arguments, **named)
         return _on_host(result) if self._rank == 0 else None
 
@@ -103,7 +97,6 @@ class LearnerRank:
         return int(self._snapshot.size)
 
     def begin_writing(self, store_place: StorePlace, step: str, key: str) -> None:
-        """Begin to write the copy in the background."""
         taken, self._snapshot = self._snapshot, None
         self._writing = self._writer.submit(taken.write, store_place, step, key)
 
@@ -115,9 +108,7 @@ class LearnerRank:
         return blobs
 
     def export(self, version: int) -> InObjectStore | None:
-        """Put the whole weights into the object store. Result: on rank 0 their delivery,
-        else None.
-        """
+        """Put the whole weights into the object store. Result: on rank 0 the delivery, or None."""
         weights = self._learner.weights_on_host()
         return None if self._rank else put(weights, version)
 
@@ -158,13 +149,24 @@ class RanksSnapshot:
         return sum(self._sizes)
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
-        """Let every rank write its part of the snapshot while training continues.
-        Result: the blobs that all ranks wrote, by name.
+        """Let every rank write its part while training continues; return all blobs by name.
         Errors: StoreFull, StoreNotHere; RankLost after a deadline, or if a rank died.
         """
         self.is_over.clear()
         try:
-            return self._write(place, step, key)
+            self._ask("begin_writing", place, step, key)
+            deadline = time.monotonic() + self._timeout_s + max(self._sizes) / MIN_BYTES_PER_S
+            pause_s = 0.01
+            while time.monotonic() < deadline and not self._closed:
+                answers = self._ask("written")
+                if None not in answers:
+                    return {name: blob for answer in answers for name, blob in answer.items()}
+                time.sleep(pause_s)
+                pause_s = min(1.0, 2 * pause_s)
+            raise RankLost(
+                f"the learner's ranks have not written {self.size} bytes to {place.root} in time;"
+                " run the step again to go on from its last commit"
+            )
         finally:
             self.is_over.set()
 
@@ -174,21 +176,6 @@ class RanksSnapshot:
         """
         if not self.is_over.wait(self._timeout_s):
             self._closed = True
-
-    def _write(self, store_place: StorePlace, step: str, key: str) -> dict[str, Blob]:
-        self._ask("begin_writing", store_place, step, key)
-        deadline = time.monotonic() + self._timeout_s + max(self._sizes) / MIN_BYTES_PER_S
-        pause_s = 0.01
-        while time.monotonic() < deadline and not self._closed:
-            answers = self._ask("written")
-            if None not in answers:
-                return {name: blob for answer in answers for name, blob in answer.items()}
-            time.sleep(pause_s)
-            pause_s = min(1.0, 2 * pause_s)
-        raise RankLost(
-            f"the learner's ranks have not written {self.size} bytes to {store_place.root} in time;"
-            " run the step again to go on from its last commit"
-        )
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every rank and return the answers. Errors: a rank's own; RankLost."""
@@ -215,68 +202,53 @@ class RayLearner:
     def join(self, plan: LearnerPlan, folder: Path | None) -> None:
         """Let the ranks meet and build the learner.
 
-        folder: of this user alone and seen by all ranks, if they are on one machine: they then meet
-        in a file of it, which no other user can open.
-        None: they meet at a port of rank 0's node, which requires no secret.
+        folder: of this user alone and seen by all ranks: they meet in a file of it, which no other
+        user can open. None: they meet at a port of rank 0's node, which requires no secret.
         Errors: RankLost.
         """
         import ray
 
-        self._where = self._gather(
-            [actor.where.remote() for actor in self._actors], self._start_timeout_s
-        )
+        where = [actor.where.remote() for actor in self._actors]
+        self._where = self._gather(where, self._start_timeout_s)
         rendezvous = (
             self._gather([self._actors[0].serve.remote()])[0]
             if folder is None
             else folder / f"ranks-{secrets.token_hex(8)}"
         )
         shared = ray.put(plan)
-        self._gather(
-            [actor.join.remote(rendezvous, shared) for actor in self._actors],
-            self._timeout_s + plan.size / MIN_BYTES_PER_S,
-        )
-        logger.info(
-            "learner: %s",
-            "; ".join(f"rank {rank} is {where}" for rank, where in enumerate(self._where)),
-        )
+        joined = [actor.join.remote(rendezvous, shared) for actor in self._actors]
+        self._gather(joined, self._timeout_s + plan.size / MIN_BYTES_PER_S)
+        ranks = [f"rank {rank} is {where}" for rank, where in enumerate(self._where)]
+        logger.info("learner: %s", "; ".join(ranks))
 
     def peak_tflops(self, of_device: float | None) -> float | None:
-        result: float | None = self._call("peak_tflops", of_device)
-        return result
+        return self._call(LocalLearner.peak_tflops, of_device)
 
     def score(self, batch: Batch) -> Tensor:
-        result: Tensor = self._call("score", batch)
-        return result
+        return self._call(LocalLearner.score, batch)
 
     def score_reference(self, batch: Batch) -> Tensor:
-        result: Tensor = self._call("score_reference", batch)
-        return result
+        return self._call(LocalLearner.score_reference, batch)
 
     def drop_reference(self) -> None:
-        self._call("drop_reference")
+        self._call(LocalLearner.drop_reference)
 
-    def prepare(self, batch: Batch, config: PolicyGradientConfig, *, step: int) -> Experience:
-        result: Experience = self._call("prepare", batch, config, step=step)
-        return result
+    def prepare(self, batch: Batch, algorithm: PolicyGradientConfig, *, step: int) -> Experience:
+        return self._call(LocalLearner.prepare, batch, algorithm, step=step)
 
     def update(
-        self, experience: Experience, config: PolicyGradientConfig, *, step: int, seed: int
+        self, experience: Experience, algorithm: PolicyGradientConfig, *, step: int, seed: int
     ) -> tuple[Experience, dict[str, float]]:
-        result: tuple[Experience, dict[str, float]]
-        result = self._call("update", experience, config, step=step, seed=seed)
-        return result
+        return self._call(LocalLearner.update, experience, algorithm, step=step, seed=seed)
 
     def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]:
-        result: dict[str, float] = self._call("sft_step", batch, step=step)
-        return result
+        return self._call(LocalLearner.sft_step, batch, step=step)
 
     def dpo_step(
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
     ) -> dict[str, float]:
-        result: dict[str, float] = self._call(
-            "dpo_step", batch, reference, beta=beta, label_smoothing=label_smoothing, step=step
-        )
-        return result
+        options = {"beta": beta, "label_smoothing": label_smoothing, "step": step}
+        return self._call(LocalLearner.dpo_step, batch, reference, **options)
 
     def snapshot(self, with_optimizer: bool = True) -> RanksSnapshot:
         sizes = self._gather([actor.snapshot.remote(with_optimizer) for actor in self._actors])
@@ -284,35 +256,31 @@ class RayLearner:
         return self._snapshot
 
     def close(self) -> None:
-        """Wait until the ranks have written the last snapshot, at most for the time limit of one
-        call. After that, the write fails with RankLost.
-        """
+        """Wait for the last snapshot's writing, see `RanksSnapshot.close`."""
         if self._snapshot is not None:
             self._snapshot.close()
 
     def export(self, version: int, transport: str, timeout_s: float) -> Sender:
-        """Return a sender of the whole weights to rollout workers, by the transport of that name.
-        timeout_s: of one sending.
-        """
+        """Return a sender of the whole weights by this transport. timeout_s: of one sending."""
         if transport == "object_store":
-            return ObjectStoreSender(
-                self._gather([actor.export.remote(version) for actor in self._actors])[0]
-            )
+            stored: InObjectStore
+            stored = self._gather([actor.export.remote(version) for actor in self._actors])[0]
+            return stored
         kept = self._gather([actor.keep.remote(version, timeout_s) for actor in self._actors])[0]
         return BroadcastSender(self._actors[0], kept)
 
-    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    def _call(self, method: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Call a learner's method on every rank. Result: that of rank 0."""
         import ray
 
         shared = [ray.put(argument) for argument in arguments]
-        return self._gather(
-            [actor.call.remote(method, *shared, **named) for actor in self._actors]
-        )[0]
+        calls = [actor.call.remote(method.__name__, *shared, **named) for actor in self._actors]
+        result: T = self._gather(calls)[0]
+        return result
 
     def _gather(self, references: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """Return each rank's answer.
-        After a failure or the deadline end all ranks: the others may wait in an exchange that the
-        failed one never enters.
+        """Return each rank's answer. End all ranks after a failure or the deadline: the others may
+        wait in an exchange that the failed one never enters.
 
         Errors: a rank's EngineMismatch, FloatingPointError or ValueError; else RankLost naming the
         rank that died, hangs or failed.
@@ -321,10 +289,8 @@ class RayLearner:
 
         results: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
-        waiting, deadline = (
-            list(references),
-            time.monotonic() + (timeout_s or self._timeout_s) + SLACK_S,
-        )
+        waiting = list(references)
+        deadline = time.monotonic() + (timeout_s or self._timeout_s) + SLACK_S
         while waiting:
             ready, waiting = ray.wait(
                 waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic())
@@ -344,9 +310,8 @@ class RayLearner:
         for cause in causes.values():
             if isinstance(cause, EngineMismatch | FloatingPointError | ValueError):
                 raise cause
-        raise RankLost(
-            self._verdict(causes, [references.index(reference) for reference in waiting])
-        )
+        silent = [references.index(reference) for reference in waiting]
+        raise RankLost(self._verdict(causes, silent))
 
     def _verdict(self, causes: dict[int, BaseException], silent: list[int]) -> str:
         """Return the error text, the culprit first: ranks that died, then silent ranks, then those
@@ -354,16 +319,13 @@ class RayLearner:
         """
         import ray
 
-        died = [
-            rank for rank, cause in causes.items() if isinstance(cause, ray.exceptions.RayError)
-        ]
-        lines = [
-            f"rank {rank} ({self._where[rank]}) died: {first_line(causes[rank])}" for rank in died
-        ]
-        lines += [f"rank {rank} ({self._where[rank]}) does not answer" for rank in silent]
-        lines += [
-            f"rank {rank} ({self._where[rank]}) failed: {type(cause).__name__}: {first_line(cause)}"
-            for rank, cause in causes.items()
-            if rank not in died
-        ]
-        return f"learner {'; '.join(lines)}; run the step again to go on from its last commit"
+        died, failed = [], []
+        for rank, cause in causes.items():
+            name, reason = f"rank {rank} ({self._where[rank]})", first_line(cause)
+            if isinstance(cause, ray.exceptions.RayError):
+                died.append(f"{name} died: {reason}")
+            else:
+                failed.append(f"{name} failed: {type(cause).__name__}: {reason}")
+        answerless = [f"rank {rank} ({self._where[rank]}) does not answer" for rank in silent]
+        lines = "; ".join([*died, *answerless, *failed])
+        return f"learner {lines}; run the step again to go on from its last commit"

@@ -10,64 +10,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-from torch import Tensor
-
 import agentgym.rollouts.engine as inline
-from agentgym.algorithms.batch import Batch, Experience
-from agentgym.config import ConfigError, PolicyGradientConfig, RunConfig
-from agentgym.learner.process_group import SingleProcess
+from agentgym.compute.learner_ranks import RayLearner
+from agentgym.config import ConfigError, RunConfig
+from agentgym.learner.learner import LocalLearner
+from agentgym.learner.process_group import ProcessGroup
 from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.rollouts.engine import RolloutRequest
 from agentgym.rollouts.policies.engines import why_merged
-from agentgym.store.place import Writable
 from agentgym.types import Endpoints, EngineUsage, Item, Trajectory
 
 logger = logging.getLogger(__name__)
 
 
-class Learner(Protocol):
-    """Protocol of a learner: it updates weights, wherever they are."""
-
-    def peak_tflops(self, of_device: float | None) -> float | None:
-        """Return the peak of all ranks' devices, TFLOP/s; None if unknown.
-        of_device: peak of one device; None: the known one for the device's name.
-        """
-        ...
-
-    def score(self, batch: Batch) -> Tensor:
-        """Return [N] log-probabilities under the current weights; 0 where action_mask is false."""
-        ...
-
-    def score_reference(self, batch: Batch) -> Tensor:
-        """Return [N] log-probabilities under the plan's reference; 0 where action_mask is false."""
-        ...
-
-    def drop_reference(self) -> None:
-        """Free the memory of the reference."""
-        ...
-
-    def prepare(self, batch: Batch, config: PolicyGradientConfig, *, step: int) -> Experience:
-        """Return a batch's experience before the update, without advantages."""
-        ...
-
-    def update(
-        self, experience: Experience, config: PolicyGradientConfig, *, step: int, seed: int
-    ) -> tuple[Experience, dict[str, float]]:
-        """Take one training step on an experience with advantages. Result: the experience with
-        log-probabilities, and metrics by name.
-        """
-        ...
-
-    def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]: ...
-    def dpo_step(
-        self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
-    ) -> dict[str, float]: ...
-    def snapshot(self, with_optimizer: bool = True) -> Writable:
-        """Copy the trained networks; with the optimizer's state, the copy is all that another
-        learner needs to resume from here.
-        """
-        ...
+Learner = LocalLearner | RayLearner
 
 
 class Engine(Protocol):
@@ -76,15 +33,10 @@ class Engine(Protocol):
     def collect(
         self, request: RolloutRequest, progress: Callable[[int], None] = ...
     ) -> list[Trajectory]: ...
-    def publish(self, learner: Any, version: int) -> float:
-        """Hand the learner's weights to the engine as `version` and prove that they arrived.
-        learner: of the same `open_compute`. Result: the canary's difference, nats.
-        """
-        ...
 
-    def usage(self) -> EngineUsage:
-        """Return the usage, see `Policy.usage`; the sum over several engines."""
-        ...
+    # learner: of the same `open_compute`; result: the canary's difference, nats
+    def publish(self, learner: Any, version: int) -> float: ...
+    def usage(self) -> EngineUsage: ...
 
 
 def num_accelerators(cfg: RunConfig) -> float:
@@ -127,7 +79,7 @@ def open_compute(
         ):
             yield learner, engine
     else:
-        single_learner = plan.build(SingleProcess(cfg.compute_device))
+        single_learner = plan.build(ProcessGroup(cfg.compute_device))
         with inline.open_engine(cfg, checkpoint, endpoints, version=version) as single_engine:
             yield single_learner, single_engine
 
@@ -144,7 +96,7 @@ def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[Learner]:
         ):
             yield learner
     else:
-        yield plan.build(SingleProcess(cfg.compute_device))
+        yield plan.build(ProcessGroup(cfg.compute_device))
 
 
 def play_validation(

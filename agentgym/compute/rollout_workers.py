@@ -92,7 +92,6 @@ class RayEngine:
         self._publish_s = max(self._patience_s, 2 * rollout.publish_timeout_s + SLACK_S)
 
     def start(self) -> None:
-        """Start all workers with the plan's weights."""
 
         async def all_of_them() -> None:
             await asyncio.gather(*(self._bring_up(index) for index in range(self._num_workers)))
@@ -136,23 +135,24 @@ class RayEngine:
         return WorkersAttempts(self, settings)
 
     async def _between_updates(self, method: str) -> None:
-        """Wake the workers or put them to sleep, if ranks may be on their GPUs.
-
-        method: "wake" or "sleep". A worker that starts later is awake.
+        """Wake the workers or put them to sleep ("wake", "sleep") if ranks may be on their GPUs. A
+        worker that starts later is awake.
         """
-        if not shares_device(self._cfg):
-            return
+        if shares_device(self._cfg):
+            await self._ask_all(method, self._publish_s)
 
-        async def ask(worker: Worker) -> None:
-            answer = _within(getattr(worker.actor, method).remote(), self._publish_s)
-            await self._survive(worker, answer)
+    async def _ask_all(self, method: str, limit_s: float) -> dict[Worker, Any]:
+        """Call a method of all workers at once. Result: what those that survive return."""
 
-        await asyncio.gather(*map(ask, tuple(self.workers)))
+        async def ask(worker: Worker) -> tuple[Worker, Any]:
+            answer = _within(getattr(worker.actor, method).remote(), limit_s)
+            return worker, await self._survive(worker, answer)
+
+        answers = await asyncio.gather(*map(ask, tuple(self.workers)))
+        return {worker: answer for worker, answer in answers if answer is not None}
 
     def publish(self, learner: RayLearner, version: int) -> float:
-        """Send rank 0's weights to every worker and compare each worker's canary.
-
-        Result: the canary's largest difference, nats.
+        """Send rank 0's weights to every worker. Result: their canaries' largest gap, nats.
         Errors: EngineMismatch, WorkersLost, RankLost, TransportBroken.
         """
         import ray
@@ -182,14 +182,8 @@ class RayEngine:
     def usage(self) -> EngineUsage:
         """Return the workers' usage; a lost worker counts up to its last report."""
 
-        async def ask(worker: Worker) -> None:
-            answer = _within(worker.actor.usage.remote(), self._patience_s)
-            usage: EngineUsage | None = await self._survive(worker, answer)
-            if usage is not None:
-                self._usages[worker] = usage
-
         async def all_of_them() -> EngineUsage:
-            await asyncio.gather(*map(ask, tuple(self.workers)))
+            self._usages |= await self._ask_all("usage", self._patience_s)
             return sum(self._usages.values(), start=EngineUsage())
 
         return self._run(all_of_them())
@@ -219,10 +213,7 @@ class RayEngine:
     async def play(
         self, item: Item, sample: int, settings: EpisodeSettings
     ) -> tuple[Trajectory, list[Trajectory]]:
-        """Play an episode in the least busy worker; if that one is lost, play it again in another.
-
-        Result: see `RolloutWorker.play`.
-        """
+        """Play as `RolloutWorker.play` in the least busy worker; if it is lost, in another."""
         while True:
             worker = await self._pick()
             worker.num_episodes += 1
@@ -237,9 +228,8 @@ class RayEngine:
     async def _while_it_lives(
         self, worker: Worker, answer: Any
     ) -> tuple[Trajectory, list[Trajectory]]:
-        """Return a played episode; wait for it without a limit as long as its worker answers, which
-        itself limits the time of environments, engine and attempts.
-        Errors: TimeoutError if it does not answer.
+        """Return a played episode; wait as long as its worker answers, which itself limits the time
+        of environments, engine and attempts. Errors: TimeoutError if it does not answer.
         """
         episode = asyncio.ensure_future(answer)
         try:
@@ -263,9 +253,8 @@ class RayEngine:
             await self._changed.wait()  # `_replace` has the deadline
 
     async def _survive(self, worker: Worker, answer: Awaitable[T]) -> T | None:
-        """Return the worker's answer, or None if it is lost; a replacement then starts.
-
-        An unreachable worker counts as lost at once, and its later answers are ignored.
+        """Return the worker's answer. None: it is unreachable, so it counts as lost at once; a
+        replacement starts, and its later answers are ignored.
         """
         import ray
 
@@ -341,9 +330,7 @@ class RayEngine:
         self._changed.set()
 
     async def _update(self, worker: Worker) -> None:
-        """Bring the worker to the newest weights, even if these change meanwhile, and compare its
-        canary.
-        """
+        """Bring the worker to the newest weights, also if these change; compare its canary."""
         while True:
             weights = self._weights
             if weights.sender is not None and worker.version != weights.version:
@@ -369,9 +356,8 @@ class RayEngine:
                 return
 
     async def _send(self, sender: Sender, workers: Sequence[Worker]) -> list[BaseException | None]:
-        """Send weights to these workers at once; one call of this method runs at a time.
-
-        Result: each worker's error, or None. Errors: RankLost if the sender died.
+        """Send weights to these workers, one call at a time; return each one's error, or None.
+        Errors: RankLost if the sender died.
         """
         if not workers:
             return []
@@ -420,7 +406,6 @@ class WorkersAttempts:
         barrier: Lockstep | None = None,  # unused: `deterministic` needs compute inline
         failed: Callable[[Trajectory], None] = lambda _: None,
     ) -> Trajectory:
-        """Play an episode; see `Attempts.play`."""
         last, others = await self.engine.play(item, sample, self.settings)
         for other in others:
             failed(other)

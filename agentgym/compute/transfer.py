@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ SENDING = "send"  # concurrency group of the rank's calls
 
 @dataclass(frozen=True)
 class InObjectStore:
-    """A `Delivery` through Ray's object store; each node fetches it once."""
+    """A `Delivery` through Ray's object store, and its own `Sender`; each node fetches it once."""
 
     reference: Any  # of a safetensors file
     digest: str
@@ -52,6 +52,10 @@ class InObjectStore:
         opened: dict[str, Tensor] = load_safetensors(stored.tobytes())
         return opened
 
+    def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], None]:
+        """Return the delivery for each worker; see `BroadcastSender.open`."""
+        return [self for _ in num_receivers], None
+
 
 def put(weights: dict[str, Tensor], version: int) -> InObjectStore:
     """Put weights into the object store of this process's node; return their delivery."""
@@ -62,39 +66,11 @@ def put(weights: dict[str, Tensor], version: int) -> InObjectStore:
     return InObjectStore(reference, hashlib.sha256(blob).hexdigest(), version)
 
 
-class Sender(Protocol):
-    """Weights of one version, to be sent to some workers now, and to others later."""
-
-    @property
-    def digest(self) -> str:
-        """sha256 of the weights."""
-        ...
-
-    def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
-        """Begin a sending to these workers. num_receivers: processes of each worker that take
-        weights.
-        Result: a delivery for each worker, and a reference to the sending; None if the sender need
-        do nothing.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class ObjectStoreSender:
-    delivery: InObjectStore
-
-    @property
-    def digest(self) -> str:
-        return self.delivery.digest
-
-    def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
-        return [self.delivery for _ in num_receivers], None
-
-
 @dataclass(frozen=True)
 class BroadcastSender:
-    """Sender with a new process group for each sending, so that a worker lost in one does not
-    disturb the next.
+    """Weights of one version, broadcast to some workers now, and to others later.
+
+    Each sending has a new process group, so that a worker lost in one does not disturb the next.
     """
 
     rank: Any  # actor of the learner's first rank, with an `Outbox`
@@ -105,6 +81,9 @@ class BroadcastSender:
         return self.template.digest
 
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
+        """Begin a sending to these workers, each with this number of processes that take weights.
+        Result: a delivery for each worker, and a reference to the sending.
+        """
         import ray
 
         def ask(method: str, *arguments: Any) -> Any:  # in parallel to the rank's other calls
@@ -115,6 +94,9 @@ class BroadcastSender:
         broadcast: Broadcast = ray.get(opened, timeout=self.template.timeout_s + SLACK_S)
         firsts = accumulate([1, *num_receivers[:-1]])
         return [broadcast.at(first) for first in firsts], ask("send", broadcast)
+
+
+Sender = InObjectStore | BroadcastSender
 
 
 class Outbox:
@@ -133,9 +115,8 @@ class Outbox:
         weights: in host memory, and not used elsewhere.
         """
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        described = Broadcast(
-            weights_digest(weights), version, layout_of(weights), backend, timeout_s
-        )
+        digest, layout = weights_digest(weights), layout_of(weights)
+        described = Broadcast(digest, version, layout, backend, timeout_s)
         self._kept = version, weights  # only now: until here a worker may fetch the previous ones
         return described
 

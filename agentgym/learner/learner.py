@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,13 @@ from agentgym.learner.micro_batches import (
     head_chunk_tokens,
     minibatches,
 )
-from agentgym.learner.objective import PolicyObjective, critic_objective, scored
+from agentgym.learner.objective import critic_objective, policy_objective, scored
 from agentgym.learner.optimizer import OptimizedNetwork
-from agentgym.learner.process_group import ProcessGroup, SingleProcess
+from agentgym.learner.process_group import ProcessGroup
 from agentgym.models.adapter import Adapter, is_matrix, merged_weights, without_adapter
 from agentgym.models.checkpoint import ADAPTER, CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
 from agentgym.models.networks import PolicyNet, ValueNet, checkpoint_blocks, compile_blocks
-from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
+from agentgym.models.tensorfiles import Snapshot, StoredTensors
 
 
 class LocalLearner:
@@ -56,13 +57,10 @@ class LocalLearner:
         adapter: Adapter | None = None,
     ) -> None:
         """Set up the networks on the ranks.
-
         model, reference: causal language models built with RAGGED attention; the reference is never
-        trained.
-        adapter: in the model; the reference may then be the model itself, scored without the
-        adapter.
+        trained, and may be the model itself, scored without its adapter.
         """
-        self.ranks, self._settings = ranks or SingleProcess(), settings or LearnerConfig()
+        self.ranks, self._settings = ranks or ProcessGroup(), settings or LearnerConfig()
         self.model = model.eval()  # no dropout, because the engine samples without it
         self.passes, share = Passes(self._settings, self.ranks), self._settings.share_prefixes
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
@@ -72,49 +70,33 @@ class LocalLearner:
         self._critic = critic
         self._flops = TrainingFlops.of(model, model)
         self._critic_flops = [] if critic is None else [TrainingFlops.of(critic, critic.body)]
-        networks: list[nn.Module | None] = [self._net, critic]
+        networks: list[nn.Module] = [self._net, *([] if critic is None else [critic])]
         if reference is not None and reference is not model:
             frozen = reference.eval().requires_grad_(False)
             self._reference = PolicyNet(frozen, chunk, share_prefixes=share)
             networks.append(self._reference)
         for network in networks:
-            if network is not None:
-                self._place(network)
+            if self._settings.compile != "none":
+                compile_blocks(network, self._settings.compile)
+            if self._settings.activation_checkpointing:
+                checkpoint_blocks(network)
+            self.ranks.shard(network)
 
-        def optimized(network: nn.Module, config: OptimizerConfig) -> OptimizedNetwork:
-            return OptimizedNetwork(
-                network,
-                config,
-                total_steps=total_steps,
-                ranks=self.ranks,
-                offload=self._settings.offload_optimizer,
-            )
-
+        offload = self._settings.offload_optimizer
+        optimized = partial(
+            OptimizedNetwork, total_steps=total_steps, ranks=self.ranks, offload=offload
+        )
         self._policy, self._values = optimized(model, config), None
         if critic is not None:
             critic_config = config.model_copy(update={"lr": critic_lr or config.lr})
             self._values = optimized(critic.eval(), critic_config)
 
-    def _place(self, network: nn.Module) -> None:
-        """Compile or checkpoint a network's blocks, then shard it over the ranks."""
-        if self._settings.compile != "none":
-            compile_blocks(network, self._settings.compile)
-        if self._settings.activation_checkpointing:
-            checkpoint_blocks(network)
-        self.ranks.shard(network)
-
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights to publish, by name, whole and detached.
-
-        They are the policy's parameters with an adapter merged, or the adapter alone.
-        """
+        """Return the whole, detached weights to publish: with the adapter merged, or it alone."""
         return dict(self._published())
 
     def weights_on_host(self) -> dict[str, Tensor]:
-        """Return a copy of `weights` in host memory on rank 0; empty on others.
-
-        A device holds one whole parameter at a time.
-        """
+        """Copy `weights` to host memory, one at a time; rank 0 returns them, others nothing."""
         copies = {}
         for name, tensor in self._published():
             if self.ranks.rank == 0:
@@ -135,16 +117,13 @@ class LocalLearner:
     def snapshot(self, with_optimizer: bool = True) -> Snapshot:
         """Copy all that another learner needs to continue, or this rank's part of it."""
         trained = WEIGHTS if self._adapter is None else ADAPTER
-        kinds = {trained: self._policy.parameters()}
+        files = self.ranks.snapshot(self._policy.parameters(), trained)
         if self._values is not None:
-            kinds[CRITIC] = self._values.parameters()
+            files |= self.ranks.snapshot(self._values.parameters(), CRITIC)
         if with_optimizer:
-            kinds[OPTIMIZER] = self._policy.state()
+            files |= self.ranks.snapshot(self._policy.state(), OPTIMIZER)
         if with_optimizer and self._values is not None:
-            kinds[CRITIC_OPTIMIZER] = self._values.state()
-        files: dict[str, TensorFile] = {}
-        for name, tensors in kinds.items():
-            files |= self.ranks.snapshot(tensors, name)
+            files |= self.ranks.snapshot(self._values.state(), CRITIC_OPTIMIZER)
         return Snapshot(files)
 
     def load_optimizers(self, states: Mapping[str, StoredTensors]) -> None:
@@ -154,86 +133,79 @@ class LocalLearner:
             self._values.load_state(states[CRITIC_OPTIMIZER])
 
     def peak_tflops(self, of_device: float | None) -> float | None:
-        """Return the sum of all ranks' peaks, TFLOP/s; None if unknown.
-
-        of_device: peak of one device; None: look it up by the device's name.
+        """Return the sum of all ranks' peaks, TFLOP/s; None if unknown. of_device: of one device;
+        None: look it up by the device's name.
         """
         per_rank = of_device or device_peak_tflops(self.ranks.device)
         return per_rank and per_rank * self.ranks.size
 
     def score(self, batch: Batch) -> Tensor:
-        """Return [N] log-probabilities under the present weights, on the CPU.
-
-        0 where action_mask is false.
-        """
+        """Return [N] log-probabilities under the weights, on the CPU; 0 at tokens not sampled."""
         return self.passes.scores(self._net, batch.to(self.ranks.device))[0].cpu()
 
     def score_reference(self, batch: Batch) -> Tensor:
-        """Return [N] log-probabilities under the reference, see `score`.
-
-        Errors: ValueError without a reference.
-        """
+        """Return `score` under the reference. Errors: ValueError without a reference."""
         return self._reference_scores(batch.to(self.ranks.device)).cpu()
 
     def drop_reference(self) -> None:
         """Free the reference's memory once everything is scored with it."""
         self._reference = None
 
-    def prepare(self, batch: Batch, config: PolicyGradientConfig, *, step: int) -> Experience:
-        """Return the experience before the update: log-probabilities of learner and
-        reference, corrections for the engine's distance, and a critic's values.
+    def prepare(self, batch: Batch, algorithm: PolicyGradientConfig, *, step: int) -> Experience:
+        """Return a batch's experience before the update, on the learner's device, without
+        advantages: log-probabilities of learner and reference, corrections, a critic's values.
 
         If only one update follows (`_merges`), and advantages need no log-probabilities, the
-        learner's come from that update's forward instead of a separate one.
-        step: from 1. Result: on the learner's device, without advantages.
+        learner's come from that update's forward instead of a separate one. step: from 1.
         Errors: EngineMismatch if engine and learner disagree by more than `max_mismatch_kl`;
-        ValueError for a batch without action tokens, or if the recipe needs a critic or a reference
-        that was not given.
+        ValueError for a batch without action tokens, or without a critic or reference it needs.
         """
-        batch, recipe = batch.to(self.ranks.device), recipe_of(config.recipe)
+        batch, recipe = batch.to(self.ranks.device), recipe_of(algorithm.recipe)
         acted = batch.action_mask
         if not acted.any():
             raise ValueError(
                 "a batch without a single action token; there is nothing to learn from"
             )
-        in_reward = bool(config.kl_coef) and (config.kl_place or recipe.kl_place) == "reward"
+        in_reward = bool(algorithm.kl_coef) and (algorithm.kl_place or recipe.kl_place) == "reward"
         scores = None
-        if in_reward or not self._merges(config, step):
+        if in_reward or not self._merges(algorithm, step):
             scores = self.passes.scores(self._net, batch)[:, acted]
         rewards, reference = batch.rewards[acted], None
-        if config.kl_coef:
+        if algorithm.kl_coef:
             if self._reference is None:
                 raise ValueError(
-                    f"algorithm.kl_coef {config.kl_coef:g} needs a reference model; none was given"
-                    " to the learner"
+                    f"algorithm.kl_coef {algorithm.kl_coef:g} needs a reference model; none was"
+                    " given to the learner"
                 )
             reference = self._reference_scores(batch)[acted]
         if in_reward:
             assert scores is not None
             assert reference is not None
-            estimator = config.kl_estimator or recipe.kl_estimator
-            rewards = rewards - config.kl_coef * kl_penalty(scores[0], reference, estimator)
+            estimator = algorithm.kl_estimator or recipe.kl_estimator
+            rewards = rewards - algorithm.kl_coef * kl_penalty(scores[0], reference, estimator)
         values = ends = None
-        if isinstance(config, ActorCriticConfig):
+        if isinstance(algorithm, ActorCriticConfig):
             if self._critic is None:
                 raise ValueError(
-                    f"recipe {config.recipe} needs a critic; none was given to the learner"
+                    f"recipe {algorithm.recipe} needs a critic; none was given to the learner"
                 )
             values, ends = self.passes.values(self._critic, batch)
-            bootstraps = batch.truncated & ((config.truncated or recipe.truncated) == "bootstrap")
+            bootstraps = batch.truncated & (
+                (algorithm.truncated or recipe.truncated) == "bootstrap"
+            )
             ends = torch.where(bootstraps, ends, 0.0)
         experience = Experience(batch, rewards, reference=reference, values=values, end_values=ends)
         if scores is not None:
-            experience = scored(experience, scores, config, step)
+            experience = scored(experience, scores, algorithm, step)
         return replace(experience, reference=None) if in_reward else experience
 
-    def _merges(self, config: PolicyGradientConfig, step: int) -> bool:
+    def _merges(self, algorithm: PolicyGradientConfig, step: int) -> bool:
         """Return True if the log-probabilities before the only update can come from its forward."""
-        is_only = config.epochs == config.minibatches == 1
-        return self._settings.share_prefixes and is_only and not _is_warming(config, step)
+        is_only = algorithm.epochs == algorithm.minibatches == 1
+        return self._settings.share_prefixes and is_only and not _is_warming(algorithm, step)
 
     def update(
-        self, experience: Experience, config: PolicyGradientConfig, *, step: int, seed: int
+        self, experience: Experience, algorithm: PolicyGradientConfig, *, step: int, seed: int
     ) -> tuple[Experience, dict[str, float]]:
         """Take one training step of the recipe: `epochs` x `minibatches` updates.
 
@@ -246,36 +218,36 @@ class LocalLearner:
         if experience.advantages is None:
             raise ValueError("an experience without advantages; see `with_advantages`")
         num_sequences, sequence = experience.batch.num_sequences, experience.sequence
-        carrying = experience.carrying
+        carrying = torch.unique(sequence[experience.advantages != 0])  # [C], ascending
         has_more = experience.targets is not None or experience.reference is not None
         # entropy, reference KL and critic losses need all sequences, also those without advantage
-        signal = all_sequences(experience.batch) if has_more or config.entropy_coef else carrying
-        num_minibatches = min(config.minibatches, max(len(signal), 1))
+        signal = all_sequences(experience.batch) if has_more or algorithm.entropy_coef else carrying
+        num_minibatches = min(algorithm.minibatches, max(len(signal), 1))
         # weights over the whole batch: if few groups carry signal, their tokens must not get the
         # weight of all
         weights = num_minibatches * aggregation_weights(
             sequence,
             num_sequences,
-            config.aggregation or recipe_of(config.recipe).aggregation,
-            config.constant_length,
+            algorithm.aggregation or recipe_of(algorithm.recipe).aggregation,
+            algorithm.constant_length,
         )
-        critic_loss = critic_objective(self._critic, experience, config, num_minibatches)
-        is_warming = _is_warming(config, step)
+        critic_loss = critic_objective(self._critic, experience, algorithm, num_minibatches)
+        is_warming = _is_warming(algorithm, step)
         rest = self._rest(experience, signal)
-        policy_loss = PolicyObjective(self._net, experience, config, weights)
+        computed = experience.rewards.new_zeros(2, len(experience.rewards))
+        policy_loss = policy_objective(self._net, experience, algorithm, weights, computed)
         logs: dict[str, list[float]] = {}
         tflop = 0.0
         networks = self._critic_flops if is_warming else [self._flops, *self._critic_flops]
-        for chosen in minibatches(signal, config.epochs, num_minibatches, key=(seed, step)):
+        for chosen in minibatches(signal, algorithm.epochs, num_minibatches, key=(seed, step)):
             dealt = self.passes.deal(experience.batch, chosen)
             tflop += dealt.tflop(networks)
             if not is_warming:
                 self._policy.zero_grad()
                 logged = self.passes.forward_backward(experience.batch, dealt, policy_loss)
                 if experience.logprobs is None:
-                    experience = self._scored(
-                        experience, rest, policy_loss.computed, dealt, config, step
-                    )
+                    scores = rest + self._of_all_ranks(computed, sequence, dealt)
+                    experience = scored(experience, scores, algorithm, step)
                 self._optimize(self._policy, step, logged)
                 share = float(weights[torch.isin(sequence, chosen)].sum())
                 _collect(logs, "actor", logged, share)
@@ -284,7 +256,7 @@ class LocalLearner:
                 logged = self._step(self._values, experience.batch, dealt, step, critic_loss)
                 _collect(logs, "critic", logged, 1.0)
         if experience.logprobs is None:  # no sequence carries signal
-            experience = scored(experience, rest, config, step)
+            experience = scored(experience, rest, algorithm, step)
         return experience, {
             "actor/lr": self._policy.rate(step),
             "actor/sequences_with_signal_frac": len(carrying) / num_sequences,
@@ -294,9 +266,8 @@ class LocalLearner:
         }
 
     def _rest(self, experience: Experience, signal: Tensor) -> Tensor:
-        """Return [2, n] log-probabilities and entropies of sequences outside the update.
-
-        0 for the update's sequences; all 0 if the experience has its log-probabilities.
+        """Return [2, n] log-probabilities and entropies of sequences outside the update, 0 for the
+        others; all 0 if the experience has its log-probabilities.
         """
         batch = experience.batch
         if experience.logprobs is not None:
@@ -305,29 +276,15 @@ class LocalLearner:
         outside = every[~torch.isin(every, signal)]
         return self.passes.scores(self._net, batch, outside)[:, batch.action_mask]
 
-    def _scored(
-        self,
-        experience: Experience,
-        rest: Tensor,
-        computed: Tensor,
-        dealt: Dealt,
-        config: PolicyGradientConfig,
-        step: int,
-    ) -> Experience:
-        """Return the experience with log-probabilities from an update's forward.
-
-        rest, computed: [2, n] log-probabilities and entropies, of the sequences outside the update,
-        and of those that this rank computed. Errors: EngineMismatch.
-        """
-        of_rank = [sequence for part in dealt.ranks[self.ranks.rank] for sequence in part]
-        is_of_rank = torch.isin(experience.sequence, torch.tensor(of_rank, device=computed.device))
-        scores = rest + self.ranks.all_sum(torch.where(is_of_rank, computed, 0.0))
-        return scored(experience, scores, config, step)
+    def _of_all_ranks(self, computed: Tensor, sequence: Tensor, dealt: Dealt) -> Tensor:
+        """Return the [2, n] scores that all ranks computed in an update's forward; 0 elsewhere."""
+        of_rank = [index for part in dealt.ranks[self.ranks.rank] for index in part]
+        is_of_rank = torch.isin(sequence, torch.tensor(of_rank, device=computed.device))
+        return self.ranks.all_sum(torch.where(is_of_rank, computed, 0.0))
 
     def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]:
-        """Take one optimizer step of maximum likelihood on demonstrations' action tokens.
-
-        step: from 1. Result: metrics by name. Errors: ValueError for a batch without action tokens.
+        """Take one optimizer step of maximum likelihood on demonstrations; return metrics by name.
+        step: from 1. Errors: ValueError for a batch without action tokens.
         """
         batch = batch.to(self.ranks.device)
         num_tokens = int(batch.action_mask.sum())
@@ -354,17 +311,14 @@ class LocalLearner:
     def dpo_step(
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
     ) -> dict[str, float]:
-        """Take one optimizer step of direct preference optimization. Return metrics by name.
-
-        Sequence 2i of the batch is preferred to sequence 2i + 1.
-        reference: [N] log-probabilities under the reference policy, by its `score`; step: from 1.
+        """Take one optimizer step of direct preference optimization; return metrics by name.
+        Sequence 2i of the batch is preferred to 2i + 1. reference: [N], of `score_reference`; step:
+        from 1.
         Errors: ValueError for an odd number of sequences or a sequence without actions.
         """
         batch = batch.to(self.ranks.device)
-        if (
-            batch.num_sequences % 2
-            or len(torch.unique(batch.sequence[batch.action_mask])) != batch.num_sequences
-        ):
+        num_acting = len(torch.unique(batch.sequence[batch.action_mask]))
+        if batch.num_sequences % 2 or num_acting != batch.num_sequences:
             raise ValueError(
                 f"preferences come as pairs of sequences that act, got {batch.num_sequences}; check"
                 " the pairs"
@@ -375,15 +329,12 @@ class LocalLearner:
         def loss(part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs, entropy = self._net(part)
             gain = logprobs - reference_logprobs[at]
-            sums = gain.new_zeros(part.num_sequences).index_add(
-                0, part.sequence[part.action_mask], gain
-            )
-            losses = (
-                preference_loss(sums[0::2], sums[1::2], beta=beta, label_smoothing=label_smoothing)
-                / num_pairs
-            )
-            margin = (sums[0::2] - sums[1::2]).detach()
-            return losses.sum(), {
+            sequence = part.sequence[part.action_mask]
+            sums = gain.new_zeros(part.num_sequences).index_add(0, sequence, gain)
+            chosen, rejected = sums[0::2], sums[1::2]
+            losses = preference_loss(chosen, rejected, beta=beta, label_smoothing=label_smoothing)
+            margin = (chosen - rejected).detach()
+            return (losses / num_pairs).sum(), {
                 "accuracy": (margin > 0) / num_pairs,
                 "margin": beta * margin / num_pairs,
                 "entropy": entropy.detach() / num_tokens,
@@ -424,17 +375,16 @@ class LocalLearner:
             return self.passes.scores(self._net, batch)[0]
 
 
-def _is_warming(config: PolicyGradientConfig, step: int) -> bool:
+def _is_warming(algorithm: PolicyGradientConfig, step: int) -> bool:
     """Return True if only the critic learns in this step."""
-    return isinstance(config, ActorCriticConfig) and step <= config.critic_warmup_steps
+    return isinstance(algorithm, ActorCriticConfig) and step <= algorithm.critic_warmup_steps
 
 
 def _collect(
     logs: dict[str, list[float]], prefix: str, logged: dict[str, float], share: float
 ) -> None:
-    """Append one update's logged values: loss and norm unchanged, sums as means.
-
-    share: weight of the sequences that took part.
+    """Append an update's logged values: loss and norm unchanged, sums divided by `share`, the
+    weight of the sequences that took part.
     """
     for name, value in logged.items():
         logs.setdefault(f"{prefix}/{name}", []).append(

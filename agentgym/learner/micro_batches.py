@@ -44,10 +44,8 @@ PEAK_TFLOPS = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the peak of a device, dense bfloat16 TFLOP/s.
-
-    device_name: from `torch.cuda.get_device_name`.
-    Result: None for an unknown device and for a slice of one (MIG).
+    """Return the dense bfloat16 peak, TFLOP/s, of a device named by `torch.cuda.get_device_name`;
+    None for an unknown device and for a slice of one (MIG).
     """
     words_of_name = set(re.split("[ -]", device_name))
     if "MIG" in words_of_name:
@@ -62,8 +60,7 @@ def device_peak_tflops(device: torch.device) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class TrainingFlops:
-    """Size of a network, from which `tflop` computes the operations of one forward and backward,
-    without recomputation.
+    """The size of a network, and the operations of its forward and backward without recomputation.
 
     A token takes 6 operations for each weight of blocks and head. Attention over a sequence takes
     12 x layers x width x sequence length for each token; causal masking leaves half of that, 6.
@@ -74,10 +71,7 @@ class TrainingFlops:
 
     @classmethod
     def of(cls, network: nn.Module, model: Any) -> Self:
-        """Count a network's weights, before it is sharded over ranks.
-
-        network: the trained network; model: the causal language model or decoder inside it.
-        """
+        """Count a network's weights, before it is sharded. model: its language model or decoder."""
         embedding = model.get_input_embeddings().weight
         head = getattr(model, "get_output_embeddings", lambda: None)()
         is_head = head is not None and head.weight is embedding
@@ -91,15 +85,11 @@ class TrainingFlops:
         )
 
     def tflop(self, lengths: Tensor, shared: Tensor | None = None) -> float:
-        """Return the number of operations, in 1e12, for sequences of these lengths, [R] int64.
-
-        shared: [R] int64, leading tokens of each sequence that another one computes.
+        """Return the number of operations, in 1e12, for sequences of [R] int64 lengths. shared: [R]
+        int64, leading tokens of each that another one computes.
         """
         prefix = torch.zeros_like(lengths) if shared is None else shared
-        tokens, pairs = (
-            int((lengths - prefix).sum()),
-            int((lengths**2 - prefix**2).sum()),
-        )
+        tokens, pairs = int((lengths - prefix).sum()), int((lengths**2 - prefix**2).sum())
         return 6e-12 * (self.weights * tokens + self.attention * pairs)
 
 
@@ -111,24 +101,25 @@ class Dealt:
         batch: Batch,
         sequences: Sequence[int],
         *,
-        num_ranks: int,
         tokens: int,
         unit: int,
-        padded: bool,
+        ranks: ProcessGroup,
         share_prefixes: bool,
     ) -> None:
-        """Deal the sequences. tokens, unit, padded: see `micro_batches`."""
+        """Deal the sequences. tokens, unit: see `micro_batches`."""
         self.idle = list(sequences[:unit])  # computed by a rank without work, and not counted
         self._lengths = batch.lengths.tolist()
         self._prefixes = Prefixes(batch.input_ids, batch.starts) if share_prefixes else None
-        sharing = {} if self._prefixes is None else {"shared": self._prefixes.shared}
+        options: dict[str, Any] = {
+            "tokens": tokens,
+            "unit": unit,
+            "padded": ranks.device.type == "cpu",
+        }
+        if self._prefixes is not None:
+            options["shared"] = self._prefixes.shared
         self.ranks = [
-            list(
-                micro_batches(
-                    self._lengths, of_rank, tokens=tokens, unit=unit, padded=padded, **sharing
-                )
-            )
-            for of_rank in deal(self._lengths, sequences, num_ranks=num_ranks, unit=unit)
+            list(micro_batches(self._lengths, of_rank, **options))
+            for of_rank in deal(self._lengths, sequences, num_ranks=ranks.size, unit=unit)
         ]
 
     def largest(self, rank: int) -> int:
@@ -155,12 +146,10 @@ class Dealt:
 def deal(
     lengths: Sequence[int], sequences: Sequence[int], *, num_ranks: int, unit: int
 ) -> list[list[int]]:
-    """Return each rank's sequences, in the order given, with about equal tokens on each rank.
-
-    The longest unit goes first, each to the rank with the fewest tokens (Graham's
-    longest-processing-time rule).
-    lengths: tokens of every sequence of the batch.
-    unit: number of neighbors in `sequences` that stay together; divides their number.
+    """Return each rank's sequences, in the order given, with about equal tokens on each rank: the
+    longest unit goes first, to the rank with the fewest tokens (Graham's LPT rule).
+    lengths: tokens of every sequence of the batch. unit: number of neighbors in `sequences` that
+    stay together; divides their number.
     """
     units = [sequences[first : first + unit] for first in range(0, len(sequences), unit)]
     tokens = [sum(lengths[sequence] for sequence in members) for members in units]
@@ -239,9 +228,8 @@ LOGITS_COPIES = 3  # float32 logits, their log-softmax and its gradient exist at
 
 def head_chunk_tokens(settings: LearnerConfig, device: torch.device, vocab_size: int) -> int:
     """Return the number of action tokens whose logits exist at the same time.
-
-    auto: as many as a tenth of a GPU's memory holds, because the backward recomputes the logits of
-    several chunks; at least the default. On a CPU: the default.
+    auto on a GPU: as many as a tenth of its memory holds, because the backward recomputes the
+    logits of several chunks; at least the default.
     """
     _, usual = settings.usual_sizes
     if settings.head_chunk_tokens != "auto" or device.type != "cuda":
@@ -252,9 +240,7 @@ def head_chunk_tokens(settings: LearnerConfig, device: torch.device, vocab_size:
 
 class TokenBudget:
     """Maximum number of tokens in a micro-batch; equal on all ranks.
-
     auto on a GPU: `FIRST_TOKENS` at first, then as many as fit by the memory that updates took.
-    auto on a CPU: the default.
     """
 
     def __init__(self, settings: LearnerConfig, ranks: ProcessGroup) -> None:
@@ -270,9 +256,8 @@ class TokenBudget:
             self._before = torch.cuda.memory_allocated(self._device)
 
     def end(self, largest: int) -> None:
-        """Set the budget, if auto on a GPU, from the memory measured since `begin`.
-
-        largest: tokens of the largest micro-batch since then. All ranks call it, or none.
+        """Set the budget from the memory taken since `begin`. largest: tokens of the largest
+        micro-batch since then. All ranks call it, or none.
         """
         if not self._measures:
             return
@@ -296,25 +281,18 @@ class Passes:
         self._budget = TokenBudget(settings, ranks)
 
     def deal(self, batch: Batch, sequences: Tensor, unit: int = 1) -> Dealt:
-        """Distribute sequences of a batch, [R] int64, over ranks and micro-batches.
-
-        unit: number of neighboring sequences that stay together.
-        """
+        """Deal sequences of a batch, [R] int64, to ranks and micro-batches. unit: see `deal`."""
         return Dealt(
             batch,
             sequences.tolist(),
-            num_ranks=self._ranks.size,
             tokens=self._budget.tokens,
             unit=unit,
-            padded=self._ranks.device.type == "cpu",
+            ranks=self._ranks,
             share_prefixes=self._settings.share_prefixes,
         )
 
     def shares(self, dealt: Dealt) -> Iterator[Share]:
-        """Yield this rank's micro-batches as ([R] sequences, False if they must not count).
-
-        Their number is equal on all ranks, because a forward of sharded weights needs every rank.
-        """
+        """Yield this rank's micro-batches, as many as every rank: forwards need all ranks."""
         of_rank = dealt.ranks[self._ranks.rank]
         for index in range(max(map(len, dealt.ranks))):
             counts = index < len(of_rank)
@@ -324,9 +302,7 @@ class Passes:
     def forward_backward(
         self, batch: Batch, dealt: Dealt, loss_of: LossFunction
     ) -> dict[str, float]:
-        """Add the gradient of a loss, in micro-batches; nothing is updated.
-
-        dealt: of `deal`, the sequences of the batch that take part.
+        """Add the gradient of a loss over the dealt sequences; nothing is updated.
         Result: the loss and the logged values, summed over all ranks.
         """
         sums: dict[str, Tensor] = {}
@@ -344,7 +320,6 @@ class Passes:
     @torch.no_grad()
     def scores(self, network: PolicyNet, batch: Batch, sequences: Tensor | None = None) -> Tensor:
         """Return [2, N] log-probabilities and entropies, nats; 0 except at action tokens.
-
         sequences: [R] int64, those to score; None: all.
         """
         result = batch.rewards.new_zeros(2, len(batch.input_ids))
@@ -376,10 +351,7 @@ def all_sequences(batch: Batch) -> Tensor:
 def minibatches(
     sequences: Tensor, epochs: int, count: int, *, key: tuple[int, int]
 ) -> Iterator[Tensor]:
-    """Yield each epoch's sequences in `count` random parts, ascending; empty parts are left out.
-
-    key: of the random generator.
-    """
+    """Yield each epoch's sequences in `count` random parts, ascending; none is empty."""
     order = np.random.Generator(np.random.Philox(key=list(key)))
     for _ in range(epochs):
         shuffled = torch.from_numpy(order.permutation(len(sequences))).to(sequences.device)

@@ -27,18 +27,26 @@ from agentgym.types import EngineMismatch
 
 
 def scored(
-    experience: Experience, scores: Tensor, config: PolicyGradientConfig, step: int
+    experience: Experience, scores: Tensor, algorithm: PolicyGradientConfig, step: int
 ) -> Experience:
-    """Return the experience with the learner's log-probabilities, its corrections, and its
-    distance from engine and reference.
+    """Return the experience with the learner's log-probabilities, its corrections and distances.
 
     scores: [2, n] log-probabilities and entropies, nats, before the update; step: from 1.
     Errors: EngineMismatch if engine and learner disagree by more than `max_mismatch_kl`.
     """
     batch, (logprobs, entropies) = experience.batch, scores
-    metrics = _agreement(logprobs, batch.logprobs[batch.action_mask], config, step)
-    weights = corrections_of(batch, logprobs, config)
-    if config.correction.endswith("mask"):
+    engine, limit = batch.logprobs[batch.action_mask], algorithm.max_mismatch_kl
+    gap = mismatch(logprobs, engine, cap=algorithm.importance_cap)
+    if limit is not None and not gap["kl"] <= limit:
+        raise EngineMismatch(
+            f"step {step}: engine and learner differ by KL {gap['kl']:.3g} nats per token (limit"
+            f" {limit:g}, largest single difference {gap['max_abs']:.3g}); the engine holds other"
+            " weights, another precision or another temperature, or rollout.max_staleness lets it"
+            " fall too far behind"
+        )
+    metrics = {f"mismatch/{name}": value for name, value in gap.items()}
+    weights = corrections_of(batch, logprobs, algorithm)
+    if algorithm.correction.endswith("mask"):
         metrics["mismatch/dropped_frac"] = float((weights == 0).double().mean())
     if experience.reference is not None:
         apart = kl_penalty(logprobs, experience.reference, "k3")
@@ -48,97 +56,73 @@ def scored(
     )
 
 
-def corrections_of(batch: Batch, logprobs: Tensor, config: PolicyGradientConfig) -> Tensor:
+def corrections_of(batch: Batch, logprobs: Tensor, algorithm: PolicyGradientConfig) -> Tensor:
     """Return `corrections` of a batch's action tokens; logprobs: [n] of the learner."""
     acted = batch.action_mask
     return corrections(
         logprobs,
         batch.logprobs[acted],
         batch.sequence[acted],
-        correction=config.correction,
-        cap=config.importance_cap,
-        floor=config.importance_floor,
+        correction=algorithm.correction,
+        cap=algorithm.importance_cap,
+        floor=algorithm.importance_floor,
     )
 
 
-def _agreement(
-    learner: Tensor, engine: Tensor, config: PolicyGradientConfig, step: int
-) -> dict[str, float]:
-    """Return the metrics of `mismatch` between learner and engine on the batch.
+def policy_objective(
+    network: PolicyNet,
+    experience: Experience,
+    algorithm: PolicyGradientConfig,
+    weights: Tensor,
+    computed: Tensor,
+) -> LossFunction:
+    """Return the policy's loss function of one update.
 
-    learner, engine: [n] log-probabilities, nats. Errors: EngineMismatch above the limit.
+    weights: [n] weight of each token's loss. computed: [2, n] receives the log-probabilities and
+    entropies that the experience lacks.
     """
-    gap, limit = mismatch(learner, engine, cap=config.importance_cap), config.max_mismatch_kl
-    if limit is not None and not gap["kl"] <= limit:
-        raise EngineMismatch(
-            f"step {step}: engine and learner differ by KL {gap['kl']:.3g} nats per token (limit"
-            f" {limit:g}, largest single difference {gap['max_abs']:.3g}); the engine holds other"
-            " weights, another precision or another temperature, or rollout.max_staleness lets it"
-            " fall too far behind"
-        )
-    return {f"mismatch/{name}": value for name, value in gap.items()}
+    advantages, recipe = experience.advantages, recipe_of(algorithm.recipe)
+    assert advantages is not None
+    loss_of: PolicyLoss = named(POLICY_LOSSES, recipe.policy_loss)
+    estimator = algorithm.kl_estimator or recipe.kl_estimator
 
-
-class PolicyObjective:
-    """The policy's loss function of one update."""
-
-    def __init__(
-        self,
-        network: PolicyNet,
-        experience: Experience,
-        config: PolicyGradientConfig,
-        weights: Tensor,
-    ) -> None:
-        """Prepare the loss. weights: [n] weight of each token's loss."""
-        assert experience.advantages is not None
-        recipe = recipe_of(config.recipe)
-        self._network, self._experience, self._config = network, experience, config
-        self._advantages, self._weights = experience.advantages, weights
-        self._loss_of: PolicyLoss = named(POLICY_LOSSES, recipe.policy_loss)
-        self._estimator = config.kl_estimator or recipe.kl_estimator
-        # [2, n] receives the log-probabilities and entropies that the experience lacks
-        self.computed = experience.rewards.new_zeros(2, len(experience.rewards))
-
-    def __call__(self, part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        config, experience, share = self._config, self._experience, self._weights[at]
-        logprobs, entropy = self._network(part, bool(config.entropy_coef))
+    def policy_loss(part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs, entropy = network(part, bool(algorithm.entropy_coef))
         if experience.logprobs is None or experience.corrections is None:
             before = logprobs.detach()
-            self.computed[:, at] = torch.stack([before, entropy.detach()])
-            correction = corrections_of(part, before, config)
+            computed[:, at] = torch.stack([before, entropy.detach()])
+            correction = corrections_of(part, before, algorithm)
         else:
             before, correction = experience.logprobs[at], experience.corrections[at]
-        actions = Actions(logprobs, before, self._advantages[at], part.sequence[part.action_mask])
-        losses, logged = self._loss_of(actions, config)
+        actions = Actions(logprobs, before, advantages[at], part.sequence[part.action_mask])
+        losses, logged = loss_of(actions, algorithm)
         losses = losses * correction
-        if config.entropy_coef:
-            losses = losses - config.entropy_coef * entropy
+        if algorithm.entropy_coef:
+            losses = losses - algorithm.entropy_coef * entropy
         if experience.reference is not None:
-            apart = kl_penalty(logprobs, experience.reference[at], self._estimator)
-            losses = losses + config.kl_coef * apart
-        moved = logprobs.detach() - before
-        logged = {
-            "entropy": entropy.detach(),
-            "ratio_kl": moved.exp() - 1 - moved,
-            **logged,
-        }
+            apart = kl_penalty(logprobs, experience.reference[at], estimator)
+            losses = losses + algorithm.kl_coef * apart
+        moved, share = logprobs.detach() - before, weights[at]
+        logged = {"entropy": entropy.detach(), "ratio_kl": moved.exp() - 1 - moved, **logged}
         return (losses * share).sum(), {name: value * share for name, value in logged.items()}
+
+    return policy_loss
 
 
 def critic_objective(
     critic: ValueNet | None,
     experience: Experience,
-    config: PolicyGradientConfig,
+    algorithm: PolicyGradientConfig,
     num_minibatches: int,
 ) -> LossFunction | None:
     """Return the critic's loss function; None without a critic."""
     values, targets = experience.values, experience.targets
     if values is None or targets is None or critic is None:
         return None
-    assert isinstance(config, ActorCriticConfig)
+    assert isinstance(algorithm, ActorCriticConfig)
 
     def critic_loss(part: Batch, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        losses = value_loss(critic(part)[0], values[at], targets[at], clip=config.value_clip)
+        losses = value_loss(critic(part)[0], values[at], targets[at], clip=algorithm.value_clip)
         return (losses * (num_minibatches / len(values))).sum(), {}
 
     return critic_loss

@@ -15,10 +15,8 @@ from agentgym.models.tensorfiles import StoredTensors
 
 
 class HostMemory:
-    """Tensors whose values stay in host memory until they are used.
-
-    Meanwhile such a tensor keeps its shape but no storage. For a GPU the host memory is pinned, so
-    that copies run at the speed of the bus.
+    """Tensors whose values stay in host memory, pinned for a GPU, until they are used.
+    Meanwhile such a tensor keeps its shape but no storage.
     """
 
     def __init__(self, ranks: ProcessGroup) -> None:
@@ -31,7 +29,6 @@ class HostMemory:
 
     @torch.no_grad()
     def put(self, tensor: Tensor) -> None:
-        """Move a tensor's values to the host."""
         if tensor not in self._hosts:
             self._hosts[tensor] = torch.empty_like(
                 tensor.detach(), device="cpu", pin_memory=tensor.is_cuda
@@ -42,17 +39,13 @@ class HostMemory:
 
     @torch.no_grad()
     def fetch(self, tensor: Tensor) -> None:
-        """Move a tensor's values back to its device."""
         local, host = self._ranks.own(tensor), self._ranks.own(self._hosts[tensor])
         local.untyped_storage().resize_(local.numel() * local.element_size())
         local.copy_(host, non_blocking=True)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the rate at optimizer step 1 .. total_steps.
-
-    It is a pure function of the step, and never 0 at the first update.
-    """
+    """Return the rate at optimizer step 1 .. total_steps, never 0 at the first one."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
@@ -85,11 +78,9 @@ class OptimizedNetwork:
         ranks: ProcessGroup,
         offload: bool = False,
     ) -> None:
-        """Begin a new optimizer at the present weights, even if they were rounded.
-
-        network: already sharded over the ranks.
-        offload: keep moments and master weights in host memory, and on the device only those of the
-        parameter that is being stepped.
+        """Begin a new optimizer at the present weights of a network that is sharded already.
+        offload: keep moments and master weights in host memory, except those of the parameter that
+        is being stepped.
         """
         self._config, self._total_steps, self._ranks = config, total_steps, ranks
         self._host = HostMemory(ranks) if offload else None
@@ -104,10 +95,7 @@ class OptimizedNetwork:
 
     @cached_property
     def _masters(self) -> dict[str, nn.Parameter]:
-        """Master weights by parameter name.
-
-        They are made on first use, because a network that is only scored needs none.
-        """
+        """Master weights by name, made on first use: a network that is only scored needs none."""
         masters = {}
         for name, parameter in self._trained.items():
             masters[name] = _master_of(parameter)
@@ -117,10 +105,8 @@ class OptimizedNetwork:
 
     @cached_property
     def _optimizers(self) -> dict[tuple[str, ...], torch.optim.AdamW]:
-        """Optimizers by the names of the masters that each one steps.
-
-        There is one for all masters, or one for each if states are offloaded. On a CUDA device a
-        step is one kernel, which sums in another order than a CPU.
+        """Optimizers by names of the masters they step: one for all, or one for each if offloaded.
+        On a CUDA device a step is one kernel, which sums in another order than a CPU.
         """
         config, names = self._config, tuple(self._masters)
         is_cuda = self._ranks.device.type == "cuda"
@@ -144,15 +130,10 @@ class OptimizedNetwork:
 
     def optimizer_step(self, step: int, loss: float) -> float:
         """Clip, check and take one step. Result: the gradient's norm before clipping.
-
-        Errors: FloatingPointError if loss or gradient is not finite; the weights are then
-        unchanged.
+        Errors: FloatingPointError, with unchanged weights, if loss or gradient is not finite.
         """
-        norm = float(
-            self._ranks.whole(
-                nn.utils.clip_grad_norm_(self._masters.values(), self._config.grad_clip)
-            )
-        )
+        gradient_norm = nn.utils.clip_grad_norm_(self._masters.values(), self._config.grad_clip)
+        norm = float(self._ranks.whole(gradient_norm))
         if not (math.isfinite(norm) and math.isfinite(loss)):
             raise FloatingPointError(
                 f"loss {loss} with gradient norm {norm} is not finite; the weights were not changed"
@@ -160,23 +141,18 @@ class OptimizedNetwork:
         for names, optimizer in self._optimizers.items():
             for group in optimizer.param_groups:
                 group["lr"] = self.rate(step)
-            if self._host is None:
-                optimizer.step()
-                self._round(names)
-                continue
-            for tensor in self._kept(names, optimizer).values():
-                self._host.fetch(tensor)
+            if self._host is not None:
+                for tensor in self._kept(names, optimizer).values():
+                    self._host.fetch(tensor)
             optimizer.step()
             self._round(names)
-            for tensor in self._kept(names, optimizer).values():
-                self._host.put(tensor)
+            if self._host is not None:
+                for tensor in self._kept(names, optimizer).values():
+                    self._host.put(tensor)
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        """Return this rank's parts of all parameters by name, detached.
-
-        A tied tensor appears once, under the name that owns it.
-        """
+        """Return this rank's parts of all parameters, detached; a tied tensor as its owner's."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def parameters(self) -> dict[str, Tensor]:
@@ -184,10 +160,7 @@ class OptimizedNetwork:
         return {name: parameter.detach() for name, parameter in self._trained.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """Return this rank's parts of the optimizer's state and master weights.
-
-        Names are `parameter:key`.
-        """
+        """Return this rank's parts of optimizer state and master weights, as `parameter:key`."""
         return {
             entry: self._at_rest(tensor)
             for names, optimizer in self._optimizers.items()
@@ -215,7 +188,7 @@ class OptimizedNetwork:
         Errors: ValueError if the state is of other parameters or of another optimizer, or if a
         master weight is missing or does not round to its weight (they are of different updates).
         """
-        narrow = self._narrow()
+        narrow = self._narrow(self._trained)
         if missing := sorted({f"{name}:{MASTER}" for name in narrow} - stored.tensors.keys()):
             raise ValueError(
                 f"the optimizer's state has no master weight of {missing[0].rpartition(':')[0]}; it"
@@ -264,30 +237,22 @@ class OptimizedNetwork:
                     f"master weight {name} does not round to its weight; take both from one commit"
                 )
 
-    def _narrow(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that have a separate master weight."""
-        return {
-            name: parameter
-            for name, parameter in self._trained.items()
-            if parameter is not self._masters[name]
-        }
+    def _narrow(self, names: Iterable[str]) -> dict[str, nn.Parameter]:
+        """Return those of the parameters that have a separate master weight."""
+        parameters = {name: self._trained[name] for name in names}
+        return {name: part for name, part in parameters.items() if part is not self._masters[name]}
 
     @torch.no_grad()
     def _round(self, names: Iterable[str]) -> None:
-        narrow = [name for name in names if self._parameters[name] is not self._masters[name]]
-        local_part = self._ranks.own
-        if narrow:
+        if narrow := self._narrow(names):
             torch._foreach_copy_(
-                [local_part(self._parameters[name]) for name in narrow],
-                [local_part(self._masters[name]) for name in narrow],
+                [self._ranks.own(parameter) for parameter in narrow.values()],
+                [self._ranks.own(self._masters[name]) for name in narrow],
             )
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter for AdamW: itself, or a float32 master weight.
-
-    A hook moves each gradient from the parameter to its master.
-    """
+    """Return the parameter, or a float32 master weight, to which a hook moves each gradient."""
     if parameter.dtype.itemsize >= torch.float32.itemsize:
         return parameter
     master = nn.Parameter(parameter.detach().float())

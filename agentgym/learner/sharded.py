@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future
 
+from agentgym.learner.process_group import ProcessGroup
 from agentgym.models.model import materialize
 from agentgym.models.networks import blocks
 from agentgym.models.tensorfiles import Part, StoredTensors, TensorFile, file_name
@@ -36,18 +37,13 @@ from agentgym.models.tensorfiles import Part, StoredTensors, TensorFile, file_na
 T = TypeVar("T")
 
 
-class Sharded:
-    """The `ProcessGroup` of processes in `torch.distributed`; each holds a part of every
-    parameter (FSDP2).
-    """
+class Sharded(ProcessGroup):
+    """One of several processes of `torch.distributed`, with a part of every parameter (FSDP2)."""
 
     def __init__(self, device: torch.device) -> None:
-        """Set up the device mesh, in every process once its group exists.
-
-        The group is gloo for CPUs, NCCL for CUDA devices.
-        """
+        """Set up the mesh in every process, once its group exists: gloo for CPUs, NCCL for CUDA."""
+        super().__init__(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.device = device
         self._mesh = init_device_mesh(device.type, (self.size,))
 
     def shard(self, module: nn.Module) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import nn
 
 from agentgym.config import LearnerConfig, OptimizerConfig
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.process_group import ProcessGroup
 from agentgym.models.adapter import Adapter, is_matrix, plain_name
 from agentgym.models.checkpoint import ADAPTER_RECORD, AdapterRecord
-from agentgym.models.model import empty_model
+from agentgym.models.model import empty_model, weights_of
 from agentgym.models.networks import ValueNet
 from agentgym.models.tensorfiles import StoredTensors
 
@@ -47,9 +47,8 @@ class LearnerPlan:
         return sum(source.size for source in sources if source is not None)
 
     def build(self, ranks: ProcessGroup | None = None) -> LocalLearner:
-        """Build the learner, or this rank's part of it, from its share of the store.
-
-        Errors: BlobMissing, DigestMismatch; ValueError if stored tensors do not fit.
+        """Build the learner, or this rank's part of it. Errors: BlobMissing, DigestMismatch;
+        ValueError if stored tensors do not fit.
         """
         model = empty_model(self.architecture, self.weights.dtype)
         if self.adapter is not None:
@@ -89,7 +88,7 @@ class LearnerPlan:
         if critic is not None and self.critic is not None:
             fill(learner.ranks, critic, self.critic)
         elif critic is not None:
-            tensors = _parameters(critic)
+            tensors = weights_of(critic)
             for name in tensors.keys() - body.keys():
                 tensors[name].zero_()  # the critic's new head
             learner.ranks.load({body[name]: tensors[name] for name in body}, self.weights)
@@ -100,14 +99,14 @@ class LearnerPlan:
 
 def fill(ranks: ProcessGroup, network: nn.Module, stored: StoredTensors) -> None:
     """Load this rank's parameters of a whole network. Errors: see `LearnerPlan.build`."""
-    tensors = _parameters(network)
+    tensors = weights_of(network)
     stored.require_fit(tensors)
     ranks.load(tensors, stored)
 
 
 def fill_adapted(ranks: ProcessGroup, model: nn.Module, adapter: Adapter) -> None:
     """Load this rank's parameters of a model with an adapter. Errors: see `fill`."""
-    tensors = _parameters(model)
+    tensors = weights_of(model)
     matrices = {name: tensor for name, tensor in tensors.items() if is_matrix(name)}
     frozen = {plain_name(name): tensor for name, tensor in tensors.items() if not is_matrix(name)}
     adapter.base.require_fit(frozen)
@@ -118,7 +117,3 @@ def fill_adapted(ranks: ProcessGroup, model: nn.Module, adapter: Adapter) -> Non
     else:
         adapter.stored.require_fit(matrices)
         ranks.load(matrices, adapter.stored)
-
-
-def _parameters(network: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in network.named_parameters()}

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from agentgym.config import ConfigError, LoraConfig
-from agentgym.models.model import empty_model
+from agentgym.models.model import empty_model, weights_of
 from agentgym.models.networks import blocks
-from agentgym.models.tensorfiles import PIECE_BYTES, StoredTensor, StoredTensors
+from agentgym.models.tensorfiles import StoredTensor, StoredTensors, pieces_of
 from agentgym.models.transport import write_weights
 
 if TYPE_CHECKING:
@@ -60,10 +60,12 @@ class Adapter:
         """Replace the target layers of a model on the meta device by peft's. Only the matrices are
         trained; they are float32 for any dtype of the weights.
         """
+        from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
 
         model.requires_grad_(False)
-        inject_adapter_in_model(self.peft_config(), model, NAME, low_cpu_mem_usage=True)
+        config = PeftConfig(**self.settings)
+        inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=True)
         for layer in _layers(model):
             for matrices in (layer.lora_A, layer.lora_B):
                 matrices.float().requires_grad_(True)
@@ -72,16 +74,7 @@ class Adapter:
         """Return the matrices for a model of that config.json, by name, on the meta device."""
         model = empty_model(architecture)
         self.inject(model)
-        return {
-            name: parameter.detach()
-            for name, parameter in model.named_parameters()
-            if is_matrix(name)
-        }
-
-    def peft_config(self) -> Any:
-        from peft import LoraConfig as PeftConfig
-
-        return PeftConfig(**self.settings)
+        return {name: tensor for name, tensor in weights_of(model).items() if is_matrix(name)}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -110,8 +103,7 @@ class Adapter:
 def chosen_modules(model: PreTrainedModel, lora: LoraConfig) -> tuple[str, ...]:
     """Return the ends of the names of the layers that get an adapter: those that `lora` names, or
     those of all linear layers of the blocks if it names none.
-    Errors: ConfigError for a name that matches anything but linear layers of blocks, or a layer
-    narrower than the rank.
+    Errors: ConfigError for a name that matches others, or for a layer narrower than the rank.
     """
     inside = {layer for block in blocks(model) for layer in block.modules()}
     modules = dict(model.named_modules())
@@ -151,11 +143,6 @@ def plain_name(name: str) -> str:
     return name.replace(FROZEN, ".")
 
 
-def peft_name(name: str) -> str:
-    """Name of a matrix in the file that peft writes."""
-    return f"base_model.model.{name.removesuffix(f'.{NAME}.weight')}.weight"
-
-
 def write_adapter(
     folder: Path,
     settings: Mapping[str, Any],
@@ -163,14 +150,16 @@ def write_adapter(
     base_name: str | None = None,
 ) -> None:
     """Write an adapter in peft's format, for `PeftModel.from_pretrained` and vLLM.
-    settings: the adapter's; base_name: of the model it belongs to, None if that model cannot be
-    loaded by name.
+    settings: the adapter's; base_name: of its model, None if that cannot be loaded by name.
     """
     from peft import LoraConfig as PeftConfig
 
     config = PeftConfig(**settings, base_model_name_or_path=base_name, inference_mode=True)
     config.save_pretrained(str(folder))
-    named = {peft_name(name): matrix for name, matrix in matrices.items()}
+    named = {
+        f"base_model.model.{name.removesuffix(f'.{NAME}.weight')}.weight": matrix
+        for name, matrix in matrices.items()
+    }
     write_weights(folder / "adapter_model.safetensors", named)
 
 
@@ -261,6 +250,4 @@ class MergedTensors(StoredTensors):
         stored = self.tensors[name]
         whole = torch.empty(stored.shape, dtype=stored.dtype)
         self.read(name, whole)
-        flat = whole.reshape(-1).view(torch.uint8).numpy()
-        for start in range(0, len(flat), PIECE_BYTES):
-            yield flat[start : start + PIECE_BYTES].data
+        return pieces_of(whole)

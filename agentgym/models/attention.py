@@ -267,9 +267,7 @@ class PackedSequences:
 
     @cached_property
     def _padding(self) -> tuple[list[_PaddedRows], Tensor]:
-        """Return padded groups of sequences, and the index of each computed token [M] among all
-        padded queries.
-        """
+        """Return padded groups, and [M] each computed token's index among padded queries."""
         groups, first, begins = [], 0, np.empty_like(self._begins)
         for sequences in self._groups():
             num_own = self._own[sequences]

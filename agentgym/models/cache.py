@@ -101,8 +101,7 @@ class CachedRows:
     ) -> None:
         """Reserve room and group the sequences.
 
-        slots, cached, new: of each sequence, its slot, the number of tokens already in it and the
-        number of new ones.
+        slots, cached, new: each sequence's slot, number of tokens in it, and of new ones.
         """
         cache.reserve(max(slots) + 1, max(map(operator.add, cached, new)))
         self.cache, device = cache, cache.keys[0].device
@@ -117,22 +116,18 @@ class CachedRows:
         self.last = ends - 1  # [R] packed index of each sequence's last token
         # group sequences of similar length: each is padded to the longest of its group
         order = sorted(range(len(slots)), key=lambda index: (cached[index] + new[index], index))
+        sequences = torch.stack([slot, starts, num_cached, lengths])
         self._groups: list[_SlotGroup] = []
         for alike in (
             [index for index in order if new[index] == 1],
             [index for index in order if new[index] > 1],
         ):
             for first in range(0, len(alike), GROUP_SEQUENCES):
-                sequences = alike[first : first + GROUP_SEQUENCES]
+                members = alike[first : first + GROUP_SEQUENCES]
+                num_new = max(new[index] for index in members)
+                length = max(cached[index] + new[index] for index in members)
                 self._groups.append(
-                    _SlotGroup(
-                        slot[sequences],
-                        starts[sequences],
-                        num_cached[sequences],
-                        lengths[sequences],
-                        num_new=max(new[index] for index in sequences),
-                        length=max(cached[index] + new[index] for index in sequences),
-                    )
+                    _SlotGroup(sequences[:, members], num_new=num_new, length=length)
                 )
 
     def attend(
@@ -155,21 +150,13 @@ class _SlotGroup:
     A shorter sequence repeats its last token, which gives the same result again.
     """
 
-    def __init__(
-        self,
-        slots: Tensor,
-        starts: Tensor,
-        cached: Tensor,
-        new: Tensor,
-        *,
-        num_new: int,
-        length: int,
-    ) -> None:
+    def __init__(self, sequences: Tensor, *, num_new: int, length: int) -> None:
         """Compute the padded indices and the mask.
 
-        slots, starts (in the packed tokens), cached, new: [R], one per sequence; num_new, length:
-        the largest number of new tokens and of all tokens of a sequence.
+        sequences: [4, R], slot, start in the packed tokens, cached and new tokens of each; num_new,
+        length: the largest number of new tokens and of all tokens of a sequence.
         """
+        slots, starts, cached, new = sequences
         self._slots, self._length = slots, length
         column = torch.minimum(
             torch.arange(num_new, device=slots.device), (new - 1)[:, None]

@@ -1,19 +1,22 @@
 """Text to token ids and back for one append-only conversation.
 
-The policy's own tokens are never decoded and encoded again: `bridge` returns the ids that follow
-them.
+A chat template is a program that came with the model, so no episode should wait for it: its way of
+writing turns is derived once, from a few probe conversations.
+
+The policy's own tokens are never decoded and encoded again: `bridge` returns what follows them.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from agentgym.config import ChatConfig, ConfigError
-from agentgym.models.pieces import Piece, PieceTokenizer
-from agentgym.models.turns import END_THINK, THINK, Conversation, Turns
+from agentgym.models.template import TODAY, render
+from agentgym.models.tokenizer import Piece, PieceTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 NUM_REMEMBERED, LONGEST_REMEMBERED = 4096, 512  # texts; characters (or tokens) of one text
 
 DEFAULT_CHAT = ChatConfig()
+Conversation = list[dict[str, str]]
 
 
 class ChatRenderer:
@@ -93,7 +97,8 @@ class ChatRenderer:
         observation: an action may quote a page.
         """
         text = Piece(self._turns.spoken(action), self._in_actions)
-        before, stop = self._turns.before_action(), self._turns.stop
+        # the ids may depend on what precedes them
+        before, stop = self._turns.bridge(_CONTENTS[0]), self._turns.stop
         prompt, ids = self._encode(before), self._encode((*before, text, stop))
         if ids[: len(prompt)] == prompt:
             return list(ids[len(prompt) :])
@@ -114,9 +119,7 @@ class ChatRenderer:
         return self._known(pieces) if is_short else self._pieces.encode(pieces)
 
     def _check_ids(self) -> None:
-        """Raise ConfigError unless probe conversations have the same ids turn by turn as their
-        whole text.
-        """
+        """Raise ConfigError unless probe conversations have the ids of their whole text."""
         probes = self._turns.probes()
         texts = [text for _, _, text in probes]
         wholes = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -144,3 +147,284 @@ class ChatRenderer:
             else:
                 ids += self.bridge(content, stopped=True) if ids else self.start(content, system)
         return ids
+
+
+THINK, END_THINK = "<think>", "</think>"
+
+_CONTENTS = ("probe one", "probe two", "probe three", "probe four", "probe five")
+_ROLES = ("user", "assistant")
+_SYSTEM = "probe system"
+_THOUGHT = "<think>\nprobe thought\n</think>\n\n"  # some templates strip it from earlier turns
+_BLANKS = " \n\t{}\n "  # some templates trim them
+# adjacent words, digits, blanks and newlines: a tokenizer may join or split them
+_LINES = "A  page,\n\n12.5% {}\n\t- Ä 你 (x)"
+_REASON = "Thought: 12 + 3?\n\nAction: "
+
+
+def _probe(count: int, before: str = "", system: str = "", user: str = "{}") -> Conversation:
+    """Make a conversation of `count` messages; the first and the last are a user's.
+    before: text at the beginning of each action. user: text around each observation.
+    """
+    roles = zip(itertools.cycle(_ROLES), _CONTENTS[:count], strict=False)
+    messages = [
+        {"role": role, "content": user.format(text) if role == "user" else before + text}
+        for role, text in roles
+    ]
+    return [*([{"role": "system", "content": system}] if system else []), *messages]
+
+
+_ASKED = (
+    *(_probe(count, thought) for thought in ("", _THOUGHT) for count in (1, 3, 5)),
+    _probe(3, user=_BLANKS),
+    _probe(5, _REASON, user=_LINES),
+    *(_probe(count, system=_SYSTEM) for count in (1, 3)),
+    _probe(1, system=_BLANKS.format(_SYSTEM)),
+    _probe(3, _REASON, _LINES.format(_SYSTEM), _LINES),
+)
+
+
+class Turns:
+    """The pieces of a conversation, as the template writes them turn by turn.
+    Errors: ConfigError if it does not write a conversation by adding to it; see `ChatRenderer`.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, controls: re.Pattern[str] | None
+    ) -> None:
+        """Render the probes and derive the pieces. controls: matches the control tokens."""
+        self._controls = controls
+        self.notes: list[str] = []  # surprising properties of conversations, for the user
+        self._texts = self._render(tokenizer, chat)
+        before, after = _around(self._text_of(_probe(1)), _CONTENTS[0])
+        self._opening, self._next_opening = (before, after), after
+        _, opened, thought = after.rpartition(THINK)
+        # True if an action begins within a thought, which it has to close
+        self.opens_thought = bool(opened) and END_THINK not in thought
+        self._blanks = self._blanks_before_actions()
+        self._rewrites = False
+        self._turn_end = self._check_history(chat)
+        stop = controls.match(self._turn_end) if controls else None
+        if stop is None:
+            raise ConfigError(
+                f"chat template closes an assistant turn with {self._turn_end[:20]!r}; expected a"
+                " special token the policy can sample"
+            )
+        self.stop = Piece(stop.group(), controls)  # ends an action
+        self._trims_user = self._trims(_probe(3), _probe(3, user=_BLANKS))
+        self._system = self._with_system()
+        if not (controls and controls.search(after)):
+            self.notes.append(
+                f"the chat template begins an answer with plain text, {after!r}, which an"
+                " observation may spell, too"
+            )
+
+    def start(self, observation: str, system: str = "") -> tuple[Piece, ...]:
+        """Return the whole prompt of the first action. system: instructions.
+        Errors: ConfigError if the template cannot show instructions.
+        """
+        if not system:
+            return self._around_observation(self._opening[0], observation, self._opening[1])
+        if isinstance(self._system, ConfigError):
+            raise self._system
+        before, middle, after, is_trimmed = self._system
+        return (
+            Piece(before, self._controls),
+            Piece(system.strip() if is_trimmed else system),
+            *self._around_observation(middle, observation, after),
+        )
+
+    def bridge(self, observation: str) -> tuple[Piece, ...]:
+        """Return the pieces from the stop token of an action to the next action."""
+        return self._around_observation(self._turn_end, observation, self._next_opening)
+
+    def spoken(self, action: str) -> str:
+        """Return an action as a policy writes it: after the blanks that the template expects and,
+        if the prompt opened a thought, after the thought's end.
+        """
+        if self.opens_thought:
+            if action.startswith(THINK):
+                action = action.removeprefix(THINK).lstrip("\n")
+            elif END_THINK not in action:
+                action = f"{END_THINK}\n\n{action}"
+        return self._blanks + action
+
+    def written(self) -> set[str]:
+        """Return all control tokens that the template itself writes, and those of thoughts."""
+        return {
+            token
+            for text in self._texts.values()
+            if isinstance(text, str) and self._controls
+            for token in self._controls.findall(text)
+        }
+
+    def probes(self) -> list[tuple[Conversation, str, str]]:
+        """Return (messages, instructions, text turn by turn) of conversations the template accepts.
+        Errors: ConfigError if its text of a whole conversation differs.
+        """
+        probes = []
+        for messages in _ASKED:
+            rendered = self._texts[repr(messages)]
+            system = messages[0]["content"] if messages[0]["role"] == "system" else ""
+            if isinstance(rendered, ValueError) or (
+                system and isinstance(self._system, ConfigError)
+            ):
+                continue
+            dialog = messages[bool(system) :]
+            text = "".join(piece.text for piece in self.start(dialog[0]["content"], system))
+            for action, observation in zip(dialog[1::2], dialog[2::2], strict=True):
+                text += self.spoken(action["content"])
+                text += "".join(piece.text for piece in self.bridge(observation["content"]))
+            if text != rendered and not (self._rewrites and len(dialog) > 1):
+                one, other = _apart(text, rendered)
+                raise ConfigError(
+                    f"the chat template shows {other[:40]!r} in a whole conversation, and"
+                    f" {one[:40]!r} turn by turn; use a template that shows messages as they are"
+                )
+            probes.append((dialog, system, text))
+        return probes
+
+    def _around_observation(self, before: str, text: str, after: str) -> tuple[Piece, ...]:
+        text = text.strip() if self._trims_user else text
+        return Piece(before, self._controls), Piece(text), Piece(after, self._controls)
+
+    def _render(
+        self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig
+    ) -> dict[str, str | ValueError]:
+        """Return the text, or the template's error, of every probe by its `repr`; note a date.
+        Errors: ConfigError without a template, for unknown settings or if it exceeds a limit.
+        """
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "the tokenizer has no chat template; use an instruction-tuned model or set one"
+            )
+        variables = {} if chat.thinking == "auto" else {"enable_thinking": chat.thinking == "on"}
+        if variables and "enable_thinking" not in tokenizer.get_chat_template():
+            raise ConfigError(
+                f"model.chat.thinking {chat.thinking} is nothing to this chat template, which does"
+                " not know enable_thinking; use auto"
+            )
+        try:
+            texts, is_dated = render(tokenizer, _ASKED, variables)
+        except ValueError as error:  # the template exceeded a limit
+            raise ConfigError(str(error)) from error
+        if is_dated:
+            self.notes.append(
+                f"the chat template shows the date; it is {TODAY:%d %b %Y} on every day, so that"
+                " results do not change with it"
+            )
+        return dict(zip(map(repr, _ASKED), texts, strict=True))
+
+    def _text_of(self, messages: Conversation) -> str:
+        """Return the text of a probe conversation.
+        Errors: ConfigError if the template refuses it.
+        """
+        text = self._texts[repr(messages)]
+        if isinstance(text, ValueError):
+            raise ConfigError(str(text))
+        return text
+
+    def _blanks_before_actions(self) -> str:
+        """Return, and note, the blanks between prompt and action, which the policy has to write."""
+        between = _around(self._text_of(_probe(3)), *_CONTENTS[:2])[1]
+        blanks = between.removeprefix(self._next_opening)
+        if self.opens_thought or not between.startswith(self._next_opening) or blanks.strip():
+            return ""
+        if blanks:
+            self.notes.append(
+                f"the chat template shows {blanks!r} before an action, not at the end of a prompt;"
+                " demonstrations begin with it"
+            )
+        return blanks
+
+    def _check_history(self, chat: ChatConfig) -> str:
+        """Return the text between an action and the next observation; note any rewriting.
+        Errors: ConfigError if the template rewrites more than `chat` allows.
+        """
+        turn_ends, changed = set(), []
+        for thought, count in itertools.product(("", _THOUGHT), (3, 5)):
+            text = self._text_of(_probe(count, thought))
+            before, *between, after = _around(text, *_CONTENTS[:count])
+            turn_ends.update(between[1::2])
+            if (before, after) != self._opening or len(turn_ends) > 1:
+                raise ConfigError(
+                    "the chat template rewrites earlier turns when the conversation grows, not only"
+                    " their thoughts; use a template that only appends"
+                )
+            sampled = self._next_opening + self.spoken(thought)
+            changed += [
+                (rendered, sampled, thought) for rendered in between[::2] if rendered != sampled
+            ]
+        self._rewrites = bool(changed)
+        if changed:
+            rendered, sampled, thought = changed[0]
+            rendered, sampled = _apart(rendered, sampled)
+            which = " that hold reasoning" if thought else ""
+            if chat.history == "exact":
+                raise ConfigError(
+                    f"the chat template rewrites earlier turns{which} when the conversation"
+                    f" grows: {sampled!r} becomes {rendered!r}. Training ids"
+                    " would differ from sampled ids; set model.chat.history append, which keeps"
+                    " every turn as it was sampled, or use a template that only appends"
+                )
+            self.notes.append(
+                "model.chat.history append: every turn stays as it was sampled and counts for"
+                f" model.context_tokens; the chat template would turn {sampled!r} of earlier turns"
+                f" into {rendered!r}"
+            )
+        return turn_ends.pop()
+
+    def _with_system(self) -> tuple[str, str, str, bool] | ConfigError:
+        """Return the texts around instructions and first observation, and True if the template
+        trims instructions. Return an error, for runs with instructions, if the template cannot
+        show them at the beginning and leave them there.
+        """
+        plain = _probe(1, system=_SYSTEM)
+        try:
+            before, middle, after = _around(self._text_of(plain), _SYSTEM, _CONTENTS[0])
+            grown = self._text_of(_probe(3, system=_SYSTEM))
+            stays = grown.startswith(before + _SYSTEM + middle + _CONTENTS[0])
+            if not stays or after != self._next_opening:
+                raise ConfigError(
+                    "the chat template moves the instructions when the conversation grows"
+                )
+            padded = _probe(1, system=_BLANKS.format(_SYSTEM))
+            return before, middle, after, self._trims(plain, padded)
+        except ConfigError as error:
+            return ConfigError(f"{error}; set rollout.instructions false")
+
+    def _trims(self, plain: Conversation, padded: Conversation) -> bool:
+        """Return True if the template trims the blanks that `padded` adds to `plain` contents.
+        Errors: ConfigError if it does something else with blanks.
+        """
+        text, padded_text = self._text_of(plain), self._text_of(padded)
+        if padded_text == text:
+            return True
+        for plain_message, padded_message in zip(plain, padded, strict=True):
+            text = text.replace(plain_message["content"], padded_message["content"])
+        if padded_text != text:
+            raise ConfigError(
+                "the chat template changes blanks around a message otherwise than by trimming both"
+                " sides; use a template that shows messages as they are"
+            )
+        return False
+
+
+def _around(text: str, *contents: str) -> list[str]:
+    """Return the texts before, between and after the contents. Errors: ConfigError if one lacks."""
+    pieces = []
+    for content in contents:
+        before, separator, text = text.partition(content)
+        if not separator:
+            raise ConfigError(
+                f"chat template does not show the message {content!r} as it is; it cannot be"
+                " extended turn by turn"
+            )
+        pieces.append(before)
+    return [*pieces, text]
+
+
+def _apart(one: str, other: str) -> tuple[str, str]:
+    """Return both texts without their common beginning."""
+    while one and one[:1] == other[:1]:
+        one, other = one[1:], other[1:]
+    return one, other

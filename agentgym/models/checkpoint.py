@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from agentgym.config import ChatConfig, ConfigError, LoraConfig, ModelConfig
 from agentgym.models.adapter import Adapter, chosen_modules, write_adapter
+from agentgym.models.architecture import CHAT
+from agentgym.models.architecture import WEIGHTS as WEIGHTS
 from agentgym.models.chat import DEFAULT_CHAT, ChatRenderer
 from agentgym.models.fidelity import require_faithful_once
 from agentgym.models.model import (
@@ -27,7 +29,6 @@ from agentgym.models.model import (
     weights_of,
     write_tokenizer,
 )
-from agentgym.models.model_files import CHAT
 from agentgym.models.tensorfiles import (
     Snapshot,
     StoredTensors,
@@ -42,12 +43,8 @@ from agentgym.store.runstore import RunStore
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ARCHITECTURE, WEIGHTS, TOKENIZER, OPTIMIZER = (
-    "config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "optimizer.safetensors",
-)
+ARCHITECTURE, TOKENIZER = "config.json", "tokenizer.json"
+OPTIMIZER = "optimizer.safetensors"
 SHARD_BYTES = 5 * 10**9  # maximum size of one exported file of weights
 ADAPTER, ADAPTER_RECORD = "adapter.safetensors", "adapter.json"
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
@@ -99,9 +96,7 @@ class Checkpoint:
 
 
 def new_checkpoint(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    chat: ChatConfig = DEFAULT_CHAT,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig = DEFAULT_CHAT
 ) -> Checkpoint:
     """Wrap a model and its tokenizer.
     Errors: ValueError if the chat template cannot be extended turn by turn.
@@ -135,10 +130,7 @@ def load_checkpoint(store: RunStore, manifest: Manifest) -> Checkpoint:
 
 
 def stored_checkpoint(
-    architecture: str,
-    tokenizer_json: bytes,
-    weights: StoredTensors,
-    adapter: Adapter | None = None,
+    architecture: str, tokenizer_json: bytes, weights: StoredTensors, adapter: Adapter | None = None
 ) -> Checkpoint:
     """Make a checkpoint of stored weights. Errors: ValueError if the tokenizer is not supported."""
     files, tokenizer = _stored_tokenizer(tokenizer_json)
@@ -166,9 +158,7 @@ def policy_of(store: RunStore, manifest: Manifest) -> StoredTensors:
 
 
 def policy_digest(manifest: Manifest) -> str:
-    """sha256 that identifies a commit's policy; for an adapter, of its matrices and its record,
-    which names the base.
-    """
+    """sha256 of a commit's policy; for an adapter, of matrices and record, which names the base."""
     if not files_of(manifest, ADAPTER):
         return digest_of(manifest, WEIGHTS)
     digests = (digest_of(manifest, ADAPTER), manifest.blobs[ADAPTER_RECORD].digest)
@@ -202,8 +192,7 @@ class AdapterRecord(BaseModel):
 
 def adapter_of(store: RunStore, manifest: Manifest) -> Adapter | None:
     """Return the adapter in a commit, None if it has none.
-    Errors: BlobMissing, also if the base is not in the store; DigestMismatch; ValueError if its
-    record cannot be read.
+    Errors: BlobMissing, also of the base; DigestMismatch; ValueError for an unreadable record.
     """
     if not files_of(manifest, ADAPTER):
         return None
@@ -215,13 +204,11 @@ def adapter_of(store: RunStore, manifest: Manifest) -> Adapter | None:
             f" {record.base_weights[:12]} of step {record.base_step} ({record.base_key[:12]}),"
             " which are not in the store; run that step again"
         )
-    return Adapter(
-        base=StoredTensors.of(store, base, WEIGHTS),
-        rank=record.rank,
-        alpha=record.alpha,
-        target_modules=record.target_modules,
-        stored=StoredTensors.of(store, manifest, ADAPTER),
+    weights, stored = (
+        StoredTensors.of(store, base, WEIGHTS),
+        StoredTensors.of(store, manifest, ADAPTER),
     )
+    return Adapter(weights, record.rank, record.alpha, record.target_modules, stored=stored)
 
 
 def adapter_for(store: RunStore, manifest: Manifest, lora: LoraConfig, seed: int) -> Adapter:

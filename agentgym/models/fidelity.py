@@ -45,8 +45,7 @@ _FAITHFUL: set[tuple[str, torch.dtype]] = set()  # (config.json, dtype) of model
 def require_faithful_once(model: PreTrainedModel) -> None:
     """Call `require_faithful` unless a model of this architecture and dtype passed in this process.
 
-    The check depends only on the code they select, and an audit loads many weights of one
-    architecture.
+    The check depends only on the code they select; an audit loads many weights of one architecture.
     """
     if _checked_as(model) not in _FAITHFUL:
         require_faithful(model)
@@ -157,9 +156,9 @@ def differences(model: PreTrainedModel) -> dict[str, float]:
     arithmetic = Float32Arithmetic() if is_half else nullcontext()  # three times as slow
     with _evaluated(model), _short_windows(model), arithmetic:
         expected = _own(model, sequences, "eager")
+        logprobs_of = {"learner": _learner(model, sequences), "engine": _engine(model, sequences)}
         return {
-            "learner": _largest(_learner(model, sequences), expected),
-            "engine": _largest(_engine(model, sequences), expected),
+            side: float((logprobs - expected).abs().max()) for side, logprobs in logprobs_of.items()
         }
 
 
@@ -179,7 +178,10 @@ def half_precision_kl(model: PreTrainedModel) -> dict[str, float]:
         logprobs_of = {"learner": _learner(model, sequences), "engine": _engine(model, sequences)}
         if model._supports_sdpa:
             logprobs_of["sdpa"] = _own(model, sequences, "sdpa")
-    return {side: _kl(expected, logprobs) for side, logprobs in logprobs_of.items()}
+    return {
+        side: float((expected.exp() * (expected - logprobs)).sum(-1).mean())
+        for side, logprobs in logprobs_of.items()
+    }
 
 
 @contextmanager
@@ -244,16 +246,6 @@ def _engine(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
     return torch.log_softmax(
         torch.cat([wave_logits for part in parts for wave_logits in part]).float(), -1
     )
-
-
-def _largest(actual: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference of two [N, V] tensors."""
-    return float((actual - expected).abs().max())
-
-
-def _kl(expected: Tensor, actual: Tensor) -> float:
-    """Mean over N of KL(expected, actual), both [N, V]."""
-    return float((expected.exp() * (expected - actual)).sum(-1).mean())
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,8 +90,7 @@ def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _WideLinear(Function):
     """A product in float32 that keeps its inputs in their own dtype for the backward.
 
-    Autograd would keep float32 copies: half a GiB for 135 million weights, and twice the memory of
-    the hidden states.
+    Autograd would keep float32 copies: half a GiB for 135 million weights, and the hidden states'.
     """
 
     @staticmethod

@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from agentgym.models.architecture import read_architecture
+from agentgym.config import ConfigError, ModelConfig
+from agentgym.models.architecture import (
+    TOKENIZER_NAMES,
+    published_architecture,
+    read_architecture,
+    require_whole,
+)
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # else transformers would load weights of a pull request if a repository has only pickles
 os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
 
-import logging
-import tempfile
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING
-
+# these import transformers, which reads the variables
 import agentgym.models.attention as attention
-from agentgym.config import ConfigError, ModelConfig
-from agentgym.models.architecture import published_architecture
 from agentgym.models.fidelity import require_faithful
 from agentgym.models.half import widen_linear_layers
-from agentgym.models.model_files import TOKENIZER_NAMES, require_whole
 from agentgym.models.template import CHAT_TEMPLATE
 from agentgym.models.tokenizer import load_tokenizer, require_rows
 
 logger = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"  # of CHAT_TEMPLATE
 NUM_NAMED = 3  # tensors named in an error text
@@ -351,12 +348,11 @@ def empty_model(architecture: str, dtype: torch.dtype = torch.float32) -> PreTra
 
 def materialize(module: nn.Module, device: torch.device) -> None:
     """Allocate memory, uninitialized, for the parameters that have none."""
-    change_parameters(
-        module,
-        lambda parameter: (
-            torch.empty_like(parameter, device=device) if parameter.is_meta else parameter
-        ),
-    )
+
+    def allocated(parameter: Tensor) -> Tensor:
+        return torch.empty_like(parameter, device=device) if parameter.is_meta else parameter
+
+    change_parameters(module, allocated)
 
 
 def change_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

@@ -1,10 +1,8 @@
-"""The two trained networks, with one forward each, so that a wrapper for several ranks covers all
-their computation.
-"""
+"""The two trained networks, with one forward each, so that a wrapper for ranks covers all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -43,9 +41,7 @@ class Prefixes:
         self._sequences = [ids[start:end] for start, end in pairwise(starts.tolist())]
 
     def shared(self, before: int, sequence: int) -> int:
-        """Return the number of tokens that `sequence` shares with `before`; 0 if they are too few
-        to be worth sharing.
-        """
+        """Return the tokens that `sequence` shares with `before`; 0 if not worth sharing."""
         ids = self._sequences[sequence]
         common = common_tokens(self._sequences[before], ids)
         return common if common >= SHARED_FRAC * len(ids) else 0
@@ -61,11 +57,7 @@ class PolicyNet(nn.Module):
     """Log-probabilities of the actions of a batch."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        head_chunk_tokens: int = 4_096,
-        *,
-        share_prefixes: bool = True,
+        self, model: PreTrainedModel, head_chunk_tokens: int = 4_096, *, share_prefixes: bool = True
     ) -> None:
         """Wrap a model.
 
@@ -92,16 +84,11 @@ class PolicyNet(nn.Module):
             spread = logp if entropy_gradient else logp.detach()
             return logp.gather(1, targets[:, None])[:, 0], -(spread.exp() * spread).sum(-1)
 
-        parts = [
-            (
-                checkpoint(
-                    head_logprobs, hidden[chunk - 1], batch.input_ids[chunk], use_reentrant=False
-                )
-                if len(positions) > self._chunk
-                else head_logprobs(hidden[chunk - 1], batch.input_ids[chunk])
-            )
-            for chunk in torch.split(positions, self._chunk)
-        ]
+        score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = head_logprobs
+        if len(positions) > self._chunk:
+            score = partial(checkpoint, head_logprobs, use_reentrant=False)
+        chunks = torch.split(positions, self._chunk)
+        parts = [score(hidden[chunk - 1], batch.input_ids[chunk]) for chunk in chunks]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
@@ -139,8 +126,7 @@ class ValueNet(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return ([n] value of the state before each action token, [B] value of the state at each
-        sequence's end).
+        """Return values of states: ([n] before each action token, [B] at each sequence's end).
 
         Values are trained at tokens before an action token: the end of an observation, or any
         action token but the last.
@@ -167,10 +153,7 @@ def _states(decoder: Any, batch: Batch, share: bool) -> tuple[Tensor, Tensor]:
     layout = PackedSequences(batch.starts, shared)
     ids = batch.input_ids if layout.computed is None else batch.input_ids[layout.computed]
     hidden = decoder(
-        input_ids=ids[None],
-        position_ids=layout.position[None],
-        use_cache=False,
-        layout=layout,
+        input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout
     )
     return layout.whole(hidden.last_hidden_state[0]), batch.action_mask.nonzero()[:, 0]
 

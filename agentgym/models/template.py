@@ -14,7 +14,6 @@ import resource
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -34,48 +33,37 @@ _KEPT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 Conversation = Sequence[dict[str, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    texts: list[str | ValueError]  # an error if the template refuses a conversation
-    is_dated: bool  # the template asked for the date, and got TODAY
-
-
 def render(
     tokenizer: Any, conversations: Sequence[Conversation], variables: dict[str, bool]
-) -> Rendered:
+) -> tuple[list[str | ValueError], bool]:
     """Render each conversation with the tokenizer's chat template, with the generation prompt
     after a user's message. variables: passed to the template.
 
-    The result is the same on every day and in every process.
+    Result: (the texts, an error for a conversation that the template refuses; True if the template
+    asked for the date, and got TODAY). It is the same on every day and in every process.
     Errors: ValueError if the template exceeds a limit.
     """
     if tokenizer.chat_template == CHAT_TEMPLATE:
-        return Rendered(
-            [
-                tokenizer.apply_chat_template(
-                    list(item), tokenize=False, add_generation_prompt=_is_asked(item)
-                )
-                for item in conversations
-            ],
-            is_dated=False,
-        )
+        texts = [
+            tokenizer.apply_chat_template(
+                list(item), tokenize=False, add_generation_prompt=_is_asked(item)
+            )
+            for item in conversations
+        ]
+        return texts, False
     request = {
         "template": tokenizer.get_chat_template(),
         "variables": {**tokenizer.special_tokens_map, **variables},
         "conversations": list(map(list, conversations)),
     }
     answer = json.loads(_in_a_process(json.dumps(request, default=str)))
-    return Rendered(
-        [
-            (
-                item["text"]
-                if "text" in item
-                else ValueError(f"the chat template refuses a conversation: {item['error']}")
-            )
-            for item in answer["texts"]
-        ],
-        answer["is_dated"],
-    )
+    texts = [
+        item["text"]
+        if "text" in item
+        else ValueError(f"the chat template refuses a conversation: {item['error']}")
+        for item in answer["texts"]
+    ]
+    return texts, answer["is_dated"]
 
 
 @functools.lru_cache(maxsize=8)

@@ -13,18 +13,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from agentgym.models.architecture import INDEX, MAX_HEADER_BYTES
 from agentgym.store.manifest import Blob, Manifest, sha256
 from agentgym.store.place import StorePlace
 from agentgym.store.runstore import RunStore
 
 PIECE_BYTES = 16 << 20  # largest part of a file in memory at one time
 PARTS = "parts"  # key of a header's metadata: {tensor: [shape of the whole, first row]}
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library's limit
+# raised by an untrusted header
+HEADER_ERRORS = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    OverflowError,
+    RecursionError,
+)
 # in the order in which the library writes them, widest first
 DTYPES = {
     "I64": torch.int64,
@@ -70,15 +80,20 @@ class TensorFile:
 
     @property
     def size(self) -> int:
-        """Size of the file in bytes."""
+        """Bytes."""
         return len(self.header) + sum(tensor.nbytes for tensor in self._tensors)
 
     def pieces(self) -> Iterator[memoryview]:
         yield memoryview(self.header)
         for tensor in self._tensors:
-            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            for start in range(0, len(flat), PIECE_BYTES):
-                yield flat[start : start + PIECE_BYTES].data
+            yield from pieces_of(tensor)
+
+
+def pieces_of(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield a tensor's bytes, in order."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    for start in range(0, len(flat), PIECE_BYTES):
+        yield flat[start : start + PIECE_BYTES].data
 
 
 def _header(parts: Mapping[str, Part]) -> bytes:
@@ -102,15 +117,6 @@ def _header(parts: Mapping[str, Part]) -> bytes:
     text = json.dumps(tree, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-class Shaped(Protocol):
-    """A tensor, or only its shape and dtype."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,9 @@ class StoredTensor:
     @property
     def row_bytes(self) -> int:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+Shaped = Tensor | StoredTensor
 
 
 @dataclass(frozen=True)
@@ -197,9 +206,7 @@ class StoredTensors:
         self.store.verify(self.manifest, self.files[rank::size])
 
     def require_fit(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ValueError naming the first tensor that is missing, unknown, or of another shape
-        or dtype.
-        """
+        """Raise ValueError naming a tensor that is missing, unknown, of another shape or dtype."""
         require_fit(self.tensors, tensors, self._what)
 
     def read(self, name: str, rows: Tensor, first_row: int = 0) -> None:
@@ -294,15 +301,7 @@ class StoredTensors:
                 position = end
             if 8 + count + position != size:
                 raise ValueError(f"it has {size} bytes, its tensors end at {8 + count + position}")
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            EOFError,
-            OverflowError,
-            RecursionError,
-        ) as error:
+        except HEADER_ERRORS as error:
             raise ValueError(f"{file} of {self._what} is no safetensors file: {error}") from None
 
     def _whole(
@@ -349,7 +348,7 @@ def export_tensors(stored: StoredTensors, folder: Path, max_bytes: int) -> None:
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        (folder / INDEX).write_text(text, encoding="utf-8")
 
 
 def require_fit(given: Mapping[str, Shaped], expected: Mapping[str, Shaped], what: str) -> None:

@@ -1,16 +1,13 @@
 """Weights on their way from a learner to the engines that sample with them: inside one process, in
 memory that processes of one machine share, through Ray's object store, or by collective broadcast.
 
-The sender computes a digest, and the receiver computes it again from what arrived, before it
-samples with these weights.
+The sender computes a digest; the receiver computes it again of what arrived, before it samples.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime
-import fcntl
 import hashlib
 import json
 import logging
@@ -25,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -43,8 +41,6 @@ Received = TypeVar("Received")
 
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch lists neither
 FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
-
-_SIOCGIFADDR, _IFREQ_BYTES, _ADDRESS = 0x8915, 40, slice(20, 24)  # netdevice(7)
 
 UNREADABLE = "unreadable"  # in place of a digest
 SUMS = "sums:"  # prefix of a digest made of sums
@@ -234,11 +230,6 @@ class FromProcess:
         write_weights(path, weights)
         return cls(digest, version, layout_of(weights), str(path))
 
-    @property
-    def shapes(self) -> dict[str, Tensor]:
-        """Tensors without values."""
-        return shapes_of(self.layout)
-
     async def weights(self) -> dict[str, Tensor]:
         """Return a copy. Errors: EngineMismatch; RuntimeError if the driver refuses the handles."""
         return await asyncio.to_thread(self._read)
@@ -268,18 +259,14 @@ class HandOver:
         """Return the result of `receive`, which must have copied the weights before it ends.
         Errors: those of `receive` and of `Delivery.weights`.
         """
-        weights: Mapping[str, Tensor]
-        if isinstance(delivery, InProcess):
-            weights = delivery.held
-        else:
-            weights = await delivery.weights()
         digest, version = delivery.digest, delivery.version
+        weights: Mapping[str, Tensor] = (
+            delivery.held if isinstance(delivery, InProcess) else await delivery.weights()
+        )
         if self._shares and is_on_gpu(weights):
-            shared = shared_of(weights)
+            layout, shared = layout_of(weights), shared_of(weights)
             try:
-                return await receive(
-                    FromProcess(digest, version, layout_of(weights), shared=shared)
-                )
+                return await receive(FromProcess(digest, version, layout, shared=shared))
             except TransportBroken as refused:
                 self._shares = False
                 logger.warning("vLLM gets weights through the host's memory now: %s", refused)
@@ -306,11 +293,6 @@ class Broadcast:
     host: str = ""  # address at which rank 0 opened a meeting place
     port: int = 0
     path: str = ""  # or the file in which they meet
-
-    @property
-    def shapes(self) -> dict[str, Tensor]:
-        """Tensors without values."""
-        return shapes_of(self.layout)
 
     async def weights(self) -> dict[str, Tensor]:
         """Receive the weights. Errors: EngineMismatch, TransportBroken."""
@@ -422,19 +404,12 @@ def meet(meeting_place: Place, size: int, timeout: datetime.timedelta) -> Any:
 
 def interface_of(address: str) -> str:
     """Return the name of the network interface with an IPv4 address; "" if there is none.
-    All addresses of 127.0.0.0/8 are those of the loopback.
+    All addresses of 127.0.0.0/8 are the loopback's, which has 127.0.0.1.
     """
-    for _, name in socket.if_nameindex():
-        with (
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-            contextlib.suppress(OSError),
-        ):
-            reply = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(_IFREQ_BYTES, b"\0"))
-            candidate = socket.inet_ntoa(reply[_ADDRESS])
-            if candidate == address or (
-                candidate.startswith("127.") and address.startswith("127.")
-            ):
-                return name
+    sought = "127.0.0.1" if address.startswith("127.") else address
+    for name, addresses in psutil.net_if_addrs().items():
+        if (socket.AF_INET, sought) in [(entry.family, entry.address) for entry in addresses]:
+            return str(name)
     return ""
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Protocol
 
-from agentgym.algorithms.signal import all_equal
+from agentgym.algorithms.recipe import all_equal
 from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import (
     Episode,

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from agentgym.algorithms.batch import learnable, to_batch
-from agentgym.algorithms.recipe import recipe_of
-from agentgym.algorithms.signal import differ
+from agentgym.algorithms.recipe import differ, recipe_of
 from agentgym.compute.placement import Engine, Learner, open_compute, play_validation
 from agentgym.config import ExplorationConfig, OptimizerConfig, PreferenceConfig, RunConfig
 from agentgym.data.items import Splits, splits_from_json, train_stream

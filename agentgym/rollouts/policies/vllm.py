@@ -232,7 +232,7 @@ class VllmPolicy:
         """
         if not isinstance(delivery, Broadcast | FromProcess):
             return await self._handing.send(delivery, self._stage)
-        require_fit(delivery.shapes, self._like, f"weights version {delivery.version}")
+        require_fit(shapes_of(delivery.layout), self._like, f"weights version {delivery.version}")
         if isinstance(delivery, Broadcast):
             answers = await self._rpc("stage_broadcast", asdict(delivery))
         elif delivery.shared is not None:

@@ -10,12 +10,11 @@ from agentgym.algorithms.losses import (
     Actions,
     aggregation_weights,
     cispo,
-    clip_fractions,
+    clipped,
     corrections,
     gspo,
     kl_penalty,
     mismatch,
-    ppo_clip_loss,
     preference_loss,
     value_loss,
 )
@@ -23,12 +22,10 @@ from agentgym.algorithms.losses import (
 
 def loss_and_gradient(ratio, advantage, **bounds):
     logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
-    loss = ppo_clip_loss(
-        logprobs,
-        torch.zeros(1),
-        torch.tensor([advantage]),
-        **(bounds or {"clip_low": 0.2, "clip_high": 0.28}),
+    actions = Actions(
+        logprobs, torch.zeros(1), torch.tensor([advantage]), torch.zeros(1, dtype=torch.int64)
     )
+    loss, _ = clipped(actions, **(bounds or {"clip_low": 0.2, "clip_high": 0.28}))
     loss.sum().backward()
     return float(loss.detach()), float(logprobs.grad)
 
@@ -92,12 +89,15 @@ CLIPPED = {
 def test_clip_fractions_count_a_token_where_clipping_takes_its_gradient(dual_clip):
     logprobs = torch.tensor(RATIOS).log().requires_grad_()
     bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": dual_clip}
-    binds = clip_fractions(logprobs.detach(), torch.zeros(10), torch.tensor(ADVANTAGES), **bounds)
+    sequence = torch.zeros(10, dtype=torch.int64)
+    actions = Actions(logprobs, torch.zeros(10), torch.tensor(ADVANTAGES), sequence)
+    loss, binds = clipped(actions, **bounds)
+    assert not any(flags.requires_grad for flags in binds.values())
     expected = CLIPPED | ({"clip_frac_dual": [8]} if dual_clip else {})
     expected["clip_frac"] = sorted(index for places in expected.values() for index in places)
     assert {name: flags.nonzero()[:, 0].tolist() for name, flags in binds.items()} == expected
     # the loss says the same: no gradient although the advantage is not 0
-    ppo_clip_loss(logprobs, torch.zeros(10), torch.tensor(ADVANTAGES), **bounds).sum().backward()
+    loss.sum().backward()
     flat = (logprobs.grad == 0) & (torch.tensor(ADVANTAGES) != 0)
     assert flat.tolist() == binds["clip_frac"].tolist()
     # negative control: with the sign of the advantage ignored, twice as many

@@ -1,11 +1,16 @@
-"""A recipe is a row of our table, or what an installed package offers under its name."""
+"""A recipe is a row of our table, or what an installed package offers under its name; two rewards
+are equal where they differ by no more than rounding.
+"""
 
 import pytest
+import torch
 
 from agentgym.algorithms.recipe import (
     ENTRY_POINT_GROUP,
     RECIPES,
     Recipe,
+    all_equal,
+    differ,
     known_recipes,
     named,
     recipe_modules,
@@ -51,3 +56,27 @@ def test_an_unknown_recipe_names_the_known_ones():
     assert named({"a": 1}, "a") == 1
     with pytest.raises(ValueError, match="'b', which is neither one of a, c nor module:name"):
         named({"a": 1, "c": 2}, "b")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "told"),
+    [
+        (0.0, 1.0, True),
+        (0.0, 1e-6, False),  # the tolerance at 0
+        (0.0, 2e-6, True),
+        (1.0, 1.0 + 2e-6, False),  # at 1 it is 3e-6
+        (1.0, 1.0 + 4e-6, True),
+        (1000.0, 1000.001, False),  # a float32 sum of a thousand rounds by more
+        (-1.0, 1.0, True),
+        (1.0, 0.0, False),  # high must be above low
+    ],
+)
+def test_a_difference_is_more_than_the_rounding_of_what_is_compared(low, high, told):
+    assert differ(low, high) == told
+    assert bool(differ(torch.tensor(low).double(), torch.tensor(high).double())) == told
+
+
+def test_a_group_carries_a_signal_where_its_extremes_differ():
+    assert all_equal([0.5])
+    assert all_equal([1.0, 1.0 + 1e-7, 1.0])
+    assert not all_equal([1.0, 1.0, 0.0])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from agentgym.compute import transfer
-from agentgym.compute.transfer import BroadcastSender, InObjectStore, ObjectStoreSender, Outbox
+from agentgym.compute.transfer import BroadcastSender, InObjectStore, Outbox
 from agentgym.models.transport import TransportBroken, interface_of, weights_digest
 from agentgym.types import EngineMismatch
 
@@ -100,7 +100,7 @@ def test_through_the_object_store_all_take_the_same_and_other_bytes_are_refused(
 
     async def take(digest):
         delivery = InObjectStore(asyncio.ensure_future(stored()), digest, 2)
-        deliveries, nothing = ObjectStoreSender(delivery).open([1, 1])
+        deliveries, nothing = delivery.open([1, 1])
         assert deliveries == [delivery, delivery]
         assert nothing is None
         return await delivery.weights()

@@ -11,7 +11,7 @@ import torch
 from agentgym.algorithms.advantages import with_advantages
 from agentgym.config import LearnerConfig, ModelConfig, OptimizerConfig, algorithm_config
 from agentgym.learner.learner import LocalLearner
-from agentgym.learner.process_group import SingleProcess
+from agentgym.learner.process_group import ProcessGroup
 from agentgym.models import attention
 from agentgym.models.attention import PackedSequences, Variant
 from agentgym.models.checkpoint import WEIGHTS
@@ -39,7 +39,7 @@ def learner_on(make_model):
             make_model(0).to(dtype),
             OPTIMIZER,
             total_steps=10,
-            ranks=SingleProcess(device),
+            ranks=ProcessGroup(device),
             critic=ValueNet(make_model(7).to(dtype)),
             reference=make_model(3).to(dtype),
             settings=LearnerConfig(**settings),

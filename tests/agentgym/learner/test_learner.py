@@ -9,7 +9,7 @@ import torch
 
 from agentgym.algorithms import losses as losses_module
 from agentgym.algorithms.advantages import with_advantages
-from agentgym.algorithms.losses import clip_fractions
+from agentgym.algorithms.losses import clipped
 from agentgym.algorithms.recipe import RECIPES, Correction
 from agentgym.config import OptimizerConfig, PolicyGradientConfig, algorithm_config, family_of
 from agentgym.learner.learner import LocalLearner
@@ -332,14 +332,12 @@ def test_clip_fractions_of_an_update_count_only_where_clipping_binds(make_learne
     batch = on_policy(learner, batch_of())
     outside = []
 
-    def count(logprobs, old_logprobs, *rest, clip_low, clip_high, **bounds):
-        ratio = (logprobs - old_logprobs).exp()
+    def count(actions, *, clip_low, clip_high):
+        ratio = (actions.logprobs.detach() - actions.old_logprobs).exp()
         outside.append(float(((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).float().mean()))
-        return clip_fractions(
-            logprobs, old_logprobs, *rest, clip_low=clip_low, clip_high=clip_high, **bounds
-        )
+        return clipped(actions, clip_low=clip_low, clip_high=clip_high)
 
-    monkeypatch.setattr(losses_module, "clip_fractions", count)
+    monkeypatch.setattr(losses_module, "clipped", count)
     config = algorithm_config(minibatches=1, epochs=4)
     metrics = train(learner, replace(batch, logprobs=batch.logprobs - 1e-3), config, step=1, seed=0)
     assert metrics["actor/clip_frac"] == pytest.approx(

@@ -14,7 +14,7 @@ from agentgym.config import (
 )
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.optimizer import HostMemory, learning_rate
-from agentgym.learner.process_group import SingleProcess
+from agentgym.learner.process_group import ProcessGroup
 from agentgym.models import checkpoint, networks
 from agentgym.models.model import load_weights, weights_of
 from tests.agentgym.learner.learning import (
@@ -246,7 +246,7 @@ def offloading(make_model):
 
 
 def test_a_tensor_that_waits_keeps_its_values_and_no_memory():
-    tensor, host = torch.arange(12.0).view(3, 4), HostMemory(SingleProcess())
+    tensor, host = torch.arange(12.0).view(3, 4), HostMemory(ProcessGroup())
     host.put(tensor)
     assert tensor.untyped_storage().nbytes() == 0
     assert tensor.shape == (3, 4)

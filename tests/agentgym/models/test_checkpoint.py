@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 
 from agentgym.cli import main
 from agentgym.config import ModelConfig, load_config
+from agentgym.models.architecture import CHAT
 from agentgym.models.checkpoint import load_folder, new_checkpoint, save_pretrained
-from agentgym.models.model_files import CHAT
 from agentgym.pipeline.run import run_step
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1\n"

@@ -10,6 +10,7 @@ from torch import nn
 
 from agentgym.config import ChatConfig, ConfigError, ModelConfig, OptimizerConfig
 from agentgym.learner.start import LearnerPlan
+from agentgym.models.architecture import CHAT
 from agentgym.models.attention import RAGGED, PackedSequences
 from agentgym.models.checkpoint import (
     load_checkpoint,
@@ -29,7 +30,6 @@ from agentgym.models.model import (
     train_tokenizer,
     weights_of,
 )
-from agentgym.models.model_files import CHAT
 
 SMALL = ModelConfig(
     hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, mlp_size=32, context_tokens=64

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save
 
 from agentgym.config import ConfigError
-from agentgym.models.model_files import require_weights, require_whole, weight_files
+from agentgym.models.architecture import require_weights, require_whole, weight_files
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1\n".encode()
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

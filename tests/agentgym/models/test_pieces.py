@@ -5,7 +5,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from agentgym.config import ConfigError
-from agentgym.models.pieces import Piece, PieceTokenizer
+from agentgym.models.tokenizer import Piece, PieceTokenizer
 from tests.agentgym.families import FAMILIES, tokenizer_of
 
 KINDS = {family.kind: name for name, family in FAMILIES.items()}

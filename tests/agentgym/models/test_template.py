@@ -60,9 +60,9 @@ def test_a_template_that_asks_for_the_time_or_draws_says_the_same_in_every_proce
         question = [{"role": "user", "content": "a"}]
         answers.append(template.render(with_template(tokenizer, drawn), [question, question], {}))
     assert answers[0] == answers[1]
-    assert answers[0].is_dated
-    assert answers[0].texts[0].endswith(" 26 Jul 2024 00:00")
-    assert answers[0].texts[0] == answers[0].texts[1]
+    assert answers[0][1]
+    assert answers[0][0][0].endswith(" 26 Jul 2024 00:00")
+    assert answers[0][0][0] == answers[0][0][1]
 
 
 def test_its_process_has_no_secret(tokenizer, monkeypatch):
