@@ -11,7 +11,7 @@ from typing import Any
 
 from agentgym.config import RunConfig
 from agentgym.evaluation.protocol import EnvProtocol, EvaluationProtocol
-from agentgym.rollouts.guide import Guide
+from agentgym.rollouts.episode import Guide
 from agentgym.store.manifest import sha256
 
 REACT = """\

@@ -21,15 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.rollouts.episode import PlayerFailed, PlayerReply
-from agentgym.rollouts.players import (
-    ExpertPlayer,
-    PlayerOf,
-    RandomPlayer,
-    ScriptedPlayer,
-    TextPlayer,
-    token_players,
-)
+from agentgym.rollouts.episode import PlayerFailed, PlayerOf, PlayerReply, token_players
+from agentgym.rollouts.players import ExpertPlayer, RandomPlayer, ScriptedPlayer, TextPlayer
 from agentgym.rollouts.policies.engines import engine_module, engine_python, versions_in
 from agentgym.rollouts.policies.hosted import Endpoint, HostedModel
 from agentgym.store.keys import environment_modules, source_digest

@@ -19,11 +19,11 @@ from agentgym.rollouts.episode import (
     Episode,
     EpisodeSettings,
     PlayerFailed,
+    PlayerOf,
     environment_time,
     no_pace,
     run_episode,
 )
-from agentgym.rollouts.players import PlayerOf
 from agentgym.rollouts.pools import EnvPool, EnvPools
 from agentgym.types import Item, SampleKey, Status, Trajectory
 from envs.wire import ErrorKind

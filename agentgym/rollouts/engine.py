@@ -23,9 +23,7 @@ from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.model import set_threads
 from agentgym.models.transport import InProcess
 from agentgym.rollouts.collect import collect, samples
-from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.rollouts.guide import Guide
-from agentgym.rollouts.players import token_players
+from agentgym.rollouts.episode import EpisodeSettings, Guide, token_players
 from agentgym.rollouts.policies.engines import HOSTED, engine_dtype, open_here, tolerance_of
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Endpoints, EngineMismatch, EngineUsage, Item, Policy, Trajectory

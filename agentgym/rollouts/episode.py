@@ -1,4 +1,6 @@
-"""One episode: a conversation and, for players with tokens, their append-only record."""
+"""One episode: a conversation and, for players with tokens, their append-only record; the player
+with an engine's tokens; and the text that episodes begin with.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,30 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from agentgym.types import Completion, Item, SampleKey, Sampling, Status, Trajectory, Turn, Usage
+from agentgym.config import ConfigError
+from agentgym.types import (
+    Completion,
+    Item,
+    Policy,
+    SampleKey,
+    Sampling,
+    Status,
+    Trajectory,
+    Turn,
+    Usage,
+)
+from envs.wire import Example
+
+if TYPE_CHECKING:
+    from agentgym.models.chat import ChatRenderer
+
+REPLY_S = 1800.0  # limit for one reply of an engine, even on a busy CPU
+INTRODUCTION = (
+    "Worked examples. Observation is what you are shown, Reply is a whole reply of yours."
+)
+ENDING = "End of the examples."
 
 
 class Reply(Protocol):
@@ -32,7 +55,7 @@ class Reply(Protocol):
 
 
 class OpenSession(Protocol):
-    """An open session of an environment; `agentgym.rollouts.pools.EnvSession` is one."""
+    """An open session of an environment; `agentgym.rollouts.env_client.EnvSession` is one."""
 
     @property
     def observation(self) -> str: ...
@@ -68,6 +91,9 @@ class Player(Protocol):
         Result: True if there is room to act.
         """
         ...
+
+
+PlayerOf = Callable[[Item, int], Player]  # (item, sample) -> a new player; it plays one episode
 
 
 class ContextFull(Exception):
@@ -311,3 +337,88 @@ def extract_action(
     _, marker, rest = reply.rpartition("Action:")
     lines = rest.strip().splitlines()
     return lines[0].strip() if marker and lines else ""
+
+
+class EngineStalled(RuntimeError):
+    """The engine gave no reply in time. This is no environment failure: the run ends."""
+
+
+class TokenPlayer:
+    """A player that acts with an engine's tokens, through the chat template of its model."""
+
+    def __init__(self, policy: Policy, renderer: ChatRenderer) -> None:
+        self._policy, self._renderer = policy, renderer
+        self._stopped = True
+
+    def begin(self, episode: Episode) -> bool:
+        self._episode, self._settings = episode, episode.settings
+        instructions = episode.settings.instructions_of(episode.item)
+        episode.read(self._renderer.start(episode.first_observation, instructions))
+        return self._room() >= self._settings.max_new_tokens
+
+    async def act(self, session: Any, sampling: Sampling) -> PlayerReply:
+        episode = self._episode
+        try:
+            with environment_waits():
+                async with asyncio.timeout(REPLY_S):
+                    completion = await self._policy.generate(list(episode.input_ids), sampling)
+        except TimeoutError:
+            raise EngineStalled(
+                f"the engine gave no reply to {len(episode.input_ids)} tokens within"
+                f" {REPLY_S:g} s; nothing committed is lost: the same command continues"
+            ) from None
+        start = len(episode.input_ids)
+        episode.act(completion)
+        self._stopped = self._renderer.ends_turn(completion.ids)
+        text, format = self._renderer.text(completion.ids), self._settings.action_format
+        action = extract_action(text, format, opens_thought=self._renderer.opens_thought)
+        return PlayerReply(text, action, completion.version, start, len(episode.input_ids))
+
+    def hear(self, observation: str, *, last: bool) -> bool:
+        following = self._renderer.bridge(observation, stopped=self._stopped)
+        room = self._room() - len(following)
+        goes_on = not last and room >= self._settings.max_new_tokens
+        # a trajectory never exceeds the context
+        if room >= 0 and (goes_on or self._settings.read_last):
+            self._episode.read(following)
+        return room >= self._settings.max_new_tokens
+
+    def _room(self) -> int:
+        return self._settings.context_tokens - len(self._episode.input_ids)
+
+
+def token_players(policy: Policy, renderer: ChatRenderer) -> PlayerOf:
+    """Return a `PlayerOf` that plays all episodes with one engine."""
+    return lambda *_: TokenPlayer(policy, renderer)
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """The instructions and worked examples of one environment; empty if its servers have none."""
+
+    instructions: str = ""
+    examples: tuple[Example, ...] = ()
+
+    def opening(self, env: str, num_examples: int, action_format: Literal["plain", "react"]) -> str:
+        """Return the instructions with the first worked examples.
+        Errors: ConfigError if the servers offer fewer.
+        """
+        if num_examples > len(self.examples):
+            raise ConfigError(
+                f"{env}: examples {num_examples}, and its servers offer"
+                f" {len(self.examples) or 'no'} worked examples; lower rollout.examples, or"
+                " examples of the protocol"
+            )
+        if not num_examples:
+            return self.instructions
+        selected = self.examples[:num_examples]
+        plays = ["\n".join(_lines(example, action_format)) for example in selected]
+        titled = [f"Example {number}\n{play}" for number, play in enumerate(plays, start=1)]
+        return "\n\n".join([self.instructions, INTRODUCTION, *titled, ENDING])
+
+
+def _lines(example: Example, action_format: Literal["plain", "react"]) -> Iterator[str]:
+    yield f"Observation: {example.observation}"
+    for turn in example.turns:
+        yield f"Reply: {reply_naming(turn.action, action_format)}"
+        yield f"Observation: {turn.observation}"

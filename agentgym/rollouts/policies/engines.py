@@ -56,7 +56,7 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class EngineClass(Policy, Protocol):
     """The class that an entry point names; its instances are policies."""
 
-    # True if a SampleKey and the weights determine a token, see `agentgym.rollouts.policies.draw`:
+    # True if a SampleKey and the weights determine a token, see `agentgym.rollouts.policies.torch`:
     # an audit then repeats the draw. If False, it can only compute how likely a token was.
     repeats_draws: ClassVar[bool]
     tolerances: ClassVar[Tolerances]

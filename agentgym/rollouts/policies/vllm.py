@@ -36,7 +36,6 @@ from agentgym.models.transport import (
     shapes_of,
     write_weights,
 )
-from agentgym.rollouts.policies.draw import seed_of
 from agentgym.rollouts.policies.engine_settings import (
     EngineSettings,
     engine_arguments,
@@ -45,7 +44,8 @@ from agentgym.rollouts.policies.engine_settings import (
     write_model,
 )
 from agentgym.rollouts.policies.engines import Meter
-from agentgym.types import Completion, Delivery, EngineUsage, Sampling
+from agentgym.rollouts.policies.torch import key_digest
+from agentgym.types import Completion, Delivery, EngineUsage, SampleKey, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,11 @@ def _of_tokens(logprobs: Any, ids: Sequence[int]) -> list[float]:
         if returned != token:
             raise RuntimeError(f"vLLM gave the log-probability of token {returned} for {token}")
     return [logprob for _, logprob in entries]
+
+
+def seed_of(key: SampleKey) -> int:
+    """Return 64 bits of the key's digest, signed: a seed for an engine that samples by itself."""
+    return int.from_bytes(key_digest(key, 0)[:8], "little", signed=True)
 
 
 class VllmPolicy:
