@@ -65,9 +65,8 @@ class Plan:
         server's capacity is unknown.
         """
         fleets = tuple(fleet_of(cfg, env, run, expert=expert) for env in envs)
-        return cls(
-            run, fleets, tuple(o for fleet in fleets for o in rendered(fleet, cfg.kubernetes))
-        )
+        objects = tuple(obj for fleet in fleets for obj in rendered(fleet, cfg.kubernetes))
+        return cls(run, fleets, objects)
 
     def services(self) -> dict[str, str]:
         """Name of the Service of each environment."""
@@ -128,12 +127,9 @@ def check_fleets(cfg: RunConfig) -> None:
     with contextlib.closing(connected(cfg.kubernetes)) as kube:
         lines = missing(kube, cfg)
         if lines:
-            raise ConfigError(
-                "\n".join([f"{len(lines)} things are in the way:", *lines])
-                if len(lines) > 1
-                else lines[0]
-            )
-        dead = [group for group in groups(kube) if not group.is_alive_now() and not group.is_kept]
+            heading = [f"{len(lines)} things are in the way:"] if len(lines) > 1 else []
+            raise ConfigError("\n".join([*heading, *lines]))
+        dead = [group for group in groups(kube) if not group.is_alive() and not group.is_kept]
         if dead:
             logger.warning(
                 "%d runs seem to have died and left servers (%s); agentgym envs gc takes them away",
@@ -246,7 +242,7 @@ def kept_plan(cfg: RunConfig, env: EnvConfig, manifests: Path = MANIFESTS) -> Pl
 def is_kept(kube: Kube, run: str) -> bool:
     """Return True if the kept fleet `run` exists and its time is not over."""
     lease = kube.find(LEASE, lease_name(run))
-    return lease is not None and Group.of(lease).is_alive_now()
+    return lease is not None and Group.of(lease).is_alive()
 
 
 def keep_fleet(kube: Kube, env: EnvConfig, plan: Plan) -> tuple[Group, Plan]:
@@ -258,10 +254,9 @@ def keep_fleet(kube: Kube, env: EnvConfig, plan: Plan) -> tuple[Group, Plan]:
     for obj in plan.objects:
         if obj["kind"] == "Deployment" and "replicas" in obj["spec"]:
             deployment = kube.find(DEPLOYMENT, obj["metadata"]["name"])
-            more = max(
-                obj["spec"]["replicas"], deployment["spec"].get("replicas", 1) if deployment else 1
-            )
-            obj = obj | {"spec": obj["spec"] | {"replicas": more}}
+            present = deployment["spec"].get("replicas", 1) if deployment else 1
+            replicas = max(obj["spec"]["replicas"], present)
+            obj = obj | {"spec": obj["spec"] | {"replicas": replicas}}
         objects.append(obj)
     send(kube, group, objects)
     return group, replace(plan, objects=tuple(objects))
@@ -315,7 +310,7 @@ def _end_dead(kube: Kube, run: str, timeout_s: float) -> list[str]:
     dead = [
         group.run
         for group in groups(kube)
-        if (group.run == run or group.run.startswith(f"{run}-")) and not group.is_alive_now()
+        if (group.run == run or group.run.startswith(f"{run}-")) and not group.is_alive()
     ]
     for name in dead:
         take_down(kube, name, timeout_s=timeout_s)

@@ -47,8 +47,12 @@ class Shape:
     """Requests, answer keys and scoring rules of AgentGym's server for one environment."""
 
     greeting: str  # the answer to `GET /`; if it is a name, the answer need only contain it
-    create: Callable[[int], Any]  # task -> body
-    reset: Callable[[int, int], dict[str, Any]]  # id, task -> body
+    create: Callable[[int], Any] = lambda _: None  # task -> body
+    # id, task -> body
+    reset: Callable[[int, int], dict[str, Any]] = lambda number, task: {
+        "id": number,
+        "data_idx": task,
+    }
     names_id: str = "id"  # key of the environment's id in step and close
     reward: str = "reward"  # key of the reward in a step's answer
     is_total: bool = False  # the reported reward is the sum so far
@@ -65,35 +69,18 @@ class Shape:
 
 
 SHAPES = {
-    "textcraft": Shape(
-        "TextCraft", lambda _: {}, lambda number, task: {"id": number, "data_idx": task}
-    ),
-    "babyai": Shape(
-        "BabyAI",
-        lambda _: None,
-        lambda number, task: {"id": number, "data_idx": task},
-        reward="score",
-        is_total=True,
-    ),
-    "sciworld": Shape(
-        "ScienceWorld",
-        lambda _: None,
-        lambda number, task: {"id": number, "data_idx": task},
-        reward="score",
-        is_total=True,
-        full=100.0,
-        describes=True,
-    ),
+    "textcraft": Shape("TextCraft", create=lambda _: {}),
+    "babyai": Shape("BabyAI", reward="score", is_total=True),
+    "sciworld": Shape("ScienceWorld", reward="score", is_total=True, full=100.0, describes=True),
     "searchqa": Shape(
         OK,
-        lambda task: {"id": task},
-        lambda number, task: {"env_idx": number, "id": task},
+        create=lambda task: {"id": task},
+        reset=lambda number, task: {"env_idx": number, "id": task},
         names_id="env_idx",
     ),
     "webarena": Shape(
         OK,
-        lambda _: None,
-        lambda number, task: {"env_idx": number, "seed": 0, "idx": task},
+        reset=lambda number, task: {"env_idx": number, "seed": 0, "idx": task},
         names_id="env_idx",
         names_created="env_idx",
         ends=("terminated", "truncated"),

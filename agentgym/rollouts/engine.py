@@ -129,7 +129,6 @@ class LocalEngine:
         return self.seen.gap
 
     def usage(self) -> EngineUsage:
-        """Return the usage of the policy, see `Policy.usage`."""
         return self.loop.run(self.policy.usage())
 
 
@@ -152,11 +151,8 @@ def canary_of(cfg: RunConfig, checkpoint: Checkpoint) -> Canary:
     limit = tolerance.canary
     if cfg.lora.rank or cfg.ray.num_ranks > 1:  # learner and engine sum in different orders
         limit = max(limit, tolerance.forward)
-    return Canary(
-        checkpoint.tokenizer,
-        limit,
-        takes_text=engine_dtype(cfg, checkpoint.dtype).itemsize < 4,
-    )
+    is_half = engine_dtype(cfg, checkpoint.dtype).itemsize < 4
+    return Canary(checkpoint.tokenizer, limit, takes_text=is_half)
 
 
 def episode_settings(
@@ -332,9 +328,8 @@ class Canary:
     def take(self, trajectories: Sequence[Trajectory]) -> None:
         """Add the beginnings of the first episodes that a run played, once, if `takes_text`."""
         if self._takes_text and trajectories:
-            texts = [
-                list(trajectory.input_ids[:TEXT_TOKENS]) for trajectory in trajectories[:NUM_TEXTS]
-            ]
+            first = trajectories[:NUM_TEXTS]
+            texts = [list(trajectory.input_ids[:TEXT_TOKENS]) for trajectory in first]
             # a new list: a publish in another thread may still use the old one
             self.sequences = self.sequences + [text for text in texts if len(text) > 1]
             self._takes_text = False
@@ -349,10 +344,7 @@ class Canary:
         starts = torch.cumsum(torch.tensor([0, *map(len, sequences)]), 0)
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[starts[:-1]] = False
-        zeros, groups = (
-            torch.zeros(len(tokens)),
-            torch.zeros(len(sequences), dtype=torch.int64),
-        )
+        zeros, groups = torch.zeros(len(tokens)), torch.zeros(len(sequences), dtype=torch.int64)
         scores: Tensor = learner.score(
             Batch(tokens, starts, mask, zeros, zeros, groups, groups.bool(), 1.0)
         )

@@ -164,22 +164,19 @@ class EnvClient:
     ) -> M:
         """Send one request once and return its answer. Errors: Retryable, EnvError."""
         data = None if body is None else body.model_dump_json().encode()
-        if data is not None and route in BATCHED and self._takes_batches(endpoint):
+        known = self.known.get(endpoint)
+        if data is not None and route in BATCHED and known is not None and known.takes_batches:
             answer = await self._bundle(endpoint, data)
         else:
             answer = await self._post(endpoint, route, reply, data, session_id)
         if isinstance(answer, reply):
             return answer
         if not isinstance(answer, ErrorReply):
-            raise EnvError(
-                endpoint, route, session_id, "protocol", f"unexpected body {answer!r:.200}"
-            )
+            message = f"unexpected body {answer!r:.200}"
+            raise EnvError(endpoint, route, session_id, "protocol", message)
         if answer.kind in REFUSED_FOR_NOW:
             raise Retryable(answer.kind, answer.message, answer.retry_after_s or 0.0)
         raise EnvError(endpoint, route, session_id, answer.kind, answer.message)
-
-    def _takes_batches(self, endpoint: str) -> bool:
-        return endpoint in self.known and self.known[endpoint].takes_batches
 
     async def _bundle(self, endpoint: str, data: bytes) -> Message:
         """Send a request in the server's next batch and return its answer. One round trip for
@@ -260,13 +257,8 @@ class EnvClient:
             return (reply if status == 200 else ErrorReply).model_validate_json(content)
         except ValidationError as error:
             start = content[:200].decode(errors="replace")
-            raise EnvError(
-                endpoint,
-                route,
-                session_id,
-                "protocol",
-                f"status {status}, unexpected body {start!r}",
-            ) from error
+            message = f"status {status}, unexpected body {start!r}"
+            raise EnvError(endpoint, route, session_id, "protocol", message) from error
 
 
 class EnvSession:
@@ -358,17 +350,14 @@ async def back_off(attempt: int, error: Retryable, *, nowhere_else: bool) -> Non
 
 def request_headers(token: str) -> dict[str, str]:
     """Headers of every request to an environment server. token: empty if it needs none."""
-    return {
-        "Content-Type": "application/json",
-        **({"Authorization": f"Bearer {token}"} if token else {}),
-    }
+    headers = {"Content-Type": "application/json"}
+    return headers | {"Authorization": f"Bearer {token}"} if token else headers
 
 
 def give_up(endpoint: str, route: str, session_id: str, attempt: int, error: Retryable) -> NoReturn:
     """Raise EnvError with the number of attempts."""
-    raise EnvError(
-        endpoint, route, session_id, error.kind, f"{error} (tried {attempt + 1} times)"
-    ) from error
+    message = f"{error} (tried {attempt + 1} times)"
+    raise EnvError(endpoint, route, session_id, error.kind, message) from error
 
 
 def sendable(action: str) -> str:

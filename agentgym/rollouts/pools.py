@@ -95,8 +95,7 @@ class EnvPool:
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
         """Refuse servers that do not match the configuration; later ones must match these.
-
-        Result: instructions and worked examples. Errors: as `check_endpoints`.
+        Errors: as `check_endpoints`.
         """
         await self._resolve()
         replies = await check_endpoints(
@@ -107,11 +106,8 @@ class EnvPool:
 
     async def info(self) -> list[InfoReply]:
         """Return each endpoint's /info, in the order of `endpoints`. Errors: EnvError."""
-        return list(
-            await asyncio.gather(
-                *(self.client.ask(endpoint, "/info", InfoReply) for endpoint in self.endpoints)
-            )
-        )
+        asking = (self.client.ask(endpoint, "/info", InfoReply) for endpoint in self.endpoints)
+        return list(await asyncio.gather(*asking))
 
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> AsyncIterator[EnvSession]:
@@ -146,19 +142,14 @@ class EnvPool:
                 return endpoint, reply
             except Retryable as error:
                 now = time.monotonic()
-                self._avoid(endpoint)
+                # no session there until its load is refreshed, after LOAD_AGE_S
+                self._load[endpoint], self._load_seen_at[endpoint] = float("inf"), now
                 self._refused_since = self._refused_since or now
-                if (
-                    attempt >= self.client.max_retries
-                    and now - self._refused_since >= self._patience_s
-                ):
+                is_patient = now - self._refused_since < self._patience_s
+                if attempt >= self.client.max_retries and not is_patient:
                     give_up(endpoint, "/create", "", attempt, error)
                 await back_off(attempt, error, nowhere_else=len(self.endpoints) == 1)
                 attempt += 1
-
-    def _avoid(self, endpoint: str) -> None:
-        """Mark a server as opening no session until its load is refreshed, after LOAD_AGE_S."""
-        self._load[endpoint], self._load_seen_at[endpoint] = float("inf"), time.monotonic()
 
     async def _choose(self) -> str:
         """Return the less loaded of two servers drawn at random.
@@ -238,16 +229,14 @@ class EnvPool:
             return self._known(endpoint)
         if len(addresses) < 2:
             return {endpoint: ""}
-        return {
-            f"http://{host}:{port}{parts.path}": parts.netloc for host, port in sorted(addresses)
-        }
+        urls = [f"http://{host}:{port}{parts.path}" for host, port in sorted(addresses)]
+        return dict.fromkeys(urls, parts.netloc)
 
     def _known(self, endpoint: str) -> dict[str, str]:
         """Return URL -> host name of the endpoint as last looked up; without any, the endpoint."""
         name = urlsplit(endpoint).netloc
-        return {known: host for known, host in self.client.hosts.items() if host == name} or {
-            endpoint: ""
-        }
+        known = {url: host for url, host in self.client.hosts.items() if host == name}
+        return known or {endpoint: ""}
 
     async def _check_newcomer(self, endpoint: str) -> None:
         expected = next(iter(self.client.known.values()))
@@ -322,9 +311,7 @@ class EnvPools:
         return self._pools[item.env].session(item, request_key)
 
     async def check(self, envs: Sequence[EnvConfig], *, allow_expert: bool) -> dict[str, Guide]:
-        """Refuse servers that do not match the configuration.
-        Result: environment -> its guide.
-
+        """Refuse servers that do not match the configuration; return environment -> its guide.
         Errors: as `check_endpoints`.
         """
         return {
@@ -365,17 +352,14 @@ async def check_endpoints(
     try:
         replies = await pool.info()
     except EnvError as error:
-        if error.kind == "unreachable":
-            raise EnvError(
-                error.endpoint,
-                error.route,
-                "",
-                error.kind,
-                f"{error.message}; expected a {expect_env} server there: start it (python -m envs"
-                f" serve {expect_env} --port PORT), or correct env.endpoints (empty: one is started"
-                " on this machine). Nothing committed is lost: the same command continues",
-            ) from error
-        raise
+        if error.kind != "unreachable":
+            raise
+        message = (
+            f"{error.message}; expected a {expect_env} server there: start it (python -m envs"
+            f" serve {expect_env} --port PORT), or correct env.endpoints (empty: one is started"
+            " on this machine). Nothing committed is lost: the same command continues"
+        )
+        raise EnvError(error.endpoint, error.route, "", error.kind, message) from error
     for endpoint, info in zip(pool.endpoints, replies, strict=True):
         if info.protocol_version != PROTOCOL_VERSION:
             raise ValueError(
