@@ -221,9 +221,9 @@ class AgentGymPool(ForeignPool):
             observation = await self._asked(endpoint, route, None, texts=True)
             if not isinstance(observation, str):
                 raise unexpected(endpoint, "/observation", observation)
-        return whole(
-            f"{answer['task_description']}\n{observation}" if shape.describes else observation
-        )
+        if shape.describes:
+            observation = f"{answer['task_description']}\n{observation}"
+        return whole(observation)
 
     async def ask(
         self,

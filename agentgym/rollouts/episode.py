@@ -25,7 +25,7 @@ from agentgym.types import (
     Turn,
     Usage,
 )
-from envs.wire import Example
+from envs.wire import Example, StepReply
 
 if TYPE_CHECKING:
     from agentgym.models.chat import ChatRenderer
@@ -37,29 +37,12 @@ INTRODUCTION = (
 ENDING = "End of the examples."
 
 
-class Reply(Protocol):
-    """An environment's answer to an action; `envs.wire.StepReply` is one."""
-
-    @property
-    def observation(self) -> str: ...
-    @property
-    def reward(self) -> float: ...
-    @property
-    def terminated(self) -> bool: ...
-    @property
-    def truncated(self) -> bool: ...
-    @property
-    def success(self) -> bool: ...
-    @property
-    def info(self) -> Mapping[str, Any]: ...
-
-
 class OpenSession(Protocol):
     """An open session of an environment; `agentgym.rollouts.env_client.EnvSession` is one."""
 
     @property
     def observation(self) -> str: ...
-    async def step(self, action: str) -> Reply: ...
+    async def step(self, action: str) -> StepReply: ...
 
 
 class PlayerReply(NamedTuple):
@@ -151,15 +134,16 @@ class Episode:
     began: float = field(default_factory=time.perf_counter)
     began_at: float = field(default_factory=time.time)  # seconds since 1970
 
-    async def step(self, session: OpenSession, message: PlayerReply, generate_s: float) -> Reply:
+    async def step(
+        self, session: OpenSession, message: PlayerReply, generate_s: float
+    ) -> StepReply:
         """Take the message's action, record the turn and return the reply. Errors: EnvError."""
-        settings = self.settings
-        action = message.action
+        action, format = message.action, self.settings.action_format
         if action is None:
-            action = extract_action(message.text, settings.action_format)
+            action = extract_action(message.text, format)
         began = time.perf_counter()
         reply = await session.step(action)
-        has_more = message.text not in (action, reply_naming(action, settings.action_format))
+        has_more = message.text not in (action, reply_naming(action, format))
         self.turns.append(
             Turn(
                 action,
@@ -305,7 +289,7 @@ async def run_episode(
     return Status.MAX_TURNS
 
 
-def ending(reply: Reply) -> Status | None:
+def ending(reply: StepReply) -> Status | None:
     """Return the status with which the environment ended the episode; None if it continues.
 
     If a reply is both terminated and truncated, the task has ended: there is no future to value.

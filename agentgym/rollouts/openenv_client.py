@@ -283,12 +283,10 @@ def _text_fields(schema: Mapping[str, Any]) -> list[str]:
     """Return the names of a schema's required text fields; of all its text fields if none is
     required. If a name of COMMON is among them, return the first such name alone.
     """
-    texts = [name for name, field in schema["properties"].items() if _is_text(field)]
+    texts = [
+        name
+        for name, field in schema["properties"].items()
+        if any(option.get("type") == "string" for option in (field, *field.get("anyOf", ())))
+    ]
     candidates = [name for name in texts if name in schema.get("required", ())] or texts
     return next(([name] for name in COMMON if name in candidates), candidates)
-
-
-def _is_text(field: Mapping[str, Any]) -> bool:
-    return field.get("type") == "string" or any(
-        option.get("type") == "string" for option in field.get("anyOf", ())
-    )

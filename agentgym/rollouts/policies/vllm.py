@@ -119,11 +119,15 @@ class VllmPolicy:
         """Start an engine on `cfg.compute_device`, in child processes, with a checkpoint's weights.
         Errors: those of vLLM if it cannot serve the model.
         """
-        folder, adapter = Path(tempfile.mkdtemp(prefix="agentgym-vllm-")), checkpoint.adapter
+        folder = Path(tempfile.mkdtemp(prefix="agentgym-vllm-"))
+        adapter, weights = checkpoint.adapter, checkpoint.weights
         try:
             write_model(folder, checkpoint)
-            if adapter is None:
-                _write_weights(folder, checkpoint)
+            if adapter is None and isinstance(weights, StoredTensors):
+                weights.verify()
+                export_tensors(weights, folder, SHARD_BYTES)
+            elif adapter is None:
+                write_weights(folder / WEIGHTS, weights_of(weights))
             elif adapter.stored is not None:
                 save_adapter(folder / FIRST_ADAPTER, adapter, None)
             policy = cls.start(settings_of(cfg, checkpoint, num_slots), folder)
@@ -405,12 +409,3 @@ class VllmPolicy:
                 self._num_publishing -= 1
                 async with self._changed:
                     self._changed.notify_all()
-
-
-def _write_weights(folder: Path, checkpoint: Checkpoint) -> None:
-    weights = checkpoint.weights
-    if isinstance(weights, StoredTensors):
-        weights.verify()
-        export_tensors(weights, folder, SHARD_BYTES)
-    else:
-        write_weights(folder / WEIGHTS, weights_of(weights))
