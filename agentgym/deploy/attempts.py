@@ -127,21 +127,17 @@ def sent_config(cfg: RunConfig) -> RunConfig:
     """
     data, store = cfg.data, cfg.store
     if is_elsewhere(cfg):
-        folder = STATE / "data" / data.digest[:16]
-        data = data.model_copy(
-            update={"path": folder / "lists", "trajectories": folder / "trajectories"}
-        )
-        store = store.model_copy(update={"path": STATE / "store"})
+        folder, store_path = STATE / "data" / data.digest[:16], STATE / "store"
+        paths = {"path": folder / "lists", "trajectories": folder / "trajectories"}
     else:
-        here = {name: getattr(data, name).resolve() for name in ("path", "trajectories")}
-        data = data.model_copy(update=here)
-        store = store.model_copy(update={"path": store.path.resolve()})
+        paths = {name: getattr(data, name).resolve() for name in ("path", "trajectories")}
+        store_path = store.path.resolve()
     return cfg.model_copy(
         update={
             "compute": "inline" if cfg.deterministic else "ray",
             "ray": cfg.ray.model_copy(update={"address": "auto"}),
-            "data": data,
-            "store": store,
+            "data": data.model_copy(update=paths),
+            "store": store.model_copy(update={"path": store_path}),
         }
     )
 

@@ -78,9 +78,8 @@ class KubeRay:
     def attempts(self, job: Job) -> Mapping[int, Look]:
         labels = {RUN_LABEL: f"r{job.run_key[:12]}", STEP_LABEL: job.step}
         resources = self._kube.list(RAY_JOB, labels=labels).items
-        return numbered(
-            {resource["metadata"]["name"]: look_at(resource) for resource in resources}, job
-        )
+        looks = {resource["metadata"]["name"]: look_at(resource) for resource in resources}
+        return numbered(looks, job)
 
     def submit(self, job: Job, name: str) -> None:
         """Create the RayJob, unless one of that name exists: another process may have been faster.
@@ -101,12 +100,8 @@ class KubeRay:
             return None
         look = look_at(resource)
         if look.phase is Phase.RUNNING and self._is_lost(name, resource["status"]):
-            return Look(
-                Phase.ENDED,
-                "LOST",
-                message="its RayCluster was deleted, or another took its place",
-                is_lost=True,
-            )
+            message = "its RayCluster was deleted, or another took its place"
+            return Look(Phase.ENDED, "LOST", message, is_lost=True)
         if look.phase is not Phase.RUNNING:
             self._missing_since.pop(name, None)
         return look
@@ -163,8 +158,7 @@ class KubeRay:
 
 
 def end_jobs(cfg: RunConfig, run: str) -> int:
-    """Delete all RayJobs of a cancelled run, whose own process may have been killed before it
-    could.
+    """Delete all RayJobs of a cancelled run, whose own process may have been killed before.
     Result: their number. Errors: ConfigError, KubeError.
     """
     kube = connect(context=cfg.kubernetes.context, namespace=cfg.kubernetes.namespace)

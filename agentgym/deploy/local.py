@@ -87,9 +87,8 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
     IdentitiesUnknown; RuntimeError if the child process fails.
     """
     if env.dialect != "native":
-        raise IdentitiesUnknown(
-            f"servers of dialect {env.dialect} do not say which tasks are equal"
-        )
+        message = f"servers of dialect {env.dialect} do not say which tasks are equal"
+        raise IdentitiesUnknown(message)
     try:
         result = subprocess.run(
             _envs("identities", env),
@@ -103,9 +102,8 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
     except subprocess.TimeoutExpired:
         raise IdentitiesUnknown(f"no answer within {IDENTITIES_TIMEOUT_S:g} s") from None
     if result.returncode == BAD_INPUT and env.is_elsewhere:
-        raise IdentitiesUnknown(
-            _refusal(result.stderr)
-        )  # the servers may have what is missing here
+        # the servers may have what is missing here
+        raise IdentitiesUnknown(_refusal(result.stderr))
     if result.returncode == BAD_INPUT:
         raise ConfigError(f"env: {_refusal(result.stderr)}")
     if result.returncode:
@@ -168,8 +166,7 @@ def _readiness(endpoint: str) -> ErrorReply | None:
         try:
             return ErrorReply.model_validate_json(error.read())
         except ValidationError:
-            return ErrorReply(
-                kind=ErrorKind.NOT_READY, message=f"{endpoint}/readyz answered {error.code}"
-            )
+            reason = f" answered {error.code}"
     except OSError as error:
-        return ErrorReply(kind=ErrorKind.NOT_READY, message=f"{endpoint}/readyz: {error}")
+        reason = f": {error}"
+    return ErrorReply(kind=ErrorKind.NOT_READY, message=f"{endpoint}/readyz{reason}")

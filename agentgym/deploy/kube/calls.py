@@ -284,12 +284,10 @@ def error_of(status: int, body: str, doing: str) -> KubeError:
         conflict = AlreadyExists, "one of that name is there already"
     renew = "renew them, as `kubectl get pods` with the same kubeconfig shows"
     invalid = KubeError, f"the cluster refuses it as invalid: {message}"
+    refused = f"the cluster does not accept these credentials (401 {message}); {renew}"
     answers: dict[int, tuple[type[KubeError], str]] = {
         400: invalid,
-        UNAUTHORIZED: (
-            Forbidden,
-            f"the cluster does not accept these credentials (401 {message}); {renew}",
-        ),
+        UNAUTHORIZED: (Forbidden, refused),
         FORBIDDEN: (Forbidden, f"{message}; {_allow(message)}"),
         MISSING: (NotFound, message),
         CONFLICT: conflict,
