@@ -116,7 +116,6 @@ class LocalEngine:
 
     def publish(self, learner: HasWeights, version: int) -> float:
         """Hand the learner's weights to the engine and prove that they arrived.
-
         Result: the canary's difference, nats. Errors: EngineMismatch.
         """
         delivery = InProcess(learner.weights(), version)
@@ -336,8 +335,7 @@ class Canary:
 
     def score(self, learner: Any, sequences: list[list[int]] | None = None) -> Tensor:
         """Return the learner's log-probabilities [N] of every token but each sequence's first.
-
-        sequences: the sequences that the engine scores; default: the present ones.
+        sequences: those that the engine scores; default: the present ones.
         """
         sequences = self.sequences if sequences is None else sequences
         tokens = torch.tensor([token for sequence in sequences for token in sequence])
@@ -360,9 +358,7 @@ class Canary:
     ) -> EngineComparison:
         """Compare the scores of learner and engine after a publish; return the comparison.
 
-        ours: [N] of the learner.
-        theirs: N of the engine, in pieces.
-        before: the comparison after an earlier publish, None if there is none.
+        ours: [N] of the learner. theirs: N of the engine, in pieces. before: an earlier comparison.
         Errors: EngineMismatch if the scores differ by more than the limit, which allows for the
         noise of the engine's kernels; if the learner's scores changed and the engine's not by a
         bit; if the engine's scores followed only a part of the learner's change.
@@ -395,7 +391,6 @@ class Canary:
 
 def arrived_share(before: EngineComparison, after: EngineComparison) -> float | None:
     """Return the share of the learner's change that the engine followed: a least-squares estimate.
-
     None if the change is too small compared to the noise.
     """
     change, followed = after.ours - before.ours, after.theirs - before.theirs

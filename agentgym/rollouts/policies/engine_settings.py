@@ -114,8 +114,6 @@ def first_digest(checkpoint: Checkpoint) -> str:
 
 
 MOST_BATCHED = 8192  # tokens of one forward; at least a context
-
-
 # variables for vLLM's processes; a variable that is already set keeps its value
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",  # send nothing out

@@ -140,12 +140,9 @@ class OwnHost:
 
     def enlarged(self, settings: EngineSettings) -> EngineSettings:
         """Return the settings with the largest sizes that a step of the run needs."""
-        cfg = self._cfg
-        return replace(
-            settings,
-            num_slots=max(settings.num_slots, cfg.rollout.concurrency),
-            context_tokens=max(settings.context_tokens, cfg.model.context_tokens),
-        )
+        num_slots = max(settings.num_slots, self._cfg.rollout.concurrency)
+        context_tokens = max(settings.context_tokens, self._cfg.model.context_tokens)
+        return replace(settings, num_slots=num_slots, context_tokens=context_tokens)
 
     def close(self) -> None:
         """End the host, if it runs, and wait for it as long as `owned_process` allows."""

@@ -88,9 +88,7 @@ def seed_of(key: SampleKey) -> int:
 
 
 class VllmPolicy:
-    """Policy that samples with vLLM's copy of the weights. `begin` sets the weights that a session
-    begins with; after that only `publish` changes them.
-    """
+    """Policy that samples with vLLM's copy of the weights; `begin` and `publish` change them."""
 
     repeats_draws: ClassVar[bool] = False
     tolerances: ClassVar[Tolerances] = VLLM
@@ -172,10 +170,8 @@ class VllmPolicy:
             await self.publish(delivery)
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        """Sample one action, until a stop token or `max_new_tokens`.
-
-        Errors: ValueError if prompt and action cannot fit the context, or the temperature is below
-        LOWEST and not 0; RuntimeError if the engine itself fails.
+        """Sample one action, see `Policy.generate`.
+        Errors: also ValueError if the temperature is below LOWEST and not 0.
         """
         sampling.require_room(prompt_ids, self._context)
         if 0 < sampling.temperature < LOWEST:
@@ -223,10 +219,9 @@ class VllmPolicy:
         Errors: see `Policy.publish`; TransportBroken. RuntimeError if the change fails half way:
         the engine then generates nothing any more.
         """
+        here = f"vLLM on {socket.gethostname()}"
         for arrived in await self._stage(delivery):
-            require_arrived(
-                arrived, delivery.digest, delivery.version, f"vLLM on {socket.gethostname()}"
-            )
+            require_arrived(arrived, delivery.digest, delivery.version, here)
         async with self._between_turns():
             # only now, because another publish may have been first
             require_newer(delivery.version, self.version)
@@ -259,7 +254,10 @@ class VllmPolicy:
                 if missing:
                     raise RuntimeError(f"{', '.join(missing[:3])} are not among the weights")
             else:
-                await self._switch_adapter(self._adapter, digest)
+                self._lora = self._request()
+                arguments = (digest, self._lora.lora_int_id, self._adapter, str(self._folder))
+                await self._rpc("switch_adapter", *arguments)
+                shutil.rmtree(self._folder / FIRST_ADAPTER, ignore_errors=True)
             if not await self._within("reset_prefix_cache", self._engine.reset_prefix_cache()):
                 raise RuntimeError("its prefix cache could not be emptied")
         except BaseException as error:  # cancelled, too: the old version has new weights
@@ -271,12 +269,6 @@ class VllmPolicy:
                 raise
             raise self._failure from error
         self.version, self.digest = version, digest
-
-    async def _switch_adapter(self, settings: dict[str, Any], digest: str) -> None:
-        self._lora = self._request()
-        arguments = (digest, self._lora.lora_int_id, settings, str(self._folder))
-        await self._rpc("switch_adapter", *arguments)
-        shutil.rmtree(self._folder / FIRST_ADAPTER, ignore_errors=True)
 
     def _request(self) -> Any:
         """Return vLLM's request for the next adapter, under a new number.
