@@ -25,13 +25,7 @@ from agentgym.deploy.attempts import (
     RayUnreachable,
     numbered,
 )
-from agentgym.deploy.kube.calls import (
-    AlreadyExists,
-    ApiUnreachable,
-    KubeError,
-    NotFound,
-    NotServed,
-)
+from agentgym.deploy.kube.calls import AlreadyExists, ApiUnreachable, KubeError, NotFound, NotServed
 from agentgym.deploy.kube.client import POD, Kind, Kube, connect
 from agentgym.deploy.manifests import RUN_LABEL
 from agentgym.deploy.rayjob import STEP_LABEL, image_of, rayjob

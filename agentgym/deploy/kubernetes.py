@@ -68,10 +68,6 @@ class Plan:
         objects = tuple(obj for fleet in fleets for obj in rendered(fleet, cfg.kubernetes))
         return cls(run, fleets, objects)
 
-    def services(self) -> dict[str, str]:
-        """Name of the Service of each environment."""
-        return {fleet.env: f"env-{fleet.env}-{self.run}" for fleet in self.fleets}
-
 
 def fleet_of(cfg: RunConfig, env: EnvConfig, run: str, *, expert: bool) -> Fleet:
     """Return the fleet of one environment that this run needs.
@@ -205,7 +201,8 @@ def _left_to_gc() -> Iterator[None]:
 @contextlib.contextmanager
 def _served(kube: Kube, cfg: RunConfig, group: Group, plan: Plan) -> Iterator[ByEnv]:
     """Yield endpoints by environment once the servers are ready; an Upkeep runs until exit."""
-    where, services = cfg.kubernetes, plan.services()
+    where = cfg.kubernetes
+    services = {fleet.env: f"env-{fleet.env}-{plan.run}" for fleet in plan.fleets}
     max_pods = most_pods(plan.objects)
     folder = cfg.state_dir.resolve() / "fleets"
     listings = {service: Listing(folder / f"{service}.json") for service in services.values()}

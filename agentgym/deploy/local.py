@@ -67,14 +67,7 @@ def check_local_env(env: EnvConfig) -> None:
     """Raise ConfigError if the environment is local and its server would refuse name or options."""
     if env.is_elsewhere:
         return
-    checked = subprocess.run(
-        [*_envs("serve", env), "--check"],
-        capture_output=True,
-        text=True,
-        timeout=env.start_timeout_s,
-        check=False,
-        encoding="utf-8",
-    )
+    checked = _finished([*_envs("serve", env), "--check"], timeout_s=env.start_timeout_s)
     if checked.returncode == BAD_INPUT:
         raise ConfigError(f"env: {_refusal(checked.stderr)}")
 
@@ -90,15 +83,8 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
         message = f"servers of dialect {env.dialect} do not say which tasks are equal"
         raise IdentitiesUnknown(message)
     try:
-        result = subprocess.run(
-            _envs("identities", env),
-            input=json.dumps(list(task_ids)),
-            capture_output=True,
-            text=True,
-            timeout=IDENTITIES_TIMEOUT_S,
-            check=False,
-            encoding="utf-8",
-        )
+        command, tasks = _envs("identities", env), json.dumps(list(task_ids))
+        result = _finished(command, timeout_s=IDENTITIES_TIMEOUT_S, given=tasks)
     except subprocess.TimeoutExpired:
         raise IdentitiesUnknown(f"no answer within {IDENTITIES_TIMEOUT_S:g} s") from None
     if result.returncode == BAD_INPUT and env.is_elsewhere:
@@ -119,6 +105,15 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
 
 def _envs(command: str, env: EnvConfig) -> list[str]:
     return [sys.executable, "-m", "envs", command, env.name, "--options", json.dumps(env.options)]
+
+
+def _finished(
+    command: Sequence[str], *, timeout_s: float, given: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a command and return its result. given: its stdin. Errors: subprocess.TimeoutExpired."""
+    return subprocess.run(
+        command, input=given, capture_output=True, timeout=timeout_s, encoding="utf-8", check=False
+    )
 
 
 def _refusal(stderr: str) -> str:

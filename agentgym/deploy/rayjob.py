@@ -216,9 +216,7 @@ def _tokens(cfg: RunConfig) -> list[Object]:
     return [
         {
             "name": variable,
-            "valueFrom": {
-                "secretKeyRef": {"name": name, "key": TOKEN_VARIABLE, "optional": True},
-            },
+            "valueFrom": {"secretKeyRef": {"name": name, "key": TOKEN_VARIABLE, "optional": True}},
         }
         for variable, name in secret_names.items()
     ]

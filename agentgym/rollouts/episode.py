@@ -395,14 +395,11 @@ class Guide:
             )
         if not num_examples:
             return self.instructions
-        selected = self.examples[:num_examples]
-        plays = ["\n".join(_lines(example, action_format)) for example in selected]
-        titled = [f"Example {number}\n{play}" for number, play in enumerate(plays, start=1)]
-        return "\n\n".join([self.instructions, INTRODUCTION, *titled, ENDING])
-
-
-def _lines(example: Example, action_format: Literal["plain", "react"]) -> Iterator[str]:
-    yield f"Observation: {example.observation}"
-    for turn in example.turns:
-        yield f"Reply: {reply_naming(turn.action, action_format)}"
-        yield f"Observation: {turn.observation}"
+        parts = [self.instructions, INTRODUCTION]
+        for number, example in enumerate(self.examples[:num_examples], start=1):
+            lines = [f"Example {number}", f"Observation: {example.observation}"]
+            for turn in example.turns:
+                lines.append(f"Reply: {reply_naming(turn.action, action_format)}")
+                lines.append(f"Observation: {turn.observation}")
+            parts.append("\n".join(lines))
+        return "\n\n".join([*parts, ENDING])

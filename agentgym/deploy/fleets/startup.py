@@ -302,9 +302,7 @@ def is_live(pod: Object) -> bool:
 
 
 def troubles(
-    pods: Sequence[Object],
-    events: Iterable[Object] = (),
-    log: Log | None = None,
+    pods: Sequence[Object], events: Iterable[Object] = (), log: Log | None = None
 ) -> list[Trouble]:
     """Return the reason for every pod that is neither ready nor being deleted, final ones first.
     events: of these pods; log: called for pods that crash.

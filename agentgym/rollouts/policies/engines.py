@@ -137,10 +137,7 @@ def _asked(python: str, expression: str, *arguments: str) -> Any:
     code = f"import importlib.metadata, importlib.util, json, sys; print(json.dumps({expression}))"
     try:
         process = subprocess.run(
-            [python, "-c", code, *arguments],
-            capture_output=True,
-            check=True,
-            timeout=ASK_S,
+            [python, "-c", code, *arguments], capture_output=True, check=True, timeout=ASK_S
         )
         return json.loads(process.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:

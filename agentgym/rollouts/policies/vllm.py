@@ -60,10 +60,7 @@ def _parameters(**options: Any) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        **options,
-        detokenize=False,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        **options, detokenize=False, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY
     )
 
 
