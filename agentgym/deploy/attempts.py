@@ -77,6 +77,7 @@ class Transport(Protocol):
     """A way to run jobs. Methods raise OSError or RuntimeError if the cluster does not answer."""
 
     place: str  # shown in messages
+    gone_means: str  # why a job that existed may be unknown now, for a message
 
     def attempts(self, job: Job) -> Mapping[int, Look]:
         """Return the attempts at the job that the cluster knows, by number."""
@@ -98,10 +99,6 @@ class Transport(Protocol):
 
     def stop(self, name: str) -> None:
         """Stop the job; it may end only after this returns."""
-        ...
-
-    def gone_means(self) -> str:
-        """Return why a job that existed may be unknown now, for a message."""
         ...
 
     def settle(self, job: Job) -> None:

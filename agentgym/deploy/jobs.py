@@ -189,7 +189,7 @@ def _stop(transport: Transport, name: str) -> None:
 
 def _reason(transport: Transport, name: str, look: Look | None, log: list[str]) -> str:
     if look is None:
-        return f"job {name} is no longer known to {transport.place}: {transport.gone_means()}"
+        return f"job {name} is no longer known to {transport.place}: {transport.gone_means}"
     code = "" if look.exit_code is None else f" with exit code {look.exit_code}"
     return "\n".join(
         [f"job {name} ended as {look.status}{code}: {look.message}", *(f"  {line}" for line in log)]

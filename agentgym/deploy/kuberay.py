@@ -43,6 +43,8 @@ QUEUED = ("Suspending", "Suspended")
 class KubeRay:
     """Transport of jobs as RayJobs in one namespace of Kubernetes."""
 
+    gone_means = "it was deleted from outside"
+
     def __init__(self, kube: Kube, image: str) -> None:
         self.place = f"KubeRay in namespace {kube.namespace}"
         self._kube = kube
@@ -140,9 +142,6 @@ class KubeRay:
                     " what it holds; see that KubeRay's operator runs: it owes a finalizer"
                 )
             time.sleep(POLL_S)
-
-    def gone_means(self) -> str:
-        return "it was deleted from outside"
 
     def settle(self, job: Job) -> None:
         """Delete ended attempts: their results are in the store."""

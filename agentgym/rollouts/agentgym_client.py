@@ -243,17 +243,14 @@ class AgentGymPool(ForeignPool):
         assert self._http is not None, "use the pool as `async with AgentGymPool(...)`"
         method = "POST" if post else "GET"
         try:
-            data, headers = None if body is None else json.dumps(body), self._headers[endpoint]
-            timeout = self._timeout if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
-            request = self._http.request(
+            async with self._http.request(
                 method,
                 endpoint + route,
-                data=data,
-                headers=headers,
+                data=None if body is None else json.dumps(body),
+                headers=self._headers[endpoint],
                 allow_redirects=False,
-                timeout=timeout,
-            )
-            async with request as response:
+                timeout=self._timeout if timeout_s is None else aiohttp.ClientTimeout(timeout_s),
+            ) as response:
                 content, status = await response.read(), response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise unreachable(endpoint, route, error) from error

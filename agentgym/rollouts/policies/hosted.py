@@ -161,12 +161,8 @@ class HostedModel:
             "top_p": 1.0,
             "seed": int(chance(sampling.key) * 2**31),  # for endpoints that accept one
         }
-        upper_bound = Usage(
-            input_tokens=sum(
-                len(message["content"].encode("utf-8", "replace")) for message in messages
-            ),
-            output_tokens=sampling.max_new_tokens,
-        )
+        sizes = (len(message["content"].encode("utf-8", "replace")) for message in messages)
+        upper_bound = Usage(input_tokens=sum(sizes), output_tokens=sampling.max_new_tokens)
         headers = {"Idempotency-Key": "-".join(map(str, sampling.key)), **self._endpoint.headers}
 
         def took(usage: Usage) -> None:
