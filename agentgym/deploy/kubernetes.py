@@ -1,7 +1,7 @@
 """Environment servers as fleets of pods that come up for a run and end with it.
 
 All servers of a run are one group: they have its name in the label `agentgym.io/run` and are owned
-by its lease (fleets/lease.py), so that one delete removes them and a dead run is recognized.
+by its lease (fleets/fleet_lease.py), so that one delete removes them and a dead run is recognized.
 During the run a thread renews the lease, passes the servers' addresses to the balancer, and trips
 if there are more servers than there should be (fleets/upkeep.py).
 """

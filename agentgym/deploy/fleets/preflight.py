@@ -212,7 +212,7 @@ def _terms(pod: Object) -> list[Object]:
 
 
 def _matches(labels: Object, expression: Object) -> bool:
-    value, values = labels.get(expression["key"]), expression.get("values", ())
+    value, values = labels.get(expression["key"]), expression.get("values") or ()
     answers = {
         "Exists": value is not None,
         "DoesNotExist": value is None,

@@ -157,7 +157,7 @@ def engine_arguments(settings: EngineSettings, folder: Path) -> Any:
 
     vllm, context = VllmConfig(**settings.vllm), settings.context_tokens
     on_gpu = settings.device != "cpu"
-    optional = {"gpu_memory_utilization": vllm.memory_frac} if on_gpu else {}
+    optional: dict[str, Any] = {"gpu_memory_utilization": vllm.memory_frac} if on_gpu else {}
     if settings.adapter and (rank := settings.adapter["r"]):
         most = min(size for size in VLLM_RANKS if size >= rank)
         optional |= {"enable_lora": True, "max_lora_rank": most}

@@ -194,7 +194,7 @@ class TorchPolicy:
             )
             logits = answer.logits[0].float()
             scores = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0].cpu()
-        return [scores[int(a) : int(b) - 1].clone() for a, b in pairwise(starts)]
+            return [scores[int(a) : int(b) - 1].clone() for a, b in pairwise(starts)]
 
     async def _run(self) -> None:
         try:
