@@ -15,8 +15,7 @@ from typing import Any
 
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.collect import collect
-from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.rollouts.players import token_players
+from agentgym.rollouts.episode import EpisodeSettings, token_players
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item, Trajectory
 from envs.env import EnvSpec, StepResult

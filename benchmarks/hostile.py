@@ -35,8 +35,8 @@ from harness import origin, parser_of, read, write
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
-from agentgym.rollouts.env_client import EnvError
-from agentgym.rollouts.pools import EnvPool, EnvSession
+from agentgym.rollouts.env_client import EnvError, EnvSession
+from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 
 LIMIT_S = 1.0  # of a step, unless an ordinary one takes longer

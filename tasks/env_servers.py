@@ -10,7 +10,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import EnvConfig, RunConfig
-from agentgym.deploy.keepers import KeptServer, end_all, keep
+from agentgym.deploy.environment import KeptServer, end_all, keep
 from agentgym.deploy.kubernetes import end_kept, keep_up
 from tasks.retries import may_help
 

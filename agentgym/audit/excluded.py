@@ -21,7 +21,7 @@ from agentgym.deploy.environment import environment_servers
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.engine import episode_settings, open_engine
-from agentgym.rollouts.players import token_players
+from agentgym.rollouts.episode import token_players
 from agentgym.rollouts.policies.engines import engine_class
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore

@@ -23,8 +23,8 @@ from agentgym.models.attention import PackedSequences
 from agentgym.models.checkpoint import Checkpoint, has_weights
 from agentgym.models.fidelity import Float32Arithmetic, Tolerance
 from agentgym.models.networks import head_logits
-from agentgym.rollouts.policies.draw import Distribution, uniforms
 from agentgym.rollouts.policies.engines import engine_class, engine_dtype
+from agentgym.rollouts.policies.torch import Distribution, uniforms
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.types import SampleKey, Trajectory

@@ -74,7 +74,7 @@ def _list_envs(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             {
                 "run": group.run,
                 "held_by": "kept" if group.is_kept else str(group.holder or "unknown"),
-                "is_alive": group.is_alive_now(),
+                "is_alive": group.is_alive(),
                 "renewed": group.renewed,
                 "pods": num_live(kube, group.run),
             }

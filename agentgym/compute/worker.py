@@ -19,8 +19,7 @@ from agentgym.models.tensorfiles import StoredTensors
 from agentgym.models.transport import use_interface_of
 from agentgym.rollouts.collect import Attempts
 from agentgym.rollouts.engine import openings
-from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.rollouts.players import token_players
+from agentgym.rollouts.episode import EpisodeSettings, token_players
 from agentgym.rollouts.policies.engines import open_here
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Delivery, Endpoints, EngineUsage, Item, Trajectory

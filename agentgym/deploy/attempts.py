@@ -77,6 +77,7 @@ class Transport(Protocol):
     """A way to run jobs. Methods raise OSError or RuntimeError if the cluster does not answer."""
 
     place: str  # shown in messages
+    gone_means: str  # why a job that existed may be unknown now, for a message
 
     def attempts(self, job: Job) -> Mapping[int, Look]:
         """Return the attempts at the job that the cluster knows, by number."""
@@ -98,10 +99,6 @@ class Transport(Protocol):
 
     def stop(self, name: str) -> None:
         """Stop the job; it may end only after this returns."""
-        ...
-
-    def gone_means(self) -> str:
-        """Return why a job that existed may be unknown now, for a message."""
         ...
 
     def settle(self, job: Job) -> None:
@@ -127,21 +124,17 @@ def sent_config(cfg: RunConfig) -> RunConfig:
     """
     data, store = cfg.data, cfg.store
     if is_elsewhere(cfg):
-        folder = STATE / "data" / data.digest[:16]
-        data = data.model_copy(
-            update={"path": folder / "lists", "trajectories": folder / "trajectories"}
-        )
-        store = store.model_copy(update={"path": STATE / "store"})
+        folder, store_path = STATE / "data" / data.digest[:16], STATE / "store"
+        paths = {"path": folder / "lists", "trajectories": folder / "trajectories"}
     else:
-        here = {name: getattr(data, name).resolve() for name in ("path", "trajectories")}
-        data = data.model_copy(update=here)
-        store = store.model_copy(update={"path": store.path.resolve()})
+        paths = {name: getattr(data, name).resolve() for name in ("path", "trajectories")}
+        store_path = store.path.resolve()
     return cfg.model_copy(
         update={
             "compute": "inline" if cfg.deterministic else "ray",
             "ray": cfg.ray.model_copy(update={"address": "auto"}),
-            "data": data,
-            "store": store,
+            "data": data.model_copy(update=paths),
+            "store": store.model_copy(update={"path": store_path}),
         }
     )
 

@@ -1,18 +1,36 @@
 """Servers that a run plays on: configured ones, kept ones, its own processes, or fleets on
 Kubernetes.
+
+Kept servers outlive the runs that use them: started once, ended on request. Each has a keeper, a
+process that owns it. The server ends when the keeper gets a signal, when its time is over, or when
+the keeper dies.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import secrets
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
-from agentgym.config import EnvConfig, RunConfig
-from agentgym.deploy.keepers import keep, kept_for
-from agentgym.deploy.local import local_env
-from agentgym.private import token_of
+from agentgym.config import ConfigError, EnvConfig, RunConfig
+from agentgym.deploy.local import check_local_env, local_env
+from agentgym.deploy.owned import tail
+from agentgym.private import private_folder, token_of, write_private
+from agentgym.store.keys import environment_modules, source_digest
+from agentgym.store.lease import process_start
+from agentgym.store.manifest import canonical_json, sha256
 from agentgym.types import Endpoint, Endpoints
+
+POLL_S = 0.1
+END_TIMEOUT_S = 30.0
 
 
 @contextlib.contextmanager
@@ -50,3 +68,160 @@ def _local(
     if not expert and (server := keep(cfg, env) if env.keep else kept_for(cfg, env)) is not None:
         return [server.endpoint]
     return stack.enter_context(local_env(env, expert=expert, log_path=log_path))
+
+
+@dataclass(frozen=True)
+class KeptServer:
+    """A keeper's record of its server, in a file that only its owner can read."""
+
+    pid: int  # of the keeper
+    started: str  # distinguishes it from a later process of that pid
+    env: str
+    options: dict[str, object]
+    source: str  # digest of the code it was started from
+    max_sessions: int
+    url: str
+    token: str = field(repr=False)
+
+    @property
+    def is_alive(self) -> bool:
+        return process_start(self.pid) == self.started
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.url, self.token)
+
+
+def keep(cfg: RunConfig, env: EnvConfig) -> KeptServer:
+    """Return the kept server of this environment; start its keeper if none runs.
+
+    Errors: ConfigError if the running one does not fit this run, or if the environment refuses its
+    options; RuntimeError with the end of its log if it does not get ready.
+    """
+    existing = kept_for(cfg, env)
+    if existing is not None:
+        return existing
+    check_local_env(env)
+    file = _file(cfg.state_dir, env)
+    private_folder(file.parent)
+    file.unlink(missing_ok=True)
+    log_path = cfg.state_dir / "logs" / f"{env.name}-kept.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "agentgym.deploy.environment", str(file), str(log_path)]
+    with log_path.open("ab") as log:
+        keeper = subprocess.Popen(
+            [*command, env.model_dump_json()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # it must outlive this process, and signals to its group
+        )
+    deadline = time.monotonic() + env.start_timeout_s
+    while time.monotonic() < deadline:
+        server = _read(file)
+        if server is not None and server.is_alive:
+            return server
+        if keeper.poll() is not None:
+            raise RuntimeError(f"environment {env.name} did not start\n{tail(log_path)}")
+        time.sleep(POLL_S)
+    keeper.terminate()
+    raise RuntimeError(
+        f"environment {env.name} was not ready within {env.start_timeout_s:g} s\n{tail(log_path)}"
+    )
+
+
+def kept_for(cfg: RunConfig, env: EnvConfig) -> KeptServer | None:
+    """Return the live kept server for this environment and these options, or None.
+
+    Errors: ConfigError if it runs other code than this, or is too small for this run.
+    """
+    server = _read(_file(cfg.state_dir, env))
+    if server is None or not server.is_alive:
+        return None
+    again = "run the flows envs-down and envs-up again"
+    if server.source != _source(env):
+        raise ConfigError(
+            f"the kept server of environment {env.name} (process {server.pid}) was started from"
+            f" other code than this; {again}"
+        )
+    if server.max_sessions < env.max_sessions:
+        raise ConfigError(
+            f"the kept server of environment {env.name} has room for {server.max_sessions}"
+            f" sessions, env.max_sessions is {env.max_sessions}; {again} with that"
+        )
+    return server
+
+
+def end_all(state: Path) -> list[KeptServer]:
+    """End every kept server of this state folder. Result: those that were alive."""
+    ended = []
+    for file in sorted((state / "environments").glob("*.json")):
+        server = _read(file)
+        if server is not None and server.is_alive:
+            _end(server)
+            ended.append(server)
+        file.unlink(missing_ok=True)
+    return ended
+
+
+def _end(server: KeptServer) -> None:
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        keeper = psutil.Process(server.pid)
+        keeper.terminate()
+        try:
+            keeper.wait(END_TIMEOUT_S)
+        except psutil.TimeoutExpired:
+            keeper.kill()  # its server watches a pipe from it, and ends too
+
+
+def _read(file: Path) -> KeptServer | None:
+    try:
+        return KeptServer(**json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _file(state: Path, env: EnvConfig) -> Path:
+    which = sha256(canonical_json([env.name, env.options]))[:12]
+    return state / "environments" / f"{env.name}-{which}.json"
+
+
+def _source(env: EnvConfig) -> str:
+    return source_digest(environment_modules(env.name))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the keeper until a signal, or for the environment's `keep_s`. Result: exit code 0.
+    arguments: path of its record, path of the server's log, the environment's settings as JSON.
+    """
+    file, log_path, env = Path(arguments[0]), Path(arguments[1]), arguments[2]
+    settings = EnvConfig.model_validate_json(env)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    started = process_start(os.getpid())
+    if started is None:
+        raise ConfigError("kept environments need /proc, to recognize their processes")
+    try:
+        with local_env(settings, expert=False, log_path=log_path) as endpoints:
+            record = KeptServer(
+                pid=os.getpid(),
+                started=started,
+                env=settings.name,
+                options=settings.options,
+                source=_source(settings),
+                max_sessions=settings.max_sessions,
+                url=str(endpoints[0]),
+                token=endpoints[0].token,
+            )
+            write_private(file, json.dumps(asdict(record)).encode())
+            time.sleep(settings.keep_s)  # or until a signal
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    finally:
+        file.unlink(missing_ok=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -56,7 +56,10 @@ def run_as_job(step: str, cfg: RunConfig, store: RunStore, *, run_key: str, key:
         if chance:
             # a driver that died silently on another machine keeps the lease so long
             time.sleep(cfg.store.lease_ttl_s)
-        number, is_new = _find_or_number(transport, job, number)
+        attempts = transport.attempts(job)
+        live = [known for known, look in attempts.items() if look.phase is not Phase.ENDED]
+        is_new = not live
+        number = max(live) if live else max([number, *attempts]) + 1
         name = job.name(number)
         if is_new:
             transport.submit(job, name)
@@ -86,17 +89,6 @@ def _transport(cfg: RunConfig) -> Transport:
     return RayJobs.connect(cfg)
 
 
-def _find_or_number(transport: Transport, job: Job, last: int) -> tuple[int, bool]:
-    """Return (number, False) of an attempt at this run and step that has not ended; else (a new
-    number after all known ones and after `last`, True).
-    """
-    attempts = transport.attempts(job)
-    for number, look in sorted(attempts.items(), reverse=True):
-        if look.phase is not Phase.ENDED:
-            return number, False
-    return max([last, *attempts]) + 1, True
-
-
 def _follow_or_stop(
     transport: Transport, name: str, cfg: RunConfig
 ) -> tuple[Look | None, list[str]]:
@@ -107,10 +99,9 @@ def _follow_or_stop(
     """
     try:
         look, lines = asyncio.run(_follow(transport, name, cfg))
-    except RayUnreachable:
-        raise
-    except BaseException:
-        _stop(transport, name)
+    except BaseException as error:
+        if not isinstance(error, RayUnreachable):
+            _stop(transport, name)
         raise
     if look is not None and look.is_lost:
         _stop(transport, name)
@@ -198,7 +189,7 @@ def _stop(transport: Transport, name: str) -> None:
 
 def _reason(transport: Transport, name: str, look: Look | None, log: list[str]) -> str:
     if look is None:
-        return f"job {name} is no longer known to {transport.place}: {transport.gone_means()}"
+        return f"job {name} is no longer known to {transport.place}: {transport.gone_means}"
     code = "" if look.exit_code is None else f" with exit code {look.exit_code}"
     return "\n".join(
         [f"job {name} ended as {look.status}{code}: {look.message}", *(f"  {line}" for line in log)]
@@ -206,18 +197,12 @@ def _reason(transport: Transport, name: str, look: Look | None, log: list[str]) 
 
 
 def _raise_where_no_attempt_helps(look: Look | None, reason: str, cfg: RunConfig) -> None:
-    """Raise the job's error if another attempt would not help. Errors: ConfigError, TimeoutError,
-    RayJobFailed.
-    """
+    """Raise the job's error if another attempt would not help."""
     if look is None:
         return
     if look.exit_code == BAD_INPUT:
-        shared = (
-            "\nstore.path and data.path must name the same files on the cluster as here"
-            if not cfg.store.uri
-            else ""
-        )
-        raise ConfigError(f"{reason}{shared}")
+        shared = "\nstore.path and data.path must name the same files on the cluster as here"
+        raise ConfigError(reason if cfg.store.uri else reason + shared)
     if look.is_late:
         raise TimeoutError(f"{reason}\nits cluster ended it at ray.job_timeout_s")
     if look.is_stopped:

@@ -25,13 +25,7 @@ from agentgym.deploy.attempts import (
     RayUnreachable,
     numbered,
 )
-from agentgym.deploy.kube.calls import (
-    AlreadyExists,
-    ApiUnreachable,
-    KubeError,
-    NotFound,
-    NotServed,
-)
+from agentgym.deploy.kube.calls import AlreadyExists, ApiUnreachable, KubeError, NotFound, NotServed
 from agentgym.deploy.kube.client import POD, Kind, Kube, connect
 from agentgym.deploy.manifests import RUN_LABEL
 from agentgym.deploy.rayjob import STEP_LABEL, image_of, rayjob
@@ -48,6 +42,8 @@ QUEUED = ("Suspending", "Suspended")
 
 class KubeRay:
     """Transport of jobs as RayJobs in one namespace of Kubernetes."""
+
+    gone_means = "it was deleted from outside"
 
     def __init__(self, kube: Kube, image: str) -> None:
         self.place = f"KubeRay in namespace {kube.namespace}"
@@ -78,9 +74,8 @@ class KubeRay:
     def attempts(self, job: Job) -> Mapping[int, Look]:
         labels = {RUN_LABEL: f"r{job.run_key[:12]}", STEP_LABEL: job.step}
         resources = self._kube.list(RAY_JOB, labels=labels).items
-        return numbered(
-            {resource["metadata"]["name"]: look_at(resource) for resource in resources}, job
-        )
+        looks = {resource["metadata"]["name"]: look_at(resource) for resource in resources}
+        return numbered(looks, job)
 
     def submit(self, job: Job, name: str) -> None:
         """Create the RayJob, unless one of that name exists: another process may have been faster.
@@ -101,12 +96,8 @@ class KubeRay:
             return None
         look = look_at(resource)
         if look.phase is Phase.RUNNING and self._is_lost(name, resource["status"]):
-            return Look(
-                Phase.ENDED,
-                "LOST",
-                message="its RayCluster was deleted, or another took its place",
-                is_lost=True,
-            )
+            message = "its RayCluster was deleted, or another took its place"
+            return Look(Phase.ENDED, "LOST", message, is_lost=True)
         if look.phase is not Phase.RUNNING:
             self._missing_since.pop(name, None)
         return look
@@ -152,9 +143,6 @@ class KubeRay:
                 )
             time.sleep(POLL_S)
 
-    def gone_means(self) -> str:
-        return "it was deleted from outside"
-
     def settle(self, job: Job) -> None:
         """Delete ended attempts: their results are in the store."""
         for number, look in self.attempts(job).items():
@@ -163,8 +151,7 @@ class KubeRay:
 
 
 def end_jobs(cfg: RunConfig, run: str) -> int:
-    """Delete all RayJobs of a cancelled run, whose own process may have been killed before it
-    could.
+    """Delete all RayJobs of a cancelled run, whose own process may have been killed before.
     Result: their number. Errors: ConfigError, KubeError.
     """
     kube = connect(context=cfg.kubernetes.context, namespace=cfg.kubernetes.namespace)

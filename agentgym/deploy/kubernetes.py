@@ -1,7 +1,7 @@
 """Environment servers as fleets of pods that come up for a run and end with it.
 
 All servers of a run are one group: they have its name in the label `agentgym.io/run` and are owned
-by its lease (fleets/lease.py), so that one delete removes them and a dead run is recognized.
+by its lease (fleets/fleet_lease.py), so that one delete removes them and a dead run is recognized.
 During the run a thread renews the lease, passes the servers' addresses to the balancer, and trips
 if there are more servers than there should be (fleets/upkeep.py).
 """
@@ -65,13 +65,8 @@ class Plan:
         server's capacity is unknown.
         """
         fleets = tuple(fleet_of(cfg, env, run, expert=expert) for env in envs)
-        return cls(
-            run, fleets, tuple(o for fleet in fleets for o in rendered(fleet, cfg.kubernetes))
-        )
-
-    def services(self) -> dict[str, str]:
-        """Name of the Service of each environment."""
-        return {fleet.env: f"env-{fleet.env}-{self.run}" for fleet in self.fleets}
+        objects = tuple(obj for fleet in fleets for obj in rendered(fleet, cfg.kubernetes))
+        return cls(run, fleets, objects)
 
 
 def fleet_of(cfg: RunConfig, env: EnvConfig, run: str, *, expert: bool) -> Fleet:
@@ -128,12 +123,9 @@ def check_fleets(cfg: RunConfig) -> None:
     with contextlib.closing(connected(cfg.kubernetes)) as kube:
         lines = missing(kube, cfg)
         if lines:
-            raise ConfigError(
-                "\n".join([f"{len(lines)} things are in the way:", *lines])
-                if len(lines) > 1
-                else lines[0]
-            )
-        dead = [group for group in groups(kube) if not group.is_alive_now() and not group.is_kept]
+            heading = [f"{len(lines)} things are in the way:"] if len(lines) > 1 else []
+            raise ConfigError("\n".join([*heading, *lines]))
+        dead = [group for group in groups(kube) if not group.is_alive() and not group.is_kept]
         if dead:
             logger.warning(
                 "%d runs seem to have died and left servers (%s); agentgym envs gc takes them away",
@@ -209,7 +201,8 @@ def _left_to_gc() -> Iterator[None]:
 @contextlib.contextmanager
 def _served(kube: Kube, cfg: RunConfig, group: Group, plan: Plan) -> Iterator[ByEnv]:
     """Yield endpoints by environment once the servers are ready; an Upkeep runs until exit."""
-    where, services = cfg.kubernetes, plan.services()
+    where = cfg.kubernetes
+    services = {fleet.env: f"env-{fleet.env}-{plan.run}" for fleet in plan.fleets}
     max_pods = most_pods(plan.objects)
     folder = cfg.state_dir.resolve() / "fleets"
     listings = {service: Listing(folder / f"{service}.json") for service in services.values()}
@@ -246,7 +239,7 @@ def kept_plan(cfg: RunConfig, env: EnvConfig, manifests: Path = MANIFESTS) -> Pl
 def is_kept(kube: Kube, run: str) -> bool:
     """Return True if the kept fleet `run` exists and its time is not over."""
     lease = kube.find(LEASE, lease_name(run))
-    return lease is not None and Group.of(lease).is_alive_now()
+    return lease is not None and Group.of(lease).is_alive()
 
 
 def keep_fleet(kube: Kube, env: EnvConfig, plan: Plan) -> tuple[Group, Plan]:
@@ -258,10 +251,9 @@ def keep_fleet(kube: Kube, env: EnvConfig, plan: Plan) -> tuple[Group, Plan]:
     for obj in plan.objects:
         if obj["kind"] == "Deployment" and "replicas" in obj["spec"]:
             deployment = kube.find(DEPLOYMENT, obj["metadata"]["name"])
-            more = max(
-                obj["spec"]["replicas"], deployment["spec"].get("replicas", 1) if deployment else 1
-            )
-            obj = obj | {"spec": obj["spec"] | {"replicas": more}}
+            present = deployment["spec"].get("replicas", 1) if deployment else 1
+            replicas = max(obj["spec"]["replicas"], present)
+            obj = obj | {"spec": obj["spec"] | {"replicas": replicas}}
         objects.append(obj)
     send(kube, group, objects)
     return group, replace(plan, objects=tuple(objects))
@@ -315,7 +307,7 @@ def _end_dead(kube: Kube, run: str, timeout_s: float) -> list[str]:
     dead = [
         group.run
         for group in groups(kube)
-        if (group.run == run or group.run.startswith(f"{run}-")) and not group.is_alive_now()
+        if (group.run == run or group.run.startswith(f"{run}-")) and not group.is_alive()
     ]
     for name in dead:
         take_down(kube, name, timeout_s=timeout_s)

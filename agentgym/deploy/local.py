@@ -67,14 +67,7 @@ def check_local_env(env: EnvConfig) -> None:
     """Raise ConfigError if the environment is local and its server would refuse name or options."""
     if env.is_elsewhere:
         return
-    checked = subprocess.run(
-        [*_envs("serve", env), "--check"],
-        capture_output=True,
-        text=True,
-        timeout=env.start_timeout_s,
-        check=False,
-        encoding="utf-8",
-    )
+    checked = _finished([*_envs("serve", env), "--check"], timeout_s=env.start_timeout_s)
     if checked.returncode == BAD_INPUT:
         raise ConfigError(f"env: {_refusal(checked.stderr)}")
 
@@ -87,25 +80,16 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
     IdentitiesUnknown; RuntimeError if the child process fails.
     """
     if env.dialect != "native":
-        raise IdentitiesUnknown(
-            f"servers of dialect {env.dialect} do not say which tasks are equal"
-        )
+        message = f"servers of dialect {env.dialect} do not say which tasks are equal"
+        raise IdentitiesUnknown(message)
     try:
-        result = subprocess.run(
-            _envs("identities", env),
-            input=json.dumps(list(task_ids)),
-            capture_output=True,
-            text=True,
-            timeout=IDENTITIES_TIMEOUT_S,
-            check=False,
-            encoding="utf-8",
-        )
+        command, tasks = _envs("identities", env), json.dumps(list(task_ids))
+        result = _finished(command, timeout_s=IDENTITIES_TIMEOUT_S, given=tasks)
     except subprocess.TimeoutExpired:
         raise IdentitiesUnknown(f"no answer within {IDENTITIES_TIMEOUT_S:g} s") from None
     if result.returncode == BAD_INPUT and env.is_elsewhere:
-        raise IdentitiesUnknown(
-            _refusal(result.stderr)
-        )  # the servers may have what is missing here
+        # the servers may have what is missing here
+        raise IdentitiesUnknown(_refusal(result.stderr))
     if result.returncode == BAD_INPUT:
         raise ConfigError(f"env: {_refusal(result.stderr)}")
     if result.returncode:
@@ -121,6 +105,15 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
 
 def _envs(command: str, env: EnvConfig) -> list[str]:
     return [sys.executable, "-m", "envs", command, env.name, "--options", json.dumps(env.options)]
+
+
+def _finished(
+    command: Sequence[str], *, timeout_s: float, given: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a command and return its result. given: its stdin. Errors: subprocess.TimeoutExpired."""
+    return subprocess.run(
+        command, input=given, capture_output=True, timeout=timeout_s, encoding="utf-8", check=False
+    )
 
 
 def _refusal(stderr: str) -> str:
@@ -168,8 +161,7 @@ def _readiness(endpoint: str) -> ErrorReply | None:
         try:
             return ErrorReply.model_validate_json(error.read())
         except ValidationError:
-            return ErrorReply(
-                kind=ErrorKind.NOT_READY, message=f"{endpoint}/readyz answered {error.code}"
-            )
+            reason = f" answered {error.code}"
     except OSError as error:
-        return ErrorReply(kind=ErrorKind.NOT_READY, message=f"{endpoint}/readyz: {error}")
+        reason = f": {error}"
+    return ErrorReply(kind=ErrorKind.NOT_READY, message=f"{endpoint}/readyz{reason}")

@@ -4,7 +4,6 @@ servers of one environment for one run.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import re
@@ -155,9 +154,7 @@ def rendered_fleet(
 
 
 def _kustomization(overlay: str, components: Sequence[str]) -> dict[str, Any]:
-    """Return a kustomization of an overlay with components; paths are relative to the manifests'
-    folder.
-    """
+    """Return a kustomization of an overlay with components, with paths below the manifests."""
     return {
         "resources": [f"overlays/{overlay}"],
         "components": [f"components/{component}" for component in components],
@@ -166,12 +163,17 @@ def _kustomization(overlay: str, components: Sequence[str]) -> dict[str, Any]:
 
 def _patches(fleet: Fleet, *, autoscaled: bool) -> list[dict[str, Any]]:
     """Return patches that set the fleet's size, Secret and arguments, in its own objects alone."""
-    patch = functools.partial(_patch_of, fleet.env)
+    target = f"{ENVIRONMENT_LABEL}={fleet.env}"
+
+    def patch(kind: str, path: str, value: str | int) -> dict[str, Any]:
+        text = yaml.safe_dump([{"op": "add", "path": path, "value": value}])
+        return {"target": {"kind": kind, "labelSelector": target}, "patch": text}
+
     if autoscaled:
-        bounds = {"minReplicas": fleet.replicas, "maxReplicas": 2 * fleet.replicas}
+        scaler = "HorizontalPodAutoscaler"
         patches = [
-            patch("HorizontalPodAutoscaler", f"/spec/{name}", value)
-            for name, value in bounds.items()
+            patch(scaler, "/spec/minReplicas", fleet.replicas),
+            patch(scaler, "/spec/maxReplicas", 2 * fleet.replicas),
         ]
     else:
         patches = [patch("Deployment", "/spec/replicas", fleet.replicas)]
@@ -182,12 +184,6 @@ def _patches(fleet: Fleet, *, autoscaled: bool) -> list[dict[str, Any]]:
         patch("Deployment", "/spec/template/spec/containers/0/args/-", argument.replace("$", "$$"))
         for argument in fleet.arguments
     ]
-
-
-def _patch_of(env: str, kind: str, path: str, value: str | int) -> dict[str, Any]:
-    operation = {"op": "add", "path": path, "value": value}
-    target = {"kind": kind, "labelSelector": f"{ENVIRONMENT_LABEL}={env}"}
-    return {"target": target, "patch": yaml.safe_dump([operation])}
 
 
 def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:

@@ -53,11 +53,9 @@ def tail(log_path: Path) -> str:
     lines = log_path.read_text(errors="replace", encoding="utf-8").splitlines()[-LOG_LINES:]
     if lines:
         return "\n".join([f"the last lines of {log_path}:", *lines])
+    is_full = shutil.disk_usage(log_path.parent).free < LEAST_SPACE
     full = "; no space left on its disk: free some, and give the same command again"
-    return (
-        f"{log_path} is"
-        f" empty{full if shutil.disk_usage(log_path.parent).free < LEAST_SPACE else ''}"
-    )
+    return f"{log_path} is empty{full if is_full else ''}"
 
 
 def end_with_owner(grace_s: float = ORPHAN_GRACE_S) -> None:

@@ -48,6 +48,9 @@ def rayjob(job: Job, name: str, image: str) -> Object:
         RUN_LABEL: f"r{job.run_key[:12]}",
         STEP_LABEL: job.step,
     }
+    # for Kueue, which admits the whole job, or lets it wait, by `spec.suspend`
+    kueue = {"queue-name": settings.queue, "priority-class": settings.priority}
+    queue = {f"kueue.x-k8s.io/{key}": value for key, value in kueue.items() if value}
     variables = [
         *({"name": name, "value": value} for name, value in VARIABLES.items()),
         # the environment must agree: agentgym/trust.py
@@ -62,7 +65,7 @@ def rayjob(job: Job, name: str, image: str) -> Object:
         "metadata": {
             "name": name,
             "namespace": cfg.kubernetes.namespace,
-            "labels": labels | _queue(settings),
+            "labels": labels | queue,
             "annotations": {RUN_KEY_ANNOTATION: job.run_key, STEP_KEY_ANNOTATION: job.key},
         },
         "spec": {
@@ -95,14 +98,6 @@ def _deletion(settings: KubeRayConfig) -> Object:
         for end in ends
     ]
     return {"shutdownAfterJobFinishes": False, "deletionStrategy": {"deletionRules": rules}}
-
-
-def _queue(settings: KubeRayConfig) -> dict[str, str]:
-    """Return labels for Kueue, which admits the whole job, or lets it wait, by `spec.suspend`."""
-    labels = {"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {}
-    if settings.priority:
-        labels["kueue.x-k8s.io/priority-class"] = settings.priority
-    return labels
 
 
 def _cluster(
@@ -221,9 +216,7 @@ def _tokens(cfg: RunConfig) -> list[Object]:
     return [
         {
             "name": variable,
-            "valueFrom": {
-                "secretKeyRef": {"name": name, "key": TOKEN_VARIABLE, "optional": True},
-            },
+            "valueFrom": {"secretKeyRef": {"name": name, "key": TOKEN_VARIABLE, "optional": True}},
         }
         for variable, name in secret_names.items()
     ]

@@ -40,6 +40,8 @@ REQUEST_TIMEOUT_S = (5.0, 20.0)  # to connect, to answer
 class RayJobs:
     """Transport of jobs through the Jobs API of one existing Ray cluster."""
 
+    gone_means = "it must have been started again"
+
     def __init__(self, client: JobSubmissionClient, cfg: RunConfig) -> None:
         self.place = f"the Ray cluster at {cfg.ray.address}"
         self._client = client
@@ -98,9 +100,6 @@ class RayJobs:
 
     def stop(self, name: str) -> None:
         self._client.stop_job(name)
-
-    def gone_means(self) -> str:
-        return "it must have been started again"
 
     def settle(self, job: Job) -> None:
         """Do nothing: ended jobs are the cluster's history and use no resources."""

@@ -22,16 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.evaluation.protocol import EnvProtocol, EvaluationProtocol
-from agentgym.rollouts.episode import PlayerFailed, PlayerReply
-from agentgym.rollouts.guide import Guide
-from agentgym.rollouts.players import (
-    ExpertPlayer,
+from agentgym.rollouts.episode import (
+    Guide,
+    PlayerFailed,
     PlayerOf,
-    RandomPlayer,
-    ScriptedPlayer,
-    TextPlayer,
+    PlayerReply,
     token_players,
 )
+from agentgym.rollouts.players import ExpertPlayer, RandomPlayer, ScriptedPlayer, TextPlayer
 from agentgym.rollouts.policies.engines import engine_module, engine_python, versions_in
 from agentgym.rollouts.policies.hosted import Endpoint, HostedModel
 from agentgym.store.keys import environment_modules, source_digest

@@ -11,33 +11,29 @@ episode cut by that limit counts as terminated here; only WebArena's server repo
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
 
 from agentgym.config import ConfigError, EnvConfig
-from agentgym.rollouts.env_client import (
-    CLOSE_TIMEOUT_S,
-    EnvError,
+from agentgym.rollouts.env_client import CLOSE_TIMEOUT_S, EnvError, sendable
+from agentgym.rollouts.episode import Guide
+from agentgym.rollouts.foreign import (
     ForeignPool,
-    backoff_s,
     flag_of,
     number_of,
     text_of,
     unexpected,
     unreachable,
 )
-from agentgym.rollouts.guide import Guide
 from agentgym.types import Item
 from envs.plain import whole
-from envs.wire import MAX_ACTION_CHARS, StepReply
+from envs.wire import StepReply
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +47,12 @@ class Shape:
     """Requests, answer keys and scoring rules of AgentGym's server for one environment."""
 
     greeting: str  # the answer to `GET /`; if it is a name, the answer need only contain it
-    create: Callable[[int], Any]  # task -> body
-    reset: Callable[[int, int], dict[str, Any]]  # id, task -> body
+    create: Callable[[int], Any] = lambda _: None  # task -> body
+    # id, task -> body
+    reset: Callable[[int, int], dict[str, Any]] = lambda number, task: {
+        "id": number,
+        "data_idx": task,
+    }
     names_id: str = "id"  # key of the environment's id in step and close
     reward: str = "reward"  # key of the reward in a step's answer
     is_total: bool = False  # the reported reward is the sum so far
@@ -69,35 +69,18 @@ class Shape:
 
 
 SHAPES = {
-    "textcraft": Shape(
-        "TextCraft", lambda _: {}, lambda number, task: {"id": number, "data_idx": task}
-    ),
-    "babyai": Shape(
-        "BabyAI",
-        lambda _: None,
-        lambda number, task: {"id": number, "data_idx": task},
-        reward="score",
-        is_total=True,
-    ),
-    "sciworld": Shape(
-        "ScienceWorld",
-        lambda _: None,
-        lambda number, task: {"id": number, "data_idx": task},
-        reward="score",
-        is_total=True,
-        full=100.0,
-        describes=True,
-    ),
+    "textcraft": Shape("TextCraft", create=lambda _: {}),
+    "babyai": Shape("BabyAI", reward="score", is_total=True),
+    "sciworld": Shape("ScienceWorld", reward="score", is_total=True, full=100.0, describes=True),
     "searchqa": Shape(
         OK,
-        lambda task: {"id": task},
-        lambda number, task: {"env_idx": number, "id": task},
+        create=lambda task: {"id": task},
+        reset=lambda number, task: {"env_idx": number, "id": task},
         names_id="env_idx",
     ),
     "webarena": Shape(
         OK,
-        lambda _: None,
-        lambda number, task: {"env_idx": number, "seed": 0, "idx": task},
+        reset=lambda number, task: {"env_idx": number, "seed": 0, "idx": task},
         names_id="env_idx",
         names_created="env_idx",
         ends=("terminated", "truncated"),
@@ -127,10 +110,8 @@ class AgentGymSession:
         Part credit (`Shape.full`) is scaled to 0..1, a failure to 0.
         """
         shape = self._pool.shape
-        text = action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()
-        answer = await self._pool.ask(
-            self.endpoint, "/step", {shape.names_id: self.number, "action": text}
-        )
+        body = {shape.names_id: self.number, "action": sendable(action)}
+        answer = await self._pool.ask(self.endpoint, "/step", body)
         try:
             observation = text_of(answer["observation"])
             figure = number_of(answer[shape.reward])
@@ -161,14 +142,9 @@ class AgentGymSession:
     async def close(self) -> None:
         """Close the session (best effort, tried once); a failure is only logged."""
         shape = self._pool.shape
+        body, limit_s = {shape.names_id: self.number}, shape.close_timeout_s
         try:
-            await self._pool.ask(
-                self.endpoint,
-                "/close",
-                {shape.names_id: self.number},
-                texts=True,
-                timeout_s=shape.close_timeout_s,
-            )
+            await self._pool.ask(self.endpoint, "/close", body, texts=True, timeout_s=limit_s)
         except EnvError as error:
             logger.warning("a session stays open on a server that has no reaper: %s", error)
 
@@ -198,12 +174,7 @@ class AgentGymPool(ForeignPool):
         self._http = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._http is not None:
             await self._http.close()
 
@@ -212,7 +183,7 @@ class AgentGymPool(ForeignPool):
         Result: an empty guide, as they have none. Errors: EnvError; ValueError naming the endpoint.
         """
         for endpoint in self.endpoints:
-            greeting = str(await self._repeated(endpoint, "/", None, texts=True))
+            greeting = str(await self._asked(endpoint, "/", None, texts=True))
             expected = self.shape.greeting
             if greeting.strip() != expected and (expected == OK or expected not in greeting):
                 raise ValueError(
@@ -225,9 +196,7 @@ class AgentGymPool(ForeignPool):
     async def session(self, item: Item, request_key: str) -> AsyncIterator[AgentGymSession]:
         """Yield an open session on the item, closed at the end. Errors: EnvError."""
         endpoint = self._less_used()
-        created = await self._repeated(
-            endpoint, "/create", self.shape.create(item.task_id), post=True
-        )
+        created = await self._asked(endpoint, "/create", self.shape.create(item.task_id), post=True)
         number = created.get(self.shape.names_created) if isinstance(created, dict) else created
         if not isinstance(number, int) or isinstance(number, bool):
             raise unexpected(endpoint, "/create", created)
@@ -241,25 +210,20 @@ class AgentGymPool(ForeignPool):
 
     async def _first_look(self, endpoint: str, number: int, task_id: int) -> str:
         shape = self.shape
-        reset = await self._repeated(endpoint, "/reset", shape.reset(number, task_id))
+        reset = await self._asked(endpoint, "/reset", shape.reset(number, task_id))
         answer = reset if isinstance(reset, dict) else {"observation": reset}
         lacks = shape.describes and "task_description" not in answer
         observation = answer.get("observation")
         if not isinstance(observation, str) or lacks or answer.get("sites") == "Error":
             raise unexpected(endpoint, "/reset", reset)
         if shape.observes:
-            observation = await self._observe(endpoint, number)
-        return whole(
-            f"{answer['task_description']}\n{observation}" if shape.describes else observation
-        )
-
-    async def _observe(self, endpoint: str, number: int) -> str:
-        observation = await self._repeated(
-            endpoint, f"/observation?{self.shape.names_id}={number}", None, texts=True
-        )
-        if not isinstance(observation, str):
-            raise unexpected(endpoint, "/observation", observation)
-        return observation
+            route = f"/observation?{shape.names_id}={number}"
+            observation = await self._asked(endpoint, route, None, texts=True)
+            if not isinstance(observation, str):
+                raise unexpected(endpoint, "/observation", observation)
+        if shape.describes:
+            observation = f"{answer['task_description']}\n{observation}"
+        return whole(observation)
 
     async def ask(
         self,
@@ -279,17 +243,14 @@ class AgentGymPool(ForeignPool):
         assert self._http is not None, "use the pool as `async with AgentGymPool(...)`"
         method = "POST" if post else "GET"
         try:
-            data, headers = None if body is None else json.dumps(body), self._headers[endpoint]
-            timeout = self._timeout if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
-            request = self._http.request(
+            async with self._http.request(
                 method,
                 endpoint + route,
-                data=data,
-                headers=headers,
+                data=None if body is None else json.dumps(body),
+                headers=self._headers[endpoint],
                 allow_redirects=False,
-                timeout=timeout,
-            )
-            async with request as response:
+                timeout=self._timeout if timeout_s is None else aiohttp.ClientTimeout(timeout_s),
+            ) as response:
                 content, status = await response.read(), response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise unreachable(endpoint, route, error) from error
@@ -310,21 +271,13 @@ class AgentGymPool(ForeignPool):
             )
         return answer
 
-    async def _repeated(
+    async def _asked(
         self, endpoint: str, route: str, body: Any, *, post: bool = False, texts: bool = False
     ) -> Any:
-        """Send a request that opens, resets or reads, and return its answer. Repeat it, at most
-        `max_retries` times, if the server is full or unreachable. Errors: EnvError.
+        """Send a request that opens, resets or reads, repeatedly if necessary; return its answer.
         If a session is opened twice, the first one is abandoned and never acted in.
         """
-        attempt = 0
-        while True:
-            try:
-                return await self.ask(
-                    endpoint, route, body, post=post or body is not None, texts=texts
-                )
-            except EnvError as error:
-                if error.kind not in ("unreachable", "full") or attempt >= self._max_retries:
-                    raise
-                await asyncio.sleep(backoff_s(attempt, BACKOFF_S))
-                attempt += 1
+        post = post or body is not None
+        return await self._repeated(
+            lambda: self.ask(endpoint, route, body, post=post, texts=texts), first_s=BACKOFF_S
+        )

@@ -19,11 +19,11 @@ from agentgym.rollouts.episode import (
     Episode,
     EpisodeSettings,
     PlayerFailed,
+    PlayerOf,
     environment_time,
     no_pace,
     run_episode,
 )
-from agentgym.rollouts.players import PlayerOf
 from agentgym.rollouts.pools import EnvPool, EnvPools
 from agentgym.types import Item, SampleKey, Status, Trajectory
 from envs.wire import ErrorKind
@@ -153,10 +153,8 @@ class Attempts:
             # if the episode had ended, only closing its session took too long
             if status is not None:
                 return episode.finish(status, num_attempts=attempt), False
-            ended, message = (
-                Status.TIMEOUT,
-                f"its environment took more than {self.episode_timeout_s:g} s",
-            )
+            ended = Status.TIMEOUT
+            message = f"its environment took more than {self.episode_timeout_s:g} s"
         else:
             return episode.finish(status, num_attempts=attempt), False
         return episode.finish(ended, num_attempts=attempt, error=message), True
@@ -304,23 +302,14 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     groups: dict[str, list[float]] = defaultdict(list)
     for trajectory in valid:
         groups[trajectory.item.item_id].append(trajectory.reward or 0.0)
-    for env in (
-        sorted(envs)
-        if len(envs := {trajectory.item.env for trajectory in trajectories}) > 1
-        else ()
-    ):
+    envs = sorted({trajectory.item.env for trajectory in trajectories})
+    for env in envs if len(envs) > 1 else ():
         env_valid = [trajectory for trajectory in valid if trajectory.item.env == env]
         metrics[f"rollout/{env}/num_episodes"] = float(len(env_valid))
         if env_valid:
-            metrics[f"rollout/{env}/success"] = sum(
-                trajectory.success for trajectory in env_valid
-            ) / len(env_valid)
-            metrics[f"rollout/{env}/reward_mean"] = sum(
-                trajectory.reward or 0.0 for trajectory in env_valid
-            ) / len(env_valid)
-            metrics[f"rollout/{env}/turns_mean"] = sum(
-                len(trajectory.turns) for trajectory in env_valid
-            ) / len(env_valid)
+            figures = rollout_metrics(env_valid)
+            for name in ("success", "reward_mean", "turns_mean"):
+                metrics[f"rollout/{env}/{name}"] = figures[f"rollout/{name}"]
     count = len(valid)
     logprobs = [
         logprob

@@ -23,9 +23,7 @@ from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.model import set_threads
 from agentgym.models.transport import InProcess
 from agentgym.rollouts.collect import collect, samples
-from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.rollouts.guide import Guide
-from agentgym.rollouts.players import token_players
+from agentgym.rollouts.episode import EpisodeSettings, Guide, token_players
 from agentgym.rollouts.policies.engines import HOSTED, engine_dtype, open_here, tolerance_of
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Endpoints, EngineMismatch, EngineUsage, Item, Policy, Trajectory
@@ -118,7 +116,6 @@ class LocalEngine:
 
     def publish(self, learner: HasWeights, version: int) -> float:
         """Hand the learner's weights to the engine and prove that they arrived.
-
         Result: the canary's difference, nats. Errors: EngineMismatch.
         """
         delivery = InProcess(learner.weights(), version)
@@ -131,7 +128,6 @@ class LocalEngine:
         return self.seen.gap
 
     def usage(self) -> EngineUsage:
-        """Return the usage of the policy, see `Policy.usage`."""
         return self.loop.run(self.policy.usage())
 
 
@@ -154,11 +150,8 @@ def canary_of(cfg: RunConfig, checkpoint: Checkpoint) -> Canary:
     limit = tolerance.canary
     if cfg.lora.rank or cfg.ray.num_ranks > 1:  # learner and engine sum in different orders
         limit = max(limit, tolerance.forward)
-    return Canary(
-        checkpoint.tokenizer,
-        limit,
-        takes_text=engine_dtype(cfg, checkpoint.dtype).itemsize < 4,
-    )
+    is_half = engine_dtype(cfg, checkpoint.dtype).itemsize < 4
+    return Canary(checkpoint.tokenizer, limit, takes_text=is_half)
 
 
 def episode_settings(
@@ -334,27 +327,22 @@ class Canary:
     def take(self, trajectories: Sequence[Trajectory]) -> None:
         """Add the beginnings of the first episodes that a run played, once, if `takes_text`."""
         if self._takes_text and trajectories:
-            texts = [
-                list(trajectory.input_ids[:TEXT_TOKENS]) for trajectory in trajectories[:NUM_TEXTS]
-            ]
+            first = trajectories[:NUM_TEXTS]
+            texts = [list(trajectory.input_ids[:TEXT_TOKENS]) for trajectory in first]
             # a new list: a publish in another thread may still use the old one
             self.sequences = self.sequences + [text for text in texts if len(text) > 1]
             self._takes_text = False
 
     def score(self, learner: Any, sequences: list[list[int]] | None = None) -> Tensor:
         """Return the learner's log-probabilities [N] of every token but each sequence's first.
-
-        sequences: the sequences that the engine scores; default: the present ones.
+        sequences: those that the engine scores; default: the present ones.
         """
         sequences = self.sequences if sequences is None else sequences
         tokens = torch.tensor([token for sequence in sequences for token in sequence])
         starts = torch.cumsum(torch.tensor([0, *map(len, sequences)]), 0)
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[starts[:-1]] = False
-        zeros, groups = (
-            torch.zeros(len(tokens)),
-            torch.zeros(len(sequences), dtype=torch.int64),
-        )
+        zeros, groups = torch.zeros(len(tokens)), torch.zeros(len(sequences), dtype=torch.int64)
         scores: Tensor = learner.score(
             Batch(tokens, starts, mask, zeros, zeros, groups, groups.bool(), 1.0)
         )
@@ -370,9 +358,7 @@ class Canary:
     ) -> EngineComparison:
         """Compare the scores of learner and engine after a publish; return the comparison.
 
-        ours: [N] of the learner.
-        theirs: N of the engine, in pieces.
-        before: the comparison after an earlier publish, None if there is none.
+        ours: [N] of the learner. theirs: N of the engine, in pieces. before: an earlier comparison.
         Errors: EngineMismatch if the scores differ by more than the limit, which allows for the
         noise of the engine's kernels; if the learner's scores changed and the engine's not by a
         bit; if the engine's scores followed only a part of the learner's change.
@@ -405,7 +391,6 @@ class Canary:
 
 def arrived_share(before: EngineComparison, after: EngineComparison) -> float | None:
     """Return the share of the learner's change that the engine followed: a least-squares estimate.
-
     None if the change is too small compared to the noise.
     """
     change, followed = after.ours - before.ours, after.theirs - before.theirs

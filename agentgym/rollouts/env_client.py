@@ -1,19 +1,16 @@
-"""Requests to environment servers: retries never act twice, and concurrent requests to one server
-are sent as one batch. Clients of foreign servers share the last part: choice of server, headers,
-parsing, errors.
+"""Requests to environment servers and sessions on them: retries never act twice, and concurrent
+requests to one server are sent as one batch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
-import json
-import math
+import logging
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -21,10 +18,30 @@ import aiohttp
 from pydantic import ValidationError
 
 from agentgym.private import token_of
-from envs.plain import plain, whole
-from envs.wire import MAX_BATCH, BatchReply, ErrorKind, ErrorReply, InfoReply, Message
+from envs.plain import plain
+from envs.wire import (
+    MAX_ACTION_CHARS,
+    MAX_BATCH,
+    TEXTS,
+    BatchReply,
+    CloseReply,
+    CreateReply,
+    ErrorKind,
+    ErrorReply,
+    ExpertReply,
+    HintsReply,
+    InfoReply,
+    Message,
+    RenderReply,
+    SessionRequest,
+    StepReply,
+    StepRequest,
+)
+
+logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 Bundle = list[tuple[bytes, asyncio.Future[Message]]]  # requests, and futures of their answers
 
 BACKOFF_S = 0.05  # before the first retry; doubles
@@ -102,12 +119,7 @@ class EnvClient:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for waiting in self._waiting.values():
             nobody_waits(waiting)
             waiting.clear()
@@ -152,22 +164,19 @@ class EnvClient:
     ) -> M:
         """Send one request once and return its answer. Errors: Retryable, EnvError."""
         data = None if body is None else body.model_dump_json().encode()
-        if data is not None and route in BATCHED and self._takes_batches(endpoint):
+        known = self.known.get(endpoint)
+        if data is not None and route in BATCHED and known is not None and known.takes_batches:
             answer = await self._bundle(endpoint, data)
         else:
             answer = await self._post(endpoint, route, reply, data, session_id)
         if isinstance(answer, reply):
             return answer
         if not isinstance(answer, ErrorReply):
-            raise EnvError(
-                endpoint, route, session_id, "protocol", f"unexpected body {answer!r:.200}"
-            )
+            message = f"unexpected body {answer!r:.200}"
+            raise EnvError(endpoint, route, session_id, "protocol", message)
         if answer.kind in REFUSED_FOR_NOW:
             raise Retryable(answer.kind, answer.message, answer.retry_after_s or 0.0)
         raise EnvError(endpoint, route, session_id, answer.kind, answer.message)
-
-    def _takes_batches(self, endpoint: str) -> bool:
-        return endpoint in self.known and self.known[endpoint].takes_batches
 
     async def _bundle(self, endpoint: str, data: bytes) -> Message:
         """Send a request in the server's next batch and return its answer. One round trip for
@@ -248,13 +257,73 @@ class EnvClient:
             return (reply if status == 200 else ErrorReply).model_validate_json(content)
         except ValidationError as error:
             start = content[:200].decode(errors="replace")
-            raise EnvError(
-                endpoint,
-                route,
-                session_id,
-                "protocol",
-                f"status {status}, unexpected body {start!r}",
-            ) from error
+            message = f"status {status}, unexpected body {start!r}"
+            raise EnvError(endpoint, route, session_id, "protocol", message) from error
+
+
+class EnvSession:
+    """One open episode. One coroutine at a time uses it."""
+
+    def __init__(self, client: EnvClient, endpoint: str, reply: CreateReply) -> None:
+        self.endpoint = endpoint
+        self.observation = reply.observation  # the latest
+        self.turn = 0  # number of the last action that was answered
+        self._client = client
+        self._id = reply.session_id
+        self._as_request = SessionRequest(session_id=reply.session_id)
+
+    async def step(self, action: str) -> StepReply:
+        """Act once, however often the request has to be sent, and return the answer.
+        Errors: EnvError.
+        """
+        request = StepRequest(session_id=self._id, turn=self.turn + 1, action=sendable(action))
+        reply = await self._client.ask(
+            self.endpoint, "/step", StepReply, request, session_id=self._id
+        )
+        self.turn = reply.turn
+        self.observation = reply.observation
+        return reply
+
+    async def expert(self) -> str:
+        """Return the action of the server's expert.
+        Errors: EnvError, kind `expert_failed` if the expert has no answer.
+        """
+        reply = await self._client.ask(
+            self.endpoint, "/expert", ExpertReply, self._as_request, session_id=self._id
+        )
+        return reply.action
+
+    async def hints(self) -> list[str]:
+        """Return the actions the simulator would carry out now.
+        Errors: EnvError, also for an environment that does not list them.
+        """
+        path = f"/hints?session_id={self._id}"
+        reply = await self._client.ask(self.endpoint, path, HintsReply, session_id=self._id)
+        return reply.actions
+
+    async def render(self) -> tuple[str, bytes]:
+        """Return (media type, bytes) of the present state. Errors: EnvError."""
+        reply = await self._client.ask(
+            self.endpoint, f"/render?session_id={self._id}", RenderReply, session_id=self._id
+        )
+        is_text = reply.media_type in TEXTS
+        data = reply.data.encode() if is_text else base64.b64decode(reply.data)
+        return reply.media_type, data
+
+    async def close(self) -> None:
+        """Close the session, tried once; a failure is only logged: the server reaps the session."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._client.ask(
+                    self.endpoint,
+                    "/close",
+                    CloseReply,
+                    self._as_request,
+                    session_id=self._id,
+                    max_retries=0,
+                )
+        except (EnvError, TimeoutError) as error:
+            logger.info("session left to the server's reaper: %s", error)
 
 
 def nobody_waits(bundle: Bundle) -> None:
@@ -281,92 +350,18 @@ async def back_off(attempt: int, error: Retryable, *, nowhere_else: bool) -> Non
 
 def request_headers(token: str) -> dict[str, str]:
     """Headers of every request to an environment server. token: empty if it needs none."""
-    return {
-        "Content-Type": "application/json",
-        **({"Authorization": f"Bearer {token}"} if token else {}),
-    }
+    headers = {"Content-Type": "application/json"}
+    return headers | {"Authorization": f"Bearer {token}"} if token else headers
 
 
 def give_up(endpoint: str, route: str, session_id: str, attempt: int, error: Retryable) -> NoReturn:
     """Raise EnvError with the number of attempts."""
-    raise EnvError(
-        endpoint, route, session_id, error.kind, f"{error} (tried {attempt + 1} times)"
-    ) from error
+    message = f"{error} (tried {attempt + 1} times)"
+    raise EnvError(endpoint, route, session_id, error.kind, message) from error
 
 
-_SHOWN = 200  # characters of an answer in an error
-
-
-class ForeignPool:
-    """Base of the pools of foreign servers of one environment. Use as `async with`."""
-
-    def __init__(self, endpoints: Sequence[str], *, max_retries: int) -> None:
-        self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
-        self._headers = {
-            endpoint.rstrip("/"): request_headers(token_of(endpoint)) for endpoint in endpoints
-        }
-        self._max_retries = max_retries
-        self._open = dict.fromkeys(self.endpoints, 0)  # our own sessions
-        self._random = random.SystemRandom()  # unseeded: the choice of server changes no result
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Do nothing: no connection stays open between sessions."""
-
-    def _less_used(self) -> str:
-        """Return the one of two random servers that has fewer sessions of ours."""
-        pair = self._random.sample(self.endpoints, min(2, len(self.endpoints)))
-        return min(pair, key=self._open.__getitem__)
-
-    @contextmanager
-    def _counted(self, endpoint: str) -> Iterator[None]:
-        """Count one open session of ours at the endpoint."""
-        self._open[endpoint] += 1
-        try:
-            yield
-        finally:
-            self._open[endpoint] -= 1
-
-
-def text_of(answer: Any) -> str:
-    """Return a text of a server's answer, with lone surrogates replaced.
-    Errors: TypeError if it is no text.
+def sendable(action: str) -> str:
+    """Return an action without lone surrogates, cut to MAX_ACTION_CHARS: no environment reads
+    further.
     """
-    if not isinstance(answer, str):
-        raise TypeError(f"{type(answer).__name__} is no text")
-    return whole(answer)
-
-
-def flag_of(answer: Any) -> bool:
-    """Return a boolean of a server's answer; the string "false" is refused, not read as true.
-    Errors: TypeError.
-    """
-    if not isinstance(answer, bool):
-        raise TypeError(f"{type(answer).__name__} is no flag")
-    return answer
-
-
-def number_of(answer: Any) -> float:
-    """Return a finite number of a server's answer. Errors: TypeError, ValueError."""
-    if not isinstance(answer, int | float):
-        raise TypeError(f"{type(answer).__name__} is no number")
-    if not math.isfinite(answer):
-        raise ValueError(f"{answer} is not finite")
-    return float(answer)
-
-
-def unreachable(endpoint: str, route: str, error: Exception) -> EnvError:
-    return EnvError(endpoint, route, "", "unreachable", f"{type(error).__name__} {error}".strip())
-
-
-def unexpected(endpoint: str, route: str, answer: Any) -> EnvError:
-    """Return the error for an unexpected answer. answer: JSON types."""
-    excerpt = json.dumps(answer)[:_SHOWN]
-    return EnvError(endpoint, route, "", "protocol", f"unexpected answer {excerpt}")
+    return action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()

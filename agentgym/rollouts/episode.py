@@ -1,4 +1,6 @@
-"""One episode: a conversation and, for players with tokens, their append-only record."""
+"""One episode: a conversation and, for players with tokens, their append-only record; the player
+with an engine's tokens; and the text that episodes begin with.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +11,38 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from agentgym.types import Completion, Item, SampleKey, Sampling, Status, Trajectory, Turn, Usage
+from agentgym.config import ConfigError
+from agentgym.types import (
+    Completion,
+    Item,
+    Policy,
+    SampleKey,
+    Sampling,
+    Status,
+    Trajectory,
+    Turn,
+    Usage,
+)
+from envs.wire import Example, StepReply
 
+if TYPE_CHECKING:
+    from agentgym.models.chat import ChatRenderer
 
-class Reply(Protocol):
-    """An environment's answer to an action; `envs.wire.StepReply` is one."""
-
-    @property
-    def observation(self) -> str: ...
-    @property
-    def reward(self) -> float: ...
-    @property
-    def terminated(self) -> bool: ...
-    @property
-    def truncated(self) -> bool: ...
-    @property
-    def success(self) -> bool: ...
-    @property
-    def info(self) -> Mapping[str, Any]: ...
+REPLY_S = 1800.0  # limit for one reply of an engine, even on a busy CPU
+INTRODUCTION = (
+    "Worked examples. Observation is what you are shown, Reply is a whole reply of yours."
+)
+ENDING = "End of the examples."
 
 
 class OpenSession(Protocol):
-    """An open session of an environment; `agentgym.rollouts.pools.EnvSession` is one."""
+    """An open session of an environment; `agentgym.rollouts.env_client.EnvSession` is one."""
 
     @property
     def observation(self) -> str: ...
-    async def step(self, action: str) -> Reply: ...
+    async def step(self, action: str) -> StepReply: ...
 
 
 class PlayerReply(NamedTuple):
@@ -68,6 +74,9 @@ class Player(Protocol):
         Result: True if there is room to act.
         """
         ...
+
+
+PlayerOf = Callable[[Item, int], Player]  # (item, sample) -> a new player; it plays one episode
 
 
 class ContextFull(Exception):
@@ -125,15 +134,16 @@ class Episode:
     began: float = field(default_factory=time.perf_counter)
     began_at: float = field(default_factory=time.time)  # seconds since 1970
 
-    async def step(self, session: OpenSession, message: PlayerReply, generate_s: float) -> Reply:
+    async def step(
+        self, session: OpenSession, message: PlayerReply, generate_s: float
+    ) -> StepReply:
         """Take the message's action, record the turn and return the reply. Errors: EnvError."""
-        settings = self.settings
-        action = message.action
+        action, format = message.action, self.settings.action_format
         if action is None:
-            action = extract_action(message.text, settings.action_format)
+            action = extract_action(message.text, format)
         began = time.perf_counter()
         reply = await session.step(action)
-        has_more = message.text not in (action, reply_naming(action, settings.action_format))
+        has_more = message.text not in (action, reply_naming(action, format))
         self.turns.append(
             Turn(
                 action,
@@ -279,7 +289,7 @@ async def run_episode(
     return Status.MAX_TURNS
 
 
-def ending(reply: Reply) -> Status | None:
+def ending(reply: StepReply) -> Status | None:
     """Return the status with which the environment ended the episode; None if it continues.
 
     If a reply is both terminated and truncated, the task has ended: there is no future to value.
@@ -311,3 +321,85 @@ def extract_action(
     _, marker, rest = reply.rpartition("Action:")
     lines = rest.strip().splitlines()
     return lines[0].strip() if marker and lines else ""
+
+
+class EngineStalled(RuntimeError):
+    """The engine gave no reply in time. This is no environment failure: the run ends."""
+
+
+class TokenPlayer:
+    """A player that acts with an engine's tokens, through the chat template of its model."""
+
+    def __init__(self, policy: Policy, renderer: ChatRenderer) -> None:
+        self._policy, self._renderer = policy, renderer
+        self._stopped = True
+
+    def begin(self, episode: Episode) -> bool:
+        self._episode, self._settings = episode, episode.settings
+        instructions = episode.settings.instructions_of(episode.item)
+        episode.read(self._renderer.start(episode.first_observation, instructions))
+        return self._room() >= self._settings.max_new_tokens
+
+    async def act(self, session: Any, sampling: Sampling) -> PlayerReply:
+        episode = self._episode
+        try:
+            with environment_waits():
+                async with asyncio.timeout(REPLY_S):
+                    completion = await self._policy.generate(list(episode.input_ids), sampling)
+        except TimeoutError:
+            raise EngineStalled(
+                f"the engine gave no reply to {len(episode.input_ids)} tokens within"
+                f" {REPLY_S:g} s; nothing committed is lost: the same command continues"
+            ) from None
+        start = len(episode.input_ids)
+        episode.act(completion)
+        self._stopped = self._renderer.ends_turn(completion.ids)
+        text, format = self._renderer.text(completion.ids), self._settings.action_format
+        action = extract_action(text, format, opens_thought=self._renderer.opens_thought)
+        return PlayerReply(text, action, completion.version, start, len(episode.input_ids))
+
+    def hear(self, observation: str, *, last: bool) -> bool:
+        following = self._renderer.bridge(observation, stopped=self._stopped)
+        room = self._room() - len(following)
+        goes_on = not last and room >= self._settings.max_new_tokens
+        # a trajectory never exceeds the context
+        if room >= 0 and (goes_on or self._settings.read_last):
+            self._episode.read(following)
+        return room >= self._settings.max_new_tokens
+
+    def _room(self) -> int:
+        return self._settings.context_tokens - len(self._episode.input_ids)
+
+
+def token_players(policy: Policy, renderer: ChatRenderer) -> PlayerOf:
+    """Return a `PlayerOf` that plays all episodes with one engine."""
+    return lambda *_: TokenPlayer(policy, renderer)
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """The instructions and worked examples of one environment; empty if its servers have none."""
+
+    instructions: str = ""
+    examples: tuple[Example, ...] = ()
+
+    def opening(self, env: str, num_examples: int, action_format: Literal["plain", "react"]) -> str:
+        """Return the instructions with the first worked examples.
+        Errors: ConfigError if the servers offer fewer.
+        """
+        if num_examples > len(self.examples):
+            raise ConfigError(
+                f"{env}: examples {num_examples}, and its servers offer"
+                f" {len(self.examples) or 'no'} worked examples; lower rollout.examples, or"
+                " examples of the protocol"
+            )
+        if not num_examples:
+            return self.instructions
+        parts = [self.instructions, INTRODUCTION]
+        for number, example in enumerate(self.examples[:num_examples], start=1):
+            lines = [f"Example {number}", f"Observation: {example.observation}"]
+            for turn in example.turns:
+                lines.append(f"Reply: {reply_naming(turn.action, action_format)}")
+                lines.append(f"Observation: {turn.observation}")
+            parts.append("\n".join(lines))
+        return "\n\n".join([*parts, ENDING])

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,20 +25,18 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from agentgym.config import EnvConfig
-from agentgym.rollouts.env_client import (
-    CLOSE_TIMEOUT_S,
-    EnvError,
+from agentgym.rollouts.env_client import CLOSE_TIMEOUT_S, EnvError, sendable
+from agentgym.rollouts.episode import Guide
+from agentgym.rollouts.foreign import (
     ForeignPool,
-    backoff_s,
     flag_of,
     number_of,
     text_of,
     unexpected,
     unreachable,
 )
-from agentgym.rollouts.guide import Guide
 from agentgym.types import Item
-from envs.wire import MAX_ACTION_CHARS, StepReply
+from envs.wire import StepReply
 
 logger = logging.getLogger(__name__)
 _handshakes = logging.getLogger(f"{__name__}.handshakes")
@@ -49,7 +46,6 @@ _handshakes.setLevel(logging.WARNING)
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 # every other code means that the environment failed
 KINDS = {"CAPACITY_REACHED": "full", "VALIDATION_ERROR": "bad_request"}
-RETRYABLE = ("unreachable", "full")
 COMMON = ("message", "text")  # preferred names if there are several text fields
 
 
@@ -91,8 +87,7 @@ class OpenEnvSession:
 
     async def step(self, action: str) -> StepReply:
         """Send one action, never twice, and return the scored answer. Errors: EnvError."""
-        text = action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()
-        data = await self._ask("step", {self._fields.action: text})
+        data = await self._ask("step", {self._fields.action: sendable(action)})
         observation = self._text(data)
         metadata = data.get("metadata") or data["observation"].get("metadata") or {}
         try:
@@ -144,13 +139,9 @@ class OpenEnvSession:
             payload = answer["data"]
             if answer["type"] == "error":
                 code = str(payload.get("code", ""))[:40]
-                raise EnvError(
-                    self.endpoint,
-                    f"/ws {kind}",
-                    "",
-                    KINDS.get(code, "env_crashed"),
-                    f"{code}: {str(payload.get('message'))[:300]}",
-                )
+                failure = KINDS.get(code, "env_crashed")
+                message = f"{code}: {str(payload.get('message'))[:300]}"
+                raise EnvError(self.endpoint, f"/ws {kind}", "", failure, message)
             if answer["type"] != "observation" or not isinstance(payload, dict):
                 raise self._unexpected(kind, answer)
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
@@ -205,30 +196,18 @@ class OpenEnvPool(ForeignPool):
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> AsyncIterator[OpenEnvSession]:
         """Yield an open session on the item, closed at the end. Errors: EnvError."""
-        session = await self._begin(item.task_id, request_key)
+        session = await self._repeated(
+            lambda: self._begin(self._less_used(), item.task_id, request_key),
+            patience_s=self._patience_s,
+        )
         with self._counted(session.endpoint):
             try:
                 yield session
             finally:
                 await session.close()
 
-    async def _begin(self, task_id: int, episode_id: str) -> OpenEnvSession:
-        """Connect to a server and reset; retry, on any server, if it is full or lost.
-        Failed sessions are closed, never acted in.
-        """
-        attempt, until = 0, time.monotonic() + self._patience_s
-        while True:
-            try:
-                return await self._try(self._less_used(), task_id, episode_id)
-            except EnvError as error:
-                if error.kind not in RETRYABLE or (
-                    attempt >= self._max_retries and time.monotonic() >= until
-                ):
-                    raise
-            await asyncio.sleep(backoff_s(attempt))
-            attempt += 1
-
-    async def _try(self, endpoint: str, task_id: int, episode_id: str) -> OpenEnvSession:
+    async def _begin(self, endpoint: str, task_id: int, episode_id: str) -> OpenEnvSession:
+        """Connect to a server and reset. A session that fails is closed, never acted in."""
         fields = self._fields.get(endpoint) or await self._fields_of(endpoint)
         session = OpenEnvSession(endpoint, fields, await self._connect(endpoint), self._timeout_s)
         try:
@@ -254,17 +233,10 @@ class OpenEnvPool(ForeignPool):
                 logger=_handshakes,
             )
         except InvalidStatus as error:
-            status, body = (
-                error.response.status_code,
-                (error.response.body or b"")[:200].decode(errors="replace"),
-            )
-            raise EnvError(
-                endpoint,
-                "/ws",
-                "",
-                "full" if status == 503 else "protocol",
-                f"status {status}: {body}",
-            ) from error
+            status = error.response.status_code
+            message = (error.response.body or b"")[:200].decode(errors="replace")
+            kind = "full" if status == 503 else "protocol"
+            raise EnvError(endpoint, "/ws", "", kind, f"status {status}: {message}") from error
         except (WebSocketException, OSError, TimeoutError) as error:
             raise unreachable(endpoint, "/ws", error) from error
 
@@ -294,13 +266,8 @@ class OpenEnvPool(ForeignPool):
             }
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             start = content[:200].decode(errors="replace")
-            raise EnvError(
-                endpoint,
-                "/schema",
-                "",
-                "protocol",
-                f"no schema of an OpenEnv server: status {status}, {start!r}",
-            ) from error
+            message = f"no schema of an OpenEnv server: status {status}, {start!r}"
+            raise EnvError(endpoint, "/schema", "", "protocol", message) from error
         for name, names in fields.items():
             if len(names) != 1:
                 which = f"which of {', '.join(names)} is the text" if names else "no text field"
@@ -316,12 +283,10 @@ def _text_fields(schema: Mapping[str, Any]) -> list[str]:
     """Return the names of a schema's required text fields; of all its text fields if none is
     required. If a name of COMMON is among them, return the first such name alone.
     """
-    texts = [name for name, field in schema["properties"].items() if _is_text(field)]
+    texts = [
+        name
+        for name, field in schema["properties"].items()
+        if any(option.get("type") == "string" for option in (field, *field.get("anyOf", ())))
+    ]
     candidates = [name for name in texts if name in schema.get("required", ())] or texts
     return next(([name] for name in COMMON if name in candidates), candidates)
-
-
-def _is_text(field: Mapping[str, Any]) -> bool:
-    return field.get("type") == "string" or any(
-        option.get("type") == "string" for option in field.get("anyOf", ())
-    )

@@ -1,80 +1,15 @@
-"""Players of an episode: an engine's tokens, an environment's expert, a script, or chance."""
+"""Players without tokens: an environment's expert, a script, or chance."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.env_client import EnvError
-from agentgym.rollouts.episode import (
-    Episode,
-    Player,
-    PlayerFailed,
-    PlayerReply,
-    environment_waits,
-    extract_action,
-)
-from agentgym.types import Item, Policy, SampleKey, Sampling
+from agentgym.rollouts.episode import Episode, PlayerFailed, PlayerReply
+from agentgym.types import SampleKey, Sampling
 from envs.wire import ErrorKind
-
-PlayerOf = Callable[[Item, int], Player]  # (item, sample) -> a new player; it plays one episode
-REPLY_S = 1800.0  # limit for one reply of an engine, even on a busy CPU
-
-
-class EngineStalled(RuntimeError):
-    """The engine gave no reply in time. This is no environment failure: the run ends."""
-
-
-class TokenPlayer:
-    """A player that acts with an engine's tokens, through the chat template of its model."""
-
-    def __init__(self, policy: Policy, renderer: ChatRenderer) -> None:
-        self._policy, self._renderer = policy, renderer
-        self._stopped = True
-
-    def begin(self, episode: Episode) -> bool:
-        self._episode, self._settings = episode, episode.settings
-        instructions = episode.settings.instructions_of(episode.item)
-        episode.read(self._renderer.start(episode.first_observation, instructions))
-        return self._room() >= self._settings.max_new_tokens
-
-    async def act(self, session: Any, sampling: Sampling) -> PlayerReply:
-        episode = self._episode
-        try:
-            with environment_waits():
-                async with asyncio.timeout(REPLY_S):
-                    completion = await self._policy.generate(list(episode.input_ids), sampling)
-        except TimeoutError:
-            raise EngineStalled(
-                f"the engine gave no reply to {len(episode.input_ids)} tokens within"
-                f" {REPLY_S:g} s; nothing committed is lost: the same command continues"
-            ) from None
-        start = len(episode.input_ids)
-        episode.act(completion)
-        self._stopped = self._renderer.ends_turn(completion.ids)
-        text, format = self._renderer.text(completion.ids), self._settings.action_format
-        action = extract_action(text, format, opens_thought=self._renderer.opens_thought)
-        return PlayerReply(text, action, completion.version, start, len(episode.input_ids))
-
-    def hear(self, observation: str, *, last: bool) -> bool:
-        following = self._renderer.bridge(observation, stopped=self._stopped)
-        room = self._room() - len(following)
-        goes_on = not last and room >= self._settings.max_new_tokens
-        # a trajectory never exceeds the context
-        if room >= 0 and (goes_on or self._settings.read_last):
-            self._episode.read(following)
-        return room >= self._settings.max_new_tokens
-
-    def _room(self) -> int:
-        return self._settings.context_tokens - len(self._episode.input_ids)
-
-
-def token_players(policy: Policy, renderer: ChatRenderer) -> PlayerOf:
-    """Return a `PlayerOf` that plays all episodes with one engine."""
-    return lambda *_: TokenPlayer(policy, renderer)
 
 
 class TextPlayer:

@@ -1,117 +1,45 @@
-"""Sessions on the environment servers of a run, in any protocol."""
+"""Sessions on the environment servers of a run, in any protocol: address lookup, load balancing,
+and the check of servers against the configuration.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import base64
+import contextlib
+import ipaddress
 import logging
+import random
+import socket
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from types import TracebackType
 from typing import Any, Protocol, Self
+from urllib.parse import urlsplit
 
 from agentgym.config import ConfigError, EnvConfig
-from agentgym.rollouts.balancing import Balancer
+from agentgym.deploy.fleets.addresses import listed
 from agentgym.rollouts.env_client import (
-    CLOSE_TIMEOUT_S,
     EnvClient,
     EnvError,
+    EnvSession,
     Retryable,
     back_off,
     give_up,
 )
-from agentgym.rollouts.guide import Guide
-from agentgym.types import Endpoints, Item
-from envs.wire import (
-    MAX_ACTION_CHARS,
-    PROTOCOL_VERSION,
-    TEXTS,
-    CloseReply,
-    CreateReply,
-    CreateRequest,
-    ExpertReply,
-    HintsReply,
-    InfoReply,
-    RenderReply,
-    SessionRequest,
-    StepReply,
-    StepRequest,
-)
+from agentgym.rollouts.episode import Guide
+from agentgym.types import Endpoint, Endpoints, Item
+from envs.wire import PROTOCOL_VERSION, CreateReply, CreateRequest, InfoReply, ReadyReply
 
 logger = logging.getLogger(__name__)
 
+LOAD_AGE_S = 1.0  # maximum age of a server's reported load
+RESOLVE_S = 30.0  # maximum age of a host name's addresses
+LISTED_S = 1.0  # maximum age of a listing's addresses
 FLEET_PATIENCE_S = 180.0  # a lost pod is recreated elsewhere within this time
 CHECK_TIMEOUT_S = 10.0  # of one request before a run begins
-
-
-class EnvSession:
-    """One open episode. One coroutine at a time uses it."""
-
-    def __init__(self, client: EnvClient, endpoint: str, reply: CreateReply) -> None:
-        self.endpoint = endpoint
-        self.observation = reply.observation  # the latest
-        self.turn = 0  # number of the last action that was answered
-        self._client = client
-        self._id = reply.session_id
-        self._as_request = SessionRequest(session_id=reply.session_id)
-
-    async def step(self, action: str) -> StepReply:
-        """Act once, however often the request has to be sent, and return the answer.
-        Text beyond MAX_ACTION_CHARS is cut: no environment reads that far.
-
-        Errors: EnvError.
-        """
-        text = action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()
-        request = StepRequest(session_id=self._id, turn=self.turn + 1, action=text)
-        reply = await self._client.ask(
-            self.endpoint, "/step", StepReply, request, session_id=self._id
-        )
-        self.turn = reply.turn
-        self.observation = reply.observation
-        return reply
-
-    async def expert(self) -> str:
-        """Return the action of the server's expert.
-        Errors: EnvError, kind `expert_failed` if the expert has no answer.
-        """
-        return (
-            await self._client.ask(
-                self.endpoint, "/expert", ExpertReply, self._as_request, session_id=self._id
-            )
-        ).action
-
-    async def hints(self) -> list[str]:
-        """Return the actions the simulator would carry out now.
-        Errors: EnvError, also for an environment that does not list them.
-        """
-        path = f"/hints?session_id={self._id}"
-        reply = await self._client.ask(self.endpoint, path, HintsReply, session_id=self._id)
-        return reply.actions
-
-    async def render(self) -> tuple[str, bytes]:
-        """Return (media type, bytes) of the present state. Errors: EnvError."""
-        reply = await self._client.ask(
-            self.endpoint, f"/render?session_id={self._id}", RenderReply, session_id=self._id
-        )
-        is_text = reply.media_type in TEXTS
-        data = reply.data.encode() if is_text else base64.b64decode(reply.data)
-        return reply.media_type, data
-
-    async def close(self) -> None:
-        """Close the session, tried once; a failure is only logged: the server reaps the session."""
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._client.ask(
-                    self.endpoint,
-                    "/close",
-                    CloseReply,
-                    self._as_request,
-                    session_id=self._id,
-                    max_retries=0,
-                )
-        except (EnvError, TimeoutError) as error:
-            logger.info("session left to the server's reaper: %s", error)
+# fields of /info in which a server that comes later must equal the others
+ALIKE = ("env", "options", "protocol_version", "offers_expert", "instructions", "examples")
 
 
 class EnvPool:
@@ -128,7 +56,7 @@ class EnvPool:
         """Prepare a pool.
 
         endpoints: URLs. A host name with several addresses stands for a server at each address and
-        is looked up repeatedly.
+        is looked up repeatedly. An endpoint with a listing has the servers in it.
         patience_s: while no server of the pool opens a session, `session` keeps trying for at
         least this long: a server may be restarting.
         Errors: ValueError without an endpoint.
@@ -141,33 +69,35 @@ class EnvPool:
         self.client = EnvClient(
             endpoints, request_timeout_s=request_timeout_s, max_retries=max_retries
         )
-        self._balancer = Balancer(endpoints, self.client)
+        self.client.is_gone = self._is_gone
+        self._configured = tuple(endpoint.rstrip("/") for endpoint in endpoints)
+        self.endpoints = self._configured  # URLs of the servers as last looked up
+        self._listings = {
+            endpoint.rstrip("/"): endpoint.listing
+            for endpoint in endpoints
+            if isinstance(endpoint, Endpoint) and endpoint.listing
+        }
+        self._looked_up_at: dict[str, float] = {}
+        self._resolved_at = -RESOLVE_S
+        self._random = random.SystemRandom()  # unseeded: the choice of server changes no result
+        # open sessions of each server, adjusted by ours; inf if the server accepts none
+        self._load: defaultdict[str, float] = defaultdict(float)
+        self._load_seen_at: defaultdict[str, float] = defaultdict(float)
         self._patience_s = patience_s
         self._refused_since: float | None = None  # when the pool last stopped opening sessions
-
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """URLs of the servers as last looked up."""
-        return self._balancer.endpoints
 
     async def __aenter__(self) -> Self:
         await self.client.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.client.__aexit__(kind, error, trace)
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.__aexit__()
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
         """Refuse servers that do not match the configuration; later ones must match these.
-
-        Result: instructions and worked examples. Errors: as `check_endpoints`.
+        Errors: as `check_endpoints`.
         """
-        await self._balancer.resolve()
+        await self._resolve()
         replies = await check_endpoints(
             self, expect_env=env.name, allow_expert=allow_expert, expect_options=env.options
         )
@@ -176,11 +106,8 @@ class EnvPool:
 
     async def info(self) -> list[InfoReply]:
         """Return each endpoint's /info, in the order of `endpoints`. Errors: EnvError."""
-        return list(
-            await asyncio.gather(
-                *(self.client.ask(endpoint, "/info", InfoReply) for endpoint in self.endpoints)
-            )
-        )
+        asking = (self.client.ask(endpoint, "/info", InfoReply) for endpoint in self.endpoints)
+        return list(await asyncio.gather(*asking))
 
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> AsyncIterator[EnvSession]:
@@ -192,12 +119,12 @@ class EnvPool:
         endpoint, reply = await self._create(
             CreateRequest(request_key=request_key, task_id=item.task_id)
         )
-        self._balancer.load[endpoint] += 1
+        self._load[endpoint] += 1
         session = EnvSession(self.client, endpoint, reply)
         try:
             yield session
         finally:
-            self._balancer.load[endpoint] -= 1
+            self._load[endpoint] -= 1
             await session.close()
 
     async def _create(self, request: CreateRequest) -> tuple[str, CreateReply]:
@@ -208,34 +135,150 @@ class EnvPool:
         """
         attempt = 0
         while True:
-            endpoint = await self._balancer.choose()
+            endpoint = await self._choose()
             try:
                 reply = await self.client.send(endpoint, "/create", CreateReply, request)
                 self._refused_since = None
                 return endpoint, reply
             except Retryable as error:
                 now = time.monotonic()
-                self._balancer.avoid(endpoint)
+                # no session there until its load is refreshed, after LOAD_AGE_S
+                self._load[endpoint], self._load_seen_at[endpoint] = float("inf"), now
                 self._refused_since = self._refused_since or now
-                if (
-                    attempt >= self.client.max_retries
-                    and now - self._refused_since >= self._patience_s
-                ):
+                is_patient = now - self._refused_since < self._patience_s
+                if attempt >= self.client.max_retries and not is_patient:
                     give_up(endpoint, "/create", "", attempt, error)
                 await back_off(attempt, error, nowhere_else=len(self.endpoints) == 1)
                 attempt += 1
 
+    async def _choose(self) -> str:
+        """Return the less loaded of two servers drawn at random.
+        Errors: EnvError if the server came after the others were checked and differs.
+        """
+        await self._resolve()
+        pair = self._random.sample(self.endpoints, min(2, len(self.endpoints)))
+        if len(pair) > 1:
+            await asyncio.gather(*(self._refresh_load(endpoint) for endpoint in pair))
+        chosen = min(pair, key=self._load.__getitem__)
+        if self.client.known and chosen not in self.client.known:
+            await self._check_newcomer(chosen)
+        return chosen
 
-class AnyPool(Protocol):
+    async def _resolve(self) -> None:
+        """Look up the servers: listings every LISTED_S, host names at most once in RESOLVE_S.
+        An endpoint that cannot be resolved keeps its addresses.
+
+        Errors: EnvError if a listing reports that its servers may not be used any more.
+        """
+        age_s = LISTED_S if self._listings else RESOLVE_S
+        if time.monotonic() - self._resolved_at < age_s:
+            return
+        self._resolved_at = time.monotonic()
+        resolved: dict[str, str] = {}  # endpoint -> host name that resolved to it, if another
+        for endpoint in self._configured:
+            addresses = self._listed(endpoint)
+            resolved |= await self._looked_up(endpoint) if addresses is None else addresses
+        self.client.hosts = {endpoint: name for endpoint, name in resolved.items() if name}
+        if set(resolved) != set(self.endpoints):
+            logger.info("environment servers are now %s", ", ".join(resolved))
+        self.endpoints = tuple(resolved)
+
+    def _listed(self, endpoint: str) -> dict[str, str] | None:
+        """Return address -> host name from the endpoint's listing; None if none is on this machine.
+        Errors: EnvError with the trouble that the listing reports.
+        """
+        path = self._listings.get(endpoint)
+        if path is None or (listing := listed(path)) is None:
+            return None
+        addresses, trouble = listing
+        if trouble:
+            raise EnvError(endpoint, "", "", "fleet", trouble)
+        name = urlsplit(endpoint).netloc
+        return dict.fromkeys(addresses, name) or self._known(endpoint)
+
+    def _is_gone(self, endpoint: str) -> bool:
+        """Return True if all listings name servers but not this one: it is lost, or drains."""
+        listings = [listed(path) for path in self._listings.values()]
+        return bool(listings) and all(
+            listing and listing[0] and endpoint not in listing[0] for listing in listings
+        )
+
+    async def _looked_up(self, endpoint: str) -> dict[str, str]:
+        """Return URL -> host name for the addresses of the endpoint's host; the known ones if the
+        lookup is recent or fails; {endpoint: ""} if it needs no lookup or has one address.
+        """
+        parts = urlsplit(endpoint)
+        if parts.scheme != "http" or not parts.hostname or _is_address(parts.hostname):
+            return {endpoint: ""}
+        if time.monotonic() - self._looked_up_at.get(endpoint, -RESOLVE_S) < RESOLVE_S:
+            return self._known(endpoint)
+        self._looked_up_at[endpoint] = time.monotonic()
+        addresses: set[tuple[str, int]] = set()
+        with contextlib.suppress(OSError):
+            rows = await asyncio.get_running_loop().getaddrinfo(
+                parts.hostname, parts.port or 80, type=socket.SOCK_STREAM
+            )
+            addresses = {
+                (f"[{row[4][0]}]" if row[0] is socket.AF_INET6 else str(row[4][0]), int(row[4][1]))
+                for row in rows
+            }
+        if not addresses:
+            logger.warning(
+                "%s cannot be found; going on with the addresses known so far", parts.hostname
+            )
+            return self._known(endpoint)
+        if len(addresses) < 2:
+            return {endpoint: ""}
+        urls = [f"http://{host}:{port}{parts.path}" for host, port in sorted(addresses)]
+        return dict.fromkeys(urls, parts.netloc)
+
+    def _known(self, endpoint: str) -> dict[str, str]:
+        """Return URL -> host name of the endpoint as last looked up; without any, the endpoint."""
+        name = urlsplit(endpoint).netloc
+        known = {url: host for url, host in self.client.hosts.items() if host == name}
+        return known or {endpoint: ""}
+
+    async def _check_newcomer(self, endpoint: str) -> None:
+        expected = next(iter(self.client.known.values()))
+        info = await self.client.ask(endpoint, "/info", InfoReply)
+        for name in ALIKE:
+            if getattr(info, name) != getattr(expected, name):
+                message = (
+                    f"a server that came later has {name}={getattr(info, name)!r:.200}, the others"
+                    f" {getattr(expected, name)!r:.200}"
+                )
+                raise EnvError(endpoint, "/info", "", "mismatch", f"{message}; make them equal")
+        self.client.known[endpoint] = info
+
+    async def _refresh_load(self, endpoint: str) -> None:
+        """Ask for the load at most once in LOAD_AGE_S; the pool adds our own sessions meanwhile.
+        Without an answer the load is infinite.
+        """
+        now = time.monotonic()
+        if now - self._load_seen_at[endpoint] < LOAD_AGE_S:
+            return
+        self._load_seen_at[endpoint] = now
+        try:
+            ready = await self.client.send(endpoint, "/readyz", ReadyReply)
+            self._load[endpoint] = float(ready.active_sessions)
+        except (Retryable, EnvError) as error:
+            if self._load[endpoint] != float("inf"):
+                logger.warning("%s takes no sessions: %s", endpoint, error)
+            self._load[endpoint] = float("inf")
+
+
+def _is_address(host: str) -> bool:
+    """Return True for a host that needs no lookup."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return True
+
+
+class AnyPool(AbstractAsyncContextManager[Any], Protocol):
     """Servers of one environment, in any dialect."""
 
-    async def __aenter__(self) -> Self: ...
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
     def session(self, item: Item, request_key: str) -> AbstractAsyncContextManager[Any]: ...
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide: ...
 
@@ -253,12 +296,7 @@ class EnvPools:
             await self._stack.enter_async_context(pool)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     @classmethod
@@ -273,9 +311,7 @@ class EnvPools:
         return self._pools[item.env].session(item, request_key)
 
     async def check(self, envs: Sequence[EnvConfig], *, allow_expert: bool) -> dict[str, Guide]:
-        """Refuse servers that do not match the configuration.
-        Result: environment -> its guide.
-
+        """Refuse servers that do not match the configuration; return environment -> its guide.
         Errors: as `check_endpoints`.
         """
         return {
@@ -316,17 +352,14 @@ async def check_endpoints(
     try:
         replies = await pool.info()
     except EnvError as error:
-        if error.kind == "unreachable":
-            raise EnvError(
-                error.endpoint,
-                error.route,
-                "",
-                error.kind,
-                f"{error.message}; expected a {expect_env} server there: start it (python -m envs"
-                f" serve {expect_env} --port PORT), or correct env.endpoints (empty: one is started"
-                " on this machine). Nothing committed is lost: the same command continues",
-            ) from error
-        raise
+        if error.kind != "unreachable":
+            raise
+        message = (
+            f"{error.message}; expected a {expect_env} server there: start it (python -m envs"
+            f" serve {expect_env} --port PORT), or correct env.endpoints (empty: one is started"
+            " on this machine). Nothing committed is lost: the same command continues"
+        )
+        raise EnvError(error.endpoint, error.route, "", error.kind, message) from error
     for endpoint, info in zip(pool.endpoints, replies, strict=True):
         if info.protocol_version != PROTOCOL_VERSION:
             raise ValueError(

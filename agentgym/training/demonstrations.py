@@ -23,11 +23,12 @@ from agentgym.rollouts.episode import (
     Episode,
     EpisodeSettings,
     Player,
+    PlayerOf,
     PlayerReply,
     extract_action,
     reply_naming,
 )
-from agentgym.rollouts.players import ExpertPlayer, PlayerOf, ScriptedPlayer
+from agentgym.rollouts.players import ExpertPlayer, ScriptedPlayer
 from agentgym.steps.context import StepContext
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore

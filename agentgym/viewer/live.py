@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig, asked_of
 from agentgym.data.items import PUBLISHED_COUNTS
-from agentgym.evaluation.policies import Contender, PolicyName, seated, told_by
+from agentgym.evaluation.policies import PolicyName, seated, told_by
 from agentgym.evaluation.protocol import EnvProtocol, EvaluationRequest
 from agentgym.pages import Pages
 from agentgym.pipeline.contenders import invite

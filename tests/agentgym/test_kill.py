@@ -48,7 +48,7 @@ import agentgym.store.posix as posix
 import agentgym.pipeline.run as steps
 from agentgym.config import load_config
 from agentgym.steps.context import StepContext
-from agentgym.rollouts.pools import EnvSession
+from agentgym.rollouts.env_client import EnvSession
 from agentgym.rollouts.engine import LocalEngine
 
 params, moment = sys.argv[1:]

@@ -110,12 +110,12 @@ def test_environments_that_are_up_serve_the_next_run_and_go_down_on_request(depl
     assert seen["state"] == "Completed", seen["message"]
     assert log.read_bytes() == before  # no server of its own
     assert int(server["held by"].removeprefix("process ")) in deployed.pids(
-        "agentgym.deploy.keepers"
+        "agentgym.deploy.environment"
     )
     down = deployed.request("envs-down/local")
     assert deployed.wait(down, "Completed", "Failed")["state"] == "Completed"
     wait_until(
-        lambda: not deployed.pids("agentgym.deploy.keepers", "envs serve"),
+        lambda: not deployed.pids("agentgym.deploy.environment", "envs serve"),
         30,
         why=lambda: processes(deployed.project),
     )

@@ -1,7 +1,8 @@
 """Fleets of environment servers on a cluster: the parts that agentgym/deploy/kubernetes.py joins.
 
-readiness   which pod is not ready, and why
-preflight   what a cluster lacks, before anything is sent
-lease       which run a fleet belongs to, and whether that run lives
-addresses   where the servers are now, for the balancer
+startup      bring servers up, tell which pod is not ready and why, take them down
+preflight    what a cluster lacks, before anything is sent
+fleet_lease  which run a fleet belongs to, and whether that run lives
+addresses    where the servers are now, for the pools of a run
+upkeep       lease, addresses and breaker while a run plays
 """

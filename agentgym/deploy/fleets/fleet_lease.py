@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
@@ -48,8 +48,7 @@ class Group:
         metadata, spec = lease["metadata"], lease.get("spec", {})
         labels = metadata.get("labels", {})
         try:
-            record = json.loads(metadata.get("annotations", {}).get(HOLDER, ""))
-            holder = Holder.from_tree(record)
+            holder = Holder.from_tree(json.loads(metadata.get("annotations", {}).get(HOLDER, "")))
         except (ValueError, TypeError, AttributeError):
             holder = None
         return cls(
@@ -68,20 +67,17 @@ class Group:
         except ValueError:
             return float("inf")
 
-    def is_alive(self, now: float) -> bool:
+    def is_alive(self, now: float | None = None) -> bool:
         """Return True if the holder's process lives, or, if that cannot be seen from here, if the
         last renewal is recent.
         A renewal more than ttl_s in the future comes from a wrong clock and does not count.
         """
-        silent_s = self.silent_s(now)
+        silent_s = self.silent_s(time.time() if now is None else now)
         if silent_s < -self.ttl_s:
             silent_s = float("inf")
         if self.holder is None:
             return silent_s < self.ttl_s
         return self.holder.is_alive(silent_s, ttl_s=self.ttl_s)
-
-    def is_alive_now(self) -> bool:
-        return self.is_alive(time.time())
 
     def owner(self) -> Object:
         """Reference that makes an object end with the lease."""
@@ -110,11 +106,10 @@ def acquire(kube: Kube, run: str, *, ttl_s: float, kept: bool = False) -> Group:
             group = Group.of(lease)
             if lease["metadata"].get("deletionTimestamp"):
                 raise LeaseHeld(f"the servers of {run} are being taken down")
-            if group.is_alive(time.time()) and not group.is_kept:
+            if group.is_alive() and not group.is_kept:
                 raise LeaseHeld(f"the servers of {run} are held by {group.holder}")
-            version = {"resourceVersion": lease["metadata"]["resourceVersion"]}
             changes = _lease(run, ttl_s, kept)
-            changes["metadata"] |= version
+            changes["metadata"]["resourceVersion"] = lease["metadata"]["resourceVersion"]
             return Group.of(kube.patch(LEASE, lease_name(run), changes))
         except (AlreadyExists, Stale):
             continue  # another process was faster: read again
@@ -142,10 +137,9 @@ def renew(kube: Kube, group: Group) -> bool:
     if not group.is_kept and now.holder != group.holder:
         return False
     version = {"resourceVersion": lease["metadata"]["resourceVersion"]}
+    changes = {"metadata": version, "spec": {"renewTime": _now()}}
     try:
-        kube.patch(
-            LEASE, lease_name(group.run), {"metadata": version, "spec": {"renewTime": _now()}}
-        )
+        kube.patch(LEASE, lease_name(group.run), changes)
     except Stale:
         return renew(kube, group) if group.is_kept else False
     return True
@@ -163,28 +157,26 @@ def dead_groups(
     """Return groups whose holder is dead or whose time is over. If a holder is not on this machine,
     wait observe_s and leave out groups renewed meanwhile: their clock may differ from ours.
     """
-    suspects = [group for group in groups(kube) if not group.is_alive(time.time())]
+    suspects = [group for group in groups(kube) if not group.is_alive()]
     far = [group for group in suspects if group.holder is None or not group.holder.is_near()]
     if not far:
         return suspects
     logger.info("watching %d groups of servers for %.0f s", len(far), observe_s)
     sleep(observe_s)
-    now = {group.uid: group for group in groups(kube)}
-    return [
-        group for group in suspects if group.uid in now and now[group.uid].renewed == group.renewed
-    ]
+    renewed = {group.uid: group.renewed for group in groups(kube)}
+    return [group for group in suspects if renewed.get(group.uid) == group.renewed]
 
 
 def _lease(run: str, ttl_s: float, kept: bool) -> Object:
     now = _now()
-    labels: Mapping[str, str] = {**OWNED, RUN_LABEL: run, **({KEPT: "true"} if kept else {})}
+    labels = {**OWNED, RUN_LABEL: run, **({KEPT: "true"} if kept else {})}
     me = None if kept else Holder.me(epoch=0)
     return {
         "apiVersion": LEASE.api_version,
         "kind": LEASE.kind,
         "metadata": {
             "name": lease_name(run),
-            "labels": dict(labels),
+            "labels": labels,
             "annotations": {HOLDER: json.dumps(asdict(me) if me else None)},
         },
         "spec": {

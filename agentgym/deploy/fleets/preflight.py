@@ -39,11 +39,7 @@ def lacks(kube: Kube, objects: Sequence[Object]) -> list[str]:
         return missing
     if refused := missing_rights(kube):
         return refused
-    return [
-        *refusals(kube, objects),
-        *no_room(kube, objects),
-        *no_nodes(kube, objects),
-    ]
+    return [*refusals(kube, objects), *no_room(kube, objects), *no_nodes(kube, objects)]
 
 
 def unknown_kinds(kube: Kube, objects: Iterable[Object]) -> list[str]:
@@ -101,12 +97,8 @@ def no_room(kube: Kube, objects: Sequence[Object]) -> list[str]:
     quotas = kube.list(RESOURCE_QUOTA).items
     if not quotas:
         return []
-    new = [obj for obj in objects if _is_new(kube, obj)]
+    new = [obj for obj in objects if kube.find(Kind.of(obj), obj["metadata"]["name"]) is None]
     return lacking(quotas, asked(new))
-
-
-def _is_new(kube: Kube, obj: Object) -> bool:
-    return kube.find(Kind.of(obj), obj["metadata"]["name"]) is None
 
 
 def asked(objects: Iterable[Object]) -> dict[str, float]:
@@ -220,20 +212,14 @@ def _terms(pod: Object) -> list[Object]:
 
 
 def _matches(labels: Object, expression: Object) -> bool:
-    value, values, operator = (
-        labels.get(expression["key"]),
-        expression.get("values", ()),
-        expression["operator"],
-    )
-    if operator == "Exists":
-        return value is not None
-    if operator == "DoesNotExist":
-        return value is None
-    if operator == "In":
-        return value in values
-    if operator == "NotIn":
-        return value not in values
-    return True  # Gt and Lt are left to the scheduler
+    value, values = labels.get(expression["key"]), expression.get("values") or ()
+    answers = {
+        "Exists": value is not None,
+        "DoesNotExist": value is None,
+        "In": value in values,
+        "NotIn": value not in values,
+    }
+    return answers.get(expression["operator"], True)  # Gt and Lt are left to the scheduler
 
 
 def _gpus(pod: Object) -> bool:

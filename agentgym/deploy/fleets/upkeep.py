@@ -23,7 +23,7 @@ from agentgym.deploy.fleets.addresses import (
 from agentgym.deploy.fleets.fleet_lease import RENEWALS, Group, renew
 from agentgym.deploy.fleets.startup import FleetTripped, check_breaker
 from agentgym.deploy.kube.calls import KubeError
-from agentgym.deploy.kube.client import Kube, Object
+from agentgym.deploy.kube.client import Kube
 from agentgym.deploy.manifests import RUN_LABEL
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,9 @@ class Upkeep:
         for slices in self._kube.watch(self._kind, labels=labels, for_s=3600.0, idle_s=IDLE_S):
             if self._stop.is_set():
                 return
-            self._say(slices)
+            for service, listing in self._listings.items():
+                servers = servers_of(obj for obj in slices if service_of(obj) == service)
+                self._write(listing, self._outside.addresses(servers))
             if time.monotonic() - self._renewed_at >= self._period_s:
                 self._renewed_at = time.monotonic()
                 if not renew(self._kube, self._group):
@@ -98,11 +100,6 @@ class Upkeep:
     @property
     def _period_s(self) -> float:
         return min(self._group.ttl_s / RENEWALS, 60.0)
-
-    def _say(self, slices: Sequence[Object]) -> None:
-        for service, listing in self._listings.items():
-            servers = servers_of(obj for obj in slices if service_of(obj) == service)
-            self._write(listing, self._outside.addresses(servers))
 
     def _write(self, listing: Listing, addresses: Sequence[str], trouble: str = "") -> None:
         with self._lock:
@@ -120,8 +117,7 @@ def first_addresses(kube: Kube, service: str, *, num: int, timeout_s: float) -> 
     """
     end, kind, outside = time.monotonic() + timeout_s, kind_of_addresses(kube), Outside(kube)
     while True:
-        slices = [obj for obj in kube.list(kind).items if service_of(obj) == service]
-        servers = servers_of(slices)
+        servers = servers_of(obj for obj in kube.list(kind).items if service_of(obj) == service)
         if len(servers) >= num:
             return outside.addresses(servers)
         if time.monotonic() > end:

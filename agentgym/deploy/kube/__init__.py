@@ -2,6 +2,6 @@
 extra `cluster` installs.
 
 client       apply, create, get, list, patch, delete, watch: each with a deadline
-transport    attempts of one call, and errors of the API server, each as one sentence
+calls        attempts of one call, and errors of the API server, each as one sentence
 credentials  identity: a kubeconfig, or the account of this pod; read again after a refusal
 """

@@ -137,12 +137,10 @@ class Transport:
     def ask(self, verb: str, doing: str, **options: Any) -> dict[str, Any]:
         """Carry out a verb, as `call`; return the answer's JSON object. Errors: KubeError."""
         body = self.call(verb, doing, **options)
-        with contextlib.suppress(ValueError):
-            if isinstance(answer := json.loads(body), dict):
-                return answer
-        raise KubeError(
-            f"{doing}: what answers at {self._host()} is no API server: {body[:100]!r}", 200
-        )
+        if (answer := _object_in(body)) is None:
+            text = f"{doing}: what answers at {self._host()} is no API server: {body[:100]!r}"
+            raise KubeError(text, 200)
+        return answer
 
     def call(
         self,
@@ -274,7 +272,7 @@ def error_of(status: int, body: str, doing: str) -> KubeError:
     """Return the error that an answer of that status means.
     body: a Status object if the API server itself answered. doing: as in Transport.
     """
-    answer = _status_of(body)
+    answer = _object_in(body) or {}
     message = str(answer.get("message") or body[:200].strip() or "no reason")
     causes = (answer.get("details") or {}).get("causes") or []
     conflict: tuple[type[KubeError], str] = (Stale, f"it was changed meanwhile ({message})")
@@ -284,12 +282,10 @@ def error_of(status: int, body: str, doing: str) -> KubeError:
         conflict = AlreadyExists, "one of that name is there already"
     renew = "renew them, as `kubectl get pods` with the same kubeconfig shows"
     invalid = KubeError, f"the cluster refuses it as invalid: {message}"
+    refused = f"the cluster does not accept these credentials (401 {message}); {renew}"
     answers: dict[int, tuple[type[KubeError], str]] = {
         400: invalid,
-        UNAUTHORIZED: (
-            Forbidden,
-            f"the cluster does not accept these credentials (401 {message}); {renew}",
-        ),
+        UNAUTHORIZED: (Forbidden, refused),
         FORBIDDEN: (Forbidden, f"{message}; {_allow(message)}"),
         MISSING: (NotFound, message),
         CONFLICT: conflict,
@@ -301,13 +297,12 @@ def error_of(status: int, body: str, doing: str) -> KubeError:
     return error(f"{doing}: {text}", status)
 
 
-def _status_of(body: str) -> Mapping[str, Any]:
-    """Return the Status object in an answer; empty if there is none."""
-    try:
-        answer = json.loads(body)
-    except ValueError:
-        return {}
-    return answer if isinstance(answer, dict) else {}
+def _object_in(body: bytes | str) -> dict[str, Any] | None:
+    """Return an answer's JSON object; None if it is no JSON, or no object."""
+    with contextlib.suppress(ValueError):
+        if isinstance(answer := json.loads(body), dict):
+            return answer
+    return None
 
 
 def _allow(message: str) -> str:

@@ -103,9 +103,8 @@ class Kube:
     """Client of one cluster and a namespace in it; a manifest's own namespace overrides that one.
     Threads may share it.
 
-    Every method raises KubeError (see transport.py) with a sentence that names the remedy:
-    Forbidden, NotFound, NotServed, FieldConflict, ..., and ApiUnreachable once the deadline has
-    passed.
+    Every method raises KubeError (see calls.py) with a sentence that names the remedy, and
+    ApiUnreachable once the deadline has passed.
     """
 
     transport: Transport
@@ -119,9 +118,7 @@ class Kube:
         self.transport.session.close()
 
     def apply(self, wanted: Object, *, force: bool = False, dry_run: bool = False) -> Object:
-        """Apply the object on the server side and return it as it is now. A repeated call changes
-        nothing.
-
+        """Apply the object on the server side and return it as it is now; idempotent.
         Errors: FieldConflict if another manager owns a field, unless forced.
         """
         return self._ask(
@@ -244,8 +241,8 @@ class Kube:
         """Yield all objects of a kind that have the labels, for for_s seconds or until closed: as
         they are now, after every change, and whenever nothing has changed for idle_s.
 
-        The watch recovers from dropped connections, and from versions that the API server has
-        forgotten (410): a change may come late, or several as one, and none is lost.
+        The watch recovers from dropped connections and from forgotten versions (410): a change may
+        come late, or several as one, and none is lost.
         Errors: ApiUnreachable if no answer comes for the deadline of a call.
         """
         clock, retries = self.transport.clock, self.transport.retries
@@ -309,9 +306,7 @@ class Kube:
         return output.decode(errors="replace")
 
     def may(self, verb: str, group: str, plural: str, *, subresource: str = "") -> bool:
-        """Return True if this account may do that in the namespace, by a
-        SelfSubjectAccessReview.
-        """
+        """Return True if this account may do that in the namespace, by an access review."""
         attributes = {"verb": verb, "group": group, "resource": plural, "subresource": subresource}
         spec = {"resourceAttributes": attributes | {"namespace": self.namespace}}
         review = {"apiVersion": REVIEW.api_version, "kind": REVIEW.kind, "spec": spec}

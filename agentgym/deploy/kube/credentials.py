@@ -120,7 +120,8 @@ class Session:
             else:
                 config.load_incluster_config(settings)
         except (config.ConfigException, OSError, yaml.YAMLError, *NO_MAPPING) as error:
-            raise ConfigError(f"{self.source}: {_one_line(error)}") from None
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigError(f"{self.source}: {reason}") from None
         if not settings.verify_ssl:
             _tell_once(str(self.source))
         settings.retries = False  # we repeat calls by our own rules
@@ -137,7 +138,3 @@ def _tell_once(source: str) -> None:
 
     urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
     logger.warning("%s: the cluster's certificate is not verified, as it asks for", source)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -114,8 +114,6 @@ def first_digest(checkpoint: Checkpoint) -> str:
 
 
 MOST_BATCHED = 8192  # tokens of one forward; at least a context
-
-
 # variables for vLLM's processes; a variable that is already set keeps its value
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",  # send nothing out
@@ -157,12 +155,12 @@ def engine_arguments(settings: EngineSettings, folder: Path) -> Any:
     """Return the arguments that vLLM is started with."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    vllm, context, on_gpu = (
-        VllmConfig(**settings.vllm),
-        settings.context_tokens,
-        settings.device != "cpu",
-    )
-    rank = settings.adapter["r"] if settings.adapter else 0
+    vllm, context = VllmConfig(**settings.vllm), settings.context_tokens
+    on_gpu = settings.device != "cpu"
+    optional: dict[str, Any] = {"gpu_memory_utilization": vllm.memory_frac} if on_gpu else {}
+    if settings.adapter and (rank := settings.adapter["r"]):
+        most = min(size for size in VLLM_RANKS if size >= rank)
+        optional |= {"enable_lora": True, "max_lora_rank": most}
     return AsyncEngineArgs(
         model=str(folder),
         load_format="auto" if any(folder.glob("*.safetensors")) else "dummy",
@@ -186,10 +184,5 @@ def engine_arguments(settings: EngineSettings, folder: Path) -> Any:
         disable_log_stats=True,
         use_tqdm_on_load=False,
         trust_remote_code=False,
-        **(
-            {"enable_lora": True, "max_lora_rank": min(size for size in VLLM_RANKS if size >= rank)}
-            if rank
-            else {}
-        ),
-        **({"gpu_memory_utilization": vllm.memory_frac} if on_gpu else {}),
+        **optional,
     )

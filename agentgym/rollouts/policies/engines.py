@@ -56,7 +56,7 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class EngineClass(Policy, Protocol):
     """The class that an entry point names; its instances are policies."""
 
-    # True if a SampleKey and the weights determine a token, see `agentgym.rollouts.policies.draw`:
+    # True if a SampleKey and the weights determine a token, see `agentgym.rollouts.policies.torch`:
     # an audit then repeats the draw. If False, it can only compute how likely a token was.
     repeats_draws: ClassVar[bool]
     tolerances: ClassVar[Tolerances]
@@ -88,7 +88,7 @@ def open_here(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version
 
 def engine_class(name: str) -> type[EngineClass]:
     """Import and return the class of an engine. Errors: ConfigError if its name is unknown."""
-    return cast(type[EngineClass], _entry(name).load())
+    return cast(type[EngineClass], engine_entry(name).load())
 
 
 def check_engine(cfg: RunConfig) -> None:
@@ -125,14 +125,10 @@ def installed(python: str, package: str) -> bool:
 
 def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
     """Return name -> version of those packages that an interpreter has. Errors: see `installed`."""
-    if python == sys.executable:
-        return _versions(packages)
-    versions: dict[str, str] = _asked(python, VERSIONS, *packages)
-    return versions
-
-
-def _versions(names: Sequence[str]) -> dict[str, str]:
-    lookups = ((name, next(iter(distributions(name=name)), None)) for name in names)
+    if python != sys.executable:
+        versions: dict[str, str] = _asked(python, VERSIONS, *packages)
+        return versions
+    lookups = ((name, next(iter(distributions(name=name)), None)) for name in packages)
     return {name: package.version for name, package in lookups if package}
 
 
@@ -141,10 +137,7 @@ def _asked(python: str, expression: str, *arguments: str) -> Any:
     code = f"import importlib.metadata, importlib.util, json, sys; print(json.dumps({expression}))"
     try:
         process = subprocess.run(
-            [python, "-c", code, *arguments],
-            capture_output=True,
-            check=True,
-            timeout=ASK_S,
+            [python, "-c", code, *arguments], capture_output=True, check=True, timeout=ASK_S
         )
         return json.loads(process.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -152,11 +145,6 @@ def _asked(python: str, expression: str, *arguments: str) -> Any:
             f"rollout.engine_python {python} is no Python that runs here: {error}; name one such as"
             " .venv-vllm/bin/python, or leave it empty"
         ) from None
-
-
-def engine_entry(name: str) -> str:
-    """Return MODULE:CLASS of an engine. Errors: ConfigError."""
-    return _entry(name).value
 
 
 def start_timeout_s(cfg: RunConfig) -> float:
@@ -187,7 +175,7 @@ def why_merged(cfg: RunConfig, adapter: Adapter, architecture: str) -> str:
 
 def engine_module(name: str) -> str:
     """Return the module that implements an engine. Errors: ConfigError."""
-    return _entry(name).module
+    return engine_entry(name).module
 
 
 def engine_dtype(cfg: RunConfig, weights: torch.dtype) -> torch.dtype:
@@ -210,7 +198,8 @@ def tolerance_of(cfg: RunConfig, weights: torch.dtype) -> Tolerance:
     return stated[dtype]
 
 
-def _entry(name: str) -> EntryPoint:
+def engine_entry(name: str) -> EntryPoint:
+    """Return the entry point of an engine. Errors: ConfigError if its name is unknown."""
     if name in BUILT_IN:  # searching all packages takes longer than a small batch
         return EntryPoint(name, BUILT_IN[name], ENTRY_POINT_GROUP)
     entries = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}

@@ -119,7 +119,10 @@ class Session:
         self._starting: asyncio.Task[None] | None = None
         self._has_turn = self._failed = False
         self._digest, self._version = "", 0  # of its first weights
-        self.name = f"process {_peer(writer)}"
+        credentials = writer.get_extra_info("socket").getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+        )
+        self.name = f"process {struct.unpack('3i', credentials)[0]}"  # at the other end
 
     def take(self, call: dict[str, Any]) -> None:
         """Begin a call, or cancel one."""
@@ -263,14 +266,6 @@ CALLS = frozenset(
 def _delivery(tree: dict[str, Any]) -> FromProcess:
     layout = {name: (dtype, tuple(shape)) for name, (dtype, shape) in tree["layout"].items()}
     return FromProcess(**{**tree, "layout": layout})
-
-
-def _peer(writer: asyncio.StreamWriter) -> int:
-    """Return the id of the process at the other end."""
-    credentials = writer.get_extra_info("socket").getsockopt(
-        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
-    )
-    return int(struct.unpack("3i", credentials)[0])
 
 
 async def _run(folder: Path, host: Host) -> None:

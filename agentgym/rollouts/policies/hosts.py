@@ -140,12 +140,9 @@ class OwnHost:
 
     def enlarged(self, settings: EngineSettings) -> EngineSettings:
         """Return the settings with the largest sizes that a step of the run needs."""
-        cfg = self._cfg
-        return replace(
-            settings,
-            num_slots=max(settings.num_slots, cfg.rollout.concurrency),
-            context_tokens=max(settings.context_tokens, cfg.model.context_tokens),
-        )
+        num_slots = max(settings.num_slots, self._cfg.rollout.concurrency)
+        context_tokens = max(settings.context_tokens, self._cfg.model.context_tokens)
+        return replace(settings, num_slots=num_slots, context_tokens=context_tokens)
 
     def close(self) -> None:
         """End the host, if it runs, and wait for it as long as `owned_process` allows."""
@@ -159,11 +156,8 @@ class OwnHost:
             self.folder = new_folder()
             stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             stack.enter_context(address_in(self.folder))  # keeps the folder from being swept
-            process = stack.enter_context(
-                owned_process(
-                    host_command(cfg, self.folder), log_path=log_path, env=host_environment(cfg)
-                )
-            )
+            command, variables = host_command(cfg, self.folder), host_environment(cfg)
+            process = stack.enter_context(owned_process(command, log_path=log_path, env=variables))
             deadline = time.monotonic() + cfg.vllm.start_timeout_s
             while not (self.folder / SOCKET).exists():
                 if process.poll() is not None:
@@ -198,9 +192,9 @@ def _log_path(cfg: RunConfig) -> Path:
 
 def host_command(cfg: RunConfig, folder: Path, keep_s: float = 0.0) -> list[str]:
     """Command that starts a host. keep_s: it ends an unused engine after this time; 0: never."""
-    entry = engine_entry(cfg.rollout.engine)
-    words = [engine_python(cfg), "-m", "agentgym.rollouts.policies.host", str(folder), entry]
-    return [*words, f"{keep_s:g}"]
+    entry = engine_entry(cfg.rollout.engine).value
+    module = "agentgym.rollouts.policies.host"
+    return [engine_python(cfg), "-m", module, str(folder), entry, f"{keep_s:g}"]
 
 
 def host_environment(cfg: RunConfig) -> dict[str, str]:
@@ -248,8 +242,9 @@ class Taken:
 
     connection: Connection
     needs: str  # result of `Session.begin`
-    enlarged: Callable[[EngineSettings], EngineSettings]
-    close: Callable[[], None]  # ends a host that was started for this session alone
+    # of a run's host: settings -> settings with the sizes that later steps need, too
+    enlarged: Callable[[EngineSettings], EngineSettings] = lambda settings: settings
+    close: Callable[[], None] = lambda: None  # ends a host started for this session alone
 
 
 def take(cfg: RunConfig, begin: Callable[[Connection, float], str]) -> Taken:
@@ -261,45 +256,35 @@ def take(cfg: RunConfig, begin: Callable[[Connection, float], str]) -> Taken:
     """
     python = engine_python(cfg)
 
-    def taken(connection: Connection, wait_s: float, enlarged: Any, close: Any) -> Taken:
+    def taken(connection: Connection, wait_s: float, **on_host: Any) -> Taken:
         try:
-            return Taken(connection, begin(connection, wait_s), enlarged, close)
+            return Taken(connection, begin(connection, wait_s), **on_host)
         except BaseException:
             connection.socket.close()
             raise
 
     shared = _own
     if shared is None or not shared.is_alive:
-        for folder in _lent(cfg):
+        # hosts that other processes own: the parent's, and the one that `make up` keeps
+        folders = [*map(Path, filter(None, [os.environ.get(ADDRESS)])), cfg.state_dir / KEPT]
+        for folder in folders:
+            if not (folder / SOCKET).exists():
+                continue
             try:
                 connection = connect(folder, lambda: "the lent engine's host is lost", python)
-                return taken(connection, 0.0, _as_asked, _nothing)
+                return taken(connection, 0.0)
             except (HostLost, HostBusy, ConfigError) as error:
                 logger.info("another engine is started: %s", error)
     if shared is not None:
         connection = shared.connect(cfg)
         os.environ[ADDRESS] = str(shared.folder)
         try:
-            return taken(connection, QUEUE_S, shared.enlarged, _nothing)
+            return taken(connection, QUEUE_S, enlarged=shared.enlarged)
         except HostBusy as error:
             logger.warning("another engine is started: %s", error)
     alone = OwnHost(cfg)
     try:
-        return taken(alone.connect(cfg), QUEUE_S, _as_asked, alone.close)
+        return taken(alone.connect(cfg), QUEUE_S, close=alone.close)
     except BaseException:
         alone.close()
         raise
-
-
-def _lent(cfg: RunConfig) -> list[Path]:
-    """Folders of hosts that other processes own: the parent's, and the one that `make up` keeps."""
-    named = os.environ.get(ADDRESS)
-    folders = [*([Path(named)] if named else []), cfg.state_dir / KEPT]
-    return [folder for folder in folders if (folder / SOCKET).exists()]
-
-
-def _as_asked(settings: EngineSettings) -> EngineSettings:
-    return settings
-
-
-def _nothing() -> None: ...

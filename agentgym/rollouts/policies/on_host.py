@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,7 @@ from torch import Tensor
 
 from agentgym.config import RunConfig
 from agentgym.models.checkpoint import Checkpoint
-from agentgym.models.transport import (
-    FromProcess,
-    HandOver,
-    memory_file,
-    weights_digest,
-)
+from agentgym.models.transport import FromProcess, HandOver, memory_file, weights_digest
 from agentgym.rollouts.policies.engine_settings import (
     EngineSettings,
     first_digest,
@@ -30,7 +24,7 @@ from agentgym.rollouts.policies.engine_settings import (
     write_model,
 )
 from agentgym.rollouts.policies.host_protocol import HostLost, Outbox, raised, read
-from agentgym.rollouts.policies.hosts import Connection, take
+from agentgym.rollouts.policies.hosts import Connection, Taken, take
 from agentgym.types import Completion, Delivery, EngineUsage, Sampling
 
 logger = logging.getLogger(__name__)
@@ -41,15 +35,9 @@ SLACK_S = 30.0  # beyond the host's own limit for its engine
 class HostPolicy:
     """Policy with an engine in another process, its host, for one session."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        settings: EngineSettings,
-        version: int,
-        close: Callable[[], None],
-    ) -> None:
-        """Wrap a connection whose session has begun. close: called at the end of `close`."""
-        self._connection, self._release = connection, close
+    def __init__(self, taken: Taken, settings: EngineSettings, version: int) -> None:
+        """Wrap a session that has begun."""
+        self._connection, self._release = taken.connection, taken.close
         self._context, self._limit_s = settings.context_tokens, settings.publish_timeout_s
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -182,35 +170,26 @@ def open_on_host(
     settings, digest = settings_of(cfg, checkpoint, num_slots), first_digest(checkpoint)
     patience = settings.publish_timeout_s * 2 + SLACK_S
 
-    def begin(connection: Connection, wait_s: float) -> str:
-        needs: str = connection.ask(
-            "begin", asdict(settings), digest, version, wait_s, limit_s=wait_s + patience
-        )
-        return needs
+    def begin(connection: Connection, wait_s: float) -> Any:
+        limit_s = wait_s + patience
+        return connection.ask("begin", asdict(settings), digest, version, wait_s, limit_s=limit_s)
 
     taken = take(cfg, begin)
     connection, needs = taken.connection, taken.needs
     try:
         if needs == "model":
-            needs = _started(connection, taken.enlarged(settings), checkpoint, cfg)
+            folder = Path(tempfile.mkdtemp(prefix="vllm-", dir=connection.folder))
+            limit_s = cfg.vllm.start_timeout_s + settings.publish_timeout_s + SLACK_S
+            write_model(folder, checkpoint)
+            enlarged = asdict(taken.enlarged(settings))
+            needs = connection.ask("start", enlarged, str(folder), limit_s=limit_s)
         if needs == "weights":
             weights = first_weights(checkpoint)
             with memory_file() as path:
                 delivery = FromProcess.written(path, weights, weights_digest(weights), version)
                 connection.ask("first", asdict(delivery), limit_s=patience)
-        return HostPolicy(connection, settings, version, taken.close)
+        return HostPolicy(taken, settings, version)
     except BaseException:
         connection.socket.close()
         taken.close()
         raise
-
-
-def _started(
-    connection: Connection, settings: EngineSettings, checkpoint: Checkpoint, cfg: RunConfig
-) -> str:
-    """Write the model's files and let the host start an engine. Result: see `Session.begin`."""
-    folder = Path(tempfile.mkdtemp(prefix="vllm-", dir=connection.folder))
-    limit_s = cfg.vllm.start_timeout_s + settings.publish_timeout_s + SLACK_S
-    write_model(folder, checkpoint)
-    needs: str = connection.ask("start", asdict(settings), str(folder), limit_s=limit_s)
-    return needs

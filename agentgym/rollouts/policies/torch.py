@@ -1,4 +1,5 @@
-"""The built-in engine: a continuously batched key-value loop over Hugging Face weights.
+"""The built-in engine: a continuously batched key-value loop over Hugging Face weights, and
+reproducible sampling: from a `SampleKey` and logits to a token.
 
 Every forward takes all admitted requests: a fresh prompt, the tail of a grown one, the last token
 of a running one.
@@ -8,6 +9,7 @@ A sequence's keys and values stay in its slot between turns, so a turn costs onl
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import time
@@ -31,7 +33,6 @@ from agentgym.models.half import keep_wide_weights
 from agentgym.models.model import load_weights, set_threads
 from agentgym.models.networks import common_tokens
 from agentgym.models.transport import require_newer
-from agentgym.rollouts.policies.draw import sample, uniforms
 from agentgym.rollouts.policies.engines import Meter
 from agentgym.types import Completion, Delivery, EngineUsage, SampleKey, Sampling
 
@@ -61,12 +62,8 @@ class _Request:
 
     def tokens(self, start: int) -> list[int]:
         """Tokens of prompt and action from `start` on."""
-        num_prompt = len(self.prompt)
-        return (
-            self.ids[start - num_prompt :]
-            if start >= num_prompt
-            else self.prompt[start:] + self.ids
-        )
+        first = start - len(self.prompt)
+        return self.ids[first:] if first >= 0 else self.prompt[start:] + self.ids
 
 
 class TorchPolicy:
@@ -129,11 +126,7 @@ class TorchPolicy:
         return policy
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        """Sample one action: until a stop token or `max_new_tokens`.
-
-        Errors: ValueError if prompt and action cannot fit the context; RuntimeError if the engine
-        itself fails.
-        """
+        """Sample one action, see `Policy.generate`."""
         sampling.require_room(prompt_ids, self._context)
         request = _Request(
             prompt_ids,
@@ -188,26 +181,20 @@ class TorchPolicy:
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
         """Score sequences for the canary, see `Policy.score`."""
-        return self._scores(sequences)
-
-    @torch.inference_mode()
-    def _scores(self, sequences: list[list[int]]) -> list[Tensor]:
         device = self._device
         starts = torch.tensor([0, *np.cumsum([len(sequence) for sequence in sequences])])
         layout = PackedSequences(starts.to(device))
         ids = torch.tensor([token for sequence in sequences for token in sequence], device=device)
-        logits = (
-            self._model(
+        with torch.inference_mode():
+            answer = self._model(
                 input_ids=ids[None],
                 position_ids=layout.position[None],
                 use_cache=False,
                 layout=layout,
             )
-            .logits[0]
-            .float()
-        )
-        scores = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0].cpu()
-        return [scores[int(a) : int(b) - 1].clone() for a, b in pairwise(starts)]
+            logits = answer.logits[0].float()
+            scores = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0].cpu()
+            return [scores[int(a) : int(b) - 1].clone() for a, b in pairwise(starts)]
 
     async def _run(self) -> None:
         try:
@@ -264,19 +251,19 @@ class TorchPolicy:
         a forward of few sequences costs little less than one of many.
         A prompt that shares a prefix with one that begins now waits until the prefix is computed.
         """
-        if len(self._waiting) < len(self._active):
+        is_held = self._num_publishing or not self._awake.is_set()
+        if is_held or len(self._waiting) < len(self._active):
             return
         admitted: list[list[int]] = []
         for request in list(self._waiting):
-            if not self._may_begin or len(self._active) == len(self._slots):
+            if len(self._active) == len(self._slots):
                 break
             prompt, owner = request.prompt, request.sampling.key._replace(turn=0)
             source, shared = -1, 0
             if self._share and owner not in self._slot_of:
                 source, shared = self._alike(prompt)
-                if any(
-                    common_tokens(other, prompt) >= shared + SHARED_TOKENS for other in admitted
-                ):
+                longer = shared + SHARED_TOKENS
+                if any(common_tokens(other, prompt) >= longer for other in admitted):
                     continue
                 admitted.append(prompt)
             request.slot = self._slot(owner)
@@ -304,10 +291,6 @@ class TorchPolicy:
         ]
         shared, index = max(candidates, default=(0, -1))
         return index, shared
-
-    @property
-    def _may_begin(self) -> bool:
-        return not self._num_publishing and self._awake.is_set()
 
     def _slot(self, owner: SampleKey) -> int:
         """Assign a free slot to the owner, its earlier one if possible, and return the index."""
@@ -399,3 +382,69 @@ class TorchPolicy:
             self._slots[request.slot].busy = False
         if request in self._waiting:
             self._waiting.remove(request)
+
+
+def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token per sequence by inverting its distribution at `uniform`; temperature 0 takes
+    the largest logit.
+
+    logits: [R, V] float32; temperature, uniform: [R].
+    Result: tokens [R] int64 and their natural-log probabilities [R] at that temperature (at
+    temperature 1 for greedy rows).
+    """
+    distribution = Distribution(logits, temperature)
+    tokens = distribution.draw(uniform)
+    return tokens, distribution.logprobs(tokens)
+
+
+class Distribution:
+    """Next-token distributions of R sequences. Shapes as in `sample`; tokens: [R] int64."""
+
+    def __init__(self, logits: Tensor, temperature: Tensor) -> None:
+        """Normalize the logits. temperature: [R], 0 for greedy rows."""
+        self._greedy = temperature == 0
+        self._logp = torch.log_softmax(
+            logits / torch.where(self._greedy, 1.0, temperature)[:, None].to(logits.dtype), -1
+        )
+        self._cumulative = self._logp.double().exp().cumsum(-1)
+        self._largest = logits.argmax(-1)
+
+    def logprobs(self, tokens: Tensor) -> Tensor:
+        """Natural-log probabilities [R] of tokens at the temperature, at 1 for greedy rows."""
+        return self._logp.gather(1, tokens[:, None])[:, 0]
+
+    def draw(self, uniform: Tensor) -> Tensor:
+        """Return tokens [R] int64 whose intervals of cumulative probability contain `uniform`; in
+        greedy rows those with the largest logit.
+        """
+        below = self._cumulative < uniform[:, None] * self._cumulative[:, -1:]
+        drawn = below.sum(-1).clamp(max=self._logp.shape[-1] - 1)
+        return torch.where(self._greedy, self._largest, drawn)
+
+    def distance(self, uniform: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Distance of each token from the drawn one; 0 for the drawn token itself.
+
+        Result: ([R] float64 probability between `uniform` and the token's interval, 0 for greedy
+        rows; [R] nats below the largest, 0 for sampled rows).
+        """
+        before = (tokens - 1).clamp(min=0)[:, None]
+        total = self._cumulative[:, -1]
+        low = torch.where(tokens == 0, 0.0, self._cumulative.gather(1, before)[:, 0] / total)
+        high = self._cumulative.gather(1, tokens[:, None])[:, 0] / total
+        outside = torch.maximum(low - uniform, uniform - high).clamp(min=0)
+        below = self._logp.max(-1).values - self.logprobs(tokens)
+        return torch.where(self._greedy, 0.0, outside), torch.where(self._greedy, below, 0.0)
+
+
+def uniforms(key: SampleKey, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return `count` numbers in [0, 1) that depend only on the key, not on earlier draws.
+    Every number is 53 bits of a digest of the key and of a block's number.
+    """
+    blocks = (key_digest(key, block) for block in range(-(-count // 8)))
+    words = np.frombuffer(b"".join(blocks), dtype="<u8")[:count] >> np.uint64(11)
+    return words.astype(np.float64) * 2.0**-53
+
+
+def key_digest(key: SampleKey, block: int) -> bytes:
+    text = "\x1f".join(map(str, key)).encode()
+    return hashlib.blake2b(text, salt=block.to_bytes(4, "little")).digest()

@@ -36,7 +36,6 @@ from agentgym.models.transport import (
     shapes_of,
     write_weights,
 )
-from agentgym.rollouts.policies.draw import seed_of
 from agentgym.rollouts.policies.engine_settings import (
     EngineSettings,
     engine_arguments,
@@ -45,7 +44,8 @@ from agentgym.rollouts.policies.engine_settings import (
     write_model,
 )
 from agentgym.rollouts.policies.engines import Meter
-from agentgym.types import Completion, Delivery, EngineUsage, Sampling
+from agentgym.rollouts.policies.torch import key_digest
+from agentgym.types import Completion, Delivery, EngineUsage, SampleKey, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,7 @@ def _parameters(**options: Any) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        **options,
-        detokenize=False,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        **options, detokenize=False, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY
     )
 
 
@@ -82,10 +79,13 @@ def _of_tokens(logprobs: Any, ids: Sequence[int]) -> list[float]:
     return [logprob for _, logprob in entries]
 
 
+def seed_of(key: SampleKey) -> int:
+    """Return 64 bits of the key's digest, signed: a seed for an engine that samples by itself."""
+    return int.from_bytes(key_digest(key, 0)[:8], "little", signed=True)
+
+
 class VllmPolicy:
-    """Policy that samples with vLLM's copy of the weights. `begin` sets the weights that a session
-    begins with; after that only `publish` changes them.
-    """
+    """Policy that samples with vLLM's copy of the weights; `begin` and `publish` change them."""
 
     repeats_draws: ClassVar[bool] = False
     tolerances: ClassVar[Tolerances] = VLLM
@@ -114,11 +114,15 @@ class VllmPolicy:
         """Start an engine on `cfg.compute_device`, in child processes, with a checkpoint's weights.
         Errors: those of vLLM if it cannot serve the model.
         """
-        folder, adapter = Path(tempfile.mkdtemp(prefix="agentgym-vllm-")), checkpoint.adapter
+        folder = Path(tempfile.mkdtemp(prefix="agentgym-vllm-"))
+        adapter, weights = checkpoint.adapter, checkpoint.weights
         try:
             write_model(folder, checkpoint)
-            if adapter is None:
-                _write_weights(folder, checkpoint)
+            if adapter is None and isinstance(weights, StoredTensors):
+                weights.verify()
+                export_tensors(weights, folder, SHARD_BYTES)
+            elif adapter is None:
+                write_weights(folder / WEIGHTS, weights_of(weights))
             elif adapter.stored is not None:
                 save_adapter(folder / FIRST_ADAPTER, adapter, None)
             policy = cls.start(settings_of(cfg, checkpoint, num_slots), folder)
@@ -163,10 +167,8 @@ class VllmPolicy:
             await self.publish(delivery)
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
-        """Sample one action, until a stop token or `max_new_tokens`.
-
-        Errors: ValueError if prompt and action cannot fit the context, or the temperature is below
-        LOWEST and not 0; RuntimeError if the engine itself fails.
+        """Sample one action, see `Policy.generate`.
+        Errors: also ValueError if the temperature is below LOWEST and not 0.
         """
         sampling.require_room(prompt_ids, self._context)
         if 0 < sampling.temperature < LOWEST:
@@ -214,10 +216,9 @@ class VllmPolicy:
         Errors: see `Policy.publish`; TransportBroken. RuntimeError if the change fails half way:
         the engine then generates nothing any more.
         """
+        here = f"vLLM on {socket.gethostname()}"
         for arrived in await self._stage(delivery):
-            require_arrived(
-                arrived, delivery.digest, delivery.version, f"vLLM on {socket.gethostname()}"
-            )
+            require_arrived(arrived, delivery.digest, delivery.version, here)
         async with self._between_turns():
             # only now, because another publish may have been first
             require_newer(delivery.version, self.version)
@@ -250,7 +251,10 @@ class VllmPolicy:
                 if missing:
                     raise RuntimeError(f"{', '.join(missing[:3])} are not among the weights")
             else:
-                await self._switch_adapter(self._adapter, digest)
+                self._lora = self._request()
+                arguments = (digest, self._lora.lora_int_id, self._adapter, str(self._folder))
+                await self._rpc("switch_adapter", *arguments)
+                shutil.rmtree(self._folder / FIRST_ADAPTER, ignore_errors=True)
             if not await self._within("reset_prefix_cache", self._engine.reset_prefix_cache()):
                 raise RuntimeError("its prefix cache could not be emptied")
         except BaseException as error:  # cancelled, too: the old version has new weights
@@ -262,12 +266,6 @@ class VllmPolicy:
                 raise
             raise self._failure from error
         self.version, self.digest = version, digest
-
-    async def _switch_adapter(self, settings: dict[str, Any], digest: str) -> None:
-        self._lora = self._request()
-        arguments = (digest, self._lora.lora_int_id, settings, str(self._folder))
-        await self._rpc("switch_adapter", *arguments)
-        shutil.rmtree(self._folder / FIRST_ADAPTER, ignore_errors=True)
 
     def _request(self) -> Any:
         """Return vLLM's request for the next adapter, under a new number.
@@ -400,12 +398,3 @@ class VllmPolicy:
                 self._num_publishing -= 1
                 async with self._changed:
                     self._changed.notify_all()
-
-
-def _write_weights(folder: Path, checkpoint: Checkpoint) -> None:
-    weights = checkpoint.weights
-    if isinstance(weights, StoredTensors):
-        weights.verify()
-        export_tensors(weights, folder, SHARD_BYTES)
-    else:
-        write_weights(folder / WEIGHTS, weights_of(weights))

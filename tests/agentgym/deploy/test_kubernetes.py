@@ -128,7 +128,7 @@ def test_a_run_has_its_servers_and_leaves_nothing(cfg, admin, run, hollow):
         addresses, trouble = wait_for(lambda: listed(babyai.listing))
         assert (len(addresses), trouble) == (1, "")  # hollow pods share one
         (group,) = groups(admin)
-        assert group.is_alive_now()
+        assert group.is_alive()
         with environment_servers(cfg, True, run) as expert:  # beside it, with the expert
             assert f"{run}-expert" in expert["babyai"][0]
             (deployment,) = admin.list(

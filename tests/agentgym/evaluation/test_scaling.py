@@ -9,8 +9,7 @@ from agentgym.evaluation.paired import by_turns, obstacle, within
 from agentgym.evaluation.result import Outcome, Slot
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.collect import collect, samples
-from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.rollouts.players import token_players
+from agentgym.rollouts.episode import EpisodeSettings, token_players
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item, Status, Trajectory, Turn

@@ -8,7 +8,7 @@ import pytest
 from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.rollouts.agentgym_client import AgentGymPool
 from agentgym.rollouts.env_client import EnvError
-from agentgym.rollouts.guide import Guide
+from agentgym.rollouts.episode import Guide
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Item
 from envs.sciworld.gold import solution

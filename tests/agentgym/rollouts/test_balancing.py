@@ -8,7 +8,7 @@ import pytest
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.fleets.addresses import Listing
-from agentgym.rollouts import balancing
+from agentgym.rollouts import pools
 from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Endpoint, Item
@@ -59,7 +59,7 @@ def resolving(monkeypatch, table):
         ]
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(balancing, "RESOLVE_S", 0.0)
+    monkeypatch.setattr(pools, "RESOLVE_S", 0.0)
 
 
 @asynccontextmanager
@@ -192,7 +192,7 @@ async def test_the_token_of_one_server_is_never_sent_to_another(monkeypatch):
 
 
 def test_a_listing_says_where_servers_are_while_they_come_and_go(serving, tmp_path, monkeypatch):
-    monkeypatch.setattr(balancing, "LISTED_S", 0.0)
+    monkeypatch.setattr(pools, "LISTED_S", 0.0)
     listing = Listing(tmp_path / "fleet.json")
 
     async def main(first, second):

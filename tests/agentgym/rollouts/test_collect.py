@@ -15,8 +15,7 @@ from agentgym.rollouts.collect import (
     samples,
 )
 from agentgym.rollouts.env_client import EnvError
-from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.rollouts.players import EngineStalled, token_players
+from agentgym.rollouts.episode import EngineStalled, EpisodeSettings, token_players
 from agentgym.types import Completion, Item, SampleKey, Status
 from tests.agentgym.rollouts.test_episode import Reply
 
@@ -287,7 +286,7 @@ def test_a_slow_engine_is_no_broken_environment(renderer, deterministic):
 
 
 def test_an_engine_without_any_answer_ends_the_collection_and_is_named(renderer, monkeypatch):
-    monkeypatch.setattr("agentgym.rollouts.players.REPLY_S", 0.2)
+    monkeypatch.setattr("agentgym.rollouts.episode.REPLY_S", 0.2)
     with pytest.raises(EngineStalled, match=r"no reply to \d+ tokens within 0\.2 s; nothing"):
         gather(renderer, at_once, policy=Slow(renderer, 3600))
 

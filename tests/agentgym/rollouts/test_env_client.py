@@ -8,7 +8,8 @@ import pytest
 
 from agentgym.config import EnvConfig
 from agentgym.rollouts import env_client
-from agentgym.rollouts.env_client import EnvError, ForeignPool, unexpected, unreachable
+from agentgym.rollouts.env_client import EnvError
+from agentgym.rollouts.foreign import ForeignPool, unexpected, unreachable
 from agentgym.types import Endpoint, Item
 from tests.agentgym.rollouts.sessions import ACTIONS, cutting_proxy, play, pool_of
 

@@ -15,11 +15,11 @@ from agentgym.records import from_json, to_json
 from agentgym.rollouts.episode import (
     Episode,
     EpisodeSettings,
+    TokenPlayer,
     extract_action,
     reply_naming,
     run_episode,
 )
-from agentgym.rollouts.players import TokenPlayer
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import Completion, Item, Status
 

@@ -6,7 +6,7 @@ import pytest
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.rollouts.engine import openings
-from agentgym.rollouts.guide import ENDING, INTRODUCTION, Guide
+from agentgym.rollouts.episode import ENDING, INTRODUCTION, Guide
 from agentgym.rollouts.pools import EnvPool
 from envs.wire import Example, ExampleTurn
 

@@ -19,7 +19,7 @@ from agentgym.config import EnvConfig, RunConfig
 from agentgym.deploy.owned import owned_process
 from agentgym.rollouts import openenv_client as client
 from agentgym.rollouts.env_client import EnvError
-from agentgym.rollouts.guide import Guide
+from agentgym.rollouts.episode import Guide
 from agentgym.rollouts.openenv_client import OpenEnvPool
 from agentgym.rollouts.pools import EnvPools
 from agentgym.types import Item

@@ -14,8 +14,7 @@ from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts import pools
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.env_client import EnvError
-from agentgym.rollouts.episode import EpisodeSettings
-from agentgym.rollouts.players import token_players
+from agentgym.rollouts.episode import EpisodeSettings, token_players
 from agentgym.rollouts.pools import EnvPool, check_endpoints
 from agentgym.types import Completion, Item, Status
 from tests.agentgym.rollouts.sessions import ACTIONS, cutting_proxy, play, pool_of

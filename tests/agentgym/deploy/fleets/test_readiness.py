@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentgym.deploy.fleets.readiness import (
+from agentgym.deploy.fleets.startup import (
     Trouble,
     is_live,
     is_ready,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from agentgym.rollouts.policies.draw import Distribution, sample, seed_of, uniforms
+from agentgym.rollouts.policies.torch import Distribution, sample, uniforms
+from agentgym.rollouts.policies.vllm import seed_of
 from agentgym.types import SampleKey
 
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager, nullcontext
+from importlib.metadata import EntryPoint
 
 import psutil
 import pytest
@@ -167,7 +168,8 @@ def test_an_engine_that_does_not_start_says_why(cfg, session, monkeypatch, room)
     monkeypatch.setenv("TEST_ENGINE", "refuse")
     with pytest.raises(RuntimeError, match="no memory for an engine"), session(cfg):
         pass
-    monkeypatch.setattr(hosts, "engine_entry", lambda _: "tests.engines:Nothing")
+    entry = EntryPoint("nothing", "tests.engines:Nothing", "agentgym.engines")
+    monkeypatch.setattr(hosts, "engine_entry", lambda _: entry)
     with pytest.raises(HostLost, match=r"did not start\n[^$]*no attribute 'Nothing'"), session(cfg):
         pass
     assert not left_in(room)

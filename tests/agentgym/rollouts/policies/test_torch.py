@@ -9,8 +9,7 @@ import torch
 
 from agentgym.models.attention import PackedSequences
 from agentgym.models.fidelity import TORCH
-from agentgym.rollouts.policies.draw import Distribution, uniforms
-from agentgym.rollouts.policies.torch import TorchPolicy
+from agentgym.rollouts.policies.torch import Distribution, TorchPolicy, uniforms
 from agentgym.types import Sampling
 from tests.agentgym.rollouts.policies.asking import key, prompts
 

@@ -21,8 +21,8 @@ from agentgym.models.model import weights_of
 from agentgym.models.tensorfiles import Snapshot, TensorFile
 from agentgym.models.transport import InProcess
 from agentgym.rollouts.engine import Canary
-from agentgym.rollouts.policies.draw import Distribution
 from agentgym.rollouts.policies.engine_settings import engine_arguments, settings_of
+from agentgym.rollouts.policies.torch import Distribution
 from agentgym.types import EngineMismatch
 from tests.agentgym.rollouts.policies.running import (
     NATS,

@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 
 from agentgym.config import ConfigError, load_config
-from agentgym.deploy import keepers
-from agentgym.deploy.environment import environment_servers
-from agentgym.deploy.keepers import end_all, keep, kept_for
+from agentgym.deploy import environment
+from agentgym.deploy.environment import end_all, environment_servers, keep, kept_for
 
 pytestmark = pytest.mark.integration
 
@@ -85,7 +84,7 @@ def test_a_server_of_other_code_or_too_small_is_refused(cfg, monkeypatch):
     larger = env.model_copy(update={"max_sessions": 2 * env.max_sessions})
     with pytest.raises(ConfigError, match=r"has room for 256 sessions, env\.max_sessions is 512"):
         keep(cfg, larger)
-    monkeypatch.setattr(keepers, "_source", lambda env: replace(server, source="other").source)
+    monkeypatch.setattr(environment, "_source", lambda env: replace(server, source="other").source)
     with (
         pytest.raises(ConfigError, match=r"started from other code than this; run the flows envs"),
         environment_servers(cfg, False),
