@@ -17,9 +17,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sites import look
 from sites.forum.pages import site as forum_site
-from sites.hub.routes import site as hub_site
+from sites.hub import merges, pages, repository, tracker  # noqa: F401  (they add routes)
+from sites.hub.site import site as hub_site
 from sites.session_state import World, content
-from sites.store.routes import admin_site, shop_site
+from sites.store import account  # noqa: F401  (adds routes)
+from sites.store.admin import site as admin_site
+from sites.store.shop import site as shop_site
 from sites.web import Request, Response, Site, parse_fields, plain
 
 logger = logging.getLogger(__name__)

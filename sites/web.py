@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from sites.overlay import R, Table
 from sites.session_state import DEMO, World
 from sites.text import long_day, money, paragraphs
 
@@ -107,6 +108,29 @@ class Request:
         ):
             return "/"
         return referer.path + (f"?{referer.query}" if referer.query else "")
+
+    def visitor(self, users: Table[R]) -> R | None:
+        """Return the record of the logged-in visitor; None if nobody is logged in."""
+        login = self.world.logins[self.site.name]
+        return None if login is None else users[login]
+
+    def me(self, users: Table[R]) -> R:
+        """Return the record of the visitor; only for pages that require a login."""
+        user = self.visitor(users)
+        assert user is not None
+        return user
+
+    def search(self, name: str) -> str:
+        return self.query.get(name, "").strip()[:100]
+
+    def paged(self, items: Sequence[T], size: int) -> Page[T]:
+        """Return the query's page of the items, clamped to the existing pages."""
+        last = max(1, -(-len(items) // size))
+        number = min(max(self.number("page", 1), 1), last)
+        start = (number - 1) * size
+        return Page(
+            items[start : start + size], number, last, len(items), start + 1 if items else 0
+        )
 
     def number(self, name: str, default: int) -> int:
         value = self.query.get(name, "")
@@ -300,19 +324,17 @@ def parse_day(value: str, label: str) -> date:
         raise Refused(f"{label} must be a date such as 2024-03-15.") from None
 
 
-def paged(items: Sequence[T], number: int, size: int) -> Page[T]:
-    """Page `number` of the items, clamped to the existing pages."""
-    last = max(1, -(-len(items) // size))
-    number = min(max(number, 1), last)
-    start = (number - 1) * size
-    return Page(items[start : start + size], number, last, len(items), start + 1 if items else 0)
-
-
-def existing(record: T | None, what: str) -> T:
-    """Return the record. Errors: NotFound if there is none."""
+def existing(record: T | None, missing: str) -> T:
+    """Return the record. Errors: NotFound with the text `missing` if there is none."""
     if record is None:
-        raise NotFound(f"This {what} does not exist.")
+        raise NotFound(missing)
     return record
+
+
+def matches(search: str, *texts: str) -> bool:
+    """Return True if each word of the search occurs in the texts; case does not matter."""
+    text = " ".join(texts).lower()
+    return all(word in text for word in search.lower().split())
 
 
 def local(address: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import date
 from typing import Any
@@ -21,11 +21,16 @@ from sites.store.records import (
     Product,
     Review,
 )
-from sites.web import Refused, Request, Response, Site, existing, paged
+from sites.web import Refused, Request, Response, Site, existing, matches
 
 PASSWORD = "backoffice-2024"  # noqa: S105 (of the demo account, printed on the login page)
 USER = "admin"
 _PER_PAGE = 15
+_STATES: dict[str, Callable[[Product], bool]] = {
+    "enabled": lambda product: product.enabled,
+    "disabled": lambda product: not product.enabled,
+    "out": lambda product: product.stock == 0,
+}
 _PERIODS = {"day": "Day", "month": "Month", "year": "Year"}
 
 
@@ -39,14 +44,6 @@ def _context(request: Request) -> dict[str, Any]:
 
 
 site = Site("shopping_admin", "admin", _context, closed=True)
-
-
-def _found(text: str, *fields: str) -> bool:
-    return all(word in " ".join(fields).lower() for word in text.lower().split())
-
-
-def _search(request: Request) -> str:
-    return request.query.get("search", "").strip()[:100]
 
 
 def _counted(orders: Iterable[Order]) -> list[Order]:
@@ -83,28 +80,20 @@ def _bestsellers(orders: Iterable[Order]) -> list[tuple[int, str, int, int]]:
 
 @site.get("/products")
 def products(request: Request) -> Response:
-    search, status = _search(request), request.choice("status", ("enabled", "disabled", "out"), "")
+    search, status = request.search("search"), request.choice("status", _STATES, "")
     sort = request.choice("sort", ("id", "name", "price", "stock"), "id")
     chosen = [
         product
         for product in request.world.store.products
-        if _is(product, status) and _found(search, product.name, product.sku)
+        if (not status or _STATES[status](product)) and matches(search, product.name, product.sku)
     ]
     chosen.sort(key=lambda product: (getattr(product, sort), product.id))
-    page = paged(chosen, request.number("page", 1), _PER_PAGE)
+    page = request.paged(chosen, _PER_PAGE)
     return request.page("products.html", page=page, search=search, status=status, sort=sort)
 
 
-def _is(product: Product, status: str) -> bool:
-    return {
-        "enabled": product.enabled,
-        "disabled": not product.enabled,
-        "out": product.stock == 0,
-    }.get(status, True)
-
-
 def _product(request: Request, id: int) -> Product:
-    return existing(request.world.store.products.get(id), "product")
+    return existing(request.world.store.products.get(id), "This product does not exist.")
 
 
 @site.get("/products/{id}")
@@ -148,21 +137,21 @@ def _cents(text: str) -> int:
 @site.get("/orders")
 def orders(request: Request) -> Response:
     store = request.world.store
-    search, status = _search(request), request.choice("status", ORDER_STATUSES, "")
+    search, status = request.search("search"), request.choice("status", ORDER_STATUSES, "")
     chosen = [
         order
         for order in store.orders
         if (not status or order.status == status)
-        and _found(search, order.number, store.customers[order.customer_id].name)
+        and matches(search, order.number, store.customers[order.customer_id].name)
     ]
-    page = paged(chosen[::-1], request.number("page", 1), _PER_PAGE)
+    page = request.paged(chosen[::-1], _PER_PAGE)
     return request.page(
         "orders.html", page=page, search=search, status=status, statuses=ORDER_STATUSES
     )
 
 
 def _order(request: Request, id: int) -> Order:
-    return existing(request.world.store.orders.get(id), "order")
+    return existing(request.world.store.orders.get(id), "This order does not exist.")
 
 
 @site.get("/orders/{id}")
@@ -189,35 +178,25 @@ def comment_order(request: Request, id: int) -> Response:
 
 @site.get("/customers")
 def customers(request: Request) -> Response:
-    search, group = _search(request), request.choice("group", GROUPS, "")
-    store = request.world.store
+    search, group = request.search("search"), request.choice("group", GROUPS, "")
     chosen = [
-        customer
-        for customer in store.customers
-        if (not group or customer.group == group)
-        and _found(
-            search, customer.name, customer.email, customer.address.city, customer.address.phone
-        )
+        row
+        for row in request.world.store.customers
+        if (not group or row.group == group)
+        and matches(search, row.name, row.email, row.address.city, row.address.phone)
     ]
-    return request.page(
-        "customers.html",
-        page=paged(chosen, request.number("page", 1), _PER_PAGE),
-        search=search,
-        group=group,
-        groups=GROUPS,
-    )
+    page = request.paged(chosen, _PER_PAGE)
+    return request.page("customers.html", page=page, search=search, group=group, groups=GROUPS)
 
 
 def _customer(request: Request, id: int) -> Customer:
-    return existing(request.world.store.customers.get(id), "customer")
+    return existing(request.world.store.customers.get(id), "This customer does not exist.")
 
 
 @site.get("/customers/{id}")
 def customer(request: Request, id: int) -> Response:
-    record, orders = (
-        _customer(request, id),
-        request.world.store.orders.where("customer_id", id)[::-1],
-    )
+    record = _customer(request, id)
+    orders = request.world.store.orders.where("customer_id", id)[::-1]
     spent = sum(order.total for order in _counted(orders))
     return request.page("customer.html", customer=record, orders=orders, spent=spent, groups=GROUPS)
 
@@ -232,38 +211,29 @@ def save_customer(request: Request, id: int) -> Response:
 @site.get("/reviews")
 def reviews(request: Request) -> Response:
     store = request.world.store
-    search, status = _search(request), request.choice("status", REVIEW_STATUSES, "")
+    search, status = request.search("search"), request.choice("status", REVIEW_STATUSES, "")
+    names = {product.id: product.name for product in store.products}
     chosen = [
-        review
-        for review in store.reviews
-        if (not status or review.status == status)
-        and _found(
-            search,
-            review.title,
-            review.nickname,
-            review.text,
-            store.products[review.product_id].name,
-        )
+        row
+        for row in store.reviews
+        if (not status or row.status == status)
+        and matches(search, row.title, row.nickname, row.text, names[row.product_id])
     ]
-    page = paged(chosen[::-1], request.number("page", 1), _PER_PAGE)
+    page = request.paged(chosen[::-1], _PER_PAGE)
     return request.page(
         "reviews.html", page=page, search=search, status=status, statuses=REVIEW_STATUSES
     )
 
 
 def _review(request: Request, id: int) -> Review:
-    return existing(request.world.store.reviews.get(id), "review")
+    return existing(request.world.store.reviews.get(id), "This review does not exist.")
 
 
 @site.get("/reviews/{id}")
 def review(request: Request, id: int) -> Response:
     record = _review(request, id)
-    return request.page(
-        "review.html",
-        review=record,
-        product=_product(request, record.product_id),
-        statuses=REVIEW_STATUSES,
-    )
+    product = _product(request, record.product_id)
+    return request.page("review.html", review=record, product=product, statuses=REVIEW_STATUSES)
 
 
 @site.post("/reviews/{id}")
@@ -316,10 +286,8 @@ def _in_span(request: Request) -> tuple[list[Order], dict[str, Any]]:
     end = request.day("to", "To") or TODAY
     if start > end:
         raise Refused("From must not be later than To.")
-    return _counted(order for order in request.world.store.orders if start <= order.day <= end), {
-        "start": start,
-        "end": end,
-    }
+    orders = (order for order in request.world.store.orders if start <= order.day <= end)
+    return _counted(orders), {"start": start, "end": end}
 
 
 site.admit(
