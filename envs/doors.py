@@ -13,7 +13,7 @@ from functools import lru_cache
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from envs.sessions import Refused
+from envs.refusals import Refused
 from envs.wire import TOKEN_VARIABLE, ErrorKind
 
 # for probes and scrapers, which carry no token; the replies contain nothing of an episode

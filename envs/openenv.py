@@ -20,7 +20,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from envs.sessions import Refused, Sessions
+from envs.refusals import Refused
+from envs.sessions import Sessions
 from envs.wire import (
     MAX_ACTION_CHARS,
     CreateReply,

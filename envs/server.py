@@ -22,7 +22,8 @@ from envs.doors import Doors
 from envs.env import EnvSpec
 from envs.openapi import Route, document
 from envs.openenv import PATH, OpenEnv
-from envs.sessions import Refused, ServerSettings, Sessions
+from envs.refusals import Refused
+from envs.sessions import ServerSettings, Sessions
 from envs.wire import (
     BatchReply,
     BatchRequest,
