@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from envs.dialect import Dialect, Nothing, Place
-from envs.refusals import Refused
+from envs.refusals import Refused, retry_header
 from envs.sessions import Sessions
 from envs.wire import (
     MAX_ACTION_CHARS,
@@ -207,13 +207,8 @@ class AgentGymRoutes:
             return JSONResponse({"detail": detail}, 422)
         except Refused as error:
             self._sessions.metrics.errors.labels(error.reply.kind.value).inc()
-            retry = (
-                {}
-                if error.reply.retry_after_s is None
-                else {"Retry-After": str(max(1, round(error.reply.retry_after_s)))}
-            )
             status = 200 if self._dialect.polite and error.status != 503 else error.status
-            return JSONResponse({"error": error.reply.message}, status, retry)
+            return JSONResponse({"error": error.reply.message}, status, retry_header(error.reply))
 
     def _find(self, number: int) -> Place:
         env = self._places.get(number)

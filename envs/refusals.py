@@ -46,6 +46,11 @@ class Refused(Exception):
         )
 
 
+def retry_header(reply: ErrorReply) -> dict[str, str]:
+    wait_s = reply.retry_after_s
+    return {} if wait_s is None else {"Retry-After": str(max(1, round(wait_s)))}
+
+
 class Memory:
     """Set of the REMEMBERED names added last, as digests in one block: an object per name would be
     allocated between the objects of sessions and keep their memory from being freed.

@@ -22,7 +22,7 @@ from envs.doors import Doors
 from envs.env import EnvSpec
 from envs.openapi import Route, document
 from envs.openenv import PATH, OpenEnv
-from envs.refusals import Refused
+from envs.refusals import Refused, retry_header
 from envs.sessions import ServerSettings, Sessions
 from envs.wire import (
     BatchReply,
@@ -166,9 +166,7 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
 
     def failed(reply: ErrorReply, status: int) -> Response:
         sessions.metrics.errors.labels(reply.kind.value).inc()
-        wait_s = reply.retry_after_s
-        headers = {} if wait_s is None else {"Retry-After": str(max(1, round(wait_s)))}
-        return Response(reply.model_dump_json(), status, headers, "application/json")
+        return Response(reply.model_dump_json(), status, retry_header(reply), "application/json")
 
     def refuse(error: Refused) -> Response:
         return failed(error.reply, error.status)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, get_args
 
+from pydantic import BaseModel
+
+from envs.dialect import Dialect, whole
 from envs.env import EnvSpec
-from envs.options import choose, nearest
-from envs.textcraft.agentgym import DIALECT
+from envs.options import choose, nearest, one_of, whole_number
 from envs.textcraft.examples import worked_examples
 from envs.textcraft.planner import Choices, shortest
 from envs.textcraft.recipes import Book, load_book, plain
@@ -41,6 +43,44 @@ craft 4 stick using 2 oak planks
 Anything else changes nothing. The task is over as soon as you have crafted the goal."""
 
 
+class TextCraftCreate(BaseModel):
+    """Body of a create. It is required, but the reset that follows overrides its recipes."""
+
+    commands: str | None = None
+    goal: str | None = None
+
+
+DIALECT = Dialect(
+    greeting="This is environment TextCraft.",
+    create=TextCraftCreate,
+    created=lambda env: {
+        "id": env.id,
+        "observation": env.observation,
+        "done": False,
+        "reward": 0,
+    },
+    shown=lambda env: {
+        "id": env.id,
+        "observation": env.observation,
+        "done": env.done,
+        "reward": whole(env.reward),
+    },
+    stepped=lambda env: {
+        "observation": env.observation,
+        "reward": whole(env.reward),
+        "done": env.done,
+    },
+    looked=lambda env: env.observation,
+    detailed=lambda env: {
+        "observation": env.observation,
+        "done": env.done,
+        "reward": whole(env.reward),
+        "deleted": False,
+    },
+    counts=True,
+)
+
+
 def spec(options: dict[str, Any]) -> EnvSpec:
     """Make the environment from its options: recipes, digest, min_depth, max_depth, goals,
     distractors, max_steps, protocol (see the README).
@@ -49,29 +89,18 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     """
     chosen = choose("textcraft", options, DEFAULTS)
     for key, minimum in LEAST.items():
-        value = chosen[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise ValueError(
-                f"textcraft option {key}: expected a whole number from {minimum}, got {value!r}"
-            )
+        whole_number("textcraft", chosen, key, minimum)
     for key in ("recipes", "digest"):
         if not isinstance(chosen[key], str):
             raise ValueError(f"textcraft option {key}: expected text, got {chosen[key]!r}")
-    if chosen["protocol"] not in get_args(Protocol):
-        near = nearest(str(chosen["protocol"]), get_args(Protocol))
-        raise ValueError(
-            f"textcraft option protocol: unknown value {chosen['protocol']!r}; did you mean"
-            f" {near!r}?"
-        )
+    protocol = one_of("textcraft", chosen, "protocol", get_args(Protocol))
     book = load_book(chosen["recipes"])
     if chosen["digest"] not in ("", book.digest):
         raise ValueError(
             f"textcraft option digest: {book.source} has digest {book.digest}, not"
             f" {chosen['digest']}: other recipes, other tasks"
         )
-    parsed = Options(
-        _goals(book, chosen), chosen["distractors"], chosen["max_steps"], chosen["protocol"]
-    )
+    parsed = Options(_goals(book, chosen), chosen["distractors"], chosen["max_steps"], protocol)
     served = EnvSpec(
         name="textcraft",
         dialect=DIALECT,

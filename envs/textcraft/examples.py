@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from envs.examples import played
-from envs.textcraft.draft import Draft
+from envs.textcraft.invented import Draft
 from envs.textcraft.recipes import Book
 from envs.textcraft.world import Options, World
 from envs.wire import Example

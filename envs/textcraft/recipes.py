@@ -15,8 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from envs.textcraft.draft import Draft
-from envs.textcraft.invented import MOST, invent
+from envs.textcraft.invented import MOST, Draft, invent
 
 SHIPPED = Path(__file__).with_name("recipes.json")
 NAMESPACE = "minecraft:"

@@ -15,30 +15,12 @@ Json = dict[str, Any]
 MAX_NAME = 2_000  # characters of one name; pages in use stay far below
 MAX_OPTIONS = 100  # printed options of one select box
 _HIDDEN_PROPERTIES = {
-    "focusable",
-    "editable",
-    "readonly",
-    "level",
-    "settable",
-    "multiline",
-    "invalid",
-    "url",
+    *("focusable", "editable", "readonly", "level"),
+    *("settable", "multiline", "invalid", "url"),
 }
 _EMPTY_ROLES = {
-    *(
-        "generic",
-        "img",
-        "list",
-        "strong",
-        "paragraph",
-        "banner",
-        "navigation",
-        "Section",
-        "LabelText",
-        "Legend",
-        "listitem",
-    ),
-    *("none", "MenuListPopup"),
+    *("generic", "img", "list", "strong", "paragraph", "banner", "navigation"),
+    *("Section", "LabelText", "Legend", "listitem", "none", "MenuListPopup"),
 }
 _DROPPED_ROLES = {"InlineTextBox", "ListMarker", "LineBreak"}
 _SPELLING = {"image": "img"}
@@ -55,10 +37,8 @@ class Box:
 
     def cut(self, other: Box) -> Box:
         x, y = max(self.x, other.x), max(self.y, other.y)
-        right, bottom = (
-            min(self.x + self.width, other.x + other.width),
-            min(self.y + self.height, other.y + other.height),
-        )
+        right = min(self.x + self.width, other.x + other.width)
+        bottom = min(self.y + self.height, other.y + other.height)
         return Box(x, y, max(0.0, right - x), max(0.0, bottom - y))
 
     @property
