@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, get_args, get_type_hints
 
-from envs.babyai.examples import worked_examples
 from envs.babyai.levels import AGENTGYM_LEVELS, registered, told_whole
 from envs.babyai.world import Options, World
 from envs.dialect import common
 from envs.env import EnvSpec
+from envs.examples import played, solved
 from envs.options import choose, names, nearest
+from envs.wire import Example
 
 DEFAULTS: dict[str, Any] = {
     "levels": ["GoToObj", "GoToRedBallNoDists"],
@@ -54,6 +55,18 @@ _AGENTGYM_INSTRUCTIONS = """\
 The first observation names your goal. After that you are told what you see, how far the wall or box
 ahead of you is, what you carry and which actions are available. If an action cannot be done, you \
 are told why and what is available."""
+
+
+# level, seed; the lists' seeds are below 10,000
+TASKS = (("GoToObj", 1_000_000_003), ("PickupDist", 1_000_000_001))
+
+
+@cache
+def worked_examples(options: Options) -> tuple[Example, ...]:
+    """Play the worked examples with these options' view and actions; leave out unsolved ones."""
+    return solved(
+        partial(played, World(replace(options, levels=(level,))), seed) for level, seed in TASKS
+    )
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:

@@ -15,7 +15,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
@@ -38,12 +37,6 @@ class JvmLost(RuntimeError):
 
 class GameFailed(RuntimeError):
     """The engine raised; do not use the game again. The process and its other games run on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    texts: tuple[str, ...]
-    engine_s: float  # CPU seconds the engine took
 
 
 def find_java() -> str:
@@ -232,7 +225,7 @@ class Jvm:
 
     def call(
         self, operation: str, slot: int, texts: Sequence[str] = (), *, timeout_s: float
-    ) -> Answer:
+    ) -> list[str]:
         """Carry out an operation in a slot.
         Errors: GameFailed; JvmLost.
         A timeout ends the process: nothing else stops a game that loops.
@@ -246,7 +239,7 @@ class Jvm:
 
     async def call_async(
         self, operation: str, slot: int, texts: Sequence[str] = (), *, timeout_s: float
-    ) -> Answer:
+    ) -> list[str]:
         """Carry out an operation, see `call`.
         Cancelling ends the process too: the next call would read this call's answer.
         """
@@ -261,7 +254,7 @@ class Jvm:
             raise
         return self._told(slot, answer)
 
-    def _told(self, slot: int, answer: bytes) -> Answer:
+    def _told(self, slot: int, answer: bytes) -> list[str]:
         _, failed, nanoseconds, count = _REPLY.unpack_from(answer)
         self._lines[slot].engine_s += nanoseconds / 1e9
         texts, at = [], _REPLY.size
@@ -271,7 +264,7 @@ class Jvm:
             texts.append(answer[at - length : at].decode())
         if failed:
             raise GameFailed(texts[0])
-        return Answer(tuple(texts), nanoseconds / 1e9)
+        return texts
 
     def _give_up(self, error: Exception, timeout_s: float) -> None:
         if isinstance(error, TimeoutError):

@@ -27,11 +27,11 @@ TIMEOUT_S = 120.0
 
 def solve(slot: Slot, task: str, variation: int) -> tuple[list[str], str]:
     """Play the engine's solution. Return (actions that solve the task, ""), or ([], the reason)."""
-    proposed = slot.call("g", task, str(variation)).texts
+    proposed = slot.call("g", task, str(variation))
     slot.call("l", task, str(variation))
     played: list[str] = []
     for action in proposed:
-        _, score, completed, moves = slot.call("s", action).texts
+        _, score, completed, moves = slot.call("s", action)
         played.append(action)
         if completed == "true" or float(score) < 0:
             return (

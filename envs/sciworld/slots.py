@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from envs.sciworld.jvm import Answer, GameFailed, Jvm, JvmLost
+from envs.sciworld.jvm import GameFailed, Jvm, JvmLost
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +31,13 @@ GROWN = 2.5
 class Place(Protocol):
     """The interface to one game, used by one thread at a time."""
 
-    def call(self, operation: str, *texts: str) -> Answer:
+    def call(self, operation: str, *texts: str) -> list[str]:
         """Carry out an operation; `java/Slots.java` lists operations and their texts.
         Errors: GameFailed, JvmLost.
         """
         ...
 
-    async def call_async(self, operation: str, *texts: str) -> Answer:
+    async def call_async(self, operation: str, *texts: str) -> list[str]:
         """Carry out an operation, see `call`."""
         ...
 
@@ -97,7 +97,7 @@ class Slot:
     open: bool = False
     broken: bool = False
 
-    def call(self, operation: str, *texts: str) -> Answer:
+    def call(self, operation: str, *texts: str) -> list[str]:
         """Carry out an operation of the slot's game and return its answer, see `Place.call`.
 
         Errors: GameFailed, JvmLost; after either, release the slot and call nothing more on it.
@@ -110,7 +110,7 @@ class Slot:
             self.broken = True
             raise
 
-    async def call_async(self, operation: str, *texts: str) -> Answer:
+    async def call_async(self, operation: str, *texts: str) -> list[str]:
         """Carry out an operation without a thread, see `call`."""
         try:
             return await self.process.jvm.call_async(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from envs.env import Expert, StepResult
 from envs.sciworld.gold import Recording
-from envs.sciworld.jvm import Answer, GameFailed
+from envs.sciworld.jvm import GameFailed
 from envs.sciworld.slots import Place, Pool
 from envs.sciworld.tasks import Task, find_task
 from envs.wire import FAMILY, INVALID
@@ -69,7 +69,7 @@ class World:
         self._slot = self._slot or self._pool.acquire()
         self.description, self.room, score, *_ = self._slot.call(
             "l", self.task.name, str(self.task.variation)
-        ).texts
+        )
         self._played, self.score, self.moves = [], _points(score), 0
         self._paid = self._value() if self._options.paid_at_reset else 0.0
         return f"{self.description}\n{self.room}"
@@ -102,8 +102,8 @@ class World:
         info = {**self._info(score=0), "failed": str(error)[:200]}
         return StepResult(BROKEN, -self._paid, terminated=True, info=info)
 
-    def _stepped(self, action: str, answer: Answer) -> StepResult:
-        observation, score, completed, moves = answer.texts
+    def _stepped(self, action: str, answer: list[str]) -> StepResult:
+        observation, score, completed, moves = answer
         self._played.append(action)
         self.score, self.moves = _points(score), int(moves)
         before, self._paid = self._paid, self._value()
@@ -139,7 +139,7 @@ class World:
         """Return JSON: the task, the agent's room and inventory, and all rooms with their
         objects.
         """
-        rooms = json.loads(self._ours().call("u").texts[0])["contents"].values()
+        rooms = json.loads(self._ours().call("u")[0])["contents"].values()
         inside = next((room for room in rooms if _agent(room)), None)
         carried = _contents(_agent(inside)) if inside else []
         picture = {
@@ -164,15 +164,15 @@ class World:
 
     def hints(self) -> list[str]:
         """Return all actions possible now; hundreds to thousands, and slow."""
-        return self._ours().call("a", "getValidActionObjectCombinations").texts[0].splitlines()
+        return self._ours().call("a", "getValidActionObjectCombinations")[0].splitlines()
 
     def ask(self, *names: str) -> list[str]:
         """Call these methods of the engine and return their answers."""
-        return list(self._ours().call("a", *names).texts)
+        return self._ours().call("a", *names)
 
     def tree(self) -> Any:
         """Return the engine's tree of all objects."""
-        return json.loads(self._ours().call("u").texts[0])
+        return json.loads(self._ours().call("u")[0])
 
     def close(self) -> None:
         if self._slot is not None:

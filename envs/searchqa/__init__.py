@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,15 @@ from pydantic import BaseModel, Field
 
 from envs.dialect import Dialect
 from envs.env import EnvSpec
+from envs.examples import played, solved
 from envs.options import choose, one_of, seconds, whole_number
 from envs.searchqa import questions, retrievers
-from envs.searchqa.examples import worked_examples
 from envs.searchqa.flashrag import FlashRag
-from envs.searchqa.questions import Questions
+from envs.searchqa.questions import Hop, Question, Questions
 from envs.searchqa.retrievers import Retriever
 from envs.searchqa.search_r1 import SearchR1
 from envs.searchqa.world import Episode, Options
+from envs.wire import Example
 
 DEFAULTS: dict[str, Any] = {
     "mode": "strict",
@@ -87,6 +88,46 @@ DIALECT = Dialect(
     },
     polite=False,
 )
+
+
+QUESTIONS = (
+    Question(
+        "In what year was the Skarn Observatory opened?",
+        ("1809",),
+        "example",
+        (Hop("Skarn Observatory opened", "Skarn Observatory", "1809"),),
+    ),
+    Question(
+        "Whom did the founder of the Ziskix Foundry marry?",
+        ("Drolard Daevdell",),
+        "example",
+        (
+            Hop("Ziskix Foundry founder", "Ziskix Foundry", "Krarith Glildall"),
+            Hop("Krarith Glildall married", "Krarith Glildall", "Drolard Daevdell"),
+        ),
+    ),
+)
+
+
+@cache
+def worked_examples(options: Options) -> tuple[Example, ...]:
+    """Return the worked examples, with documents of the embedded corpus, as many and as long as
+    these options show.
+
+    A question that these documents do not answer is left out.
+    """
+    options = replace(options, mode="strict")
+    reply = _thoughtful if options.protocol == "agentgym" else str
+    return solved(
+        partial(played, Episode(QUESTIONS, retrievers.embedded(), options), task, reply=reply)
+        for task in range(len(QUESTIONS))
+    )
+
+
+def _thoughtful(action: str) -> str:
+    """Return the action after a thought: AgentGym's protocol wants one in every reply."""
+    thought = "I have to look this up." if "<search>" in action else "The documents tell it."
+    return f"<think>{thought}</think>\n{action}"
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from envs.dialect import Dialect, whole
 from envs.env import EnvSpec
+from envs.examples import played
 from envs.options import choose, nearest, one_of, whole_number
-from envs.textcraft.examples import worked_examples
+from envs.textcraft.invented import Draft
 from envs.textcraft.planner import Choices, shortest
 from envs.textcraft.recipes import Book, load_book, plain
 from envs.textcraft.world import Options, Protocol, World, goals_of
+from envs.wire import Example
 
 DEFAULTS: dict[str, Any] = {
     "recipes": "",
@@ -79,6 +82,23 @@ DIALECT = Dialect(
     },
     counts=True,
 )
+
+
+RECIPES = (
+    Draft("paper_kite", 1, (("bamboo_splint", 2), ("rice_paper", 3))),
+    Draft("bamboo_splint", 4, (("bamboo_cane", 1),)),
+    Draft("wind_chime", 1, (("copper_tube", 5), ("silk_cord", 1))),
+    Draft("rain_barrel", 2, (("bamboo_splint", 6), ("silk_cord", 2))),
+)
+GOALS = ("wind chime", "paper kite")
+DISTRACTORS = 1
+
+
+@cache
+def worked_examples() -> tuple[Example, ...]:
+    book = Book(RECIPES, "the worked examples")
+    options = Options(GOALS, DISTRACTORS, max_steps=0)
+    return tuple(played(World(book, options), task) for task in range(len(GOALS)))
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:

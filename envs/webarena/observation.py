@@ -193,14 +193,12 @@ def _repeats(text: str, before: list[str]) -> bool:
     return any(printed in earlier for earlier in before[-3:])
 
 
-def cut_lines(lines: list[str], max_chars: int) -> tuple[str, int]:
-    """(text, number of lines left out). text: the lines that fit, and a note if any is left out."""
+def cut_lines(lines: list[str], max_chars: int) -> str:
+    """Return the lines that fit, and a note if any is left out."""
     used = 0
     for count, line in enumerate(lines):
         used += len(line) + 1
         if used > max_chars:
-            return (
-                "\n".join([*lines[:count], f"... {len(lines) - count} more lines, not shown"]),
-                len(lines) - count,
-            )
-    return "\n".join(lines), 0
+            note = f"... {len(lines) - count} more lines, not shown"
+            return "\n".join([*lines[:count], note])
+    return "\n".join(lines)

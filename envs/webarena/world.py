@@ -261,7 +261,7 @@ class Episode:
         for index, tab in enumerate(tabs.living()):
             title = " ".join((await self._title(tabs, tab)).split())[:200]
             titles.append(f"Tab {index}{' (current)' if tab is tabs.current else ''}: {title}")
-        text, _ = cut_lines([" | ".join(titles), "", *lines], self._setting.max_chars)
+        text = cut_lines([" | ".join(titles), "", *lines], self._setting.max_chars)
         notes = "".join(f"{note}\n" for note in dict.fromkeys(tabs.notes))
         url = self.public(tabs.current.page.url)
         return utf8(
