@@ -47,11 +47,9 @@ class Doors:
         self._expected = f"Bearer {token}".encode() if token else b""
         self._refuse = refuse
 
-        @lru_cache(maxsize=256)
-        def is_served(host: bytes, address: str) -> bool:
-            return is_own(host.decode("latin-1"), address, hosts)
-
-        self._is_served = is_served
+        self._is_served = lru_cache(maxsize=256)(
+            lambda host, address: is_own(host.decode("latin-1"), address, hosts)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":

@@ -215,11 +215,8 @@ class Direct:
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = (
-            self._handlers.get((scope["method"], scope["path"]))
-            if scope["type"] == "http"
-            else None
-        )
+        key = (scope["method"], scope["path"]) if scope["type"] == "http" else ("", "")
+        handler = self._handlers.get(key)
         if handler is None:
             await self._app(scope, receive, send)
             return

@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from sites.overlay import R, Table
-from sites.session_state import DEMO, World
+from sites.session_state import DEMO, Note, World
 from sites.text import long_day, money, paragraphs
 
 T = TypeVar("T")
@@ -91,11 +91,11 @@ class Request:
 
     def done(self, message: str, to: str | None = None) -> Response:
         """Return a redirect to `to`, by default the form's page, which then shows the message."""
-        self.world.note(self.site.name, "success", message)
+        self.world.notes[self.site.name] = Note("success", message)
         return redirect(self.back() if to is None else to)
 
     def refused(self, message: str) -> Response:
-        self.world.note(self.site.name, "error", message, self.form)
+        self.world.notes[self.site.name] = Note("error", message, self.form)
         return redirect(self.back())
 
     def back(self) -> str:
@@ -329,6 +329,11 @@ def existing(record: T | None, missing: str) -> T:
     if record is None:
         raise NotFound(missing)
     return record
+
+
+def found(table: Table[R], id: int, noun: str, **fields: Any) -> R:
+    """Return the record of an id, with these values of its fields. Errors: NotFound."""
+    return existing(table.get(id, **fields), f"This {noun} does not exist.")
 
 
 def matches(search: str, *texts: str) -> bool:

@@ -153,11 +153,9 @@ def _pipe() -> tuple[FileIO, FileIO]:
 
 async def _ready(pipe: FileIO, event: int) -> None:
     loop = asyncio.get_running_loop()
-    add, remove = (
-        (loop.add_reader, loop.remove_reader)
-        if event == select.POLLIN
-        else (loop.add_writer, loop.remove_writer)
-    )
+    add, remove = loop.add_writer, loop.remove_writer
+    if event == select.POLLIN:
+        add, remove = loop.add_reader, loop.remove_reader
     ready = asyncio.Event()
     add(pipe, ready.set)
     try:

@@ -34,11 +34,9 @@ def solve(slot: Slot, task: str, variation: int) -> tuple[list[str], str]:
         _, score, completed, moves = slot.call("s", action)
         played.append(action)
         if completed == "true" or float(score) < 0:
-            return (
-                (played, "")
-                if float(score) >= 0.995
-                else ([], f"ended at {float(score):.2f} after {moves} moves")
-            )
+            if float(score) >= 0.995:
+                return played, ""
+            return [], f"ended at {float(score):.2f} after {moves} moves"
     return [], f"not solved after {len(played)} actions"
 
 
@@ -51,11 +49,9 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     known_path = arguments.folder / "known.jsonl"
-    rows = (
-        [json.loads(line) for line in known_path.read_text(encoding="utf-8").splitlines()]
-        if known_path.exists()
-        else []
-    )
+    rows = []
+    if known_path.exists():
+        rows = [json.loads(line) for line in known_path.read_text(encoding="utf-8").splitlines()]
     known = {(row["task"], row["variation"]) for row in rows}
     wanted = [
         (name, v)

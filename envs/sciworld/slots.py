@@ -140,7 +140,6 @@ class SlotPool:
 
     @property
     def restarts(self) -> int:
-        """Number of processes that were lost or replaced so far."""
         with self._gate:
             return self._num_buried + sum(not process.jvm.alive for process in self._processes)
 
@@ -185,17 +184,11 @@ class SlotPool:
     def release(self, slot: Slot) -> None:
         process = slot.process
         with self._gate:
-            if (
-                process.jvm.alive
-                and process.jvm.rss_mib() > GROWN * self._heap_mib
-                and not process.retired
-            ):
+            rss_mib = process.jvm.rss_mib() if process.jvm.alive else 0.0
+            if rss_mib > GROWN * self._heap_mib and not process.retired:
                 process.retired = True
-                logger.warning(
-                    "Java process %d holds %.0f MiB; it is replaced",
-                    process.jvm.pid,
-                    process.jvm.rss_mib(),
-                )
+                message = "Java process %d holds %.0f MiB; it is replaced"
+                logger.warning(message, process.jvm.pid, rss_mib)
             if slot.broken:
                 process.free.insert(0, Slot(process, slot.number, self))
             else:
@@ -216,18 +209,8 @@ class SlotPool:
     def _take(self) -> Slot:
         with self._gate:
             self._bury()
-            process = (
-                next(
-                    (
-                        process
-                        for process in self._processes
-                        if process.free and not process.retired
-                    ),
-                    None,
-                )
-                or self._start()
-            )
-            return process.free.pop()
+            free = (process for process in self._processes if process.free and not process.retired)
+            return (next(free, None) or self._start()).free.pop()
 
     def _open(self, slot: Slot) -> None:
         """Load the slot's classes, once. Errors: GameFailed, JvmLost."""

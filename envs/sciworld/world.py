@@ -131,9 +131,8 @@ class World:
 
     def _value(self) -> float:
         """Return the episode's outcome so far, the sum of its rewards."""
-        return (
-            float(self.score) if self._options.reward == "agentgym" else max(self.score, 0) / SOLVED
-        )
+        agentgym = self._options.reward == "agentgym"
+        return float(self.score) if agentgym else max(self.score, 0) / SOLVED
 
     def render(self) -> tuple[str, bytes]:
         """Return JSON: the task, the agent's room and inventory, and all rooms with their
@@ -208,11 +207,8 @@ def _contents(thing: dict[str, Any], but: str = "") -> list[dict[str, Any]]:
 def _matter(thing: dict[str, Any]) -> dict[str, Any]:
     matter = thing.get("propMaterial") or {}
     shown = {"temperature_c": round(matter["temperatureC"], 1)} if "temperatureC" in matter else {}
-    return (
-        {**shown, "state": matter["stateOfMatter"]}
-        if matter.get("stateOfMatter") in STATES
-        else shown
-    )
+    state = matter.get("stateOfMatter")
+    return {**shown, "state": state} if state in STATES else shown
 
 
 def _is_shown(thing: dict[str, Any]) -> bool:

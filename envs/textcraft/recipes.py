@@ -116,17 +116,8 @@ class Book:
 
     def find(self, output: str, given: Mapping[str, int]) -> Recipe | None:
         """Return the recipe that makes `output` from exactly the `given` items (count by name)."""
-        recipe = self._exact.get((output, frozenset(given.items())))
-        if recipe is None:
-            recipe = next(
-                (
-                    candidate
-                    for candidate in self._loose.get(output, ())
-                    if candidate.accepts(given, self.members)
-                ),
-                None,
-            )
-        return recipe
+        loose = (one for one in self._loose.get(output, ()) if one.accepts(given, self.members))
+        return self._exact.get((output, frozenset(given.items()))) or next(loose, None)
 
     def _measure(self) -> dict[str, int]:
         """Return the least number of crafting levels below each name: a recipe counts by its

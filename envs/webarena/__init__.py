@@ -171,11 +171,8 @@ def _tasks_file(chosen: Mapping[str, Any]) -> Path:
         return Path(__file__).with_name("tasks.json")
     path = Path(_text(chosen, "tasks"))
     if not path.exists():
-        hint = (
-            "; did you mean 'embedded'?"
-            if difflib.get_close_matches(str(path), ["embedded"])
-            else ""
-        )
+        is_near = difflib.get_close_matches(str(path), ["embedded"])
+        hint = "; did you mean 'embedded'?" if is_near else ""
         raise ValueError(f"webarena option tasks: there is no file or folder {str(path)!r}{hint}")
     return path
 

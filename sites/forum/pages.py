@@ -11,7 +11,7 @@ from sites.forum.content import DEMO
 from sites.forum.records import TODAY, Board, Comment, Member, Post, Subscription, Vote
 from sites.overlay import Table
 from sites.text import slug
-from sites.web import NotFound, Refused, Request, Response, Site, existing, matches, redirect
+from sites.web import NotFound, Refused, Request, Response, Site, existing, found, matches, redirect
 
 PASSWORD = "quiet-corner-24"  # noqa: S105 (of the demo account, printed on the login page)
 _PER_PAGE = 15
@@ -124,13 +124,11 @@ def subscribe(request: Request, name: str) -> Response:
 
 
 def _post(request: Request, name: str, id: int) -> Post:
-    post = request.world.forum.posts.get(id, board=name)
-    return existing(post, "This post does not exist.")
+    return found(request.world.forum.posts, id, "post", board=name)
 
 
 def _comment(request: Request, post: Post, id: int) -> Comment:
-    comment = request.world.forum.comments.get(id, post_id=post.id)
-    return existing(comment, "This comment does not exist.")
+    return found(request.world.forum.comments, id, "comment", post_id=post.id)
 
 
 def _thread(request: Request, post: Post) -> list[tuple[Comment, int]]:
@@ -216,13 +214,13 @@ def _own_post(request: Request, name: str, id: int) -> Post:
 
 @site.post("/vote/post/{id}")
 def vote_post(request: Request, id: int) -> Response:
-    existing(request.world.forum.posts.get(id), "This post does not exist.")
+    found(request.world.forum.posts, id, "post")
     return _vote(request, request.world.forum.post_votes, id)
 
 
 @site.post("/vote/comment/{id}")
 def vote_comment(request: Request, id: int) -> Response:
-    existing(request.world.forum.comments.get(id), "This comment does not exist.")
+    found(request.world.forum.comments, id, "comment")
     return _vote(request, request.world.forum.comment_votes, id)
 
 

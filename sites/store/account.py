@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sites.store.records import PAYMENT, SHIPPING, TODAY, Address, CartLine, Comment, Order, Wish
 from sites.store.shop import find, me, site
-from sites.web import Refused, Request, Response, existing
+from sites.web import Refused, Request, Response, found
 
 PASSWORD = "larkspur-2024"  # noqa: S105 (of the demo account, printed on the login page)
 _FIELDS = (
@@ -58,8 +58,7 @@ def _orders(request: Request) -> list[Order]:
 
 
 def _order(request: Request, id: int) -> Order:
-    order = request.world.store.orders.get(id, customer_id=me(request).id)
-    return existing(order, "This order does not exist.")
+    return found(request.world.store.orders, id, "order", customer_id=me(request).id)
 
 
 @site.get("/account/orders", private=True)

@@ -16,12 +16,10 @@ from sites.store.records import (
     SHIPPING,
     TODAY,
     Comment,
-    Customer,
     Order,
     Product,
-    Review,
 )
-from sites.web import Refused, Request, Response, Site, existing, matches
+from sites.web import Refused, Request, Response, Site, found, matches
 
 PASSWORD = "backoffice-2024"  # noqa: S105 (of the demo account, printed on the login page)
 USER = "admin"
@@ -92,23 +90,20 @@ def products(request: Request) -> Response:
     return request.page("products.html", page=page, search=search, status=status, sort=sort)
 
 
-def _product(request: Request, id: int) -> Product:
-    return existing(request.world.store.products.get(id), "This product does not exist.")
-
-
 @site.get("/products/{id}")
 def product(request: Request, id: int) -> Response:
     store = request.world.store
-    categories = {category.slug: category.name for category in store.categories}
-    reviews = store.reviews.where("product_id", id)[::-1]
     return request.page(
-        "product.html", product=_product(request, id), reviews=reviews, categories=categories
+        "product.html",
+        product=found(store.products, id, "product"),
+        reviews=store.reviews.where("product_id", id)[::-1],
+        categories={category.slug: category.name for category in store.categories},
     )
 
 
 @site.post("/products/{id}")
 def save_product(request: Request, id: int) -> Response:
-    old = _product(request, id)
+    old = found(request.world.store.products, id, "product")
     new = replace(
         old,
         name=request.text("name", "Product Name", 120),
@@ -150,13 +145,9 @@ def orders(request: Request) -> Response:
     )
 
 
-def _order(request: Request, id: int) -> Order:
-    return existing(request.world.store.orders.get(id), "This order does not exist.")
-
-
 @site.get("/orders/{id}")
 def order(request: Request, id: int) -> Response:
-    record = _order(request, id)
+    record = found(request.world.store.orders, id, "order")
     customer = request.world.store.customers[record.customer_id]
     return request.page(
         "order.html", order=record, customer=customer, statuses=ORDER_STATUSES, shipping=SHIPPING
@@ -166,7 +157,7 @@ def order(request: Request, id: int) -> Response:
 @site.post("/orders/{id}/comment")
 def comment_order(request: Request, id: int) -> Response:
     """Set the order's status and append a comment; its text may be empty if the status changes."""
-    old = _order(request, id)
+    old = found(request.world.store.orders, id, "order")
     status = request.one_of("status", "Status", ORDER_STATUSES)
     text = request.text("comment", "Comment", 1000, required=False)
     if not text and status == old.status:
@@ -189,13 +180,9 @@ def customers(request: Request) -> Response:
     return request.page("customers.html", page=page, search=search, group=group, groups=GROUPS)
 
 
-def _customer(request: Request, id: int) -> Customer:
-    return existing(request.world.store.customers.get(id), "This customer does not exist.")
-
-
 @site.get("/customers/{id}")
 def customer(request: Request, id: int) -> Response:
-    record = _customer(request, id)
+    record = found(request.world.store.customers, id, "customer")
     orders = request.world.store.orders.where("customer_id", id)[::-1]
     spent = sum(order.total for order in _counted(orders))
     return request.page("customer.html", customer=record, orders=orders, spent=spent, groups=GROUPS)
@@ -204,7 +191,8 @@ def customer(request: Request, id: int) -> Response:
 @site.post("/customers/{id}")
 def save_customer(request: Request, id: int) -> Response:
     group = request.one_of("group", "Group", GROUPS)
-    request.world.store.customers.put(replace(_customer(request, id), group=group))
+    customers = request.world.store.customers
+    customers.put(replace(found(customers, id, "customer"), group=group))
     return request.done("You saved the customer.", f"/customers/{id}")
 
 
@@ -225,27 +213,25 @@ def reviews(request: Request) -> Response:
     )
 
 
-def _review(request: Request, id: int) -> Review:
-    return existing(request.world.store.reviews.get(id), "This review does not exist.")
-
-
 @site.get("/reviews/{id}")
 def review(request: Request, id: int) -> Response:
-    record = _review(request, id)
-    product = _product(request, record.product_id)
+    record = found(request.world.store.reviews, id, "review")
+    product = request.world.store.products[record.product_id]
     return request.page("review.html", review=record, product=product, statuses=REVIEW_STATUSES)
 
 
 @site.post("/reviews/{id}")
 def save_review(request: Request, id: int) -> Response:
     status = request.one_of("status", "Status", REVIEW_STATUSES)
-    request.world.store.reviews.put(replace(_review(request, id), status=status))
+    reviews = request.world.store.reviews
+    reviews.put(replace(found(reviews, id, "review"), status=status))
     return request.done("You saved the review.", f"/reviews/{id}")
 
 
 @site.post("/reviews/{id}/delete")
 def delete_review(request: Request, id: int) -> Response:
-    request.world.store.reviews.remove(_review(request, id).id)
+    found(request.world.store.reviews, id, "review")
+    request.world.store.reviews.remove(id)
     return request.done("The review has been deleted.", "/reviews")
 
 

@@ -20,7 +20,7 @@ from sites.store.records import (
     Product,
     Review,
 )
-from sites.web import Refused, Request, Response, Site, existing, matches, redirect
+from sites.web import Refused, Request, Response, Site, existing, found, matches, redirect
 
 _PER_PAGE = 12
 _MAX_QUANTITY = 99
@@ -53,8 +53,7 @@ def me(request: Request) -> Customer:
 
 
 def find(request: Request, id: int) -> Product:
-    product = request.world.store.products.get(id, enabled=True)
-    return existing(product, "This product does not exist.")
+    return found(request.world.store.products, id, "product", enabled=True)
 
 
 def _listing(request: Request, title: str, products: Sequence[Product], **extra: Any) -> Response:
