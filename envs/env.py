@@ -27,7 +27,6 @@ class Expert(Protocol):
 
     def next_action(self) -> str:
         """Return the next action. Errors: ExpertFailed if the expert has none in time."""
-        ...
 
 
 class ExpertFailed(RuntimeError):
@@ -51,19 +50,16 @@ class Simulator(Protocol):
 
         Errors: UnknownTask.
         """
-        ...
 
     def step(self, action: str) -> StepResult:
         """Take an action. An action that cannot be parsed gives an error text as observation,
         never an exception.
         """
-        ...
 
     def render(self) -> tuple[str, bytes]:
         """Return (media type, bytes) of the current state: a picture, text, or JSON that the
         viewer draws.
         """
-        ...
 
     def expert(self) -> Expert: ...
 

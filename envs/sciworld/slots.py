@@ -35,11 +35,9 @@ class Place(Protocol):
         """Carry out an operation; `java/Slots.java` lists operations and their texts.
         Errors: GameFailed, JvmLost.
         """
-        ...
 
     async def call_async(self, operation: str, *texts: str) -> list[str]:
         """Carry out an operation, see `call`."""
-        ...
 
 
 class Pool(Protocol):
@@ -48,7 +46,6 @@ class Pool(Protocol):
     @property
     def restarts(self) -> int:
         """Number of processes that were lost or replaced."""
-        ...
 
     @property
     def pids(self) -> list[int]: ...
@@ -56,13 +53,11 @@ class Pool(Protocol):
     @property
     def engine_s(self) -> float:
         """CPU seconds used by all games so far."""
-        ...
 
     def warm(self, num_games: int) -> None:
         """Prepare up to num_games games, as many as are worth their memory.
         Errors: GameFailed, JvmLost.
         """
-        ...
 
     def acquire(self) -> Place: ...
 
@@ -70,7 +65,6 @@ class Pool(Protocol):
 
     def close(self) -> None:
         """End every process. The pool may be used again."""
-        ...
 
 
 @dataclass(eq=False, slots=True)

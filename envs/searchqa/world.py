@@ -5,7 +5,9 @@ it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import string
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,9 +15,9 @@ from envs.env import Expert, ExpertFailed, StepResult
 from envs.searchqa.grammar import cut, information, last_answer, parse
 from envs.searchqa.questions import Question, Questions
 from envs.searchqa.retrievers import Document, Retriever
-from envs.searchqa.scoring import exact_match, f1, normalise
 from envs.wire import FAMILY, INVALID, PARTS
 
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 MAX_QUERY_CHARS = 1_000  # the rest of a longer query is ignored
 
@@ -217,3 +219,39 @@ class Researcher:
                 ):
                     return True
         return False
+
+
+def normalise(text: str) -> str:
+    """Return the text in lower case without ASCII punctuation, articles and extra white space."""
+    return " ".join(
+        re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_WITHOUT_PUNCTUATION)).split()
+    )
+
+
+def exact_match(prediction: str, golden: Iterable[str]) -> bool:
+    """Return True if the prediction equals a golden answer after normalisation; an empty one never
+    does. Source: SQuAD, arXiv:1606.05250, section 6.1.
+
+    If normalisation leaves nothing of a golden answer ("A"), the unnormalised texts are compared in
+    lower case.
+    """
+    plain, normal = prediction.strip().lower(), normalise(prediction)
+    return bool(plain) and any(
+        normal == normalise(answer) if normalise(answer) else plain == answer.strip().lower()
+        for answer in golden
+    )
+
+
+def f1(prediction: str, golden: Iterable[str]) -> float:
+    """Best harmonic mean of word precision and recall over the golden answers, 0 to 1.
+    Source: as `exact_match`.
+    """
+    return max(
+        (_f1(normalise(prediction).split(), normalise(answer).split()) for answer in golden),
+        default=0.0,
+    )
+
+
+def _f1(predicted: list[str], expected: list[str]) -> float:
+    common = (Counter(predicted) & Counter(expected)).total()
+    return 2 * common / (len(predicted) + len(expected)) if common else 0.0

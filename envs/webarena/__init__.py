@@ -116,7 +116,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         ) from None
     from envs.webarena.chromium import find_browser, use_sandbox
     from envs.webarena.helpers import check_calls
-    from envs.webarena.places import Deployed, Embedded, Place, Shared
+    from envs.webarena.places import Embedded, Place, Shared
     from envs.webarena.tasks import embedded_gold, identity, load
     from envs.webarena.world import Episode, Setting
 
@@ -133,10 +133,10 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     make: Callable[[], Place] = (
         (lambda: Embedded(executable, concurrency, seed))
         if embedded
-        else (lambda: Deployed(executable, concurrency, sites))
+        else (lambda: Place(executable, concurrency, sites))
     )
     if not embedded:
-        Deployed(executable, concurrency, sites)  # checks the addresses; starts nothing
+        Place(executable, concurrency, sites)  # checks the addresses; starts nothing
     use_sandbox()  # checks its variable
     shared = Shared(make)
     setting = Setting(

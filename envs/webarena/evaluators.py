@@ -36,7 +36,6 @@ class Page(Protocol):
 
     def evaluate(self, script: str) -> Any:
         """Return the script's value. Errors: ScriptFailed if the script throws."""
-        ...
 
 
 class ScriptFailed(Exception):
@@ -51,7 +50,6 @@ class Judge(Protocol):
 
     def same_reason(self, question: str, reason: str, answer: str) -> bool:
         """Return True if the answer states that the task cannot be done, for this reason."""
-        ...
 
 
 class Helpers(Protocol):

@@ -197,8 +197,8 @@ def _order(id: int, customer: Customer, day: date, products: list[Product], dice
         quantity = dice.pick((1, 1, 1, 2, 3))
         lines.append(Line(product.id, product.name, product.sku, choice, product.price, quantity))
     age = (TODAY - day).days
-    ended, recent = (*("Complete",) * 8, "Canceled"), ("Pending", "Processing", "Shipped", "On Hold")
-    status = dice.pick(ended if age > 30 else ("Pending", *recent))
+    recent = ("Pending", "Pending", "Processing", "Shipped", "On Hold")
+    status = dice.pick((*("Complete",) * 8, "Canceled") if age > 30 else recent)
     comments = [Comment(day, "Pending", "Order received.", True)]
     if dice.chance(0.35):
         text, next_day = dice.pick(WORDS.order_comments), min(TODAY, day + timedelta(days=1))
