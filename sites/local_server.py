@@ -143,22 +143,16 @@ class SiteServer:
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
         body = await _body(receive)
-        response = (
-            plain(413, "the form is too large")
-            if body is None
-            else self._respond(scope, headers, body)
-        )
+        response = plain(413, "the form is too large")
+        if body is not None:
+            response = self._respond(scope, headers, body)
         lines = [
             (name.encode(), value.encode("latin-1")) for name, value in response.headers.items()
         ]
         lines.append((b"content-length", str(len(response.body)).encode()))
         await send({"type": "http.response.start", "status": response.status, "headers": lines})
-        await send(
-            {
-                "type": "http.response.body",
-                "body": b"" if scope["method"] == "HEAD" else response.body,
-            }
-        )
+        shown = b"" if scope["method"] == "HEAD" else response.body
+        await send({"type": "http.response.body", "body": shown})
 
     def _respond(self, scope: Message, headers: dict[str, str], body: bytes) -> Response:
         host = headers.get("host", "").partition(":")[0].lower()
@@ -175,16 +169,12 @@ class SiteServer:
             return _css(site.folder) if path.endswith(".css") else Response(204, b"", {})
         try:
             query, _ = parse_fields(scope["query_string"].decode("latin-1"))
-            form, repeated = parse_fields(
-                body.decode("utf-8", "replace") if method == "POST" else ""
-            )
+            text = body.decode("utf-8", "replace") if method == "POST" else ""
+            form, repeated = parse_fields(text)
         except ValueError:
             return plain(400, "too many fields")
-        return site.answer(
-            Request(
-                world, site, method, host, path, query, form, headers.get("referer", ""), repeated
-            )
-        )
+        referer = headers.get("referer", "")
+        return site.answer(Request(world, site, method, host, path, query, form, referer, repeated))
 
 
 async def _body(receive: Receive) -> bytes | None:

@@ -23,6 +23,7 @@ _FOLDER = Path(__file__).resolve().parent / "templates"
 _KINDS = {"int": r"\d{1,9}", "str": r"[^/]+", "path": r".+"}
 _MAX_FIELDS = 100
 _HEADERS = {
+    "content-type": "text/html; charset=utf-8",
     "content-security-policy": (
         "default-src 'none'; style-src 'self'; img-src 'self' data:; form-action 'self'; base-uri"
         " 'none'"
@@ -76,18 +77,10 @@ class Request:
 
     def page(self, template: str, /, http_status: int = 200, **context: Any) -> Response:
         note = self.world.notes.pop(self.site.name, None)
-        shared = {
-            "request": self,
-            "note": note,
-            "old": note.typed if note else {},
-            **self.site.context(self),
-        }
-        body = TEMPLATES.get_template(f"{self.site.folder}/{template}").render(
-            {**shared, **context}
-        )
-        return Response(
-            http_status, body.encode(), {"content-type": "text/html; charset=utf-8", **_HEADERS}
-        )
+        shared = {"request": self, "note": note, "old": note.typed if note else {}}
+        page = TEMPLATES.get_template(f"{self.site.folder}/{template}")
+        body = page.render({**shared, **self.site.context(self), **context})
+        return Response(http_status, body.encode(), _HEADERS)
 
     def done(self, message: str, to: str | None = None) -> Response:
         """Return a redirect to `to`, by default the form's page, which then shows the message."""
@@ -101,11 +94,8 @@ class Request:
     def back(self) -> str:
         """Path and query of the page that sent the request; "/" if it is not of this site."""
         referer = urlsplit(self.referer)
-        if (
-            referer.netloc.partition(":")[0] != self.host
-            or not referer.path.startswith("/")
-            or referer.path.startswith("//")
-        ):
+        is_here = referer.netloc.partition(":")[0] == self.host
+        if not is_here or not referer.path.startswith("/") or referer.path.startswith("//"):
             return "/"
         return referer.path + (f"?{referer.query}" if referer.query else "")
 
@@ -255,16 +245,14 @@ class Site:
                 continue
             allowed.add(method)
             if method == request.method:
-                if (
-                    (private or self.closed)
-                    and request.path != "/login"
-                    and request.world.logins.get(self.name) is None
-                ):
+                needs_login = (private or self.closed) and request.path != "/login"
+                if needs_login and request.world.logins.get(self.name) is None:
                     here = request.changed() if method == "GET" else "/"
                     return redirect(f"/login?{urlencode({'next': here})}")
+                groups = match.groupdict().items()
                 return handler(
                     request,
-                    *(int(v) if k.startswith("id") else v for k, v in match.groupdict().items()),
+                    *(int(text) if name.startswith("id") else text for name, text in groups),
                 )
         if allowed:
             return plain(405, f"{request.method} is not possible here")
@@ -292,17 +280,13 @@ class Site:
 
 
 def redirect(to: str) -> Response:
-    return Response(
-        303, b"", {"location": quote(to, safe="/?&=#%+-._~:@,;!'()*$"), "cache-control": "no-store"}
-    )
+    location = quote(to, safe="/?&=#%+-._~:@,;!'()*$")
+    return Response(303, b"", {"location": location, "cache-control": "no-store"})
 
 
 def plain(status: int, text: str) -> Response:
-    return Response(
-        status,
-        f"{text}\n".encode(),
-        {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"},
-    )
+    headers = {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"}
+    return Response(status, f"{text}\n".encode(), headers)
 
 
 def parse_fields(raw: str) -> tuple[dict[str, str], dict[str, list[str]]]:

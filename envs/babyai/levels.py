@@ -83,13 +83,8 @@ def told_whole(levels: Sequence[str], task_id: int) -> str:
     world = make_level(level)
     world.reset(seed=seed)
     agent = [*world.agent_pos, world.agent_dir, _told(world.carrying)]
-    state = [
-        world.mission,
-        world.width,
-        world.height,
-        agent,
-        [_told(thing) for thing in world.grid.grid],
-    ]
+    cells = [_told(thing) for thing in world.grid.grid]
+    state = [world.mission, world.width, world.height, agent, cells]
     world.close()
     return json.dumps(state, default=int)  # numpy's whole numbers
 

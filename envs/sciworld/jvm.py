@@ -298,8 +298,5 @@ class Jvm:
 
     def _ended(self, code: int) -> None:
         if self._lose(f"the Java process ended with code {code}"):
-            logger.error(
-                "the Java process %d ended by itself with code %s; its games are lost",
-                self.pid,
-                code,
-            )
+            message = "the Java process %d ended by itself with code %s; its games are lost"
+            logger.error(message, self.pid, code)

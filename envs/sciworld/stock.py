@@ -98,9 +98,8 @@ class StockSlot:
             try:
                 return self._carry_out(operation, texts)
             except Py4JJavaError as error:
-                raise GameFailed(
-                    str(error)
-                ) from error  # str() calls the process, which may be dead
+                # str() calls the process, which may be dead
+                raise GameFailed(str(error)) from error
         except (Py4JError, OSError) as error:
             raise JvmLost(f"{type(error).__name__} {error}") from error
 

@@ -109,11 +109,9 @@ class Episode:
             return self._result(self._protocol.neither, **{INVALID: True})
         if parsed.kind == "search":
             return self._search(_CONTROL.sub(" ", parsed.text).strip()[:MAX_QUERY_CHARS])
-        return self._answer(
-            parsed.text
-            if self.options.mode == "strict"
-            else last_answer(action, thoughts_act=thoughts_act)
-        )
+        if self.options.mode == "strict":
+            return self._answer(parsed.text)
+        return self._answer(last_answer(action, thoughts_act=thoughts_act))
 
     def render(self) -> tuple[str, bytes]:
         lines = [f"Question ({self.question.data_source}): {self.question.text}"]
@@ -122,13 +120,9 @@ class Episode:
             lines += [f"  {document.title}: {document.text}" for document in search.documents] or [
                 "  nothing found"
             ]
-        lines += [
-            "",
-            *(
-                f"Answer: {answer} ({'right' if right else 'wrong'})"
-                for answer, right in self.answers
-            ),
-        ]
+        lines.append("")
+        for answer, right in self.answers:
+            lines.append(f"Answer: {answer} ({'right' if right else 'wrong'})")
         return "text/plain", "\n".join(lines).rstrip().encode()
 
     def expert(self) -> Expert:
@@ -186,9 +180,8 @@ class Researcher:
         question = self._episode.question
         if not question.hops:
             shown_answer = next((answer for answer in question.answers if self._shown(answer)), "")
-            return (
-                f"<answer>{shown_answer}</answer>" if shown_answer else self._query([question.text])
-            )
+            answered = f"<answer>{shown_answer}</answer>"
+            return answered if shown_answer else self._query([question.text])
         for hop in question.hops:
             if not self._shown(hop.finds, hop.title):
                 return self._query([hop.query, hop.title])
@@ -212,11 +205,8 @@ class Researcher:
         limit = self._episode.options.max_doc_chars
         for search in self._episode.searched:
             for document in search.documents:
-                text = f"{document.title} {cut(document.text, limit)}"
-                if (
-                    title in ("", document.title)
-                    and f" {normalise(answer)} " in f" {normalise(text)} "
-                ):
+                text = normalise(f"{document.title} {cut(document.text, limit)}")
+                if title in ("", document.title) and f" {normalise(answer)} " in f" {text} ":
                     return True
         return False
 

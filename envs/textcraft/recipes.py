@@ -361,12 +361,9 @@ def _fits(items: Mapping[str, int], slots: Sequence[tuple[frozenset[str], int]])
     """
     for chosen in itertools.product((True, False), repeat=len(slots)):
         room = sum(n for (_, n), inside in zip(slots, chosen, strict=True) if inside)
-        elsewhere = [
-            members for (members, _), inside in zip(slots, chosen, strict=True) if not inside
-        ]
-        if (
-            sum(n for name, n in items.items() if not any(name in members for members in elsewhere))
-            > room
-        ):
+        elsewhere: set[str] = set()
+        for (members, _), inside in zip(slots, chosen, strict=True):
+            elsewhere |= set() if inside else members
+        if sum(n for name, n in items.items() if name not in elsewhere) > room:
             return False
     return True

@@ -130,13 +130,10 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         os.cpu_count() or 1
     )
     seed = whole_number("webarena", chosen, "seed", 0, 2**31 - 1)
-    make: Callable[[], Place] = (
-        (lambda: Embedded(executable, concurrency, seed))
-        if embedded
-        else (lambda: Place(executable, concurrency, sites))
-    )
+    make: Callable[[], Place] = partial(Embedded, executable, concurrency, seed)
     if not embedded:
-        Place(executable, concurrency, sites)  # checks the addresses; starts nothing
+        make = partial(Place, executable, concurrency, sites)
+        make()  # checks the addresses; starts nothing
     use_sandbox()  # checks its variable
     shared = Shared(make)
     setting = Setting(

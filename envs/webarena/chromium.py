@@ -18,14 +18,8 @@ SANDBOX_VARIABLE = "WEBARENA_SANDBOX"
 # the only variables that browser and driver get: this process's environment has the trainer's
 # secrets
 _KEPT = (
-    "PATH",
-    "LANG",
-    "LANGUAGE",
-    "TZ",
-    "LD_LIBRARY_PATH",
-    "FONTCONFIG_FILE",
-    "FONTCONFIG_PATH",
-    "CHROME_DEVEL_SANDBOX",
+    *("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH"),
+    *("FONTCONFIG_FILE", "FONTCONFIG_PATH", "CHROME_DEVEL_SANDBOX"),
 )
 BROWSER_VARIABLE = "AGENTGYM_BROWSER"  # path or name of the program
 INSTALL = (

@@ -336,7 +336,7 @@ class Episode:
     def _judged(self, answer: str, helpers: Helpers) -> Verdict:
         """Judge the outcome; errors of NO_VERDICT are raised, any other error gives the score 0."""
         try:
-            return evaluate(self.task, answer, _Final(self), helpers, self._setting.judge)
+            return evaluate(self.task, answer, FinalPage(self), helpers, self._setting.judge)
         except NO_VERDICT:
             raise
         except Exception as error:
@@ -346,7 +346,7 @@ class Episode:
             return Verdict(0.0, {"failed": f"{type(error).__name__} {error}"[:200]})
 
 
-class _Final:
+class FinalPage:
     """The page at the end, for the evaluators; each request has a deadline."""
 
     def __init__(self, episode: Episode) -> None:
@@ -376,6 +376,7 @@ class _Final:
         self._episode._run(go(), STEP_S)
 
     def evaluate(self, script: str) -> Any:
+        """Return the script's value. Errors: ScriptFailed if the script throws."""
         try:
             return self._ask(self._tabs.current.page.evaluate(script))
         except Error as error:

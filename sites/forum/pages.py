@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,28 +35,24 @@ def _me(request: Request) -> Member:
     return request.me(request.world.forum.members)
 
 
-def _sorted(request: Request, posts: Sequence[Post], sort: str) -> list[Post]:
-    """Sort posts by a key of `_SORTS`, highest first; of equal posts the newer comes first."""
-    forum = request.world.forum
-    keys = {
-        "hot": (
-            lambda post: (
-                (forum.post_score(post) + 2 * forum.num_comments(post))
-                / (2 + (TODAY - post.day).days)
-            )
-        ),
+def _listing(
+    request: Request, template: str, posts: Sequence[Post], default: str = "hot", **context: Any
+) -> Response:
+    """Show posts by a key of `_SORTS`, highest first; of equal posts the newer comes first."""
+    forum, sort = request.world.forum, request.choice("sort", _SORTS, default)
+
+    def heat(post: Post) -> float:
+        votes = forum.post_score(post) + 2 * forum.num_comments(post)
+        return votes / (2 + (TODAY - post.day).days)
+
+    keys: dict[str, Callable[[Post], float]] = {
+        "hot": heat,
         "new": lambda post: post.day.toordinal(),
         "top": forum.post_score,
         "commented": forum.num_comments,
     }
-    return sorted(posts, key=lambda post: (keys[sort](post), post.id), reverse=True)
-
-
-def _listing(
-    request: Request, template: str, posts: Sequence[Post], default: str = "hot", **context: Any
-) -> Response:
-    sort = request.choice("sort", _SORTS, default)
-    page = request.paged(_sorted(request, posts, sort), _PER_PAGE)
+    ordered = sorted(posts, key=lambda post: (keys[sort](post), post.id), reverse=True)
+    page = request.paged(ordered, _PER_PAGE)
     return request.page(template, page=page, sort=sort, sorts=_SORTS, **context)
 
 
