@@ -89,7 +89,7 @@ DIALECT = Dialect(
     polite=False,
 )
 
-
+# worked examples: questions over the embedded corpus that are in neither list
 QUESTIONS = (
     Question(
         "In what year was the Skarn Observatory opened?",

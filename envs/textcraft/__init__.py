@@ -83,7 +83,7 @@ DIALECT = Dialect(
     counts=True,
 )
 
-
+# worked examples: two goals of an invented book that no other book contains
 RECIPES = (
     Draft("paper_kite", 1, (("bamboo_splint", 2), ("rice_paper", 3))),
     Draft("bamboo_splint", 4, (("bamboo_cane", 1),)),
