@@ -100,7 +100,7 @@ class Request:
         return referer.path + (f"?{referer.query}" if referer.query else "")
 
     def visitor(self, users: Table[R]) -> R | None:
-        """Return the record of the logged-in visitor; None if nobody is logged in."""
+        """Return the record of the logged-in visitor; None when logged out."""
         login = self.world.logins[self.site.name]
         return None if login is None else users[login]
 
@@ -315,7 +315,7 @@ def existing(record: T | None, missing: str) -> T:
     return record
 
 
-def found(table: Table[R], id: int, noun: str, **fields: Any) -> R:
+def look_up(table: Table[R], id: int, noun: str, **fields: Any) -> R:
     """Return the record of an id, with these values of its fields. Errors: NotFound."""
     return existing(table.get(id, **fields), f"This {noun} does not exist.")
 

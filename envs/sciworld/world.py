@@ -141,14 +141,14 @@ class World:
         rooms = json.loads(self._ours().call("u")[0])["contents"].values()
         inside = next((room for room in rooms if _agent(room)), None)
         carried = _contents(_agent(inside)) if inside else []
-        held = (thing["contents"] for thing in carried if thing["name"] == "inventory")
+        inventory = (thing["contents"] for thing in carried if thing["name"] == "inventory")
         picture = {
             "task": f"{self.task.name}, variation {self.task.variation}",
             "description": self.description,
             "score": self.score,
             "moves": self.moves,
             "room": inside["name"] if inside else "",
-            "inventory": next(held, []),
+            "inventory": next(inventory, []),
             "rooms": [
                 {"name": room["name"], "objects": _contents(room, but="agent")}
                 for room in rooms

@@ -96,11 +96,11 @@ async def _middle(tabs: Tabs, tab: Tab, element: Element) -> tuple[float, float]
     """
     try:
         await tabs.ask(tab.send("DOM.scrollIntoViewIfNeeded", backendNodeId=element.backend_id))
-        found = await tabs.ask(tab.send("DOM.getContentQuads", backendNodeId=element.backend_id))
+        answer = await tabs.ask(tab.send("DOM.getContentQuads", backendNodeId=element.backend_id))
     except Error as error:
         raise Refusal(f"{element} is not visible any more, so it cannot be reached") from error
     best, largest = None, 0.0
-    for quad in found["quads"]:
+    for quad in answer["quads"]:
         left, right = max(0.0, min(quad[0::2])), min(float(tabs.limits.width), max(quad[0::2]))
         top, bottom = max(0.0, min(quad[1::2])), min(float(tabs.limits.height), max(quad[1::2]))
         area = max(0.0, right - left) * max(0.0, bottom - top)

@@ -11,7 +11,17 @@ from sites.forum.content import DEMO
 from sites.forum.records import TODAY, Board, Comment, Member, Post, Subscription, Vote
 from sites.overlay import Table
 from sites.text import slug
-from sites.web import NotFound, Refused, Request, Response, Site, existing, found, matches, redirect
+from sites.web import (
+    NotFound,
+    Refused,
+    Request,
+    Response,
+    Site,
+    existing,
+    look_up,
+    matches,
+    redirect,
+)
 
 PASSWORD = "quiet-corner-24"  # noqa: S105 (of the demo account, printed on the login page)
 _PER_PAGE = 15
@@ -120,11 +130,11 @@ def subscribe(request: Request, name: str) -> Response:
 
 
 def _post(request: Request, name: str, id: int) -> Post:
-    return found(request.world.forum.posts, id, "post", board=name)
+    return look_up(request.world.forum.posts, id, "post", board=name)
 
 
 def _comment(request: Request, post: Post, id: int) -> Comment:
-    return found(request.world.forum.comments, id, "comment", post_id=post.id)
+    return look_up(request.world.forum.comments, id, "comment", post_id=post.id)
 
 
 def _thread(request: Request, post: Post) -> list[tuple[Comment, int]]:
@@ -210,13 +220,13 @@ def _own_post(request: Request, name: str, id: int) -> Post:
 
 @site.post("/vote/post/{id}")
 def vote_post(request: Request, id: int) -> Response:
-    found(request.world.forum.posts, id, "post")
+    look_up(request.world.forum.posts, id, "post")
     return _vote(request, request.world.forum.post_votes, id)
 
 
 @site.post("/vote/comment/{id}")
 def vote_comment(request: Request, id: int) -> Response:
-    found(request.world.forum.comments, id, "comment")
+    look_up(request.world.forum.comments, id, "comment")
     return _vote(request, request.world.forum.comment_votes, id)
 
 

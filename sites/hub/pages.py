@@ -96,21 +96,21 @@ def my_requests(request: Request) -> Response:
 def search(request: Request) -> Response:
     query, hub = request.search("q"), request.world.hub
 
-    def found(*texts: str) -> bool:
+    def hit(*texts: str) -> bool:
         return bool(query) and matches(query, *texts)
 
     projects = [
         project
         for project in _visible(request)
-        if found(project.path, project.description, *project.topics)
+        if hit(project.path, project.description, *project.topics)
     ]
     shown = {project.id: project for project in _visible(request)}
     issues = [
         (issue, shown[issue.project_id])
         for issue in hub.issues
-        if issue.project_id in shown and found(issue.title, issue.body)
+        if issue.project_id in shown and hit(issue.title, issue.body)
     ]
-    accounts = [account for account in hub.accounts if found(account.name, account.full_name)]
+    accounts = [account for account in hub.accounts if hit(account.name, account.full_name)]
     return request.page(
         "search.html",
         query=query,

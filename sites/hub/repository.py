@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from sites.hub.records import ROLES, TODAY, File, Membership, Project, Star
 from sites.hub.site import check, commit, may, me, project, site
-from sites.web import NotFound, Refused, Request, Response, existing, found
+from sites.web import NotFound, Refused, Request, Response, existing, look_up
 
 _MAX_FILE = 100_000
 
@@ -207,7 +207,7 @@ def _member(request: Request, repo: Project, id: int) -> Membership:
     Errors: Refused for an owner, or if the visitor is no maintainer; NotFound.
     """
     check(request, repo, "Maintainer")
-    member = found(request.world.hub.memberships, id, "member", project_id=repo.id)
+    member = look_up(request.world.hub.memberships, id, "member", project_id=repo.id)
     if member.role == "Owner":
         raise Refused("The owner's role cannot be changed.")
     return member

@@ -7,7 +7,7 @@ from typing import Any
 
 from sites.hub.records import TODAY, Issue, Label, Milestone, Project
 from sites.hub.site import check, commented, may, me, next_iid, people, project, site
-from sites.web import Refused, Request, Response, existing, found, matches, parse_day
+from sites.web import Refused, Request, Response, existing, look_up, matches, parse_day
 
 _STATES = {"open": "Open", "closed": "Closed", "all": "All"}
 _SORTS = {"newest": "Newest", "oldest": "Oldest", "comments": "Most comments", "due": "Due date"}
@@ -246,7 +246,7 @@ def create_milestone(request: Request, ns: str, name: str) -> Response:
 
 
 def _milestone(request: Request, repo: Project, id: int) -> Milestone:
-    return found(request.world.hub.milestones, id, "milestone", project_id=repo.id)
+    return look_up(request.world.hub.milestones, id, "milestone", project_id=repo.id)
 
 
 @site.get("/{ns}/{name}/-/milestones/{id}")

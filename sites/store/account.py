@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sites.store.records import PAYMENT, SHIPPING, TODAY, Address, CartLine, Comment, Order, Wish
 from sites.store.shop import find, me, site
-from sites.web import Refused, Request, Response, found
+from sites.web import Refused, Request, Response, look_up
 
 PASSWORD = "larkspur-2024"  # noqa: S105 (of the demo account, printed on the login page)
 _FIELDS = (
@@ -58,7 +58,7 @@ def _orders(request: Request) -> list[Order]:
 
 
 def _order(request: Request, id: int) -> Order:
-    return found(request.world.store.orders, id, "order", customer_id=me(request).id)
+    return look_up(request.world.store.orders, id, "order", customer_id=me(request).id)
 
 
 @site.get("/account/orders", private=True)

@@ -19,7 +19,7 @@ from sites.store.records import (
     Order,
     Product,
 )
-from sites.web import Refused, Request, Response, Site, found, matches
+from sites.web import Refused, Request, Response, Site, look_up, matches
 
 PASSWORD = "backoffice-2024"  # noqa: S105 (of the demo account, printed on the login page)
 USER = "admin"
@@ -95,7 +95,7 @@ def product(request: Request, id: int) -> Response:
     store = request.world.store
     return request.page(
         "product.html",
-        product=found(store.products, id, "product"),
+        product=look_up(store.products, id, "product"),
         reviews=store.reviews.where("product_id", id)[::-1],
         categories={category.slug: category.name for category in store.categories},
     )
@@ -103,7 +103,7 @@ def product(request: Request, id: int) -> Response:
 
 @site.post("/products/{id}")
 def save_product(request: Request, id: int) -> Response:
-    old = found(request.world.store.products, id, "product")
+    old = look_up(request.world.store.products, id, "product")
     new = replace(
         old,
         name=request.text("name", "Product Name", 120),
@@ -147,7 +147,7 @@ def orders(request: Request) -> Response:
 
 @site.get("/orders/{id}")
 def order(request: Request, id: int) -> Response:
-    record = found(request.world.store.orders, id, "order")
+    record = look_up(request.world.store.orders, id, "order")
     customer = request.world.store.customers[record.customer_id]
     return request.page(
         "order.html", order=record, customer=customer, statuses=ORDER_STATUSES, shipping=SHIPPING
@@ -157,7 +157,7 @@ def order(request: Request, id: int) -> Response:
 @site.post("/orders/{id}/comment")
 def comment_order(request: Request, id: int) -> Response:
     """Set the order's status and append a comment; its text may be empty if the status changes."""
-    old = found(request.world.store.orders, id, "order")
+    old = look_up(request.world.store.orders, id, "order")
     status = request.one_of("status", "Status", ORDER_STATUSES)
     text = request.text("comment", "Comment", 1000, required=False)
     if not text and status == old.status:
@@ -182,7 +182,7 @@ def customers(request: Request) -> Response:
 
 @site.get("/customers/{id}")
 def customer(request: Request, id: int) -> Response:
-    record = found(request.world.store.customers, id, "customer")
+    record = look_up(request.world.store.customers, id, "customer")
     orders = request.world.store.orders.where("customer_id", id)[::-1]
     spent = sum(order.total for order in _counted(orders))
     return request.page("customer.html", customer=record, orders=orders, spent=spent, groups=GROUPS)
@@ -192,7 +192,7 @@ def customer(request: Request, id: int) -> Response:
 def save_customer(request: Request, id: int) -> Response:
     group = request.one_of("group", "Group", GROUPS)
     customers = request.world.store.customers
-    customers.put(replace(found(customers, id, "customer"), group=group))
+    customers.put(replace(look_up(customers, id, "customer"), group=group))
     return request.done("You saved the customer.", f"/customers/{id}")
 
 
@@ -215,7 +215,7 @@ def reviews(request: Request) -> Response:
 
 @site.get("/reviews/{id}")
 def review(request: Request, id: int) -> Response:
-    record = found(request.world.store.reviews, id, "review")
+    record = look_up(request.world.store.reviews, id, "review")
     product = request.world.store.products[record.product_id]
     return request.page("review.html", review=record, product=product, statuses=REVIEW_STATUSES)
 
@@ -224,13 +224,13 @@ def review(request: Request, id: int) -> Response:
 def save_review(request: Request, id: int) -> Response:
     status = request.one_of("status", "Status", REVIEW_STATUSES)
     reviews = request.world.store.reviews
-    reviews.put(replace(found(reviews, id, "review"), status=status))
+    reviews.put(replace(look_up(reviews, id, "review"), status=status))
     return request.done("You saved the review.", f"/reviews/{id}")
 
 
 @site.post("/reviews/{id}/delete")
 def delete_review(request: Request, id: int) -> Response:
-    found(request.world.store.reviews, id, "review")
+    look_up(request.world.store.reviews, id, "review")
     request.world.store.reviews.remove(id)
     return request.done("The review has been deleted.", "/reviews")
 

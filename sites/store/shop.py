@@ -20,7 +20,7 @@ from sites.store.records import (
     Product,
     Review,
 )
-from sites.web import Refused, Request, Response, Site, existing, found, matches, redirect
+from sites.web import Refused, Request, Response, Site, existing, look_up, matches, redirect
 
 _PER_PAGE = 12
 _MAX_QUANTITY = 99
@@ -53,7 +53,7 @@ def me(request: Request) -> Customer:
 
 
 def find(request: Request, id: int) -> Product:
-    return found(request.world.store.products, id, "product", enabled=True)
+    return look_up(request.world.store.products, id, "product", enabled=True)
 
 
 def _listing(request: Request, title: str, products: Sequence[Product], **extra: Any) -> Response:
