@@ -91,8 +91,8 @@ def play(slot: Place, *, backwards: bool = False) -> list[Transcript]:
     """Play all games; return their transcripts in the order of GAMES."""
     played: dict[Task, Transcript] = {}
     for task in reversed(GAMES) if backwards else GAMES:
-        played[task] = [slot.call("l", task.name, str(task.variation)).texts]
-        played[task] += [slot.call("s", action).texts for action in solution(task) or WALK]
+        played[task] = [slot.call("l", task.name, str(task.variation))]
+        played[task] += [slot.call("s", action) for action in solution(task) or WALK]
     return [played[task] for task in GAMES]
 
 

@@ -71,46 +71,29 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--options", default="{}", metavar="JSON", help="the environment's options"
         )
-    serve.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
-    serve.add_argument("--port", type=int, default=0, help="0 takes a free one (default)")
-    serve.add_argument(
-        "--max-sessions",
-        type=_positive_int,
-        default=256,
-        metavar="N",
-        help="(default: %(default)s)",
-    )
-    serve.add_argument(
+    add, default = serve.add_argument, "(default: %(default)s)"
+    add("--host", default="127.0.0.1", help=f"address to bind {default}")
+    add("--port", type=int, default=0, help="0 takes a free one (default)")
+    add("--max-sessions", type=_positive_int, default=256, metavar="N", help=default)
+    add(
         "--session-ttl",
         type=_positive_float,
         default=300.0,
         metavar="S",
         help="an idle session is closed after this",
     )
-    serve.add_argument(
+    add(
         "--drain-timeout",
         type=_positive_float,
         default=20.0,
         metavar="S",
         help="for open sessions after SIGTERM",
     )
-    serve.add_argument(
-        "--expert", action="store_true", help="offer POST /expert; training refuses such servers"
-    )
-    serve.add_argument(
-        "--expert-timeout",
-        type=_positive_float,
-        default=5.0,
-        metavar="S",
-        help="(default: %(default)s)",
-    )
-    serve.add_argument(
-        "--port-file", type=Path, metavar="PATH", help="holds the port while the server listens"
-    )
-    serve.add_argument(
-        "--check", action="store_true", help="only say whether name and options are right"
-    )
-    serve.add_argument(
+    add("--expert", action="store_true", help="offer POST /expert; training refuses such servers")
+    add("--expert-timeout", type=_positive_float, default=5.0, metavar="S", help=default)
+    add("--port-file", type=Path, metavar="PATH", help="holds the port while the server listens")
+    add("--check", action="store_true", help="only say whether name and options are right")
+    add(
         "--allow-host",
         type=_host_name,
         action="append",
@@ -121,16 +104,10 @@ def _parser() -> argparse.ArgumentParser:
             " .NAME allows all subdomains"
         ),
     )
-    serve.add_argument(
-        "--no-token",
-        action="store_true",
-        help="accept requests without a token, also from other machines",
-    )
-    serve.add_argument(
-        "--owner-pipe",
-        action="store_true",
-        help="exit when stdin is closed: the server cannot outlive its owner",
-    )
+    unguarded = "accept requests without a token, also from other machines"
+    add("--no-token", action="store_true", help=unguarded)
+    orphan = "exit when stdin is closed: the server cannot outlive its owner"
+    add("--owner-pipe", action="store_true", help=orphan)
     commands.add_parser(
         "list",
         help=(
@@ -165,10 +142,8 @@ def _identities(spec: EnvSpec) -> int:
     ):
         return _refuse("standard input must be a JSON list of task ids, whole numbers from 0")
     try:
-        sys.stdout.write(
-            json.dumps(spec.identity and [_digest(spec.identity, task_id) for task_id in ids])
-            + "\n"
-        )
+        digests = spec.identity and [_digest(spec.identity, task_id) for task_id in ids]
+        sys.stdout.write(json.dumps(digests) + "\n")
     finally:
         if spec.close is not None:
             spec.close()

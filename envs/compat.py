@@ -21,7 +21,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from envs.dialect import Dialect, Nothing, Place
-from envs.sessions import Refused, Sessions
+from envs.refusals import Refused, retry_header
+from envs.sessions import Sessions
 from envs.wire import (
     MAX_ACTION_CHARS,
     TEXTS,
@@ -33,17 +34,17 @@ from envs.wire import (
 )
 
 Json = dict[str, Any]
+Handler = Callable[[Request], Awaitable[Response]]
 MAX_ID = 2**53
 MAX_BODY_BYTES = 256 * 1024
 
 
-class Step(BaseModel):
-    id: int = Field(validation_alias=AliasChoices("id", "env_idx"))
-    action: str = Field(max_length=MAX_ACTION_CHARS)
-
-
 class EnvId(BaseModel):
     id: int = Field(validation_alias=AliasChoices("id", "env_idx"))
+
+
+class Step(EnvId):
+    action: str = Field(max_length=MAX_ACTION_CHARS)
 
 
 class AgentGymRoutes:
@@ -56,24 +57,19 @@ class AgentGymRoutes:
         self._places: dict[int, Place] = {}
         self._counter = itertools.count()
 
-    def table(
-        self,
-    ) -> Iterator[
-        tuple[str, str, type[BaseModel] | None, Callable[[Request], Awaitable[Response]]]
-    ]:
+    def table(self) -> Iterator[tuple[str, str, type[BaseModel] | None, Handler]]:
         """Yield (method, path, body model, handler) of every route."""
         dialect, prefix = self._dialect, "/agentgym"
         yield "GET", f"{prefix}/", None, self._greet
-        yield (
-            "POST",
-            f"{prefix}/create",
-            dialect.create,
-            self._answering(dialect.create, self._create),
+        actions: tuple[tuple[str, type[BaseModel], Callable[[Any], Awaitable[object]]], ...] = (
+            ("create", dialect.create, self._create),
+            ("reset", dialect.reset, self._reset),
+            ("step", Step, self._step),
+            ("close", EnvId, self._close),
+            ("render", EnvId, self._render),
         )
-        yield "POST", f"{prefix}/reset", dialect.reset, self._answering(dialect.reset, self._reset)
-        yield "POST", f"{prefix}/step", Step, self._answering(Step, self._step)
-        yield "POST", f"{prefix}/close", EnvId, self._answering(EnvId, self._close)
-        yield "POST", f"{prefix}/render", EnvId, self._answering(EnvId, self._render)
+        for name, model, act in actions:
+            yield "POST", f"{prefix}/{name}", model, self._answering(model, act)
         yield "GET", f"{prefix}/observation", EnvId, self._showing(dialect.looked or dialect.shown)
         if dialect.detailed is not None:
             yield "GET", f"{prefix}/detail", EnvId, self._showing(dialect.detailed)
@@ -137,17 +133,10 @@ class AgentGymRoutes:
                 ):
                     raise
                 return self._dialect.step_failed(error.reply.message)
-            env.turn, env.observation, env.reward = (
-                reply.turn,
-                reply.observation,
-                reply.reward,
-            )
+            env.turn, env.observation, env.reward = reply.turn, reply.observation, reply.reward
             env.score += reply.reward
-            env.done, env.truncated, env.info = (
-                reply.terminated or reply.truncated,
-                reply.truncated,
-                reply.info,
-            )
+            env.done = reply.terminated or reply.truncated
+            env.truncated, env.info = reply.truncated, reply.info
             return self._dialect.stepped(env)
 
     async def _close(self, body: Any) -> object:
@@ -160,11 +149,9 @@ class AgentGymRoutes:
     async def _render(self, body: Any) -> str:
         env = self._begun(body.id)
         reply = await self._sessions.render(env.session)
-        data = (
-            base64.b64encode(reply.data.encode()).decode()
-            if reply.media_type in TEXTS
-            else reply.data
-        )
+        data = reply.data
+        if reply.media_type in TEXTS:
+            data = base64.b64encode(data.encode()).decode()
         return f"data:{reply.media_type};base64,{data}"
 
     async def _step_visual(self, body: Any) -> object:
@@ -175,7 +162,7 @@ class AgentGymRoutes:
             env.session, lambda simulator: visual(simulator, answer)
         )
 
-    def _showing(self, show: Callable[[Place], Any]) -> Callable[[Request], Awaitable[Response]]:
+    def _showing(self, show: Callable[[Place], Any]) -> Handler:
         async def handler(request: Request) -> Response:
             async def answer() -> object:
                 return show(self._begun(EnvId.model_validate(dict(request.query_params)).id))
@@ -184,9 +171,7 @@ class AgentGymRoutes:
 
         return handler
 
-    def _viewing(
-        self, view: Callable[[Any, Place], Any]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _viewing(self, view: Callable[[Any, Place], Any]) -> Handler:
         async def handler(request: Request) -> Response:
             async def answer() -> object:
                 env = self._begun(EnvId.model_validate(dict(request.query_params)).id)
@@ -200,9 +185,7 @@ class AgentGymRoutes:
 
         return handler
 
-    def _answering(
-        self, model: type[BaseModel], act: Callable[[Any], Awaitable[Any]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _answering(self, model: type[BaseModel], act: Callable[[Any], Awaitable[Any]]) -> Handler:
         async def handler(request: Request) -> Response:
             raw = await read_body(request)
 
@@ -224,13 +207,8 @@ class AgentGymRoutes:
             return JSONResponse({"detail": detail}, 422)
         except Refused as error:
             self._sessions.metrics.errors.labels(error.reply.kind.value).inc()
-            retry = (
-                {}
-                if error.reply.retry_after_s is None
-                else {"Retry-After": str(max(1, round(error.reply.retry_after_s)))}
-            )
             status = 200 if self._dialect.polite and error.status != 503 else error.status
-            return JSONResponse({"error": error.reply.message}, status, retry)
+            return JSONResponse({"error": error.reply.message}, status, retry_header(error.reply))
 
     def _find(self, number: int) -> Place:
         env = self._places.get(number)
@@ -269,10 +247,9 @@ class AgentGymRoutes:
     def _forget(self) -> None:
         """Drop the ids unused for session_ttl_s; their sessions were reaped."""
         oldest = time.monotonic() - self._sessions.settings.session_ttl_s
-        for env in [
-            env for env in self._places.values() if env.used < oldest and not env.lock.locked()
-        ]:
-            del self._places[env.id]
+        for env in [env for env in self._places.values() if env.used < oldest]:
+            if not env.lock.locked():
+                del self._places[env.id]
 
 
 def _finished(env: Place) -> Refused:

@@ -48,11 +48,11 @@ class Dialect:
     """Replies and optional routes of AgentGym's server for one environment; see `envs.compat`."""
 
     greeting: str
-    create: type[BaseModel]
-    reset: type[BaseModel]
-    created: Callable[[Place], Any]
     shown: Callable[[Place], Any]  # reply to a reset, and to GET /observation
     stepped: Callable[[Place], Json]
+    create: type[BaseModel] = Nothing
+    reset: type[BaseModel] = Reset
+    created: Callable[[Place], Any] = lambda env: {"id": env.id}
     looked: Callable[[Place], Any] | None = None  # reply to GET /observation, if not `shown`
     detailed: Callable[[Place], Json] | None = None  # reply to GET /detail, if no simulator needed
     # body of a create -> the task it names
@@ -73,14 +73,7 @@ class Dialect:
 
 def common(greeting: str) -> Dialect:
     """Return the dialect that most of AgentGym's servers share; the default of our servers."""
-    return Dialect(
-        greeting=greeting,
-        create=Nothing,
-        reset=Reset,
-        created=lambda env: {"id": env.id},
-        shown=lambda env: {**_turn(env), "deleted": False},
-        stepped=_turn,
-    )
+    return Dialect(greeting, lambda env: {**_turn(env), "deleted": False}, _turn)
 
 
 def _turn(env: Place) -> Json:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from envs.sessions import Refused
+from envs.refusals import Refused
 from envs.wire import TOKEN_VARIABLE, ErrorKind
 
 # for probes and scrapers, which carry no token; the replies contain nothing of an episode
@@ -47,11 +47,9 @@ class Doors:
         self._expected = f"Bearer {token}".encode() if token else b""
         self._refuse = refuse
 
-        @lru_cache(maxsize=256)
-        def is_served(host: bytes, address: str) -> bool:
-            return is_own(host.decode("latin-1"), address, hosts)
-
-        self._is_served = is_served
+        self._is_served = lru_cache(maxsize=256)(
+            lambda host, address: is_own(host.decode("latin-1"), address, hosts)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":

@@ -27,7 +27,6 @@ class Expert(Protocol):
 
     def next_action(self) -> str:
         """Return the next action. Errors: ExpertFailed if the expert has none in time."""
-        ...
 
 
 class ExpertFailed(RuntimeError):
@@ -51,41 +50,20 @@ class Simulator(Protocol):
 
         Errors: UnknownTask.
         """
-        ...
 
     def step(self, action: str) -> StepResult:
         """Take an action. An action that cannot be parsed gives an error text as observation,
         never an exception.
         """
-        ...
 
     def render(self) -> tuple[str, bytes]:
         """Return (media type, bytes) of the current state: a picture, text, or JSON that the
         viewer draws.
         """
-        ...
 
     def expert(self) -> Expert: ...
 
     def close(self) -> None: ...
-
-
-class Awaited(Protocol):
-    """A simulator in another process: its steps are awaited on the event loop and have their own
-    deadline.
-    """
-
-    async def step_async(self, action: str) -> StepResult:
-        """Take an action, see `Simulator.step`."""
-        ...
-
-
-class Hinting(Protocol):
-    """A simulator that suggests actions for its current state, for `GET /hints`. The server adds
-    them to no observation.
-    """
-
-    def hints(self) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +78,11 @@ class EnvSpec:
     probe_actions: tuple[str, ...]
     # true if a step may take more than a millisecond: it then runs off the event loop
     blocking: bool = False
-    awaited: bool = False  # its simulators are `Awaited`
-    offers_hints: bool = False  # its simulators are `Hinting`
+    # true if its simulators, in another process, have `async step_async(action) -> StepResult`: it
+    # is awaited on the event loop, has its own deadline and does what `step` does
+    awaited: bool = False
+    # true if its simulators have `hints() -> list[str]`, possible actions for `GET /hints`
+    offers_hints: bool = False
     probe_task: int = 0  # the task of that episode; set it if there is no task 0
     # replies of AgentGym's own server (None: those that most of its servers share), and the
     # environment behind these routes if it differs from this one

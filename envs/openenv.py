@@ -20,7 +20,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from envs.sessions import Refused, Sessions
+from envs.refusals import Refused
+from envs.sessions import Sessions
 from envs.wire import (
     MAX_ACTION_CHARS,
     CreateReply,
@@ -155,22 +156,16 @@ class OpenEnv:
 
     async def _health(self, _: Request) -> Response:
         usable = self._sessions.ready and not self._sessions.draining
-        return JSONResponse(
-            {"status": "healthy" if usable else "unhealthy"}, 200 if usable else 503
-        )
+        status = "healthy" if usable else "unhealthy"
+        return JSONResponse({"status": status}, 200 if usable else 503)
 
     async def _metadata(self, _: Request) -> Response:
-        return JSONResponse(
-            {"name": self._sessions.spec.name, "description": self._sessions.spec.instructions}
-        )
+        spec = self._sessions.spec
+        return JSONResponse({"name": spec.name, "description": spec.instructions})
 
     async def _schema(self, _: Request) -> Response:
-        shown: dict[str, type[BaseModel]] = {
-            "action": Action,
-            "observation": Observation,
-            "state": State,
-        }
-        return JSONResponse({name: model.model_json_schema() for name, model in shown.items()})
+        models: tuple[type[BaseModel], ...] = (Action, Observation, State)
+        return JSONResponse({model.__name__.lower(): model.model_json_schema() for model in models})
 
 
 class Seat:
@@ -206,12 +201,8 @@ class Seat:
             raise self._failed(error, crashed=ErrorCode.FACTORY_ERROR) from error
         self._session, self._turn, self._ended = opened.session_id, 0, False
         self._state = State(episode_id=message.episode_id or secrets.token_hex(16), task_id=task_id)
-        return _observed(
-            opened.observation,
-            None,
-            False,
-            {"turn": 0, "success": False, "truncated": False, "info": {}},
-        )
+        metadata = {"turn": 0, "success": False, "truncated": False, "info": {}}
+        return _observed(opened.observation, None, False, metadata)
 
     async def _step(self, message: str) -> Json:
         if not self._session:
@@ -248,15 +239,9 @@ class Seat:
             return Failed(ErrorCode.EXECUTION_ERROR, error.reply.message)
         failures = (ErrorKind.ENV_CRASHED, ErrorKind.GRADER_FAILED)
         code = crashed if kind in failures else ErrorCode.SESSION_ERROR
-        return Failed(
-            code,
-            error.reply.message,
-            **(
-                {"factory_name": self._sessions.spec.name}
-                if code is ErrorCode.FACTORY_ERROR
-                else {}
-            ),
-        )
+        is_factory = code is ErrorCode.FACTORY_ERROR
+        details = {"factory_name": self._sessions.spec.name} if is_factory else {}
+        return Failed(code, error.reply.message, **details)
 
 
 async def _serve(websocket: WebSocket, seat: Seat, ttl_s: float) -> None:

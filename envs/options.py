@@ -5,9 +5,10 @@ an error that names them.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 SECRET_PREFIX = "AGENTGYM_SECRET_"  # noqa: S105  (no secret: prefix of the variables' names)
@@ -23,6 +24,58 @@ def choose(env: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) ->
                 f"{env} has no option {key!r}; did you mean {nearest(key, defaults)!r}?"
             )
     return {**defaults, **options}
+
+
+def whole_number(
+    env: str, options: Mapping[str, Any], key: str, low: int, high: float = math.inf
+) -> int:
+    """Return an option that is a whole number from `low` to `high`. Errors: ValueError."""
+    value = options[key]
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        span = f"from {low}" if high == math.inf else f"from {low} to {high}"
+        raise ValueError(f"{env} option {key}: expected a whole number {span}, got {value!r}")
+    return value
+
+
+def seconds(env: str, options: Mapping[str, Any], key: str, high: float) -> float:
+    """Return an option that is a number of seconds above 0, up to `high`. Errors: ValueError."""
+    value = options[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
+        raise ValueError(f"{env} option {key}: expected seconds up to {high:g}, got {value!r}")
+    return float(value)
+
+
+def one_of(env: str, options: Mapping[str, Any], key: str, known: Sequence[str]) -> Any:
+    """Return an option that is one of the known texts. Errors: ValueError naming the nearest."""
+    value = options[key]
+    if value not in known:
+        near = nearest(str(value), known)
+        raise ValueError(f"{env} option {key}: unknown value {value!r}; did you mean {near!r}?")
+    return value
+
+
+def names(
+    env: str, options: Mapping[str, Any], key: str, noun: str, known: Collection[str], example: str
+) -> tuple[str, ...]:
+    """Return an option that is a list of known names. Errors: ValueError naming the nearest.
+
+    noun: for the error, the thing that has these names.
+    """
+    value = options[key]
+    if (
+        not isinstance(value, list | tuple)
+        or not value
+        or not all(isinstance(name, str) for name in value)
+    ):
+        raise ValueError(
+            f'{env} option {key}: expected "agentgym" or a list of {noun} names such as'
+            f' ["{example}"], got {value!r}'
+        )
+    for name in value:
+        if name not in known:
+            near = nearest(name, known)
+            raise ValueError(f"{env} option {key}: unknown {noun} {name!r}; did you mean {near!r}?")
+    return tuple(value)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -22,7 +22,8 @@ from envs.doors import Doors
 from envs.env import EnvSpec
 from envs.openapi import Route, document
 from envs.openenv import PATH, OpenEnv
-from envs.sessions import Refused, ServerSettings, Sessions
+from envs.refusals import Refused, retry_header
+from envs.sessions import ServerSettings, Sessions
 from envs.wire import (
     BatchReply,
     BatchRequest,
@@ -165,9 +166,7 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
 
     def failed(reply: ErrorReply, status: int) -> Response:
         sessions.metrics.errors.labels(reply.kind.value).inc()
-        wait_s = reply.retry_after_s
-        headers = {} if wait_s is None else {"Retry-After": str(max(1, round(wait_s)))}
-        return Response(reply.model_dump_json(), status, headers, "application/json")
+        return Response(reply.model_dump_json(), status, retry_header(reply), "application/json")
 
     def refuse(error: Refused) -> Response:
         return failed(error.reply, error.status)
@@ -216,11 +215,8 @@ class Direct:
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = (
-            self._handlers.get((scope["method"], scope["path"]))
-            if scope["type"] == "http"
-            else None
-        )
+        key = (scope["method"], scope["path"]) if scope["type"] == "http" else ("", "")
+        handler = self._handlers.get(key)
         if handler is None:
             await self._app(scope, receive, send)
             return

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import logging
 import os
 import secrets
@@ -17,25 +16,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
 from envs.bounded import run_bounded
-from envs.env import (
-    EnvSpec,
-    Expert,
-    ExpertFailed,
-    GraderFailed,
-    Simulator,
-    StepResult,
-    UnknownTask,
-)
+from envs.env import EnvSpec, Expert, ExpertFailed, GraderFailed, Simulator, StepResult, UnknownTask
+from envs.metrics import Metrics
+from envs.refusals import Memory, Refused
 from envs.wire import (
     TEXTS,
     CloseReply,
     CreateReply,
     CreateRequest,
     ErrorKind,
-    ErrorReply,
     ExpertReply,
     HintsReply,
     InfoReply,
@@ -49,27 +39,10 @@ from envs.wire import (
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-RETRY_AFTER_S = 1.0
-REMEMBERED = 10_000  # closed sessions and their request keys that still get a 410
 POOL_THREADS = 16
 CALL_TIMEOUT_S = 120.0  # of one call to a blocking simulator
 CLOSE_S = 4.0  # at shutdown, for closing the remaining simulators
 EXPERT_THREADS = 4
-
-STATUS = {
-    ErrorKind.UNAUTHORIZED: 401,
-    ErrorKind.FORBIDDEN: 403,
-    ErrorKind.UNKNOWN_SESSION: 404,
-    ErrorKind.TURN_MISMATCH: 409,
-    ErrorKind.SESSION_GONE: 410,
-    ErrorKind.BAD_REQUEST: 422,
-    ErrorKind.ENV_CRASHED: 500,
-    ErrorKind.GRADER_FAILED: 500,
-    ErrorKind.EXPERT_FAILED: 500,
-    ErrorKind.FULL: 503,
-    ErrorKind.DRAINING: 503,
-    ErrorKind.NOT_READY: 503,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,51 +54,6 @@ class ServerSettings:
     expert_timeout_s: float = 5.0
     token: str = ""  # required of every request but probes and metrics; empty: no token needed
     hosts: tuple[str, ...] = ()  # names of the server in addition to localhost and its address
-
-
-class Refused(Exception):
-    """A request that gets an `ErrorReply`."""
-
-    def __init__(
-        self,
-        kind: ErrorKind,
-        message: str,
-        *,
-        status: int | None = None,
-        expected_turn: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status or STATUS[kind]
-        retry_after_s = RETRY_AFTER_S if self.status == 503 else None
-        self.reply = ErrorReply(
-            kind=kind, message=message, expected_turn=expected_turn, retry_after_s=retry_after_s
-        )
-
-
-class Metrics:
-    """Prometheus metrics of one server, in their own registry."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.active = Gauge("env_sessions_active", "Open sessions", registry=self.registry)
-        self.created = Counter("env_sessions_created", "Sessions opened", registry=self.registry)
-        self.reaped = Counter(
-            "env_sessions_reaped",
-            "Sessions closed because they were idle too long",
-            registry=self.registry,
-        )
-        self.rejected = Counter(
-            "env_sessions_rejected", "Sessions refused: full or draining", registry=self.registry
-        )
-        self.steps = Counter("env_steps", "Actions carried out", registry=self.registry)
-        self.errors = Counter("env_errors", "Error replies", ["kind"], registry=self.registry)
-        buckets = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
-        self.step_seconds = Histogram(
-            "env_step_seconds",
-            "Time the simulator took for one action",
-            buckets=buckets,
-            registry=self.registry,
-        )
 
 
 @dataclass(slots=True)
@@ -145,28 +73,6 @@ class Session:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Memory:
-    """Set of the REMEMBERED names added last, as digests in one block: an object per name would be
-    allocated between the objects of sessions and keep their memory from being freed.
-    """
-
-    _WIDTH = 16  # bytes of a digest
-
-    def __init__(self) -> None:
-        self._digests = bytearray(self._WIDTH * REMEMBERED)
-        self._next = 0
-
-    def add(self, name: str) -> None:
-        self._digests[self._next : self._next + self._WIDTH] = self._digest(name)
-        self._next = (self._next + self._WIDTH) % len(self._digests)
-
-    def __contains__(self, name: str) -> bool:
-        return self._digest(name) in self._digests
-
-    def _digest(self, name: str) -> bytes:
-        return hashlib.blake2b(name.encode(), digest_size=self._WIDTH).digest()
-
-
 class Sessions:
     """The sessions of one server. All methods run on one event loop; the server's lifespan calls
     `start` and `stop`.
@@ -178,10 +84,7 @@ class Sessions:
     def __init__(self, spec: EnvSpec, settings: ServerSettings) -> None:
         self.spec = spec
         self.settings = settings
-        self.metrics = Metrics()
-        for name, (meaning, value) in spec.gauges.items():
-            Gauge(name, meaning, registry=self.metrics.registry).set_function(value)
-        self.metrics.active.set_function(lambda: len(self._by_id))
+        self.metrics = Metrics(spec.gauges, lambda: len(self._by_id))
         self.draining = False
         self.ready = False
         self.failure = ""  # of the scripted episode
@@ -302,11 +205,10 @@ class Sessions:
             if request.turn == session.turn:
                 return session.reply
             if request.turn != session.turn + 1:
-                expected = session.turn + 1
                 raise Refused(
                     ErrorKind.TURN_MISMATCH,
                     f"turn {request.turn} cannot follow turn {session.turn}",
-                    expected_turn=expected,
+                    expected_turn=session.turn + 1,
                 )
             self._check_running(session)
             started = time.perf_counter()
@@ -352,9 +254,8 @@ class Sessions:
         return RenderReply(media_type=media_type, data=text)
 
     async def hints(self, session_id: str) -> HintsReply:
-        return HintsReply(
-            actions=await self.inspect(session_id, lambda simulator: simulator.hints())
-        )
+        actions = await self.inspect(session_id, lambda simulator: simulator.hints())
+        return HintsReply(actions=actions)
 
     async def expert(self, session_id: str) -> ExpertReply:
         session = self._find(session_id)
@@ -506,9 +407,8 @@ class Sessions:
         while True:
             await asyncio.sleep(min(ttl_s / 4, 5.0))
             now = time.monotonic()
-            for session in [
-                s for s in self._by_id.values() if now - s.last_used > ttl_s and not s.lock.locked()
-            ]:
+            idle = [s for s in self._by_id.values() if now - s.last_used > ttl_s]
+            for session in [s for s in idle if not s.lock.locked()]:
                 async with session.lock:
                     if not session.closed and time.monotonic() - session.last_used > ttl_s:
                         await self._close(session)

@@ -4,22 +4,28 @@ site, the tenant header the session whose state it shows.
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import cache
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from sites import look
 from sites.forum.pages import site as forum_site
-from sites.hub.routes import site as hub_site
+from sites.hub import merges, pages, repository, tracker  # noqa: F401  (they add routes)
+from sites.hub.site import site as hub_site
 from sites.session_state import World, content
-from sites.store.routes import admin_site, shop_site
+from sites.store import account  # noqa: F401  (adds routes)
+from sites.store.admin import site as admin_site
+from sites.store.shop import site as shop_site
 from sites.web import Request, Response, Site, parse_fields, plain
 
 logger = logging.getLogger(__name__)
@@ -33,6 +39,13 @@ SITES = {
 TENANT_HEADER = "x-tenant"
 _BY_HOST: dict[str, Site] = {
     SITES[site.name]: site for site in (shop_site, admin_site, forum_site, hub_site)
+}
+_FOLDER = Path(__file__).resolve().parent / "templates" / "css"
+_PALETTES = {
+    "shop": "--accent:#1f5f57;--deep:#173f3a;--tint:#eef4f2;--page:#fff",
+    "admin": "--accent:#a04a1d;--deep:#2e2a28;--tint:#f6efe9;--page:#faf8f6",
+    "forum": "--accent:#7a3b63;--deep:#4d2540;--tint:#f7eff4;--page:#faf7f4",
+    "hub": "--accent:#2a5b9b;--deep:#1c2a42;--tint:#eef3fa;--page:#fff",
 }
 _MAX_BODY = 256 * 1024
 _START_S = _STOP_S = 10.0
@@ -130,22 +143,16 @@ class SiteServer:
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
         body = await _body(receive)
-        response = (
-            plain(413, "the form is too large")
-            if body is None
-            else self._respond(scope, headers, body)
-        )
+        response = plain(413, "the form is too large")
+        if body is not None:
+            response = self._respond(scope, headers, body)
         lines = [
             (name.encode(), value.encode("latin-1")) for name, value in response.headers.items()
         ]
         lines.append((b"content-length", str(len(response.body)).encode()))
         await send({"type": "http.response.start", "status": response.status, "headers": lines})
-        await send(
-            {
-                "type": "http.response.body",
-                "body": b"" if scope["method"] == "HEAD" else response.body,
-            }
-        )
+        shown = b"" if scope["method"] == "HEAD" else response.body
+        await send({"type": "http.response.body", "body": shown})
 
     def _respond(self, scope: Message, headers: dict[str, str], body: bytes) -> Response:
         host = headers.get("host", "").partition(":")[0].lower()
@@ -159,19 +166,15 @@ class SiteServer:
         if method not in ("GET", "POST"):
             return plain(405, f"{method} is not possible here")
         if path in ("/static/site.css", "/favicon.ico"):
-            return look.css(site.folder) if path.endswith(".css") else Response(204, b"", {})
+            return _css(site.folder) if path.endswith(".css") else Response(204, b"", {})
         try:
             query, _ = parse_fields(scope["query_string"].decode("latin-1"))
-            form, repeated = parse_fields(
-                body.decode("utf-8", "replace") if method == "POST" else ""
-            )
+            text = body.decode("utf-8", "replace") if method == "POST" else ""
+            form, repeated = parse_fields(text)
         except ValueError:
             return plain(400, "too many fields")
-        return site.answer(
-            Request(
-                world, site, method, host, path, query, form, headers.get("referer", ""), repeated
-            )
-        )
+        referer = headers.get("referer", "")
+        return site.answer(Request(world, site, method, host, path, query, form, referer, repeated))
 
 
 async def _body(receive: Receive) -> bytes | None:
@@ -184,3 +187,35 @@ async def _body(receive: Receive) -> bytes | None:
             return None
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             return body
+
+
+@cache
+def _css(folder: str) -> Response:
+    """Response with the stylesheet of the site whose templates are in `folder`; cached.
+
+    It is made of a palette, a common part, the site's own rules and its pictures.
+    """
+    parts = [
+        f":root{{{_PALETTES[folder]}}}",
+        (_FOLDER / "base.css").read_text(encoding="utf-8"),
+        (_FOLDER / f"{folder}.css").read_text(encoding="utf-8"),
+    ]
+    if folder == "shop":
+        icons = json.loads((_FOLDER / "icons.json").read_text(encoding="utf-8"))
+        parts += [_picture(name, path) for name, path in icons.items()]
+        parts += [f".s{n}{{width:{n * 10}%}}" for n in range(11)]
+    return Response(
+        200,
+        "\n".join(parts).encode(),
+        {"content-type": "text/css; charset=utf-8", "cache-control": "max-age=3600"},
+    )
+
+
+def _picture(name: str, path: str) -> str:
+    """Return the rule of a 24 x 24 line drawing."""
+    svg = (
+        "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 24 24' fill='none' stroke='#fff'"
+        " stroke-width='1.4' stroke-linecap='round' stroke-linejoin='round'><path"
+        f" d='{path}'/></svg>"
+    )
+    return f'.i-{name}{{background-image:url("data:image/svg+xml,{quote(svg, safe="/:=")}")}}'

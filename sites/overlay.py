@@ -9,7 +9,7 @@ table before or after a write.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 
@@ -52,9 +52,11 @@ class Table(Generic[R]):
         self.seed = seed
         self._own: dict[int, R | None] = {}
 
-    def get(self, id: int) -> R | None:
+    def get(self, id: int, **fields: Any) -> R | None:
+        """Return the record of an id, None if there is none or its `fields` have other values."""
         changes = self._own
-        return changes[id] if id in changes else self.seed.rows.get(id)
+        record = changes[id] if id in changes else self.seed.rows.get(id)
+        return record if record is not None and _has(record, fields) else None
 
     def __getitem__(self, id: int) -> R:
         """Return the record of an id. Errors: KeyError if there is no such record."""
@@ -94,8 +96,8 @@ class Table(Generic[R]):
         ]
         return sorted(unchanged + changed, key=lambda record: record.id) if changed else unchanged
 
-    def first(self, field: str, value: Any) -> R | None:
-        return next(iter(self.where(field, value)), None)
+    def first(self, field: str, value: Any, **others: Any) -> R | None:
+        return next((row for row in self.where(field, value) if _has(row, others)), None)
 
     def next_id(self) -> int:
         """An id that no record has had before, removed ones included."""
@@ -108,6 +110,10 @@ class Table(Generic[R]):
 
     def remove(self, id: int) -> None:
         self._own = {**self._own, id: None}
+
+
+def _has(record: Record, fields: Mapping[str, Any]) -> bool:
+    return all(getattr(record, name) == value for name, value in fields.items())
 
 
 def fresh(state: S) -> S:

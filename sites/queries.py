@@ -1,5 +1,5 @@
-"""The helper queries of WebArena's evaluators. They read a session's state instead of the sites'
-interfaces.
+"""The helper queries of WebArena's evaluators that ask a site. They read a session's state instead
+of the sites' interfaces.
 
 Names (one spelling mistake included) and results are WebArena's: webarena,
 evaluation_harness/helper_functions.py.
@@ -12,15 +12,6 @@ from urllib.parse import unquote, urlsplit
 from sites.local_server import SITES
 from sites.session_state import World
 from sites.store.records import Review
-
-
-def reddit_get_post_url(url: str) -> str:
-    """For a URL with a path /f/BOARD/POST..., the URL cut after POST; else the URL unchanged."""
-    parts = urlsplit(url)
-    path = parts.path.split("/")
-    if len(path) < 4 or path[1] != "f":
-        return url
-    return f"{parts.scheme}://{parts.netloc}/f/{path[2]}/{path[3]}/"
 
 
 def shopping_get_latest_order_url(state: World) -> str:

@@ -25,7 +25,7 @@ class Note:
 
     kind: str
     text: str
-    typed: Mapping[str, str]
+    typed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -41,9 +41,6 @@ class World:
     hub: Hub
     logins: dict[str, int | None]
     notes: dict[str, Note] = field(default_factory=dict)
-
-    def note(self, site: str, kind: str, text: str, typed: Mapping[str, str] | None = None) -> None:
-        self.notes[site] = Note(kind, text, typed or {})
 
 
 @dataclass(frozen=True)

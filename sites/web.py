@@ -14,7 +14,8 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from sites.session_state import DEMO, World
+from sites.overlay import R, Table
+from sites.session_state import DEMO, Note, World
 from sites.text import long_day, money, paragraphs
 
 T = TypeVar("T")
@@ -22,6 +23,7 @@ _FOLDER = Path(__file__).resolve().parent / "templates"
 _KINDS = {"int": r"\d{1,9}", "str": r"[^/]+", "path": r".+"}
 _MAX_FIELDS = 100
 _HEADERS = {
+    "content-type": "text/html; charset=utf-8",
     "content-security-policy": (
         "default-src 'none'; style-src 'self'; img-src 'self' data:; form-action 'self'; base-uri"
         " 'none'"
@@ -75,38 +77,50 @@ class Request:
 
     def page(self, template: str, /, http_status: int = 200, **context: Any) -> Response:
         note = self.world.notes.pop(self.site.name, None)
-        shared = {
-            "request": self,
-            "note": note,
-            "old": note.typed if note else {},
-            **self.site.context(self),
-        }
-        body = TEMPLATES.get_template(f"{self.site.folder}/{template}").render(
-            {**shared, **context}
-        )
-        return Response(
-            http_status, body.encode(), {"content-type": "text/html; charset=utf-8", **_HEADERS}
-        )
+        shared = {"request": self, "note": note, "old": note.typed if note else {}}
+        page = TEMPLATES.get_template(f"{self.site.folder}/{template}")
+        body = page.render({**shared, **self.site.context(self), **context})
+        return Response(http_status, body.encode(), _HEADERS)
 
     def done(self, message: str, to: str | None = None) -> Response:
         """Return a redirect to `to`, by default the form's page, which then shows the message."""
-        self.world.note(self.site.name, "success", message)
+        self.world.notes[self.site.name] = Note("success", message)
         return redirect(self.back() if to is None else to)
 
     def refused(self, message: str) -> Response:
-        self.world.note(self.site.name, "error", message, self.form)
+        self.world.notes[self.site.name] = Note("error", message, self.form)
         return redirect(self.back())
 
     def back(self) -> str:
         """Path and query of the page that sent the request; "/" if it is not of this site."""
         referer = urlsplit(self.referer)
-        if (
-            referer.netloc.partition(":")[0] != self.host
-            or not referer.path.startswith("/")
-            or referer.path.startswith("//")
-        ):
+        is_here = referer.netloc.partition(":")[0] == self.host
+        if not is_here or not referer.path.startswith("/") or referer.path.startswith("//"):
             return "/"
         return referer.path + (f"?{referer.query}" if referer.query else "")
+
+    def visitor(self, users: Table[R]) -> R | None:
+        """Return the record of the logged-in visitor; None when logged out."""
+        login = self.world.logins[self.site.name]
+        return None if login is None else users[login]
+
+    def me(self, users: Table[R]) -> R:
+        """Return the record of the visitor; only for pages that require a login."""
+        user = self.visitor(users)
+        assert user is not None
+        return user
+
+    def search(self, name: str) -> str:
+        return self.query.get(name, "").strip()[:100]
+
+    def paged(self, items: Sequence[T], size: int) -> Page[T]:
+        """Return the query's page of the items, clamped to the existing pages."""
+        last = max(1, -(-len(items) // size))
+        number = min(max(self.number("page", 1), 1), last)
+        start = (number - 1) * size
+        return Page(
+            items[start : start + size], number, last, len(items), start + 1 if items else 0
+        )
 
     def number(self, name: str, default: int) -> int:
         value = self.query.get(name, "")
@@ -231,16 +245,14 @@ class Site:
                 continue
             allowed.add(method)
             if method == request.method:
-                if (
-                    (private or self.closed)
-                    and request.path != "/login"
-                    and request.world.logins.get(self.name) is None
-                ):
+                needs_login = (private or self.closed) and request.path != "/login"
+                if needs_login and request.world.logins.get(self.name) is None:
                     here = request.changed() if method == "GET" else "/"
                     return redirect(f"/login?{urlencode({'next': here})}")
+                groups = match.groupdict().items()
                 return handler(
                     request,
-                    *(int(v) if k.startswith("id") else v for k, v in match.groupdict().items()),
+                    *(int(text) if name.startswith("id") else text for name, text in groups),
                 )
         if allowed:
             return plain(405, f"{request.method} is not possible here")
@@ -268,17 +280,13 @@ class Site:
 
 
 def redirect(to: str) -> Response:
-    return Response(
-        303, b"", {"location": quote(to, safe="/?&=#%+-._~:@,;!'()*$"), "cache-control": "no-store"}
-    )
+    location = quote(to, safe="/?&=#%+-._~:@,;!'()*$")
+    return Response(303, b"", {"location": location, "cache-control": "no-store"})
 
 
 def plain(status: int, text: str) -> Response:
-    return Response(
-        status,
-        f"{text}\n".encode(),
-        {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"},
-    )
+    headers = {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"}
+    return Response(status, f"{text}\n".encode(), headers)
 
 
 def parse_fields(raw: str) -> tuple[dict[str, str], dict[str, list[str]]]:
@@ -300,19 +308,22 @@ def parse_day(value: str, label: str) -> date:
         raise Refused(f"{label} must be a date such as 2024-03-15.") from None
 
 
-def paged(items: Sequence[T], number: int, size: int) -> Page[T]:
-    """Page `number` of the items, clamped to the existing pages."""
-    last = max(1, -(-len(items) // size))
-    number = min(max(number, 1), last)
-    start = (number - 1) * size
-    return Page(items[start : start + size], number, last, len(items), start + 1 if items else 0)
-
-
-def existing(record: T | None, what: str) -> T:
-    """Return the record. Errors: NotFound if there is none."""
+def existing(record: T | None, missing: str) -> T:
+    """Return the record. Errors: NotFound with the text `missing` if there is none."""
     if record is None:
-        raise NotFound(f"This {what} does not exist.")
+        raise NotFound(missing)
     return record
+
+
+def look_up(table: Table[R], id: int, noun: str, **fields: Any) -> R:
+    """Return the record of an id, with these values of its fields. Errors: NotFound."""
+    return existing(table.get(id, **fields), f"This {noun} does not exist.")
+
+
+def matches(search: str, *texts: str) -> bool:
+    """Return True if each word of the search occurs in the texts; case does not matter."""
+    text = " ".join(texts).lower()
+    return all(word in text for word in search.lower().split())
 
 
 def local(address: str) -> str:

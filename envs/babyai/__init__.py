@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, get_args, get_type_hints
 
-from envs.babyai.examples import worked_examples
-from envs.babyai.levels import AGENTGYM_LEVELS, check_level, told_whole
+from envs.babyai.levels import AGENTGYM_LEVELS, registered, told_whole
 from envs.babyai.world import Options, World
 from envs.dialect import common
 from envs.env import EnvSpec
-from envs.options import choose, nearest
+from envs.examples import played, solved
+from envs.options import choose, names, nearest
+from envs.wire import Example
 
 DEFAULTS: dict[str, Any] = {
     "levels": ["GoToObj", "GoToRedBallNoDists"],
@@ -55,6 +56,17 @@ The first observation names your goal. After that you are told what you see, how
 ahead of you is, what you carry and which actions are available. If an action cannot be done, you \
 are told why and what is available."""
 
+# worked examples: level, seed; the lists' seeds are below 10,000
+TASKS = (("GoToObj", 1_000_000_003), ("PickupDist", 1_000_000_001))
+
+
+@cache
+def worked_examples(options: Options) -> tuple[Example, ...]:
+    """Play the worked examples with these options' view and actions; leave out unsolved ones."""
+    return solved(
+        partial(played, World(replace(options, levels=(level,))), seed) for level, seed in TASKS
+    )
+
 
 def spec(options: dict[str, Any]) -> EnvSpec:
     """Make the environment from its options: levels (list of names, or "agentgym"), view, actions,
@@ -72,7 +84,10 @@ def spec(options: dict[str, Any]) -> EnvSpec:
                 f"babyai option {key}: unknown value {chosen[key]!r}; did you mean {near!r}? known:"
                 f" {', '.join(known)}"
             )
-    parsed = Options(_levels(chosen["levels"]), chosen["view"], chosen["actions"], chosen["reward"])
+    levels = AGENTGYM_LEVELS
+    if chosen["levels"] != "agentgym":
+        levels = names("babyai", chosen, "levels", "level", registered(), "GoToObj")
+    parsed = Options(levels, chosen["view"], chosen["actions"], chosen["reward"])
     served = _served(chosen, parsed)
     agentgym_options = Options(AGENTGYM_LEVELS, "agentgym", "high", "minigrid", limited=False)
     return replace(served, agentgym=_served({**DEFAULTS, "levels": "agentgym"}, agentgym_options))
@@ -98,20 +113,3 @@ def _served(chosen: dict[str, Any], parsed: Options) -> EnvSpec:
         examples=partial(worked_examples, parsed),
         identity=lambda task_id: told_whole(parsed.levels, task_id),
     )
-
-
-def _levels(value: Any) -> tuple[str, ...]:
-    if value == "agentgym":
-        return AGENTGYM_LEVELS
-    if (
-        not isinstance(value, list | tuple)
-        or not value
-        or not all(isinstance(name, str) for name in value)
-    ):
-        raise ValueError(
-            'babyai option levels: expected "agentgym" or a list of level names such as'
-            f' ["GoToObj"], got {value!r}'
-        )
-    for name in value:
-        check_level(name)
-    return tuple(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 from collections.abc import Sequence
@@ -69,19 +68,11 @@ def pick_level(levels: Sequence[str], task_id: int) -> tuple[str, int]:
     return levels[task_id % len(levels)], task_id // len(levels)
 
 
-def check_level(name: str) -> None:
-    """Raise ValueError with the nearest known name, unless the level is known."""
-    known = _registered()
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        raise ValueError(f"babyai option levels: unknown level {name!r}; did you mean {near[0]!r}?")
-
-
 def make_level(name: str) -> Any:
     """Return a new minigrid environment without gymnasium's wrappers. Reset it with a seed before
     use.
     """
-    return _registered()[name]()
+    return registered()[name]()
 
 
 def told_whole(levels: Sequence[str], task_id: int) -> str:
@@ -92,13 +83,8 @@ def told_whole(levels: Sequence[str], task_id: int) -> str:
     world = make_level(level)
     world.reset(seed=seed)
     agent = [*world.agent_pos, world.agent_dir, _told(world.carrying)]
-    state = [
-        world.mission,
-        world.width,
-        world.height,
-        agent,
-        [_told(thing) for thing in world.grid.grid],
-    ]
+    cells = [_told(thing) for thing in world.grid.grid]
+    state = [world.mission, world.width, world.height, agent, cells]
     world.close()
     return json.dumps(state, default=int)  # numpy's whole numbers
 
@@ -109,7 +95,7 @@ def _told(thing: Any) -> Any:
 
 
 @cache
-def _registered() -> dict[str, Any]:
+def registered() -> dict[str, Any]:
     """Return short name -> maker. Of several versions of a level the newest has the short name."""
     makers: dict[str, Any] = {}
     specs = [spec for spec in gymnasium.registry.values() if spec.id.startswith("BabyAI-")]

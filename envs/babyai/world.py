@@ -85,11 +85,8 @@ class World:
         text = normalise(action)
         if self.options.actions == "high" and "check" in text:
             return self._stay(self._checked())
-        plan = (
-            plan_low(text)
-            if self.options.actions == "low"
-            else plan_high(text, self.view, self.offered)
-        )
+        is_low = self.options.actions == "low"
+        plan = plan_low(text) if is_low else plan_high(text, self.view, self.offered)
         if isinstance(plan, Refusal):
             return self._stay(self._refused(plan), invalid=True)
         return self._carry_out(plan) if plan else self._stay(self._unmoved())
@@ -120,11 +117,9 @@ class World:
         shows the object still in its cell. AgentGym's server shows it, and so does view `agentgym`.
         """
         view = decode(self.env.gen_obs()["image"])
-        return (
-            view
-            if self.options.view == "compact"
-            else replace(decode(self._image), carrying=view.carrying)
-        )
+        if self.options.view == "compact":
+            return view
+        return replace(decode(self._image), carrying=view.carrying)
 
     def _stay(self, observation: str, *, invalid: bool = False) -> StepResult:
         info = {FAMILY: self.level, **({INVALID: True} if invalid else {})}
@@ -175,11 +170,9 @@ class World:
         return views.agentgym_reply("This is what you can do now.", self._possible())
 
     def _unmoved(self) -> str:
-        return (
-            self._told()
-            if self.options.view == "compact"
-            else views.agentgym_reply("You are there already.", self._possible())
-        )
+        if self.options.view == "compact":
+            return self._told()
+        return views.agentgym_reply("You are there already.", self._possible())
 
     def _refused(self, refusal: Refusal) -> str:
         if self.options.view == "agentgym":

@@ -9,10 +9,10 @@ from typing import Any, get_args
 
 from envs.env import EnvSpec
 from envs.examples import recorded
-from envs.options import choose, nearest
+from envs.options import choose, names, one_of, whole_number
 from envs.sciworld.agentgym import DIALECT
 from envs.sciworld.stock import make_pool
-from envs.sciworld.tasks import PUBLISHED, check_name, find_task
+from envs.sciworld.tasks import PUBLISHED, VARIATIONS, find_task
 from envs.sciworld.world import Options, Protocol, Reward, World
 
 DEFAULTS: dict[str, Any] = {
@@ -21,7 +21,6 @@ DEFAULTS: dict[str, Any] = {
     "reward": "normalised",
     "protocol": "own",
 }
-_CHOICES = {"reward": get_args(Reward), "protocol": get_args(Protocol)}
 
 INSTRUCTIONS = """\
 You are in a house with a laboratory and are given a science task. Rooms are joined by doors. Each \
@@ -47,18 +46,13 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     program and how to install it.
     """
     chosen = choose("sciworld", options, DEFAULTS)
-    moves = chosen["max_moves"]
-    if not isinstance(moves, int) or isinstance(moves, bool) or moves < 1:
-        raise ValueError(
-            f"sciworld option max_moves: expected a whole number from 1, got {moves!r}"
-        )
-    for key, known in _CHOICES.items():
-        if chosen[key] not in known:
-            near = nearest(str(chosen[key]), known)
-            raise ValueError(
-                f"sciworld option {key}: unknown value {chosen[key]!r}; did you mean {near!r}?"
-            )
-    parsed = Options(_tasks(chosen["tasks"]), moves, chosen["reward"], protocol=chosen["protocol"])
+    moves = whole_number("sciworld", chosen, "max_moves", 1)
+    reward = one_of("sciworld", chosen, "reward", get_args(Reward))
+    protocol = one_of("sciworld", chosen, "protocol", get_args(Protocol))
+    tasks = PUBLISHED
+    if chosen["tasks"] != "agentgym":
+        tasks = names("sciworld", chosen, "tasks", "task", VARIATIONS, "boil")
+    parsed = Options(tasks, moves, reward, protocol=protocol)
     pool = make_pool()
     served = EnvSpec(
         name="sciworld",
@@ -87,20 +81,3 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         PUBLISHED, DEFAULTS["max_moves"], "agentgym", paid_at_reset=True, protocol="agentgym"
     )
     return replace(served, agentgym=replace(served, make=lambda: World(pool, agentgym_options)))
-
-
-def _tasks(value: Any) -> tuple[str, ...]:
-    if value == "agentgym":
-        return PUBLISHED
-    if (
-        not isinstance(value, list | tuple)
-        or not value
-        or not all(isinstance(name, str) for name in value)
-    ):
-        raise ValueError(
-            'sciworld option tasks: expected "agentgym" or a list of task names such as ["boil"],'
-            f" got {value!r}"
-        )
-    for name in value:
-        check_name(name)
-    return tuple(value)

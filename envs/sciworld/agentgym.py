@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from envs.dialect import Dialect, Json, Nothing, Place, Reset, whole
+from envs.dialect import Dialect, Json, Place, whole
 
 
 def _detail(env: Place) -> Json:
@@ -68,9 +68,6 @@ def _visual(simulator: Any, answer: Json) -> Json:
 
 DIALECT = Dialect(
     greeting="This is environment ScienceWorld.",
-    create=Nothing,
-    reset=Reset,
-    created=lambda env: {"id": env.id},
     shown=_detail,
     looked=lambda env: env.observation,
     stepped=lambda env: {

@@ -15,7 +15,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
@@ -38,12 +37,6 @@ class JvmLost(RuntimeError):
 
 class GameFailed(RuntimeError):
     """The engine raised; do not use the game again. The process and its other games run on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    texts: tuple[str, ...]
-    engine_s: float  # CPU seconds the engine took
 
 
 def find_java() -> str:
@@ -160,11 +153,9 @@ def _pipe() -> tuple[FileIO, FileIO]:
 
 async def _ready(pipe: FileIO, event: int) -> None:
     loop = asyncio.get_running_loop()
-    add, remove = (
-        (loop.add_reader, loop.remove_reader)
-        if event == select.POLLIN
-        else (loop.add_writer, loop.remove_writer)
-    )
+    add, remove = loop.add_writer, loop.remove_writer
+    if event == select.POLLIN:
+        add, remove = loop.add_reader, loop.remove_reader
     ready = asyncio.Event()
     add(pipe, ready.set)
     try:
@@ -232,7 +223,7 @@ class Jvm:
 
     def call(
         self, operation: str, slot: int, texts: Sequence[str] = (), *, timeout_s: float
-    ) -> Answer:
+    ) -> list[str]:
         """Carry out an operation in a slot.
         Errors: GameFailed; JvmLost.
         A timeout ends the process: nothing else stops a game that loops.
@@ -246,7 +237,7 @@ class Jvm:
 
     async def call_async(
         self, operation: str, slot: int, texts: Sequence[str] = (), *, timeout_s: float
-    ) -> Answer:
+    ) -> list[str]:
         """Carry out an operation, see `call`.
         Cancelling ends the process too: the next call would read this call's answer.
         """
@@ -261,7 +252,7 @@ class Jvm:
             raise
         return self._told(slot, answer)
 
-    def _told(self, slot: int, answer: bytes) -> Answer:
+    def _told(self, slot: int, answer: bytes) -> list[str]:
         _, failed, nanoseconds, count = _REPLY.unpack_from(answer)
         self._lines[slot].engine_s += nanoseconds / 1e9
         texts, at = [], _REPLY.size
@@ -271,7 +262,7 @@ class Jvm:
             texts.append(answer[at - length : at].decode())
         if failed:
             raise GameFailed(texts[0])
-        return Answer(tuple(texts), nanoseconds / 1e9)
+        return texts
 
     def _give_up(self, error: Exception, timeout_s: float) -> None:
         if isinstance(error, TimeoutError):
@@ -307,8 +298,5 @@ class Jvm:
 
     def _ended(self, code: int) -> None:
         if self._lose(f"the Java process ended with code {code}"):
-            logger.error(
-                "the Java process %d ended by itself with code %s; its games are lost",
-                self.pid,
-                code,
-            )
+            message = "the Java process %d ended by itself with code %s; its games are lost"
+            logger.error(message, self.pid, code)

@@ -27,18 +27,16 @@ TIMEOUT_S = 120.0
 
 def solve(slot: Slot, task: str, variation: int) -> tuple[list[str], str]:
     """Play the engine's solution. Return (actions that solve the task, ""), or ([], the reason)."""
-    proposed = slot.call("g", task, str(variation)).texts
+    proposed = slot.call("g", task, str(variation))
     slot.call("l", task, str(variation))
     played: list[str] = []
     for action in proposed:
-        _, score, completed, moves = slot.call("s", action).texts
+        _, score, completed, moves = slot.call("s", action)
         played.append(action)
         if completed == "true" or float(score) < 0:
-            return (
-                (played, "")
-                if float(score) >= 0.995
-                else ([], f"ended at {float(score):.2f} after {moves} moves")
-            )
+            if float(score) >= 0.995:
+                return played, ""
+            return [], f"ended at {float(score):.2f} after {moves} moves"
     return [], f"not solved after {len(played)} actions"
 
 
@@ -51,11 +49,9 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     known_path = arguments.folder / "known.jsonl"
-    rows = (
-        [json.loads(line) for line in known_path.read_text(encoding="utf-8").splitlines()]
-        if known_path.exists()
-        else []
-    )
+    rows = []
+    if known_path.exists():
+        rows = [json.loads(line) for line in known_path.read_text(encoding="utf-8").splitlines()]
     known = {(row["task"], row["variation"]) for row in rows}
     wanted = [
         (name, v)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from envs.sciworld.jvm import Answer, GameFailed, Jvm, JvmLost
+from envs.sciworld.jvm import GameFailed, Jvm, JvmLost
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +31,13 @@ GROWN = 2.5
 class Place(Protocol):
     """The interface to one game, used by one thread at a time."""
 
-    def call(self, operation: str, *texts: str) -> Answer:
+    def call(self, operation: str, *texts: str) -> list[str]:
         """Carry out an operation; `java/Slots.java` lists operations and their texts.
         Errors: GameFailed, JvmLost.
         """
-        ...
 
-    async def call_async(self, operation: str, *texts: str) -> Answer:
+    async def call_async(self, operation: str, *texts: str) -> list[str]:
         """Carry out an operation, see `call`."""
-        ...
 
 
 class Pool(Protocol):
@@ -48,7 +46,6 @@ class Pool(Protocol):
     @property
     def restarts(self) -> int:
         """Number of processes that were lost or replaced."""
-        ...
 
     @property
     def pids(self) -> list[int]: ...
@@ -56,13 +53,11 @@ class Pool(Protocol):
     @property
     def engine_s(self) -> float:
         """CPU seconds used by all games so far."""
-        ...
 
     def warm(self, num_games: int) -> None:
         """Prepare up to num_games games, as many as are worth their memory.
         Errors: GameFailed, JvmLost.
         """
-        ...
 
     def acquire(self) -> Place: ...
 
@@ -70,7 +65,6 @@ class Pool(Protocol):
 
     def close(self) -> None:
         """End every process. The pool may be used again."""
-        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -97,7 +91,7 @@ class Slot:
     open: bool = False
     broken: bool = False
 
-    def call(self, operation: str, *texts: str) -> Answer:
+    def call(self, operation: str, *texts: str) -> list[str]:
         """Carry out an operation of the slot's game and return its answer, see `Place.call`.
 
         Errors: GameFailed, JvmLost; after either, release the slot and call nothing more on it.
@@ -110,7 +104,7 @@ class Slot:
             self.broken = True
             raise
 
-    async def call_async(self, operation: str, *texts: str) -> Answer:
+    async def call_async(self, operation: str, *texts: str) -> list[str]:
         """Carry out an operation without a thread, see `call`."""
         try:
             return await self.process.jvm.call_async(
@@ -140,7 +134,6 @@ class SlotPool:
 
     @property
     def restarts(self) -> int:
-        """Number of processes that were lost or replaced so far."""
         with self._gate:
             return self._num_buried + sum(not process.jvm.alive for process in self._processes)
 
@@ -185,17 +178,11 @@ class SlotPool:
     def release(self, slot: Slot) -> None:
         process = slot.process
         with self._gate:
-            if (
-                process.jvm.alive
-                and process.jvm.rss_mib() > GROWN * self._heap_mib
-                and not process.retired
-            ):
+            rss_mib = process.jvm.rss_mib() if process.jvm.alive else 0.0
+            if rss_mib > GROWN * self._heap_mib and not process.retired:
                 process.retired = True
-                logger.warning(
-                    "Java process %d holds %.0f MiB; it is replaced",
-                    process.jvm.pid,
-                    process.jvm.rss_mib(),
-                )
+                message = "Java process %d holds %.0f MiB; it is replaced"
+                logger.warning(message, process.jvm.pid, rss_mib)
             if slot.broken:
                 process.free.insert(0, Slot(process, slot.number, self))
             else:
@@ -216,18 +203,8 @@ class SlotPool:
     def _take(self) -> Slot:
         with self._gate:
             self._bury()
-            process = (
-                next(
-                    (
-                        process
-                        for process in self._processes
-                        if process.free and not process.retired
-                    ),
-                    None,
-                )
-                or self._start()
-            )
-            return process.free.pop()
+            free = (process for process in self._processes if process.free and not process.retired)
+            return (next(free, None) or self._start()).free.pop()
 
     def _open(self, slot: Slot) -> None:
         """Load the slot's classes, once. Errors: GameFailed, JvmLost."""

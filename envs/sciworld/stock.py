@@ -16,7 +16,6 @@ from typing import Any
 from envs.sciworld.jvm import (
     EXIT_TIMEOUT_S,
     WRAPPER,
-    Answer,
     GameFailed,
     JvmLost,
     find_engine,
@@ -87,7 +86,7 @@ class StockSlot:
     gateway: Any
     engine: Any
 
-    def call(self, operation: str, *texts: str) -> Answer:
+    def call(self, operation: str, *texts: str) -> list[str]:
         """Carry out an operation.
         Errors: GameFailed; JvmLost, also if no answer came: if the process dies before it reads a
         call, py4j reports an error without a cause.
@@ -97,15 +96,14 @@ class StockSlot:
 
         try:
             try:
-                return Answer(tuple(self._carry_out(operation, texts)), 0.0)
+                return self._carry_out(operation, texts)
             except Py4JJavaError as error:
-                raise GameFailed(
-                    str(error)
-                ) from error  # str() calls the process, which may be dead
+                # str() calls the process, which may be dead
+                raise GameFailed(str(error)) from error
         except (Py4JError, OSError) as error:
             raise JvmLost(f"{type(error).__name__} {error}") from error
 
-    async def call_async(self, operation: str, *texts: str) -> Answer:
+    async def call_async(self, operation: str, *texts: str) -> list[str]:
         """Carry out an operation with a deadline, see `call`. After a timeout the caller closes the
         game; that ends the process, and so the waiting thread.
         """

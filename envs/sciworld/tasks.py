@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from envs.env import UnknownTask
-from envs.options import nearest
 
 # name in the engine: number of variations (scienceworld 1.2.3), in the engine's order
 VARIATIONS = {
@@ -68,10 +67,3 @@ def find_task(names: tuple[str, ...], index: int) -> Task:
 
 def num_tasks(names: tuple[str, ...]) -> int:
     return sum(VARIATIONS[name] for name in names)
-
-
-def check_name(name: str) -> None:
-    """Raise ValueError naming the nearest known task, unless the name is known."""
-    if name not in VARIATIONS:
-        near = nearest(name, VARIATIONS)
-        raise ValueError(f"sciworld option tasks: unknown task {name!r}; did you mean {near!r}?")

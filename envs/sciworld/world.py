@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from envs.env import Expert, StepResult
 from envs.sciworld.gold import Recording
-from envs.sciworld.jvm import Answer, GameFailed
+from envs.sciworld.jvm import GameFailed
 from envs.sciworld.slots import Place, Pool
 from envs.sciworld.tasks import Task, find_task
 from envs.wire import FAMILY, INVALID
@@ -69,7 +69,7 @@ class World:
         self._slot = self._slot or self._pool.acquire()
         self.description, self.room, score, *_ = self._slot.call(
             "l", self.task.name, str(self.task.variation)
-        ).texts
+        )
         self._played, self.score, self.moves = [], _points(score), 0
         self._paid = self._value() if self._options.paid_at_reset else 0.0
         return f"{self.description}\n{self.room}"
@@ -102,8 +102,8 @@ class World:
         info = {**self._info(score=0), "failed": str(error)[:200]}
         return StepResult(BROKEN, -self._paid, terminated=True, info=info)
 
-    def _stepped(self, action: str, answer: Answer) -> StepResult:
-        observation, score, completed, moves = answer.texts
+    def _stepped(self, action: str, answer: list[str]) -> StepResult:
+        observation, score, completed, moves = answer
         self._played.append(action)
         self.score, self.moves = _points(score), int(moves)
         before, self._paid = self._paid, self._value()
@@ -131,26 +131,24 @@ class World:
 
     def _value(self) -> float:
         """Return the episode's outcome so far, the sum of its rewards."""
-        return (
-            float(self.score) if self._options.reward == "agentgym" else max(self.score, 0) / SOLVED
-        )
+        agentgym = self._options.reward == "agentgym"
+        return float(self.score) if agentgym else max(self.score, 0) / SOLVED
 
     def render(self) -> tuple[str, bytes]:
         """Return JSON: the task, the agent's room and inventory, and all rooms with their
         objects.
         """
-        rooms = json.loads(self._ours().call("u").texts[0])["contents"].values()
+        rooms = json.loads(self._ours().call("u")[0])["contents"].values()
         inside = next((room for room in rooms if _agent(room)), None)
         carried = _contents(_agent(inside)) if inside else []
+        inventory = (thing["contents"] for thing in carried if thing["name"] == "inventory")
         picture = {
             "task": f"{self.task.name}, variation {self.task.variation}",
             "description": self.description,
             "score": self.score,
             "moves": self.moves,
             "room": inside["name"] if inside else "",
-            "inventory": next(
-                (thing["contents"] for thing in carried if thing["name"] == "inventory"), []
-            ),
+            "inventory": next(inventory, []),
             "rooms": [
                 {"name": room["name"], "objects": _contents(room, but="agent")}
                 for room in rooms
@@ -164,15 +162,15 @@ class World:
 
     def hints(self) -> list[str]:
         """Return all actions possible now; hundreds to thousands, and slow."""
-        return self._ours().call("a", "getValidActionObjectCombinations").texts[0].splitlines()
+        return self._ours().call("a", "getValidActionObjectCombinations")[0].splitlines()
 
     def ask(self, *names: str) -> list[str]:
         """Call these methods of the engine and return their answers."""
-        return list(self._ours().call("a", *names).texts)
+        return self._ours().call("a", *names)
 
     def tree(self) -> Any:
         """Return the engine's tree of all objects."""
-        return json.loads(self._ours().call("u").texts[0])
+        return json.loads(self._ours().call("u")[0])
 
     def close(self) -> None:
         if self._slot is not None:
@@ -208,11 +206,8 @@ def _contents(thing: dict[str, Any], but: str = "") -> list[dict[str, Any]]:
 def _matter(thing: dict[str, Any]) -> dict[str, Any]:
     matter = thing.get("propMaterial") or {}
     shown = {"temperature_c": round(matter["temperatureC"], 1)} if "temperatureC" in matter else {}
-    return (
-        {**shown, "state": matter["stateOfMatter"]}
-        if matter.get("stateOfMatter") in STATES
-        else shown
-    )
+    state = matter.get("stateOfMatter")
+    return {**shown, "state": state} if state in STATES else shown
 
 
 def _is_shown(thing: dict[str, Any]) -> bool:

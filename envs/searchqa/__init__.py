@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field
+
+from envs.dialect import Dialect
 from envs.env import EnvSpec
-from envs.options import choose, nearest
+from envs.examples import played, solved
+from envs.options import choose, one_of, seconds, whole_number
 from envs.searchqa import questions, retrievers
-from envs.searchqa.agentgym import DIALECT
-from envs.searchqa.examples import worked_examples
 from envs.searchqa.flashrag import FlashRag
-from envs.searchqa.questions import Questions
+from envs.searchqa.questions import Hop, Question, Questions
 from envs.searchqa.retrievers import Retriever
 from envs.searchqa.search_r1 import SearchR1
 from envs.searchqa.world import Episode, Options
+from envs.wire import Example
 
 DEFAULTS: dict[str, Any] = {
     "mode": "strict",
@@ -28,7 +31,6 @@ DEFAULTS: dict[str, Any] = {
     "retriever": "bm25",
     "retriever_timeout_s": 20.0,
 }
-_CHOICES = {"mode": ("strict", "agentgym"), "protocol": ("own", "agentgym")}
 _MAX_TOPK = 100
 # a query may wait as long again for its turn, and the server gives a step 120 s
 _MAX_TIMEOUT_S = 50.0
@@ -61,6 +63,73 @@ For example: \
 """
 
 
+class SearchReset(BaseModel):
+    id: int = Field(validation_alias="env_idx")
+    # None: the one of the create request
+    data_idx: int | None = Field(default=None, validation_alias="id")
+
+
+class SearchCreate(BaseModel):
+    id: int
+
+
+DIALECT = Dialect(
+    greeting="ok",
+    create=SearchCreate,
+    reset=SearchReset,
+    names_task=lambda body: int(body.id),
+    created=lambda env: env.id,
+    shown=lambda env: env.prompt,
+    stepped=lambda env: {
+        "observation": env.observation,
+        "reward": env.reward,
+        "done": env.done,
+        "info": None,
+    },
+    polite=False,
+)
+
+# worked examples: questions over the embedded corpus that are in neither list
+QUESTIONS = (
+    Question(
+        "In what year was the Skarn Observatory opened?",
+        ("1809",),
+        "example",
+        (Hop("Skarn Observatory opened", "Skarn Observatory", "1809"),),
+    ),
+    Question(
+        "Whom did the founder of the Ziskix Foundry marry?",
+        ("Drolard Daevdell",),
+        "example",
+        (
+            Hop("Ziskix Foundry founder", "Ziskix Foundry", "Krarith Glildall"),
+            Hop("Krarith Glildall married", "Krarith Glildall", "Drolard Daevdell"),
+        ),
+    ),
+)
+
+
+@cache
+def worked_examples(options: Options) -> tuple[Example, ...]:
+    """Return the worked examples, with documents of the embedded corpus, as many and as long as
+    these options show.
+
+    A question that these documents do not answer is left out.
+    """
+    options = replace(options, mode="strict")
+    reply = _thoughtful if options.protocol == "agentgym" else str
+    return solved(
+        partial(played, Episode(QUESTIONS, retrievers.embedded(), options), task, reply=reply)
+        for task in range(len(QUESTIONS))
+    )
+
+
+def _thoughtful(action: str) -> str:
+    """Return the action after a thought: AgentGym's protocol wants one in every reply."""
+    thought = "I have to look this up." if "<search>" in action else "The documents tell it."
+    return f"<think>{thought}</think>\n{action}"
+
+
 def spec(options: dict[str, Any]) -> EnvSpec:
     """Make the environment from its options: mode, protocol, topk, max_doc_chars, questions,
     retriever, retriever_timeout_s (see the README).
@@ -68,17 +137,11 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     Errors: ValueError naming the key or value and the nearest known one, or the missing file.
     """
     chosen = choose("searchqa", options, DEFAULTS)
-    for key, known in _CHOICES.items():
-        if chosen[key] not in known:
-            raise ValueError(
-                f"searchqa option {key}: unknown value {chosen[key]!r}; did you mean"
-                f" {nearest(str(chosen[key]), list(known))!r}?"
-            )
     parsed = Options(
-        mode=chosen["mode"],
-        topk=_whole(chosen, "topk", 1, _MAX_TOPK),
-        max_doc_chars=_whole(chosen, "max_doc_chars", 0, 1_000_000),
-        protocol=chosen["protocol"],
+        mode=one_of("searchqa", chosen, "mode", ("strict", "agentgym")),
+        protocol=one_of("searchqa", chosen, "protocol", ("own", "agentgym")),
+        topk=whole_number("searchqa", chosen, "topk", 1, _MAX_TOPK),
+        max_doc_chars=whole_number("searchqa", chosen, "max_doc_chars", 0, 1_000_000),
     )
     question_set, retriever = _questions(chosen["questions"]), _retriever(chosen)
     if isinstance(question_set, FlashRag) and isinstance(retriever, retrievers.Bm25):
@@ -132,16 +195,8 @@ def _questions(value: Any) -> Questions:
 
 
 def _retriever(chosen: dict[str, Any]) -> Retriever:
-    value, timeout_s = chosen["retriever"], chosen["retriever_timeout_s"]
-    if (
-        isinstance(timeout_s, bool)
-        or not isinstance(timeout_s, int | float)
-        or not 0 < timeout_s <= _MAX_TIMEOUT_S
-    ):
-        raise ValueError(
-            f"searchqa option retriever_timeout_s: expected seconds up to {_MAX_TIMEOUT_S:g}, got"
-            f" {timeout_s!r}"
-        )
+    value = chosen["retriever"]
+    timeout_s = seconds("searchqa", chosen, "retriever_timeout_s", _MAX_TIMEOUT_S)
     if value == "bm25":
         return retrievers.embedded()
     if not isinstance(value, str) or "://" not in value:
@@ -150,13 +205,4 @@ def _retriever(chosen: dict[str, Any]) -> Retriever:
             'searchqa option retriever: expected "bm25" or a URL such as'
             f" http://127.0.0.1:8000/retrieve, got {value!r}{hint}"
         )
-    return SearchR1(value, float(timeout_s))
-
-
-def _whole(chosen: dict[str, Any], key: str, low: int, high: int) -> int:
-    value = chosen[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(
-            f"searchqa option {key}: expected a whole number from {low} to {high}, got {value!r}"
-        )
-    return value
+    return SearchR1(value, timeout_s)

@@ -112,11 +112,9 @@ class FlashRag:
         ranges = {id_range.data_source: id_range for id_range in RANGES if id_range.split == split}
         counted = dict.fromkeys(ranges, 0)
         sources = table.column("data_source").to_pylist()
-        extra = (
-            table.column("extra_info").to_pylist()
-            if "extra_info" in table.column_names
-            else [None] * len(sources)
-        )
+        extra: list[Any] = [None] * len(sources)
+        if "extra_info" in table.column_names:
+            extra = table.column("extra_info").to_pylist()
         for row, (source, facts) in enumerate(zip(sources, extra, strict=True)):
             if source not in ranges:
                 raise ValueError(

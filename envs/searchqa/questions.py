@@ -42,7 +42,6 @@ class Questions(Protocol):
 
     def __getitem__(self, task_id: int) -> Question:
         """Return a question. Errors: ValueError naming what is missing."""
-        ...
 
 
 class Embedded:

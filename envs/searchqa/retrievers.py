@@ -44,7 +44,6 @@ class Retriever(Protocol):
         """Return at most `topk` documents, best first; none if nothing matches.
         Errors: RetrieverError.
         """
-        ...
 
 
 class Bm25:

@@ -5,7 +5,9 @@ it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import string
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,9 +15,9 @@ from envs.env import Expert, ExpertFailed, StepResult
 from envs.searchqa.grammar import cut, information, last_answer, parse
 from envs.searchqa.questions import Question, Questions
 from envs.searchqa.retrievers import Document, Retriever
-from envs.searchqa.scoring import exact_match, f1, normalise
 from envs.wire import FAMILY, INVALID, PARTS
 
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 MAX_QUERY_CHARS = 1_000  # the rest of a longer query is ignored
 
@@ -107,11 +109,9 @@ class Episode:
             return self._result(self._protocol.neither, **{INVALID: True})
         if parsed.kind == "search":
             return self._search(_CONTROL.sub(" ", parsed.text).strip()[:MAX_QUERY_CHARS])
-        return self._answer(
-            parsed.text
-            if self.options.mode == "strict"
-            else last_answer(action, thoughts_act=thoughts_act)
-        )
+        if self.options.mode == "strict":
+            return self._answer(parsed.text)
+        return self._answer(last_answer(action, thoughts_act=thoughts_act))
 
     def render(self) -> tuple[str, bytes]:
         lines = [f"Question ({self.question.data_source}): {self.question.text}"]
@@ -120,13 +120,9 @@ class Episode:
             lines += [f"  {document.title}: {document.text}" for document in search.documents] or [
                 "  nothing found"
             ]
-        lines += [
-            "",
-            *(
-                f"Answer: {answer} ({'right' if right else 'wrong'})"
-                for answer, right in self.answers
-            ),
-        ]
+        lines.append("")
+        for answer, right in self.answers:
+            lines.append(f"Answer: {answer} ({'right' if right else 'wrong'})")
         return "text/plain", "\n".join(lines).rstrip().encode()
 
     def expert(self) -> Expert:
@@ -184,9 +180,8 @@ class Researcher:
         question = self._episode.question
         if not question.hops:
             shown_answer = next((answer for answer in question.answers if self._shown(answer)), "")
-            return (
-                f"<answer>{shown_answer}</answer>" if shown_answer else self._query([question.text])
-            )
+            answered = f"<answer>{shown_answer}</answer>"
+            return answered if shown_answer else self._query([question.text])
         for hop in question.hops:
             if not self._shown(hop.finds, hop.title):
                 return self._query([hop.query, hop.title])
@@ -210,10 +205,43 @@ class Researcher:
         limit = self._episode.options.max_doc_chars
         for search in self._episode.searched:
             for document in search.documents:
-                text = f"{document.title} {cut(document.text, limit)}"
-                if (
-                    title in ("", document.title)
-                    and f" {normalise(answer)} " in f" {normalise(text)} "
-                ):
+                text = normalise(f"{document.title} {cut(document.text, limit)}")
+                if title in ("", document.title) and f" {normalise(answer)} " in f" {text} ":
                     return True
         return False
+
+
+def normalise(text: str) -> str:
+    """Return the text in lower case without ASCII punctuation, articles and extra white space."""
+    return " ".join(
+        re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_WITHOUT_PUNCTUATION)).split()
+    )
+
+
+def exact_match(prediction: str, golden: Iterable[str]) -> bool:
+    """Return True if the prediction equals a golden answer after normalisation; an empty one never
+    does. Source: SQuAD, arXiv:1606.05250, section 6.1.
+
+    If normalisation leaves nothing of a golden answer ("A"), the unnormalised texts are compared in
+    lower case.
+    """
+    plain, normal = prediction.strip().lower(), normalise(prediction)
+    return bool(plain) and any(
+        normal == normalise(answer) if normalise(answer) else plain == answer.strip().lower()
+        for answer in golden
+    )
+
+
+def f1(prediction: str, golden: Iterable[str]) -> float:
+    """Best harmonic mean of word precision and recall over the golden answers, 0 to 1.
+    Source: as `exact_match`.
+    """
+    return max(
+        (_f1(normalise(prediction).split(), normalise(answer).split()) for answer in golden),
+        default=0.0,
+    )
+
+
+def _f1(predicted: list[str], expected: list[str]) -> float:
+    common = (Counter(predicted) & Counter(expected)).total()
+    return 2 * common / (len(predicted) + len(expected)) if common else 0.0

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, get_args
 
+from pydantic import BaseModel
+
+from envs.dialect import Dialect, whole
 from envs.env import EnvSpec
-from envs.options import choose, nearest
-from envs.textcraft.agentgym import DIALECT
-from envs.textcraft.examples import worked_examples
+from envs.examples import played
+from envs.options import choose, nearest, one_of, whole_number
+from envs.textcraft.invented import Draft
 from envs.textcraft.planner import Choices, shortest
 from envs.textcraft.recipes import Book, load_book, plain
 from envs.textcraft.world import Options, Protocol, World, goals_of
+from envs.wire import Example
 
 DEFAULTS: dict[str, Any] = {
     "recipes": "",
@@ -41,6 +46,61 @@ craft 4 stick using 2 oak planks
 Anything else changes nothing. The task is over as soon as you have crafted the goal."""
 
 
+class TextCraftCreate(BaseModel):
+    """Body of a create. It is required, but the reset that follows overrides its recipes."""
+
+    commands: str | None = None
+    goal: str | None = None
+
+
+DIALECT = Dialect(
+    greeting="This is environment TextCraft.",
+    create=TextCraftCreate,
+    created=lambda env: {
+        "id": env.id,
+        "observation": env.observation,
+        "done": False,
+        "reward": 0,
+    },
+    shown=lambda env: {
+        "id": env.id,
+        "observation": env.observation,
+        "done": env.done,
+        "reward": whole(env.reward),
+    },
+    stepped=lambda env: {
+        "observation": env.observation,
+        "reward": whole(env.reward),
+        "done": env.done,
+    },
+    looked=lambda env: env.observation,
+    detailed=lambda env: {
+        "observation": env.observation,
+        "done": env.done,
+        "reward": whole(env.reward),
+        "deleted": False,
+    },
+    counts=True,
+)
+
+# worked examples: two goals of an invented book that no other book contains
+RECIPES = (
+    Draft("paper_kite", 1, (("bamboo_splint", 2), ("rice_paper", 3))),
+    Draft("bamboo_splint", 4, (("bamboo_cane", 1),)),
+    Draft("wind_chime", 1, (("copper_tube", 5), ("silk_cord", 1))),
+    Draft("rain_barrel", 2, (("bamboo_splint", 6), ("silk_cord", 2))),
+)
+GOALS = ("wind chime", "paper kite")
+DISTRACTORS = 1
+
+
+@cache
+def worked_examples() -> tuple[Example, ...]:
+    book = Book(RECIPES, "the worked examples")
+    options = Options(GOALS, DISTRACTORS, max_steps=0)
+    return tuple(played(World(book, options), task) for task in range(len(GOALS)))
+
+
 def spec(options: dict[str, Any]) -> EnvSpec:
     """Make the environment from its options: recipes, digest, min_depth, max_depth, goals,
     distractors, max_steps, protocol (see the README).
@@ -49,29 +109,18 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     """
     chosen = choose("textcraft", options, DEFAULTS)
     for key, minimum in LEAST.items():
-        value = chosen[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise ValueError(
-                f"textcraft option {key}: expected a whole number from {minimum}, got {value!r}"
-            )
+        whole_number("textcraft", chosen, key, minimum)
     for key in ("recipes", "digest"):
         if not isinstance(chosen[key], str):
             raise ValueError(f"textcraft option {key}: expected text, got {chosen[key]!r}")
-    if chosen["protocol"] not in get_args(Protocol):
-        near = nearest(str(chosen["protocol"]), get_args(Protocol))
-        raise ValueError(
-            f"textcraft option protocol: unknown value {chosen['protocol']!r}; did you mean"
-            f" {near!r}?"
-        )
+    protocol = one_of("textcraft", chosen, "protocol", get_args(Protocol))
     book = load_book(chosen["recipes"])
     if chosen["digest"] not in ("", book.digest):
         raise ValueError(
             f"textcraft option digest: {book.source} has digest {book.digest}, not"
             f" {chosen['digest']}: other recipes, other tasks"
         )
-    parsed = Options(
-        _goals(book, chosen), chosen["distractors"], chosen["max_steps"], chosen["protocol"]
-    )
+    parsed = Options(_goals(book, chosen), chosen["distractors"], chosen["max_steps"], protocol)
     served = EnvSpec(
         name="textcraft",
         dialect=DIALECT,

@@ -1,5 +1,5 @@
-"""Invented recipes made of the words of known ones: any number of goals that take one level of
-crafting.
+"""Recipes that are not yet part of a book, and invented ones made of the words of known ones: any
+number of goals that take one level of crafting.
 
 The game has 124 such goals. A policy trained on 84 of them memorizes them; with thousands it has to
 learn to read recipes.
@@ -8,12 +8,35 @@ learn to read recipes.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from envs.textcraft.draft import Draft
-
+GRID_CELLS = 9
 MOST = 20_000
 SHORTEST_WORD = 3  # excludes `on` and `a` of "carrot on a stick"
+_ID = re.compile(r"#?[a-z0-9_.:/-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A recipe as it was read or invented; names are ids without `minecraft:`, generic
+    ingredients begin with #.
+    """
+
+    output: str
+    count: int
+    ingredients: tuple[tuple[str, int], ...]
+    kind: str = ""  # the generic ingredient that its output may stand for
+
+    def __post_init__(self) -> None:
+        if len(self.ingredients) > GRID_CELLS:
+            raise ValueError(f"{len(self.ingredients)} ingredients in a grid of {GRID_CELLS} cells")
+        for name, n in ((self.output, self.count), *self.ingredients):
+            if not _ID.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of an item")
+            if n < 1:
+                raise ValueError(f"{n} {name}")
 
 
 def invent(number: int, known: Iterable[Draft]) -> list[Draft]:

@@ -156,11 +156,8 @@ class Planner:
             self._before, self._ahead = dict(self._inventory), self._ahead[1:]
         elif not self._ahead or self._inventory != self._before:
             plan = shortest(self._goal, self._inventory, self._choices)
-            self._choices, self._ahead, self._before = (
-                plan.choices,
-                plan.acts,
-                dict(self._inventory),
-            )
+            self._choices, self._ahead = plan.choices, plan.acts
+            self._before = dict(self._inventory)
         return self._ahead[0].text
 
 
@@ -172,13 +169,8 @@ def tree_lines(book: Book, goal: str, inventory: Mapping[str, int]) -> list[str]
     for need in shortest(goal, inventory, Choices(book)).needs:
         kind = f" (any {need.name})" if need.name != need.item else ""
         missing = need.n - need.held
-        how = (
-            "held"
-            if not missing
-            else need.recipe.text
-            if need.recipe
-            else f"get {missing} {need.item}"
-        )
+        get = f"get {missing} {need.item}" if missing else "held"
+        how = need.recipe.text if missing and need.recipe else get
         share = f", {need.held} held" if missing and need.held else ""
         lines.append(f"{'  ' * need.level}{need.n} {need.item}{kind}{share}: {how}")
     return lines

@@ -15,8 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from envs.textcraft.draft import Draft
-from envs.textcraft.invented import MOST, invent
+from envs.textcraft.invented import MOST, Draft, invent
 
 SHIPPED = Path(__file__).with_name("recipes.json")
 NAMESPACE = "minecraft:"
@@ -117,17 +116,8 @@ class Book:
 
     def find(self, output: str, given: Mapping[str, int]) -> Recipe | None:
         """Return the recipe that makes `output` from exactly the `given` items (count by name)."""
-        recipe = self._exact.get((output, frozenset(given.items())))
-        if recipe is None:
-            recipe = next(
-                (
-                    candidate
-                    for candidate in self._loose.get(output, ())
-                    if candidate.accepts(given, self.members)
-                ),
-                None,
-            )
-        return recipe
+        loose = (one for one in self._loose.get(output, ()) if one.accepts(given, self.members))
+        return self._exact.get((output, frozenset(given.items()))) or next(loose, None)
 
     def _measure(self) -> dict[str, int]:
         """Return the least number of crafting levels below each name: a recipe counts by its
@@ -371,12 +361,9 @@ def _fits(items: Mapping[str, int], slots: Sequence[tuple[frozenset[str], int]])
     """
     for chosen in itertools.product((True, False), repeat=len(slots)):
         room = sum(n for (_, n), inside in zip(slots, chosen, strict=True) if inside)
-        elsewhere = [
-            members for (members, _), inside in zip(slots, chosen, strict=True) if not inside
-        ]
-        if (
-            sum(n for name, n in items.items() if not any(name in members for members in elsewhere))
-            > room
-        ):
+        elsewhere: set[str] = set()
+        for (members, _), inside in zip(slots, chosen, strict=True):
+            elsewhere |= set() if inside else members
+        if sum(n for name, n in items.items() if name not in elsewhere) > room:
             return False
     return True

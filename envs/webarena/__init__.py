@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, Field
+
+from envs.dialect import Dialect
 from envs.env import EnvSpec
 from envs.examples import recorded
-from envs.options import choose, nearest, secret_variable
-from envs.webarena.agentgym import DIALECT
+from envs.options import choose, nearest, one_of, seconds, secret_variable, whole_number
 
 if TYPE_CHECKING:
     from envs.webarena.evaluators import Judge
@@ -66,6 +68,39 @@ Only elements that are shown can be used; ids change when a new page is opened. 
 time."""
 
 
+class WebArenaReset(BaseModel):
+    id: int = Field(validation_alias="env_idx")
+    seed: int = 0  # accepted and not used, as in AgentGym's server
+    data_idx: int = Field(validation_alias="idx")
+
+
+DIALECT = Dialect(
+    greeting="ok",
+    reset=WebArenaReset,
+    created=lambda environment: {"env_idx": environment.id},
+    shown=lambda environment: {"observation": environment.observation, **environment.opening},
+    stepped=lambda environment: {
+        "observation": environment.observation,
+        "reward": environment.reward,
+        "terminated": environment.done and not environment.truncated,
+        "truncated": environment.truncated,
+        "info": environment.info,
+    },
+    polite=False,
+    looked=lambda environment: environment.observation,
+    opened=lambda simulator: dict(simulator.about),
+    closed=lambda closed: {"closed": "closed" if closed else "no such environment"},
+    reset_failed={"observation": "TimeoutError", "sites": "Error", "object": "Error"},
+    step_failed=lambda text: {
+        "observation": text,
+        "reward": 0,
+        "terminated": False,
+        "truncated": False,
+        "info": {},
+    },
+)
+
+
 def spec(options: dict[str, Any]) -> EnvSpec:
     """Build the environment from its options, see the README.
 
@@ -81,25 +116,24 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         ) from None
     from envs.webarena.chromium import find_browser, use_sandbox
     from envs.webarena.helpers import check_calls
-    from envs.webarena.places import Deployed, Embedded, Place, Shared
+    from envs.webarena.places import Embedded, Place, Shared
     from envs.webarena.tasks import embedded_gold, identity, load
     from envs.webarena.world import Episode, Setting
 
     executable = find_browser(_text(chosen, "browser"))
     embedded = chosen["sites"] == "embedded"
     sites = Embedded.addresses() if embedded else _addresses(chosen["sites"])
-    skips = _one_of(chosen, "missing_sites", ("refuse", "skip")) == "skip"
+    skips = one_of("webarena", chosen, "missing_sites", ("refuse", "skip")) == "skip"
     tasks = load(_tasks_file(chosen), sites, skip_missing=skips)
     check_calls(tasks.values(), embedded=embedded)
-    concurrency = _whole(chosen, "concurrency", 0, 1024) or 2 * (os.cpu_count() or 1)
-    seed = _whole(chosen, "seed", 0, 2**31 - 1)
-    make: Callable[[], Place] = (
-        (lambda: Embedded(executable, concurrency, seed))
-        if embedded
-        else (lambda: Deployed(executable, concurrency, sites))
+    concurrency = whole_number("webarena", chosen, "concurrency", 0, 1024) or 2 * (
+        os.cpu_count() or 1
     )
+    seed = whole_number("webarena", chosen, "seed", 0, 2**31 - 1)
+    make: Callable[[], Place] = partial(Embedded, executable, concurrency, seed)
     if not embedded:
-        Deployed(executable, concurrency, sites)  # checks the addresses; starts nothing
+        make = partial(Place, executable, concurrency, sites)
+        make()  # checks the addresses; starts nothing
     use_sandbox()  # checks its variable
     shared = Shared(make)
     setting = Setting(
@@ -107,7 +141,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
         sites=shared.get,
         names=_names(chosen["names"], sites),
         limits=_limits(chosen),
-        max_chars=_whole(chosen, "max_observation_chars", 100, 1_000_000),
+        max_chars=whole_number("webarena", chosen, "max_observation_chars", 100, 1_000_000),
         judge=_judge(chosen["judge"]),
         gold=embedded_gold(sites) if chosen["tasks"] == "embedded" and embedded else {},
         storage=_storage(chosen, not embedded and any(t.storage_state for t in tasks.values())),
@@ -134,11 +168,8 @@ def _tasks_file(chosen: Mapping[str, Any]) -> Path:
         return Path(__file__).with_name("tasks.json")
     path = Path(_text(chosen, "tasks"))
     if not path.exists():
-        hint = (
-            "; did you mean 'embedded'?"
-            if difflib.get_close_matches(str(path), ["embedded"])
-            else ""
-        )
+        is_near = difflib.get_close_matches(str(path), ["embedded"])
+        hint = "; did you mean 'embedded'?" if is_near else ""
         raise ValueError(f"webarena option tasks: there is no file or folder {str(path)!r}{hint}")
     return path
 
@@ -199,10 +230,10 @@ def _limits(chosen: Mapping[str, Any]) -> Limits:
     return Limits(
         width=size[0],
         height=size[1],
-        tabs=_whole(chosen, "max_tabs", 1, 50),
-        quiet_s=_seconds(chosen, "quiet_s", 5.0),
-        settle_s=_seconds(chosen, "settle_s", 20.0),
-        goto_s=_seconds(chosen, "goto_s", 60.0),
+        tabs=whole_number("webarena", chosen, "max_tabs", 1, 50),
+        quiet_s=seconds("webarena", chosen, "quiet_s", 5.0),
+        settle_s=seconds("webarena", chosen, "settle_s", 20.0),
+        goto_s=seconds("webarena", chosen, "goto_s", 60.0),
     )
 
 
@@ -249,28 +280,3 @@ def _text(chosen: Mapping[str, Any], key: str) -> str:
     if not isinstance(chosen[key], str):
         raise ValueError(f"webarena option {key}: expected a text, got {chosen[key]!r}")
     return str(chosen[key])
-
-
-def _one_of(chosen: Mapping[str, Any], key: str, known: tuple[str, ...]) -> str:
-    if chosen[key] not in known:
-        near = nearest(str(chosen[key]), known)
-        raise ValueError(
-            f"webarena option {key}: unknown value {chosen[key]!r}; did you mean {near!r}?"
-        )
-    return str(chosen[key])
-
-
-def _whole(chosen: Mapping[str, Any], key: str, low: int, high: int) -> int:
-    value = chosen[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(
-            f"webarena option {key}: expected a whole number from {low} to {high}, got {value!r}"
-        )
-    return value
-
-
-def _seconds(chosen: Mapping[str, Any], key: str, high: float) -> float:
-    value = chosen[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
-        raise ValueError(f"webarena option {key}: expected seconds up to {high:g}, got {value!r}")
-    return float(value)

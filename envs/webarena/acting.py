@@ -82,16 +82,10 @@ async def _choose(tabs: Tabs, tab: Tab, element: Element) -> bool:
     """Choose an option of a select box, which has no position to click.
     Return False if the option is disabled or in no select box.
     """
-    handle = (await tabs.ask(tab.send("DOM.resolveNode", backendNodeId=element.backend_id)))[
-        "object"
-    ]["objectId"]
+    node = await tabs.ask(tab.send("DOM.resolveNode", backendNodeId=element.backend_id))
+    call = {"functionDeclaration": _CHOOSE, "returnByValue": True}
     answer = await tabs.ask(
-        tab.send(
-            "Runtime.callFunctionOn",
-            objectId=handle,
-            functionDeclaration=_CHOOSE,
-            returnByValue=True,
-        )
+        tab.send("Runtime.callFunctionOn", objectId=node["object"]["objectId"], **call)
     )
     return bool(answer["result"].get("value"))
 
@@ -102,13 +96,11 @@ async def _middle(tabs: Tabs, tab: Tab, element: Element) -> tuple[float, float]
     """
     try:
         await tabs.ask(tab.send("DOM.scrollIntoViewIfNeeded", backendNodeId=element.backend_id))
-        quads = (await tabs.ask(tab.send("DOM.getContentQuads", backendNodeId=element.backend_id)))[
-            "quads"
-        ]
+        answer = await tabs.ask(tab.send("DOM.getContentQuads", backendNodeId=element.backend_id))
     except Error as error:
         raise Refusal(f"{element} is not visible any more, so it cannot be reached") from error
     best, largest = None, 0.0
-    for quad in quads:
+    for quad in answer["quads"]:
         left, right = max(0.0, min(quad[0::2])), min(float(tabs.limits.width), max(quad[0::2]))
         top, bottom = max(0.0, min(quad[1::2])), min(float(tabs.limits.height), max(quad[1::2]))
         area = max(0.0, right - left) * max(0.0, bottom - top)

@@ -6,22 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
-Kind = Literal[
-    "click",
-    "hover",
-    "type",
-    "press",
-    "scroll",
-    "goto",
-    "new_tab",
-    "tab_focus",
-    "close_tab",
-    "go_back",
-    "go_forward",
-    "stop",
-]
 MAX_TEXT = 4_000  # characters typed by one action
 MAX_KEYS = 5  # pressed together: each costs two messages to the browser
 
@@ -52,38 +37,30 @@ _ALIASES = {
     "pgup": "PageUp",
     "pgdn": "PageDown",
 }
-_FORMS = {
-    "click": "click [id]",
-    "hover": "hover [id]",
-    "type": "type [id] [text] [1 or 0]",
-    "press": "press [keys, such as Control+a]",
-    "scroll": "scroll [down or up]",
-    "goto": "goto [url]",
-    "new_tab": "new_tab",
-    "tab_focus": "tab_focus [number]",
-    "close_tab": "close_tab",
-    "go_back": "go_back",
-    "go_forward": "go_forward",
-    "stop": "stop [answer]",
-}
-_PATTERNS = {
-    "click": r"click ?\[(?P<id>\d+)\]",
-    "hover": r"hover ?\[(?P<id>\d+)\]",
+# kind -> its form, for the policy, and its pattern
+_GRAMMAR = {
+    "click": ("click [id]", r"click ?\[(?P<id>\d+)\]"),
+    "hover": ("hover [id]", r"hover ?\[(?P<id>\d+)\]"),
     "type": (
+        "type [id] [text] [1 or 0]",
         r"type ?\[(?P<id>\d+)\] ?\[(?P<text>.+?)\] ?\[(?P<flag>\d+)\]|type ?\[(?P<id_>\d+)\]"
-        r" ?\[(?P<text_>.+)\]"
+        r" ?\[(?P<text_>.+)\]",
     ),
-    "press": r"press ?\[(?P<text>.+)\]",
-    "scroll": r"scroll ?(?:\[(?P<text>up|down)\]|(?P<text_>up|down))",
-    "goto": r"goto ?\[(?P<text>.+)\]",
-    "new_tab": r"new_tab",
-    "tab_focus": r"(?:tab|page)_focus ?\[(?P<id>\d+)\]",
-    "close_tab": r"close_tab",
-    "go_back": r"go_back",
-    "go_forward": r"go_forward",
-    "stop": r"stop ?(?:\[(?P<text>.*)\])?",
+    "press": ("press [keys, such as Control+a]", r"press ?\[(?P<text>.+)\]"),
+    "scroll": (
+        "scroll [down or up]",
+        r"scroll ?(?:\[(?P<text>up|down)\]|(?P<text_>up|down))",
+    ),
+    "goto": ("goto [url]", r"goto ?\[(?P<text>.+)\]"),
+    "new_tab": ("new_tab", r"new_tab"),
+    "tab_focus": ("tab_focus [number]", r"(?:tab|page)_focus ?\[(?P<id>\d+)\]"),
+    "close_tab": ("close_tab", r"close_tab"),
+    "go_back": ("go_back", r"go_back"),
+    "go_forward": ("go_forward", r"go_forward"),
+    "stop": ("stop [answer]", r"stop ?(?:\[(?P<text>.*)\])?"),
 }
-_COMPILED = {kind: re.compile(pattern, re.DOTALL) for kind, pattern in _PATTERNS.items()}
+_FORMS = {kind: form for kind, (form, _) in _GRAMMAR.items()}
+_PATTERNS = {kind: re.compile(pattern, re.DOTALL) for kind, (_, pattern) in _GRAMMAR.items()}
 
 
 class NoAction(ValueError):
@@ -98,7 +75,7 @@ class Action:
     text: the text to type, keys to press (playwright's names), URL to open, or answer.
     """
 
-    kind: Kind
+    kind: str  # a key of _GRAMMAR
     number: int = -1
     text: str = ""
     enter: bool = False  # press Enter after typing
@@ -121,12 +98,12 @@ def parse(reply: str) -> Action:
     text = _action_text(reply)
     word = re.match(r"[A-Za-z_]*", text)
     kind = "tab_focus" if word and word[0] == "page_focus" else word[0] if word else ""
-    if kind not in _COMPILED:
+    if kind not in _PATTERNS:
         raise NoAction(
             "There is no action in the reply. Write one in triple backticks, for example ```click"
             f" [12]```; the forms are: {', '.join(_FORMS.values())}. Got: {_short(text)}"
         )
-    match = _COMPILED[kind].fullmatch(text)
+    match = _PATTERNS[kind].fullmatch(text)
     if match is None:
         raise NoAction(
             f"The action cannot be read; the form is ```{_FORMS[kind]}```. Got: {_short(text)}"
@@ -142,7 +119,7 @@ def parse(reply: str) -> Action:
     if kind == "type" and len(argument) > MAX_TEXT:
         raise NoAction(f"At most {MAX_TEXT} characters can be typed at once, got {len(argument)}.")
     enter = kind == "type" and parts.get("flag", "1") == "1"
-    return Action(kind, number, argument, enter=enter)  # type: ignore[arg-type]
+    return Action(kind, number, argument, enter=enter)
 
 
 def keys(text: str) -> str:

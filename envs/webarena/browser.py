@@ -46,14 +46,10 @@ def _drivers_environment() -> dict[str, str]:
     Playwright passes its driver all variables of this process and has no option against it.
     """
     default, variables = _playwrights_environment(), _given.get()
-    return (
-        default
-        if variables is None
-        else {
-            **variables,
-            **{name: default[name] for name in default if name.startswith(("PW_LANG_", "PW_CLI_"))},
-        }
-    )
+    if variables is None:
+        return default
+    needed = {name for name in default if name.startswith(("PW_LANG_", "PW_CLI_"))}
+    return {**variables, **{name: default[name] for name in needed}}
 
 
 # `transport` imported the function by name, so replace it there

@@ -18,14 +18,8 @@ SANDBOX_VARIABLE = "WEBARENA_SANDBOX"
 # the only variables that browser and driver get: this process's environment has the trainer's
 # secrets
 _KEPT = (
-    "PATH",
-    "LANG",
-    "LANGUAGE",
-    "TZ",
-    "LD_LIBRARY_PATH",
-    "FONTCONFIG_FILE",
-    "FONTCONFIG_PATH",
-    "CHROME_DEVEL_SANDBOX",
+    *("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH"),
+    *("FONTCONFIG_FILE", "FONTCONFIG_PATH", "CHROME_DEVEL_SANDBOX"),
 )
 BROWSER_VARIABLE = "AGENTGYM_BROWSER"  # path or name of the program
 INSTALL = (
@@ -70,11 +64,8 @@ def find_browser(given: str = "") -> str:
         for program in filter(None, map(shutil.which, programs)):
             # Debian's programs in /usr/bin are shell scripts that start these
             inner = Path("/usr/lib/chromium") / Path(program).name
-            return (
-                str(inner)
-                if program.startswith("/usr/bin/") and os.access(inner, os.X_OK)
-                else program
-            )
+            is_script = program.startswith("/usr/bin/") and os.access(inner, os.X_OK)
+            return str(inner) if is_script else program
         downloaded = [path for path in cache.glob(pattern) if os.access(path, os.X_OK)]
         if downloaded:
             return str(max(downloaded, key=lambda path: path.stat().st_mtime))

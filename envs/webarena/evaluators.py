@@ -13,30 +13,18 @@ import html
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
 from envs.webarena.tasks import LAST_URL, Target, Task, parse_call
+
+if TYPE_CHECKING:
+    from envs.webarena.world import FinalPage
 
 OR = " |OR| "
 # no character has such a number, and `html.unescape` raises above 4,300 digits
 _LONG_REFERENCE = re.compile(r"&#\d{100,};?")
 NOT_ACHIEVABLE = "n/a"
-
-
-class Page(Protocol):
-    """The current page at the end of an episode."""
-
-    @property
-    def url(self) -> str: ...
-
-    def content(self) -> str: ...
-
-    def open(self, url: str) -> None: ...
-
-    def evaluate(self, script: str) -> Any:
-        """Return the script's value. Errors: ScriptFailed if the script throws."""
-        ...
 
 
 class ScriptFailed(Exception):
@@ -51,13 +39,12 @@ class Judge(Protocol):
 
     def same_reason(self, question: str, reason: str, answer: str) -> bool:
         """Return True if the answer states that the task cannot be done, for this reason."""
-        ...
 
 
 class Helpers(Protocol):
     """The functions a task file may name."""
 
-    def call(self, name: str, arguments: Sequence[str], page: Page) -> str: ...
+    def call(self, name: str, arguments: Sequence[str], page: FinalPage) -> str: ...
 
 
 @dataclass(slots=True)
@@ -67,7 +54,7 @@ class Verdict:
     judge: str = ""  # name of the judge of free text; empty if none was used
 
 
-def evaluate(task: Task, answer: str, page: Page, helpers: Helpers, judge: Judge) -> Verdict:
+def evaluate(task: Task, answer: str, page: FinalPage, helpers: Helpers, judge: Judge) -> Verdict:
     """Judge a task's outcome: the score is the product of its parts. answer: text of `stop`.
     The parts are judged in the file's order, because program_html leaves the page.
     """
@@ -161,7 +148,7 @@ def _string(task: Task, answer: str, judge: Judge) -> tuple[float, dict[str, flo
     return score, parts
 
 
-def _target(target: Target, page: Page, helpers: Helpers) -> float:
+def _target(target: Target, page: FinalPage, helpers: Helpers) -> float:
     url = _called(target.url, page, helpers)
     if not url and target.url:
         return 0.0  # the policy did not create the thing that the helper looked for
@@ -178,7 +165,7 @@ def _target(target: Target, page: Page, helpers: Helpers) -> float:
     )
 
 
-def _located(target: Target, page: Page, helpers: Helpers) -> str:
+def _located(target: Target, page: FinalPage, helpers: Helpers) -> str:
     if not target.locator:
         return page.content()
     if target.locator.startswith("func:"):
@@ -188,7 +175,7 @@ def _located(target: Target, page: Page, helpers: Helpers) -> str:
     return _run(page, target.locator)
 
 
-def _run(page: Page, script: str) -> str:
+def _run(page: FinalPage, script: str) -> str:
     """Run the script; its value as Python prints it (null is "None"), "" if it throws."""
     try:
         return str(page.evaluate(f"() => {script}"))
@@ -196,7 +183,7 @@ def _run(page: Page, script: str) -> str:
         return ""
 
 
-def _called(text: str, page: Page, helpers: Helpers) -> str:
+def _called(text: str, page: FinalPage, helpers: Helpers) -> str:
     if not text.startswith("func:"):
         return text
     call = parse_call(text)

@@ -5,25 +5,15 @@ instead of an id.
 from __future__ import annotations
 
 import re
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from envs.env import ExpertFailed
-from envs.webarena.observation import Element
-from envs.webarena.tasks import Task
+
+if TYPE_CHECKING:
+    from envs.webarena.world import Episode
 
 MAX_SCROLLS = 20  # to find one element
 _NAMED = re.compile(r"(click|hover|type) \[(\S+) '(.*?)'(?: #(\d+))?\](.*)", re.DOTALL)
-
-
-class Played(Protocol):
-    """The part of an `Episode` that its expert reads."""
-
-    task: Task
-    actions: list[str]
-    shown: list[Element]
-    elements: dict[int, Element]
-
-    def public(self, text: str) -> str: ...
 
 
 class Gold:
@@ -33,7 +23,7 @@ class Gold:
     It works from the start of the task only, and fails after any action that is not its own.
     """
 
-    def __init__(self, episode: Played, actions: tuple[str, ...]) -> None:
+    def __init__(self, episode: Episode, actions: tuple[str, ...]) -> None:
         self._episode = episode
         self._actions = actions
         self._next = 0

@@ -14,12 +14,14 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envs.env import GraderFailed
 from envs.options import SECRET_PREFIX
-from envs.webarena.evaluators import Page
 from envs.webarena.tasks import PAGE, Task, parse_call
+
+if TYPE_CHECKING:
+    from envs.webarena.world import FinalPage
 
 PASSWORD_VARIABLE = f"{SECRET_PREFIX}SHOP_PASSWORD"  # for the shop's REST API, user `admin`
 TIMEOUT_S = 20.0
@@ -88,7 +90,7 @@ class StateHelpers:
         self._state = state
         self._queries = queries
 
-    def call(self, name: str, arguments: Sequence[str], page: Page) -> str:
+    def call(self, name: str, arguments: Sequence[str], page: FinalPage) -> str:
         if name == "reddit_get_post_url":
             return post_url(arguments[0])
         values = [page.url if argument == PAGE else argument for argument in arguments]
@@ -102,7 +104,7 @@ class SiteHelpers:
     def __init__(self, sites: Mapping[str, str]) -> None:
         self._shop = sites.get("shopping", "").rstrip("/")
 
-    def call(self, name: str, arguments: Sequence[str], page: Page) -> str:
+    def call(self, name: str, arguments: Sequence[str], page: FinalPage) -> str:
         """Result of the named helper. Errors: HelperFailed."""
         try:
             match name:

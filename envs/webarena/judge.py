@@ -153,12 +153,8 @@ class Endpoint:
 
     def same_answer(self, question: str, reference: str, answer: str) -> bool:
         """Return True if the model calls the answer correct. Errors: JudgeFailed."""
-        return (
-            self._verdict(
-                _ANSWER, ("partially correct", "incorrect", "correct"), question, reference, answer
-            )
-            == "correct"
-        )
+        words = ("partially correct", "incorrect", "correct")
+        return self._verdict(_ANSWER, words, question, reference, answer) == "correct"
 
     def same_reason(self, question: str, reason: str, answer: str) -> bool:
         """Return True if the model calls the reasons the same. Errors: JudgeFailed."""
@@ -186,12 +182,9 @@ class Endpoint:
                 )
             except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
                 problem = f"{type(error).__name__} {error}".strip()
-                is_up = isinstance(error, urllib.error.HTTPError) and error.code in _REFUSALS
-                if (
-                    isinstance(error, urllib.error.HTTPError)
-                    and error.code < 500
-                    and error.code not in (408, 429)
-                ):
+                status = error.code if isinstance(error, urllib.error.HTTPError) else 500
+                is_up = status in _REFUSALS
+                if status < 500 and status not in (408, 429):
                     break
             else:
                 verdict = _last(words, response)

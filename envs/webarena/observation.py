@@ -15,30 +15,12 @@ Json = dict[str, Any]
 MAX_NAME = 2_000  # characters of one name; pages in use stay far below
 MAX_OPTIONS = 100  # printed options of one select box
 _HIDDEN_PROPERTIES = {
-    "focusable",
-    "editable",
-    "readonly",
-    "level",
-    "settable",
-    "multiline",
-    "invalid",
-    "url",
+    *("focusable", "editable", "readonly", "level"),
+    *("settable", "multiline", "invalid", "url"),
 }
 _EMPTY_ROLES = {
-    *(
-        "generic",
-        "img",
-        "list",
-        "strong",
-        "paragraph",
-        "banner",
-        "navigation",
-        "Section",
-        "LabelText",
-        "Legend",
-        "listitem",
-    ),
-    *("none", "MenuListPopup"),
+    *("generic", "img", "list", "strong", "paragraph", "banner", "navigation"),
+    *("Section", "LabelText", "Legend", "listitem", "none", "MenuListPopup"),
 }
 _DROPPED_ROLES = {"InlineTextBox", "ListMarker", "LineBreak"}
 _SPELLING = {"image": "img"}
@@ -55,10 +37,8 @@ class Box:
 
     def cut(self, other: Box) -> Box:
         x, y = max(self.x, other.x), max(self.y, other.y)
-        right, bottom = (
-            min(self.x + self.width, other.x + other.width),
-            min(self.y + self.height, other.y + other.height),
-        )
+        right = min(self.x + self.width, other.x + other.width)
+        bottom = min(self.y + self.height, other.y + other.height)
         return Box(x, y, max(0.0, right - x), max(0.0, bottom - y))
 
     @property
@@ -213,14 +193,12 @@ def _repeats(text: str, before: list[str]) -> bool:
     return any(printed in earlier for earlier in before[-3:])
 
 
-def cut_lines(lines: list[str], max_chars: int) -> tuple[str, int]:
-    """(text, number of lines left out). text: the lines that fit, and a note if any is left out."""
+def cut_lines(lines: list[str], max_chars: int) -> str:
+    """Return the lines that fit, and a note if any is left out."""
     used = 0
     for count, line in enumerate(lines):
         used += len(line) + 1
         if used > max_chars:
-            return (
-                "\n".join([*lines[:count], f"... {len(lines) - count} more lines, not shown"]),
-                len(lines) - count,
-            )
-    return "\n".join(lines), 0
+            note = f"... {len(lines) - count} more lines, not shown"
+            return "\n".join([*lines[:count], note])
+    return "\n".join(lines)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from envs.webarena.browser import Chromium
@@ -14,23 +13,6 @@ from envs.webarena.chromium import switches
 from envs.webarena.evaluators import Helpers
 from envs.webarena.helpers import SiteHelpers, StateHelpers
 from envs.webarena.tabs import Allowed
-
-
-class Place(Protocol):
-    """Sites, and a browser that reaches only these."""
-
-    chromium: Chromium
-    allowed: Allowed
-
-    def open(self) -> Mapping[str, str]:
-        """Begin a session; return the headers that each of its requests must have."""
-        ...
-
-    def close(self, headers: Mapping[str, str]) -> None: ...
-
-    def helpers(self, headers: Mapping[str, str]) -> Helpers: ...
-
-    def stop(self) -> None: ...
 
 
 class Shared:
@@ -56,7 +38,39 @@ class Shared:
             current.stop()
 
 
-class Embedded:
+class Place:
+    """Sites that run elsewhere, for example WebArena's own, and a browser that reaches only these.
+    All sessions share the sites' state.
+    """
+
+    def __init__(
+        self, executable: str, concurrency: int, sites: Mapping[str, str], port: int = 0
+    ) -> None:
+        """Take the sites' URLs by name. Errors: ValueError if one is no http(s) URL.
+
+        port: of the server on this machine that stands for all sites; 0 means there is none.
+        """
+        self._sites = sites
+        self.allowed = Allowed(list(sites.values()))
+        reached = sorted({_host_port(url) for url in sites.values()})
+        local = f"127.0.0.1:{port}" if port else ""
+        routes = switches((address, local or address) for address in reached)
+        self.chromium = Chromium(executable, routes, concurrency)
+
+    def open(self) -> Mapping[str, str]:
+        """Begin a session; return the headers that each of its requests must have."""
+        return {}
+
+    def close(self, headers: Mapping[str, str]) -> None: ...
+
+    def helpers(self, headers: Mapping[str, str]) -> Helpers:
+        return SiteHelpers(self._sites)
+
+    def stop(self) -> None:
+        self.chromium.stop()
+
+
+class Embedded(Place):
     """The embedded sites, served from `__init__` to `stop`; each session has its own tenant."""
 
     def __init__(self, executable: str, concurrency: int, seed: int) -> None:
@@ -64,13 +78,7 @@ class Embedded:
 
         self._header = sites.TENANT_HEADER
         self._server = sites.SiteServer(seed)
-        port = self._server.start()
-        self.chromium = Chromium(
-            executable,
-            switches((f"{host}:80", f"127.0.0.1:{port}") for host in sites.SITES.values()),
-            concurrency,
-        )
-        self.allowed = Allowed(list(self.addresses().values()))
+        super().__init__(executable, concurrency, self.addresses(), self._server.start())
 
     @staticmethod
     def addresses() -> dict[str, str]:
@@ -90,33 +98,8 @@ class Embedded:
         return StateHelpers(self._server.state(headers[self._header]), queries)
 
     def stop(self) -> None:
-        self.chromium.stop()
+        super().stop()
         self._server.stop()
-
-
-class Deployed:
-    """Sites that run elsewhere, for example WebArena's own. All sessions share their state."""
-
-    def __init__(self, executable: str, concurrency: int, sites: Mapping[str, str]) -> None:
-        """Take the sites' URLs by name. Errors: ValueError if one is no http(s) URL."""
-        self._sites = sites
-        self.allowed = Allowed(list(sites.values()))
-        reached = sorted({_host_port(url) for url in sites.values()})
-        self.chromium = Chromium(
-            executable, switches((address, address) for address in reached), concurrency
-        )
-
-    def open(self) -> Mapping[str, str]:
-        return {}
-
-    def close(self, headers: Mapping[str, str]) -> None:
-        pass
-
-    def helpers(self, headers: Mapping[str, str]) -> Helpers:
-        return SiteHelpers(self._sites)
-
-    def stop(self) -> None:
-        self.chromium.stop()
 
 
 def _host_port(url: str) -> str:

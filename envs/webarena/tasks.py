@@ -95,6 +95,9 @@ class _Field:
     def texts(self) -> tuple[str, ...]:
         return tuple(row.text() for row in self.rows())
 
+    def text_or_texts(self) -> str | tuple[str, ...]:
+        return self.value if isinstance(self.value, str) else self.texts()
+
 
 def load(path: Path, sites: Mapping[str, str], *, skip_missing: bool) -> dict[int, Task]:
     """Load the tasks by id, with their placeholders replaced.
@@ -201,10 +204,8 @@ def _filled(value: Json, sites: Mapping[str, str]) -> Json:
 
 def _task(row: Json, task_id: int) -> Task:
     top = _Field(row, str(task_id))
-    sites, starts = (
-        top.get("sites").texts(),
-        tuple(url.strip() for url in top.get("start_url").text().split(" |AND| ")),
-    )
+    sites = top.get("sites").texts()
+    starts = tuple(url.strip() for url in top.get("start_url").text().split(" |AND| "))
     if not sites or not all(starts):
         raise (top.get("start_url") if sites else top.get("sites")).wrong("at least one")
     return Task(
@@ -238,13 +239,7 @@ def _evaluation(row: _Field) -> Evaluation:
         must_include=(
             answers.get("must_include").texts() if "must_include" in answers.value else None
         ),
-        fuzzy=(
-            fuzzy.text()
-            if isinstance(fuzzy.value, str)
-            else fuzzy.texts()
-            if fuzzy.value is not None
-            else None
-        ),
+        fuzzy=None if fuzzy.value is None else fuzzy.text_or_texts(),
         reference_url=row.get("reference_url").text("") if "url_match" in types else "",
         targets=(
             tuple(_target(target) for target in row.get("program_html").rows())

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,14 +88,8 @@ class Episode:
         Errors: UnknownTask; BrowserLost; OSError if a storage file cannot be read.
         """
         self.close()
-        task = find_task(self._setting.tasks, task_id)
-        self.task, self.previous, self.actions, self._gold, self.ended = (
-            task,
-            "None",
-            [],
-            None,
-            False,
-        )
+        self.task = find_task(self._setting.tasks, task_id)
+        self.previous, self.actions, self._gold, self.ended = "None", [], None, False
         self._numbers, self._last_number = {}, 0
         self._sites = self._setting.sites()
         self._headers = self._sites.open()
@@ -193,9 +188,9 @@ class Episode:
 
     async def _start(self, sites: Place) -> str:
         assert self._headers is not None
-        settings: dict[str, Any] = (
-            {"extra_http_headers": dict(self._headers)} if self._headers else {}
-        )
+        settings: dict[str, Any] = {}
+        if self._headers:
+            settings["extra_http_headers"] = dict(self._headers)
         if self._setting.storage is not None and self.task.storage_state:
             file = self._setting.storage / self.task.storage_state
             settings["storage_state"] = json.loads(await asyncio.to_thread(file.read_text))
@@ -216,33 +211,24 @@ class Episode:
             return await self._observe()
 
     async def _act(self, action: Action) -> StepResult:
-        tabs, element = (
-            self._living(),
-            (
-                self.elements.get(action.number)
-                if action.kind in ("click", "hover", "type")
-                else None
-            ),
-        )
+        tabs, element = self._living(), None
+        if action.kind in ("click", "hover", "type"):
+            element = self.elements.get(action.number)
         async with tabs.chromium.turn():
             tabs.begin_step()
             error = ""
             try:
                 if element is not None and element.document != tabs.current.document:
                     raise Refusal(f"there is no element {element.id} in the current page any more")
-                opened = (
-                    Action("goto", text=self.real(action.text)) if action.kind == "goto" else action
-                )
+                goes = action.kind == "goto"
+                opened = Action("goto", text=self.real(action.text)) if goes else action
                 await act(tabs, opened, element)
             except Refusal as refused:
                 error = "refused"
                 tabs.notes.append(f"{str(refused)[:1].upper()}{str(refused)[1:]}.")
             await tabs.settle()
-            self.previous = (
-                f"{action} where [{element.id}] is {element}"
-                if element is not None
-                else str(action)
-            )
+            where = "" if element is None else f" where [{element.id}] is {element}"
+            self.previous = f"{action}{where}"
             info = self._info(error=error)
             return StepResult(await self._observe(), 0.0, terminated=False, info=info)
 
@@ -275,7 +261,7 @@ class Episode:
         for index, tab in enumerate(tabs.living()):
             title = " ".join((await self._title(tabs, tab)).split())[:200]
             titles.append(f"Tab {index}{' (current)' if tab is tabs.current else ''}: {title}")
-        text, _ = cut_lines([" | ".join(titles), "", *lines], self._setting.max_chars)
+        text = cut_lines([" | ".join(titles), "", *lines], self._setting.max_chars)
         notes = "".join(f"{note}\n" for note in dict.fromkeys(tabs.notes))
         url = self.public(tabs.current.page.url)
         return utf8(
@@ -314,14 +300,11 @@ class Episode:
         trees = {"": tree["nodes"]}
         for frame in layout.frames.values():
             with contextlib.suppress(Error):  # the frame is gone, or belongs to another process
-                trees[frame] = (
-                    await tabs.ask(tab.send("Accessibility.getFullAXTree", frameId=frame))
-                )["nodes"]
+                inner = await tabs.ask(tab.send("Accessibility.getFullAXTree", frameId=frame))
+                trees[frame] = inner["nodes"]
         if tab.document != document:  # a navigation came in between: the trees may be of two pages
             return await self._read(tabs)
-        lines, printed = read_page(
-            trees, layout, lambda backend: self._number(tab, document, backend)
-        )
+        lines, printed = read_page(trees, layout, partial(self._number, tab, document))
         self.shown = [Element(e.id, e.role, e.name, e.backend_id, document) for e in printed]
         self.elements = {element.id: element for element in self.shown}
         return lines
@@ -353,7 +336,7 @@ class Episode:
     def _judged(self, answer: str, helpers: Helpers) -> Verdict:
         """Judge the outcome; errors of NO_VERDICT are raised, any other error gives the score 0."""
         try:
-            return evaluate(self.task, answer, _Final(self), helpers, self._setting.judge)
+            return evaluate(self.task, answer, FinalPage(self), helpers, self._setting.judge)
         except NO_VERDICT:
             raise
         except Exception as error:
@@ -363,7 +346,7 @@ class Episode:
             return Verdict(0.0, {"failed": f"{type(error).__name__} {error}"[:200]})
 
 
-class _Final:
+class FinalPage:
     """The page at the end, for the evaluators; each request has a deadline."""
 
     def __init__(self, episode: Episode) -> None:
@@ -393,6 +376,7 @@ class _Final:
         self._episode._run(go(), STEP_S)
 
     def evaluate(self, script: str) -> Any:
+        """Return the script's value. Errors: ScriptFailed if the script throws."""
         try:
             return self._ask(self._tabs.current.page.evaluate(script))
         except Error as error:

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from sites.forum.content import DEMO
-from sites.forum.records import (
-    TODAY,
-    Board,
-    Comment,
-    Member,
-    Post,
-    Subscription,
-    Vote,
-)
+from sites.forum.records import TODAY, Board, Comment, Member, Post, Subscription, Vote
 from sites.overlay import Table
 from sites.text import slug
 from sites.web import (
@@ -26,7 +18,8 @@ from sites.web import (
     Response,
     Site,
     existing,
-    paged,
+    look_up,
+    matches,
     redirect,
 )
 
@@ -36,7 +29,8 @@ _SORTS = {"hot": "Hot", "new": "New", "top": "Top", "commented": "Most commented
 
 
 def _context(request: Request) -> dict[str, Any]:
-    return {"forum": request.world.forum, "user": _member(request), "address": address}
+    forum = request.world.forum
+    return {"forum": forum, "user": request.visitor(forum.members), "address": address}
 
 
 site = Site("reddit", "forum", _context)
@@ -46,40 +40,29 @@ def address(post: Post) -> str:
     return f"/f/{post.board}/{post.id}/{slug(post.title)}"
 
 
-def _member(request: Request) -> Member | None:
-    login = request.world.logins["reddit"]
-    return None if login is None else request.world.forum.members[login]
-
-
 def _me(request: Request) -> Member:
     """The logged-in member; only for pages that require a login."""
-    member = _member(request)
-    assert member is not None
-    return member
-
-
-def _sorted(request: Request, posts: Sequence[Post], sort: str) -> list[Post]:
-    """Sort posts by a key of `_SORTS`, highest first; of equal posts the newer comes first."""
-    forum = request.world.forum
-    keys = {
-        "hot": (
-            lambda post: (
-                (forum.post_score(post) + 2 * forum.num_comments(post))
-                / (2 + (TODAY - post.day).days)
-            )
-        ),
-        "new": lambda post: post.day.toordinal(),
-        "top": forum.post_score,
-        "commented": forum.num_comments,
-    }
-    return sorted(posts, key=lambda post: (keys[sort](post), post.id), reverse=True)
+    return request.me(request.world.forum.members)
 
 
 def _listing(
     request: Request, template: str, posts: Sequence[Post], default: str = "hot", **context: Any
 ) -> Response:
-    sort = request.choice("sort", _SORTS, default)
-    page = paged(_sorted(request, posts, sort), request.number("page", 1), _PER_PAGE)
+    """Show posts by a key of `_SORTS`, highest first; of equal posts the newer comes first."""
+    forum, sort = request.world.forum, request.choice("sort", _SORTS, default)
+
+    def heat(post: Post) -> float:
+        votes = forum.post_score(post) + 2 * forum.num_comments(post)
+        return votes / (2 + (TODAY - post.day).days)
+
+    keys: dict[str, Callable[[Post], float]] = {
+        "hot": heat,
+        "new": lambda post: post.day.toordinal(),
+        "top": forum.post_score,
+        "commented": forum.num_comments,
+    }
+    ordered = sorted(posts, key=lambda post: (keys[sort](post), post.id), reverse=True)
+    page = request.paged(ordered, _PER_PAGE)
     return request.page(template, page=page, sort=sort, sorts=_SORTS, **context)
 
 
@@ -88,7 +71,7 @@ def front(request: Request) -> Response:
     """Show posts of the member's subscribed boards; without subscription or login, all posts."""
     forum = request.world.forum
     subscribed = {forum.boards[subscription.id].name for subscription in forum.subscriptions}
-    only_subscribed = _member(request) is not None and bool(subscribed)
+    only_subscribed = request.visitor(forum.members) is not None and bool(subscribed)
     posts = [post for post in forum.posts if post.board in subscribed or not only_subscribed]
     return _listing(
         request, "front.html", posts, title="Subscribed forums" if only_subscribed else "All forums"
@@ -108,13 +91,12 @@ def boards(request: Request) -> Response:
         (board, _subscribers(request, board), len(forum.posts.where("board", board.name)))
         for board in forum.boards
     ]
-    rows.sort(
-        key={
-            "name": lambda row: row[0].name,
-            "subscribers": lambda row: -row[1],
-            "posts": lambda row: -row[2],
-        }[by]
-    )
+    keys = {
+        "name": lambda row: row[0].name,
+        "subscribers": lambda row: -row[1],
+        "posts": lambda row: -row[2],
+    }
+    rows.sort(key=keys[by])
     return request.page("boards.html", rows=rows, by=by)
 
 
@@ -124,9 +106,7 @@ def _subscribers(request: Request, board: Board) -> int:
 
 def _board(request: Request, name: str) -> Board:
     board = request.world.forum.boards.first("name", name)
-    if board is None:
-        raise NotFound(f"There is no forum called {name}.")
-    return board
+    return existing(board, f"There is no forum called {name}.")
 
 
 @site.get("/f/{name}")
@@ -150,17 +130,11 @@ def subscribe(request: Request, name: str) -> Response:
 
 
 def _post(request: Request, name: str, id: int) -> Post:
-    post = request.world.forum.posts.get(id)
-    if post is None or post.board != name:
-        raise NotFound("This post does not exist.")
-    return post
+    return look_up(request.world.forum.posts, id, "post", board=name)
 
 
 def _comment(request: Request, post: Post, id: int) -> Comment:
-    comment = request.world.forum.comments.get(id)
-    if comment is None or comment.post_id != post.id:
-        raise NotFound("This comment does not exist.")
-    return comment
+    return look_up(request.world.forum.comments, id, "comment", post_id=post.id)
 
 
 def _thread(request: Request, post: Post) -> list[tuple[Comment, int]]:
@@ -170,19 +144,17 @@ def _thread(request: Request, post: Post) -> list[tuple[Comment, int]]:
     for comment in forum.comments.where("post_id", post.id):
         children.setdefault(comment.parent_id, []).append(comment)
     rows: list[tuple[Comment, int]] = []
-    stack = [
-        (comment, 0)
-        for comment in sorted(children.get(0, []), key=lambda c: (forum.comment_score(c), -c.id))
-    ]
+
+    def below(parent_id: int, depth: int) -> list[tuple[Comment, int]]:
+        replies = children.get(parent_id, ())
+        ordered = sorted(replies, key=lambda c: (forum.comment_score(c), -c.id))
+        return [(comment, depth) for comment in ordered]
+
+    stack = below(0, 0)
     while stack:
         comment, depth = stack.pop()
         rows.append((comment, depth))
-        stack += [
-            (child, depth + 1)
-            for child in sorted(
-                children.get(comment.id, []), key=lambda c: (forum.comment_score(c), -c.id)
-            )
-        ]
+        stack += below(comment.id, depth + 1)
     return rows
 
 
@@ -198,11 +170,8 @@ def post(request: Request, name: str, id: int, slug: str = "") -> Response:
 @site.post("/f/{name}/{id}/comment")
 def write_comment(request: Request, name: str, id: int) -> Response:
     commented, comments = _post(request, name, id), request.world.forum.comments
-    parent = (
-        int(request.form["parent"])
-        if re.fullmatch(r"[0-9]{1,9}", request.form.get("parent", ""))
-        else 0
-    )
+    given = request.form.get("parent", "")
+    parent = int(given) if re.fullmatch(r"[0-9]{1,9}", given) else 0
     if parent:
         _comment(request, commented, parent)
     body = request.text("body", "Comment", 5000)
@@ -251,13 +220,13 @@ def _own_post(request: Request, name: str, id: int) -> Post:
 
 @site.post("/vote/post/{id}")
 def vote_post(request: Request, id: int) -> Response:
-    existing(request.world.forum.posts.get(id), "post")
+    look_up(request.world.forum.posts, id, "post")
     return _vote(request, request.world.forum.post_votes, id)
 
 
 @site.post("/vote/comment/{id}")
 def vote_comment(request: Request, id: int) -> Response:
-    existing(request.world.forum.comments.get(id), "comment")
+    look_up(request.world.forum.comments, id, "comment")
     return _vote(request, request.world.forum.comment_votes, id)
 
 
@@ -288,10 +257,8 @@ def submit(request: Request, name: str = "") -> Response:
 def create_post(request: Request) -> Response:
     posts, boards = request.world.forum.posts, request.world.forum.boards
     name = request.one_of("board", "Forum", [board.name for board in boards])
-    title, url = (
-        request.text("title", "Title", 300),
-        request.text("url", "URL", 500, required=False),
-    )
+    title = request.text("title", "Title", 300)
+    url = request.text("url", "URL", 500, required=False)
     if url and not re.match(r"https?://[^\s/]+", url):
         raise Refused("URL must begin with http:// or https://.")
     body = request.text("body", "Body", 10_000, required=False)
@@ -312,10 +279,8 @@ def create_board(request: Request) -> Response:
         raise Refused("Name must be 3 to 25 letters, digits or underscores.")
     if any(board.name.lower() == name.lower() for board in boards):
         raise Refused("A forum of this name exists already.")
-    description, rules = (
-        request.text("description", "Description", 300),
-        request.text("rules", "Rules", 1000, required=False),
-    )
+    description = request.text("description", "Description", 300)
+    rules = request.text("rules", "Rules", 1000, required=False)
     new = boards.put(Board(boards.next_id(), name, title, description, rules, 0))
     request.world.forum.subscriptions.put(Subscription(new.id))
     return request.done("The forum was created.", f"/f/{name}")
@@ -325,8 +290,7 @@ def create_board(request: Request) -> Response:
 def user(request: Request, name: str) -> Response:
     forum = request.world.forum
     member = forum.members.first("name", name)
-    if member is None:
-        raise NotFound(f"There is no member called {name}.")
+    member = existing(member, f"There is no member called {name}.")
     comments = [
         (comment, forum.posts.get(comment.post_id))
         for comment in forum.comments.where("author", name)[::-1]
@@ -350,9 +314,8 @@ def edit_bio(request: Request, name: str) -> Response:
 @site.post("/user/{name}/edit_biography")
 def save_bio(request: Request, name: str) -> Response:
     _check_self(request, name)
-    request.world.forum.members.put(
-        replace(_me(request), bio=request.text("bio", "Biography", 1000, required=False))
-    )
+    bio = request.text("bio", "Biography", 1000, required=False)
+    request.world.forum.members.put(replace(_me(request), bio=bio))
     return request.done("Your biography was updated.", f"/user/{name}")
 
 
@@ -363,12 +326,11 @@ def _check_self(request: Request, name: str) -> None:
 
 @site.get("/search")
 def search(request: Request) -> Response:
-    query = request.query.get("q", "").strip()[:100]
-    words = query.lower().split()
+    query = request.search("q")
     posts = [
         post
         for post in request.world.forum.posts
-        if words and all(word in f"{post.title} {post.body}".lower() for word in words)
+        if query and matches(query, post.title, post.body)
     ]
     return _listing(request, "search.html", posts, "new", query=query)
 

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date, timedelta
 
-from sites.dice import Dice
-from sites.hub import lore
-from sites.hub.lore import Plan
+from sites.dice import Dice, load_words
 from sites.hub.records import (
     TODAY,
     Account,
@@ -30,8 +28,26 @@ from sites.hub.records import (
 from sites.overlay import Seed, Table
 from sites.text import slug
 
-_NAMES = tuple(name for name, _ in lore.PEOPLE)
-_DEMO = lore.DEMO[0]
+WORDS = load_words(__file__)
+_NAMES = tuple(name for name, _ in WORDS.people)
+_DEMO = WORDS.demo[0]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A project: path, description, language, license, topics, and the parts that its issues
+    mention.
+    """
+
+    path: str
+    description: str
+    language: str  # python, go or js
+    license: str
+    topics: tuple[str, ...]
+    parts: tuple[str, ...]
+
+
+_PLANS = tuple(Plan(**row) for row in WORDS.plans)
 
 
 @dataclass
@@ -55,14 +71,14 @@ def generate(seed: int) -> Hub:
             id,
             name,
             full,
-            dice.pick(lore.BIOS),
-            "" if id == 1 else dice.pick(lore.STATUSES),
+            dice.pick(WORDS.bios),
+            "" if id == 1 else dice.pick(WORDS.statuses),
             TODAY - timedelta(days=dice.between(500, 2400)),
         )
-        for id, (name, full) in enumerate((lore.DEMO, *lore.PEOPLE), 1)
+        for id, (name, full) in enumerate((WORDS.demo, *WORDS.people), 1)
     ]
     draft = _Draft()
-    for plan in lore.PLANS:
+    for plan in _PLANS:
         _project(draft, plan, Dice(seed, plan.path))
     starred = [
         Star(project.id)
@@ -88,14 +104,11 @@ def _project(draft: _Draft, plan: Plan, dice: Dice) -> None:
     created = TODAY - timedelta(days=dice.between(420, 1500))
     members = _members(draft, id, plan, created, dice)
     milestones = _milestones(draft, id, dice)
-    for name, color, description in lore.LABELS:
+    for name, color, description in WORDS.labels:
         draft.labels.append(Label(len(draft.labels) + 1, id, name, color, description))
     requests = _merge_requests(draft, id, plan, members, dice)
-    branches = (
-        "main",
-        *(request.source for request in requests if request.state == "Open"),
-        "docs-refresh",
-    )
+    open_branches = (request.source for request in requests if request.state == "Open")
+    branches = ("main", *open_branches, "docs-refresh")
     stars, forks = 3 + dice.skewed(1800), dice.skewed(160)
     draft.projects.append(
         Project(
@@ -122,12 +135,8 @@ def _members(draft: _Draft, id: int, plan: Plan, created: date, dice: Dice) -> l
     if owner not in (_DEMO, *_NAMES):
         owner = dice.pick(_NAMES)
     others = [name for name in dice.some(_NAMES, dice.between(3, 6)) if name != owner]
-    roles = {
-        owner: "Owner",
-        **{
-            name: dice.pick(("Maintainer", "Developer", "Developer", "Reporter")) for name in others
-        },
-    }
+    offered = ("Maintainer", "Developer", "Developer", "Reporter")
+    roles = {owner: "Owner", **{name: dice.pick(offered) for name in others}}
     if owner != _DEMO and plan.path.startswith(("lanternworks/", "openquay/")):
         roles[_DEMO] = "Maintainer" if plan.path.startswith("lanternworks/") else "Developer"
     for name, role in roles.items():
@@ -137,38 +146,24 @@ def _members(draft: _Draft, id: int, plan: Plan, created: date, dice: Dice) -> l
 
 
 def _milestones(draft: _Draft, id: int, dice: Dice) -> list[Milestone]:
-    milestones: list[Milestone] = []
+    first = len(draft.milestones)
     for index, title in enumerate(("1.0", "1.1", "2.0")[: dice.between(2, 3)]):
         start = date(2023, 5, 1) + timedelta(days=150 * index + dice.between(0, 20))
         due = start + timedelta(days=dice.between(90, 140))
-        milestones.append(
-            Milestone(
-                len(draft.milestones) + len(milestones) + 1,
-                id,
-                title,
-                f"What has to be done for {title}.",
-                start,
-                due,
-                due >= TODAY,
-            )
-        )
-    draft.milestones += milestones
-    return milestones
+        number, text = len(draft.milestones) + 1, f"What has to be done for {title}."
+        draft.milestones.append(Milestone(number, id, title, text, start, due, due >= TODAY))
+    return draft.milestones[first:]
 
 
 def _merge_requests(
     draft: _Draft, id: int, plan: Plan, members: Sequence[str], dice: Dice
 ) -> list[MergeRequest]:
-    requests: list[MergeRequest] = []
+    first = len(draft.merge_requests)
     days = sorted(TODAY - timedelta(days=dice.between(1, 300)) for _ in range(dice.between(4, 7)))
-    for iid, (title, day) in enumerate(
-        zip(dice.some(lore.MERGE_TITLES, len(days)), days, strict=True), 1
-    ):
-        text = _sentence(
-            title,
-            part=dice.pick(plan.parts),
-            version=f"{dice.between(1, 2)}.{dice.between(0, 9)}.0",
-        )
+    titles = dice.some(WORDS.merge_titles, len(days))
+    for iid, (title, day) in enumerate(zip(titles, days, strict=True), 1):
+        part, version = dice.pick(plan.parts), f"{dice.between(1, 2)}.{dice.between(0, 9)}.0"
+        text = _sentence(title, part=part, version=version)
         author = dice.pick(members)
         others = [name for name in members if name != author]
         state = dice.pick(("Open", "Merged", "Merged", "Closed")) if iid < len(days) else "Open"
@@ -176,11 +171,10 @@ def _merge_requests(
         body = f"{text}. Part of the work for the next milestone; see the discussion in the issue."
         remarks = _remarks(day, members, dice, 3)
         branch = f"{iid}-{slug(text)}"[:40].rstrip("-")
-        number = len(draft.merge_requests) + len(requests) + 1
         reviewer = dice.pick(others) if dice.chance(0.6) else ""
-        requests.append(
+        draft.merge_requests.append(
             MergeRequest(
-                number,
+                len(draft.merge_requests) + 1,
                 id,
                 iid,
                 text,
@@ -195,8 +189,7 @@ def _merge_requests(
                 remarks,
             )
         )
-    draft.merge_requests += requests
-    return requests
+    return draft.merge_requests[first:]
 
 
 def _files(draft: _Draft, id: int, plan: Plan, dice: Dice) -> None:
@@ -219,19 +212,16 @@ def _files(draft: _Draft, id: int, plan: Plan, dice: Dice) -> None:
         "word": plan.topics[0],
     }
     texts = [
-        ("README.md", lore.README),
-        ("CONTRIBUTING.md", lore.CONTRIBUTING),
-        ("CHANGELOG.md", lore.CHANGELOG),
-    ]
-    texts += [
+        ("README.md", WORDS.readme),
+        ("CONTRIBUTING.md", WORDS.contributing),
+        ("CHANGELOG.md", WORDS.changelog),
         ("LICENSE", "{license}\n\nCopyright 2024 the authors of {name}\n"),
         (".gitignore", "build/\n*.log\n"),
-        *lore.SOURCES[plan.language],
+        *WORDS.sources[plan.language],
     ]
     for path, text in texts:
-        draft.files.append(
-            File(len(draft.files) + 1, id, path.format(**words), text.format(**words))
-        )
+        number = len(draft.files) + 1
+        draft.files.append(File(number, id, path.format(**words), text.format(**words)))
 
 
 def _commits(
@@ -242,11 +232,10 @@ def _commits(
         created + timedelta(days=dice.between(0, span - 1)) for _ in range(dice.between(18, 40))
     ):
         version = f"{dice.between(1, 2)}.{dice.between(0, 9)}.{dice.between(0, 4)}"
-        title = _sentence(dice.pick(lore.COMMITS), part=dice.pick(plan.parts), version=version)
+        title = _sentence(dice.pick(WORDS.commits), part=dice.pick(plan.parts), version=version)
         number = len(draft.commits) + 1
-        draft.commits.append(
-            Commit(number, id, sha(id, number, title), title, dice.pick(members), day)
-        )
+        author = dice.pick(members)
+        draft.commits.append(Commit(number, id, sha(id, number, title), title, author, day))
 
 
 def _issues(
@@ -257,17 +246,16 @@ def _issues(
     milestones: Sequence[Milestone],
     dice: Dice,
 ) -> None:
-    pairs = [(title, label, part) for title, label in lore.ISSUE_TITLES for part in plan.parts]
+    pairs = [(title, label, part) for title, label in WORDS.issue_titles for part in plan.parts]
     days = sorted(TODAY - timedelta(days=dice.between(1, 400)) for _ in range(dice.between(14, 22)))
-    for iid, ((title, label, part), day) in enumerate(
-        zip(dice.some(pairs, len(days)), days, strict=True), 1
-    ):
+    drawn = zip(dice.some(pairs, len(days)), days, strict=True)
+    for iid, ((title, label, part), day) in enumerate(drawn, 1):
         words = {"part": part, "version": f"1.{dice.between(1, 9)}"}
         labels = [label] + [
             name for name in ("needs triage", "documentation") if name != label and dice.chance(0.1)
         ]
         body = "\n\n".join(
-            _sentence(text, **words) for text in dice.pick(lore.ISSUE_BODIES).split("\n\n")
+            _sentence(text, **words) for text in dice.pick(WORDS.issue_bodies).split("\n\n")
         )
         is_open = dice.chance(0.55 if (TODAY - day).days > 60 else 0.85)
         author = dice.pick((*members, *_NAMES[:6]))
@@ -301,7 +289,7 @@ def _remarks(day: date, members: Sequence[str], dice: Dice, max_count: int) -> t
     )
     return tuple(
         Remark(dice.pick(members), day, text)
-        for day, text in zip(days, dice.some(lore.REMARKS, len(days)), strict=True)
+        for day, text in zip(days, dice.some(WORDS.remarks, len(days)), strict=True)
     )
 
 

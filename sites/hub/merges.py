@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sites.hub.records import TODAY, MergeRequest, Project, Remark
-from sites.hub.site import check, me, project, site
-from sites.web import NotFound, Refused, Request, Response, paged
+from sites.hub.records import TODAY, MergeRequest, Project
+from sites.hub.site import check, commented, me, next_iid, people, project, site
+from sites.web import NotFound, Refused, Request, Response, existing, matches
 
 _STATES = {"Open": "Open", "Merged": "Merged", "Closed": "Closed", "all": "All"}
 
@@ -15,64 +15,57 @@ _STATES = {"Open": "Open", "Merged": "Merged", "Closed": "Closed", "all": "All"}
 def merge_requests(request: Request, ns: str, name: str) -> Response:
     repo = project(request, ns, name)
     requests = request.world.hub.merge_requests.where("project_id", repo.id)
-    state, words = (
-        request.choice("state", _STATES, "Open"),
-        request.query.get("search", "").lower().split(),
-    )
+    state, search = request.choice("state", _STATES, "Open"), request.query.get("search", "")
     chosen = [
         merge
         for merge in requests
-        if state in ("all", merge.state) and all(word in merge.title.lower() for word in words)
+        if state in ("all", merge.state) and matches(search, merge.title)
     ]
     counts = {
         key: len(requests) if key == "all" else sum(merge.state == key for merge in requests)
         for key in _STATES
     }
-    page = paged(chosen[::-1], request.number("page", 1), 20)
     return request.page(
-        "merge_requests.html", project=repo, page=page, state=state, states=_STATES, counts=counts
+        "merge_requests.html",
+        project=repo,
+        page=request.paged(chosen[::-1], 20),
+        state=state,
+        states=_STATES,
+        counts=counts,
     )
 
 
 def _merge_request(request: Request, repo: Project, iid: int) -> MergeRequest:
-    merge = next(
-        (
-            merge
-            for merge in request.world.hub.merge_requests.where("project_id", repo.id)
-            if merge.iid == iid
-        ),
-        None,
-    )
-    if merge is None:
-        raise NotFound(f"There is no merge request !{iid} in {repo.path}.")
-    return merge
+    merge = request.world.hub.merge_requests.first("project_id", repo.id, iid=iid)
+    return existing(merge, f"There is no merge request !{iid} in {repo.path}.")
+
+
+def _reviewer(request: Request, repo: Project) -> str:
+    """Return the form's reviewer, "" for none. Errors: Refused unless a member of the project."""
+    reviewer = request.text("reviewer", "Reviewer", required=False)
+    if reviewer and not request.world.hub.role(repo, reviewer):
+        raise Refused("Reviewer must be a member of the project.")
+    return reviewer
 
 
 @site.get("/{ns}/{name}/-/merge_requests/new", private=True)
 def new_merge_request(request: Request, ns: str, name: str) -> Response:
     repo = project(request, ns, name)
-    people = [
-        member.account for member in request.world.hub.memberships.where("project_id", repo.id)
-    ]
-    return request.page("merge_form.html", project=repo, people=people)
+    return request.page("merge_form.html", project=repo, people=people(request, repo))
 
 
 @site.post("/{ns}/{name}/-/merge_requests/new")
 def create_merge_request(request: Request, ns: str, name: str) -> Response:
     repo, table = project(request, ns, name), request.world.hub.merge_requests
     check(request, repo, "Developer")
-    title, body = (
-        request.text("title", "Title", 255),
-        request.text("body", "Description", 10_000, required=False),
-    )
+    title = request.text("title", "Title", 255)
+    body = request.text("body", "Description", 10_000, required=False)
     source = request.one_of("source", "Source branch", repo.branches)
     target = request.one_of("target", "Target branch", repo.branches)
     if source == target:
         raise Refused("Source and target branch must differ.")
-    reviewer = request.text("reviewer", "Reviewer", required=False)
-    if reviewer and not request.world.hub.role(repo, reviewer):
-        raise Refused("Reviewer must be a member of the project.")
-    iid = max((merge.iid for merge in table.where("project_id", repo.id)), default=0) + 1
+    reviewer = _reviewer(request, repo)
+    iid = next_iid(table, repo)
     table.put(
         MergeRequest(
             table.next_id(),
@@ -96,11 +89,9 @@ def create_merge_request(request: Request, ns: str, name: str) -> Response:
 @site.get("/{ns}/{name}/-/merge_requests/{id}")
 def merge_request(request: Request, ns: str, name: str, id: int) -> Response:
     repo = project(request, ns, name)
-    people = [
-        member.account for member in request.world.hub.memberships.where("project_id", repo.id)
-    ]
+    merge = _merge_request(request, repo, id)
     return request.page(
-        "merge_request.html", project=repo, merge=_merge_request(request, repo, id), people=people
+        "merge_request.html", project=repo, merge=merge, people=people(request, repo)
     )
 
 
@@ -110,14 +101,7 @@ def act(request: Request, ns: str, name: str, id: int, step: str) -> Response:
     repo = project(request, ns, name)
     merge = _merge_request(request, repo, id)
     if step == "comment":
-        new = replace(
-            merge,
-            remarks=(
-                *merge.remarks,
-                Remark(me(request).name, TODAY, request.text("text", "Comment", 10_000)),
-            ),
-        )
-        message = "Your comment was added."
+        new, message = commented(request, merge), "Your comment was added."
     else:
         check(request, repo, "Developer")
         new, message = _changed(request, repo, merge, step)
@@ -128,12 +112,8 @@ def act(request: Request, ns: str, name: str, id: int, step: str) -> Response:
 def _changed(
     request: Request, repo: Project, merge: MergeRequest, step: str
 ) -> tuple[MergeRequest, str]:
-    name = me(request).name
     if step == "reviewer":
-        reviewer = request.text("reviewer", "Reviewer", required=False)
-        if reviewer and not request.world.hub.role(repo, reviewer):
-            raise Refused("Reviewer must be a member of the project.")
-        return replace(merge, reviewer=reviewer), "The reviewer was saved."
+        return replace(merge, reviewer=_reviewer(request, repo)), "The reviewer was saved."
     if step == "reopen" and merge.state == "Closed":
         return replace(merge, state="Open"), "The merge request was reopened."
     if step not in ("approve", "merge", "close"):
@@ -141,10 +121,8 @@ def _changed(
     if merge.state != "Open":
         raise Refused("This merge request is no longer open.")
     if step == "approve":
-        return (
-            replace(merge, approved_by=tuple(dict.fromkeys((*merge.approved_by, name)))),
-            "You approved the merge request.",
-        )
+        approved = tuple(dict.fromkeys((*merge.approved_by, me(request).name)))
+        return replace(merge, approved_by=approved), "You approved the merge request."
     if step == "merge":
         check(request, repo, "Maintainer")
         return replace(merge, state="Merged"), "The merge request was merged."

@@ -9,19 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from sites.hub import lore
-from sites.hub.content import sha
-from sites.hub.records import (
-    TODAY,
-    VISIBILITIES,
-    Commit,
-    File,
-    Label,
-    Membership,
-    Project,
-)
-from sites.hub.site import me, site
-from sites.web import NotFound, Refused, Request, Response, paged
+from sites.hub.content import WORDS
+from sites.hub.records import TODAY, VISIBILITIES, File, Label, Membership, Project
+from sites.hub.site import commit, me, site
+from sites.web import NotFound, Refused, Request, Response, matches
 
 PASSWORD = "ferry-at-dawn"  # noqa: S105 (of the demo account, printed on the login page)
 _SORTS = {"name": "Name", "stars": "Most stars", "newest": "Newest"}
@@ -41,19 +32,13 @@ def _listing(
         "newest": lambda project: (-project.created.toordinal(), -project.id),
     }
     wanted = request.query.get("name", "").strip().lower()
-    chosen = sorted(
-        (
-            project
-            for project in projects
-            if wanted in f"{project.path} {project.description}".lower()
-        ),
-        key=keys[sort],
-    )
-    page = paged(chosen, request.number("page", 1), 20)
+    chosen = [
+        project for project in projects if wanted in f"{project.path} {project.description}".lower()
+    ]
     return request.page(
         "projects.html",
         title=title,
-        page=page,
+        page=request.paged(sorted(chosen, key=keys[sort]), 20),
         sort=sort,
         sorts=_SORTS,
         wanted=wanted,
@@ -65,21 +50,15 @@ def _listing(
 @site.get("/", private=True)
 def home(request: Request) -> Response:
     hub, name = request.world.hub, me(request).name
-    project_ids = {member.project_id for member in hub.memberships.where("account", name)}
-    return _listing(
-        request,
-        "Your projects",
-        [project for project in hub.projects if project.id in project_ids],
-        "yours",
-    )
+    ids = {member.project_id for member in hub.memberships.where("account", name)}
+    projects = [project for project in hub.projects if project.id in ids]
+    return _listing(request, "Your projects", projects, "yours")
 
 
 @site.get("/dashboard/starred", private=True)
 def starred(request: Request) -> Response:
-    hub = request.world.hub
-    return _listing(
-        request, "Starred projects", [hub.projects[star.id] for star in hub.stars], "starred"
-    )
+    projects = [request.world.hub.projects[star.id] for star in request.world.hub.stars]
+    return _listing(request, "Starred projects", projects, "starred")
 
 
 @site.get("/explore")
@@ -115,24 +94,23 @@ def my_requests(request: Request) -> Response:
 
 @site.get("/search")
 def search(request: Request) -> Response:
-    query = request.query.get("q", "").strip()[:100]
-    words, hub = query.lower().split(), request.world.hub
+    query, hub = request.search("q"), request.world.hub
 
-    def matches(*texts: str) -> bool:
-        return bool(words) and all(word in " ".join(texts).lower() for word in words)
+    def hit(*texts: str) -> bool:
+        return bool(query) and matches(query, *texts)
 
     projects = [
         project
         for project in _visible(request)
-        if matches(project.path, project.description, *project.topics)
+        if hit(project.path, project.description, *project.topics)
     ]
     shown = {project.id: project for project in _visible(request)}
     issues = [
         (issue, shown[issue.project_id])
         for issue in hub.issues
-        if issue.project_id in shown and matches(issue.title, issue.body)
+        if issue.project_id in shown and hit(issue.title, issue.body)
     ]
-    accounts = [account for account in hub.accounts if matches(account.name, account.full_name)]
+    accounts = [account for account in hub.accounts if hit(account.name, account.full_name)]
     return request.page(
         "search.html",
         query=query,
@@ -162,41 +140,17 @@ def create_project(request: Request) -> Response:
         raise Refused(f"The project {path} exists already.")
     visibility = request.one_of("visibility", "Visibility", VISIBILITIES)
     description = request.text("description", "Description", 300, required=False)
+    id = hub.projects.next_id()
     project = hub.projects.put(
-        Project(
-            hub.projects.next_id(),
-            path,
-            description,
-            visibility,
-            "",
-            (),
-            ("main",),
-            TODAY,
-            0,
-            0,
-            "",
-        )
+        Project(id, path, description, visibility, "", (), ("main",), TODAY, 0, 0, "")
     )
-    hub.memberships.put(
-        Membership(hub.memberships.next_id(), project.id, owner.name, "Owner", TODAY)
-    )
-    for label, color, about in lore.LABELS:
-        hub.labels.put(Label(hub.labels.next_id(), project.id, label, color, about))
+    hub.memberships.put(Membership(hub.memberships.next_id(), id, owner.name, "Owner", TODAY))
+    for label, color, about in WORDS.labels:
+        hub.labels.put(Label(hub.labels.next_id(), id, label, color, about))
     if "readme" in request.form:
-        hub.files.put(
-            File(hub.files.next_id(), project.id, "README.md", f"# {name}\n\n{description}\n")
-        )
-        number = hub.commits.next_id()
-        hub.commits.put(
-            Commit(
-                number,
-                project.id,
-                sha(project.id, number, name),
-                "Initial commit",
-                owner.name,
-                TODAY,
-            )
-        )
+        text = f"# {name}\n\n{description}\n"
+        hub.files.put(File(hub.files.next_id(), id, "README.md", text))
+        commit(request, project, "Initial commit", key=name)
     return request.done(f"Project {name} was successfully created.", f"/{path}")
 
 
@@ -218,15 +172,12 @@ def edit_profile(request: Request) -> Response:
 
 @site.post("/profile")
 def save_profile(request: Request) -> Response:
-    status, bio = (
-        request.text("status", "Status", 100, required=False),
-        request.text("bio", "Bio", 400, required=False),
-    )
+    status = request.text("status", "Status", 100, required=False)
+    bio = request.text("bio", "Bio", 400, required=False)
     full_name = request.text("full_name", "Full name", 80)
-    request.world.hub.accounts.put(
-        replace(me(request), full_name=full_name, status=status, bio=bio)
-    )
+    new = replace(me(request), full_name=full_name, status=status, bio=bio)
+    request.world.hub.accounts.put(new)
     return request.done("Profile was successfully updated.", "/profile")
 
 
-site.admit(lambda _: lore.DEMO[0], PASSWORD, wrong="Invalid login or password.", after="/login")
+site.admit(lambda _: WORDS.demo[0], PASSWORD, wrong="Invalid login or password.", after="/login")

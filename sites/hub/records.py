@@ -155,12 +155,8 @@ class Hub:
 
     def role(self, project: Project, account: str) -> str:
         """The account's role in the project, "" for none."""
-        roles = [
-            member.role
-            for member in self.memberships.where("project_id", project.id)
-            if member.account == account
-        ]
-        return roles[0] if roles else ""
+        member = self.memberships.first("project_id", project.id, account=account)
+        return member.role if member else ""
 
     def num_stars(self, project: Project) -> int:
         return project.stars + (self.stars.get(project.id) is not None)

@@ -1,4 +1,4 @@
-"""A project's home, files, commits, stars and forks."""
+"""A project's home, files, commits, members, stars and forks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import re
 from collections import Counter
 from dataclasses import replace
 
-from sites.hub.content import sha
-from sites.hub.records import TODAY, Commit, File, Membership, Project, Star
-from sites.hub.site import check, me, project, site
-from sites.web import NotFound, Refused, Request, Response, paged
+from sites.hub.records import ROLES, TODAY, File, Membership, Project, Star
+from sites.hub.site import check, commit, may, me, project, site
+from sites.web import NotFound, Refused, Request, Response, existing, look_up
 
 _MAX_FILE = 100_000
 
@@ -25,27 +24,19 @@ def _entries(request: Request, repo: Project, folder: str) -> list[tuple[str, st
 
 
 def _file(request: Request, repo: Project, path: str) -> File:
-    files = [
-        file for file in request.world.hub.files.where("project_id", repo.id) if file.path == path
-    ]
-    if not files:
-        raise NotFound(f"There is no file {path} in {repo.path}.")
-    return files[0]
+    file = request.world.hub.files.first("project_id", repo.id, path=path)
+    return existing(file, f"There is no file {path} in {repo.path}.")
 
 
 @site.get("/{ns}/{name}")
 def home(request: Request, ns: str, name: str) -> Response:
     repo, hub = project(request, ns, name), request.world.hub
-    readme = next(
-        (file for file in hub.files.where("project_id", repo.id) if file.path == "README.md"), None
-    )
-    commits = hub.commits.where("project_id", repo.id)
     return request.page(
         "project.html",
         project=repo,
         entries=_entries(request, repo, ""),
-        readme=readme,
-        commits=commits,
+        readme=hub.files.first("project_id", repo.id, path="README.md"),
+        commits=hub.commits.where("project_id", repo.id),
     )
 
 
@@ -77,7 +68,7 @@ def save(request: Request, ns: str, name: str, path: str) -> Response:
     file = _file(request, repo, path)
     message = request.text("message", "Commit message", 200)
     request.world.hub.files.put(replace(file, text=_content(request)))
-    _commit(request, repo, message)
+    commit(request, repo, message)
     return request.done("Your changes have been committed.", f"/{repo.path}/-/blob/main/{path}")
 
 
@@ -102,7 +93,7 @@ def create_file(request: Request, ns: str, name: str) -> Response:
         raise Refused("A file or folder of this name exists already.")
     message = request.text("message", "Commit message", 200)
     files.put(File(files.next_id(), repo.id, path, _content(request)))
-    _commit(request, repo, message)
+    commit(request, repo, message)
     return request.done("The file has been created.", f"/{repo.path}/-/blob/main/{path}")
 
 
@@ -111,34 +102,19 @@ def _content(request: Request) -> str:
     return text + "\n" if text else ""
 
 
-def _commit(request: Request, repo: Project, message: str) -> None:
-    commits = request.world.hub.commits
-    number = commits.next_id()
-    commits.put(
-        Commit(number, repo.id, sha(repo.id, number, message), message, me(request).name, TODAY)
-    )
-
-
 @site.get("/{ns}/{name}/-/commits/main")
 def commits(request: Request, ns: str, name: str) -> Response:
     repo = project(request, ns, name)
-    page = paged(
-        request.world.hub.commits.where("project_id", repo.id)[::-1], request.number("page", 1), 20
-    )
+    page = request.paged(request.world.hub.commits.where("project_id", repo.id)[::-1], 20)
     return request.page("commits.html", project=repo, page=page)
 
 
 @site.get("/{ns}/{name}/-/graphs/main")
 def contributors(request: Request, ns: str, name: str) -> Response:
     repo = project(request, ns, name)
-    counted = Counter(
-        commit.author for commit in request.world.hub.commits.where("project_id", repo.id)
-    )
-    return request.page(
-        "contributors.html",
-        project=repo,
-        rows=sorted(counted.items(), key=lambda row: (-row[1], row[0])),
-    )
+    counted = Counter(row.author for row in request.world.hub.commits.where("project_id", repo.id))
+    rows = sorted(counted.items(), key=lambda row: (-row[1], row[0]))
+    return request.page("contributors.html", project=repo, rows=rows)
 
 
 @site.get("/{ns}/{name}/-/branches")
@@ -194,6 +170,59 @@ def fork(request: Request, ns: str, name: str) -> Response:
         hub.files.put(replace(file, id=hub.files.next_id(), project_id=copy.id))
     for label in hub.labels.where("project_id", repo.id):
         hub.labels.put(replace(label, id=hub.labels.next_id(), project_id=copy.id))
-    for commit in hub.commits.where("project_id", repo.id)[-1:]:
-        hub.commits.put(replace(commit, id=hub.commits.next_id(), project_id=copy.id))
+    for last in hub.commits.where("project_id", repo.id)[-1:]:
+        hub.commits.put(replace(last, id=hub.commits.next_id(), project_id=copy.id))
     return request.done(f"You forked {repo.path}.", f"/{path}")
+
+
+@site.get("/{ns}/{name}/-/project_members")
+def members(request: Request, ns: str, name: str) -> Response:
+    repo = project(request, ns, name)
+    rows = request.world.hub.memberships.where("project_id", repo.id)
+    return request.page(
+        "members.html",
+        project=repo,
+        rows=rows,
+        roles=ROLES,
+        manages=may(request, repo, "Maintainer"),
+    )
+
+
+@site.post("/{ns}/{name}/-/project_members")
+def invite(request: Request, ns: str, name: str) -> Response:
+    repo, hub = project(request, ns, name), request.world.hub
+    check(request, repo, "Maintainer")
+    account = request.text("username", "Username", 60).removeprefix("@")
+    role = request.one_of("role", "Role", ROLES)
+    if hub.accounts.first("name", account) is None:
+        raise Refused(f"There is no user called {account}.")
+    if hub.role(repo, account):
+        raise Refused(f"@{account} is a member already.")
+    hub.memberships.put(Membership(hub.memberships.next_id(), repo.id, account, role, TODAY))
+    return request.done(f"@{account} was added as {role}.")
+
+
+def _member(request: Request, repo: Project, id: int) -> Membership:
+    """Return the project's membership `id`, whose role the visitor may change.
+    Errors: Refused for an owner, or if the visitor is no maintainer; NotFound.
+    """
+    check(request, repo, "Maintainer")
+    member = look_up(request.world.hub.memberships, id, "member", project_id=repo.id)
+    if member.role == "Owner":
+        raise Refused("The owner's role cannot be changed.")
+    return member
+
+
+@site.post("/{ns}/{name}/-/project_members/{id}/role")
+def change_role(request: Request, ns: str, name: str, id: int) -> Response:
+    member = _member(request, project(request, ns, name), id)
+    role = request.one_of("role", "Role", ROLES)
+    request.world.hub.memberships.put(replace(member, role=role))
+    return request.done(f"@{member.account} is now {role}.")
+
+
+@site.post("/{ns}/{name}/-/project_members/{id}/remove")
+def remove(request: Request, ns: str, name: str, id: int) -> Response:
+    member = _member(request, project(request, ns, name), id)
+    request.world.hub.memberships.remove(member.id)
+    return request.done(f"@{member.account} was removed from the project.")

@@ -1,30 +1,29 @@
-"""The code host's site, and the checks that all its pages share: account, project and role."""
+"""The code host's site, and the parts that its pages share: account, project, role, comments."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from sites.hub.records import ROLES, Account, Project
+from sites.hub.content import sha
+from sites.hub.records import ROLES, TODAY, Account, Commit, Issue, MergeRequest, Project, Remark
+from sites.overlay import Table
 from sites.web import NotFound, Refused, Request, Site
+
+D = TypeVar("D", Issue, MergeRequest)
 
 
 def _context(request: Request) -> dict[str, Any]:
-    return {"hub": request.world.hub, "user": account(request), "may": may}
+    hub = request.world.hub
+    return {"hub": hub, "user": request.visitor(hub.accounts), "may": may}
 
 
 site = Site("gitlab", "hub", _context)
 
 
-def account(request: Request) -> Account | None:
-    login = request.world.logins["gitlab"]
-    return None if login is None else request.world.hub.accounts[login]
-
-
 def me(request: Request) -> Account:
     """The logged-in visitor's account; only for pages that require a login."""
-    user = account(request)
-    assert user is not None
-    return user
+    return request.me(request.world.hub.accounts)
 
 
 def project(request: Request, namespace: str, name: str) -> Project:
@@ -36,7 +35,7 @@ def project(request: Request, namespace: str, name: str) -> Project:
 
 def may(request: Request, project: Project, role: str) -> bool:
     """Return True if the visitor has at least this role in the project."""
-    user = account(request)
+    user = request.visitor(request.world.hub.accounts)
     user_role = request.world.hub.role(project, user.name) if user else ""
     return user_role != "" and ROLES.index(user_role) >= ROLES.index(role)
 
@@ -45,3 +44,27 @@ def check(request: Request, project: Project, role: str) -> None:
     """Raise Refused unless the visitor has at least this role in the project."""
     if not may(request, project, role):
         raise Refused(f"You need the role {role} in {project.path} for this.")
+
+
+def people(request: Request, project: Project) -> list[str]:
+    """Names of the accounts that can be assigned: the project's members."""
+    members = request.world.hub.memberships.where("project_id", project.id)
+    return [member.account for member in members]
+
+
+def next_iid(table: Table[D], project: Project) -> int:
+    return max((record.iid for record in table.where("project_id", project.id)), default=0) + 1
+
+
+def commented(request: Request, record: D) -> D:
+    """Return the issue or merge request with the form's comment."""
+    remark = Remark(me(request).name, TODAY, request.text("text", "Comment", 10_000))
+    return replace(record, remarks=(*record.remarks, remark))
+
+
+def commit(request: Request, project: Project, title: str, *, key: str | None = None) -> None:
+    """Add a commit by the visitor. key: the commit's id is made of it, by default of the title."""
+    commits, author = request.world.hub.commits, me(request).name
+    number = commits.next_id()
+    id = sha(project.id, number, title if key is None else key)
+    commits.put(Commit(number, project.id, id, title, author, TODAY))

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from sites.hub.records import TODAY, Issue, Label, Milestone, Project, Remark
-from sites.hub.site import check, may, me, project, site
-from sites.web import NotFound, Refused, Request, Response, paged, parse_day
+from sites.hub.records import TODAY, Issue, Label, Milestone, Project
+from sites.hub.site import check, commented, may, me, next_iid, people, project, site
+from sites.web import Refused, Request, Response, existing, look_up, matches, parse_day
 
 _STATES = {"open": "Open", "closed": "Closed", "all": "All"}
 _SORTS = {"newest": "Newest", "oldest": "Oldest", "comments": "Most comments", "due": "Due date"}
 _COLORS = ("red", "blue", "teal", "orange", "green", "purple", "gray")
 
 
-def _people(request: Request, repo: Project) -> list[str]:
-    """Names of the accounts that can be assigned: the project's members."""
-    return [member.account for member in request.world.hub.memberships.where("project_id", repo.id)]
-
-
 def _labels(request: Request, repo: Project) -> list[Label]:
     return request.world.hub.labels.where("project_id", repo.id)
+
+
+def _label_names(request: Request, repo: Project) -> list[str]:
+    return [label.name for label in _labels(request, repo)]
 
 
 def _milestones(request: Request, repo: Project) -> dict[int, str]:
@@ -36,7 +34,16 @@ def issues(request: Request, ns: str, name: str) -> Response:
     repo, hub = project(request, ns, name), request.world.hub
     all_issues = hub.issues.where("project_id", repo.id)
     state, sort = request.choice("state", _STATES, "open"), request.choice("sort", _SORTS, "newest")
-    chosen = _filtered(request, all_issues, state)
+    search, label = request.query.get("search", ""), request.query.get("label", "")
+    assignee = request.query.get("assignee", "")
+    chosen = [
+        issue
+        for issue in all_issues
+        if (state == "all" or issue.open == (state == "open"))
+        and (not label or label in issue.labels)
+        and (not assignee or issue.assignee == ("" if assignee == "None" else assignee))
+        and matches(search, issue.title, issue.body)
+    ]
     keys: dict[str, Any] = {
         "newest": lambda issue: -issue.iid,
         "oldest": lambda issue: issue.iid,
@@ -48,44 +55,26 @@ def issues(request: Request, ns: str, name: str) -> Response:
         "closed": sum(not issue.open for issue in all_issues),
         "all": len(all_issues),
     }
-    context: dict[str, Any] = {
-        "labels": [label.name for label in _labels(request, repo)],
-        "people": sorted({issue.assignee for issue in all_issues if issue.assignee}),
-    }
-    page = paged(sorted(chosen, key=keys[sort]), request.number("page", 1), 20)
     return request.page(
         "issues.html",
         project=repo,
-        page=page,
+        page=request.paged(sorted(chosen, key=keys[sort]), 20),
         state=state,
         states=_STATES,
         counts=counts,
         sort=sort,
         sorts=_SORTS,
-        **context,
+        labels=_label_names(request, repo),
+        people=sorted({issue.assignee for issue in all_issues if issue.assignee}),
     )
 
 
-def _filtered(request: Request, issues: Sequence[Issue], state: str) -> list[Issue]:
-    words = request.query.get("search", "").lower().split()
-    label, assignee = request.query.get("label", ""), request.query.get("assignee", "")
-    return [
-        issue
-        for issue in issues
-        if (state == "all" or issue.open == (state == "open"))
-        and (not label or label in issue.labels)
-        and (not assignee or issue.assignee == ("" if assignee == "None" else assignee))
-        and all(word in f"{issue.title} {issue.body}".lower() for word in words)
-    ]
-
-
 def _form(request: Request, repo: Project, **context: Any) -> Response:
-    people, labels = _people(request, repo), [label.name for label in _labels(request, repo)]
     return request.page(
         "issue_form.html",
         project=repo,
-        people=people,
-        labels=labels,
+        people=people(request, repo),
+        labels=_label_names(request, repo),
         milestones=_milestones(request, repo),
         **context,
     )
@@ -94,11 +83,9 @@ def _form(request: Request, repo: Project, **context: Any) -> Response:
 def _typed(request: Request, repo: Project) -> dict[str, Any]:
     """Return the checked fields of the issue form. Errors: Refused if one is invalid."""
     assignee = request.text("assignee", "Assignee", required=False)
-    milestone, due = (
-        request.text("milestone", "Milestone", required=False),
-        request.text("due", "Due date", required=False),
-    )
-    if assignee and assignee not in _people(request, repo):
+    milestone = request.text("milestone", "Milestone", required=False)
+    due = request.text("due", "Due date", required=False)
+    if assignee and assignee not in people(request, repo):
         raise Refused("Assignee must be a member of the project.")
     if milestone and milestone not in map(str, _milestones(request, repo)):
         raise Refused("Milestone: please choose one of the offered values.")
@@ -107,9 +94,9 @@ def _typed(request: Request, repo: Project) -> dict[str, Any]:
         "body": request.text("body", "Description", 10_000, required=False),
         "assignee": assignee,
         "labels": tuple(
-            label.name
-            for label in _labels(request, repo)
-            if label.name in request.repeated.get("labels", ())
+            name
+            for name in _label_names(request, repo)
+            if name in request.repeated.get("labels", ())
         ),
         "milestone_id": int(milestone or 0),
         "due": parse_day(due, "Due date") if due else None,
@@ -124,7 +111,7 @@ def new_issue(request: Request, ns: str, name: str) -> Response:
 @site.post("/{ns}/{name}/-/issues/new")
 def create_issue(request: Request, ns: str, name: str) -> Response:
     repo, table = project(request, ns, name), request.world.hub.issues
-    iid = max((issue.iid for issue in table.where("project_id", repo.id)), default=0) + 1
+    iid = next_iid(table, repo)
     new = Issue(
         table.next_id(),
         repo.id,
@@ -140,12 +127,8 @@ def create_issue(request: Request, ns: str, name: str) -> Response:
 
 
 def _issue(request: Request, repo: Project, iid: int) -> Issue:
-    issues = [
-        issue for issue in request.world.hub.issues.where("project_id", repo.id) if issue.iid == iid
-    ]
-    if not issues:
-        raise NotFound(f"There is no issue #{iid} in {repo.path}.")
-    return issues[0]
+    record = request.world.hub.issues.first("project_id", repo.id, iid=iid)
+    return existing(record, f"There is no issue #{iid} in {repo.path}.")
 
 
 def _own(request: Request, repo: Project, issue: Issue) -> None:
@@ -189,8 +172,7 @@ def turn_issue(request: Request, ns: str, name: str, id: int) -> Response:
 @site.post("/{ns}/{name}/-/issues/{id}/comment")
 def comment_issue(request: Request, ns: str, name: str, id: int) -> Response:
     old = _issue(request, project(request, ns, name), id)
-    remark = Remark(me(request).name, TODAY, request.text("text", "Comment", 10_000))
-    request.world.hub.issues.put(replace(old, remarks=(*old.remarks, remark)))
+    request.world.hub.issues.put(commented(request, old))
     return request.done("Your comment was added.")
 
 
@@ -251,18 +233,12 @@ def new_milestone(request: Request, ns: str, name: str) -> Response:
 def create_milestone(request: Request, ns: str, name: str) -> Response:
     repo, table = project(request, ns, name), request.world.hub.milestones
     check(request, repo, "Developer")
-    title, description = (
-        request.text("title", "Title", 100),
-        request.text("description", "Description", 2000, required=False),
-    )
-    start, due = (
-        request.text(key, label, required=False)
-        for key, label in (("start", "Start date"), ("due", "Due date"))
-    )
-    first, last = (
-        parse_day(start, "Start date") if start else None,
-        (parse_day(due, "Due date") if due else None),
-    )
+    title = request.text("title", "Title", 100)
+    description = request.text("description", "Description", 2000, required=False)
+    start = request.text("start", "Start date", required=False)
+    due = request.text("due", "Due date", required=False)
+    first = parse_day(start, "Start date") if start else None
+    last = parse_day(due, "Due date") if due else None
     if first and last and first > last:
         raise Refused("Due date must not be before the start date.")
     new = table.put(Milestone(table.next_id(), repo.id, title, description, first, last, True))
@@ -270,23 +246,15 @@ def create_milestone(request: Request, ns: str, name: str) -> Response:
 
 
 def _milestone(request: Request, repo: Project, id: int) -> Milestone:
-    milestone = request.world.hub.milestones.get(id)
-    if milestone is None or milestone.project_id != repo.id:
-        raise NotFound("This milestone does not exist.")
-    return milestone
+    return look_up(request.world.hub.milestones, id, "milestone", project_id=repo.id)
 
 
 @site.get("/{ns}/{name}/-/milestones/{id}")
 def milestone(request: Request, ns: str, name: str, id: int) -> Response:
     repo = project(request, ns, name)
-    issues = [
-        issue
-        for issue in request.world.hub.issues.where("project_id", repo.id)
-        if issue.milestone_id == id
-    ]
-    return request.page(
-        "milestone.html", project=repo, milestone=_milestone(request, repo, id), issues=issues
-    )
+    shown = _milestone(request, repo, id)
+    issues = request.world.hub.issues.where("milestone_id", id)
+    return request.page("milestone.html", project=repo, milestone=shown, issues=issues)
 
 
 @site.post("/{ns}/{name}/-/milestones/{id}/state")

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
-from sites.store.records import (
-    PAYMENT,
-    SHIPPING,
-    TODAY,
-    Address,
-    CartLine,
-    Comment,
-    Order,
-    Wish,
-)
+from sites.store.records import PAYMENT, SHIPPING, TODAY, Address, CartLine, Comment, Order, Wish
 from sites.store.shop import find, me, site
-from sites.web import NotFound, Refused, Request, Response, paged
+from sites.web import Refused, Request, Response, look_up
 
 PASSWORD = "larkspur-2024"  # noqa: S105 (of the demo account, printed on the login page)
 _FIELDS = (
@@ -36,9 +28,8 @@ def success(request: Request, id: int) -> Response:
 @site.get("/wishlist", private=True)
 def wishlist(request: Request) -> Response:
     store = request.world.store
-    return request.page(
-        "wishlist.html", products=[store.products[wish.product_id] for wish in store.wishes]
-    )
+    products = [store.products[wish.product_id] for wish in store.wishes]
+    return request.page("wishlist.html", products=products)
 
 
 @site.post("/wishlist/add/{id}")
@@ -67,15 +58,12 @@ def _orders(request: Request) -> list[Order]:
 
 
 def _order(request: Request, id: int) -> Order:
-    order = request.world.store.orders.get(id)
-    if order is None or order.customer_id != me(request).id:
-        raise NotFound("This order does not exist.")
-    return order
+    return look_up(request.world.store.orders, id, "order", customer_id=me(request).id)
 
 
 @site.get("/account/orders", private=True)
 def orders(request: Request) -> Response:
-    return request.page("orders.html", page=paged(_orders(request), request.number("page", 1), 10))
+    return request.page("orders.html", page=request.paged(_orders(request), 10))
 
 
 @site.get("/account/orders/{id}", private=True)
@@ -86,18 +74,14 @@ def order(request: Request, id: int) -> Response:
 @site.post("/account/orders/{id}/reorder")
 def reorder(request: Request, id: int) -> Response:
     """Add the order's products to the cart, except those no longer sold or in stock."""
-    store = request.world.store
-    count = 0
+    store, count = request.world.store, 0
     for line in _order(request, id).lines:
-        product = store.products.get(line.product_id)
-        if product is not None and product.enabled and product.stock >= line.quantity:
+        product = store.products.get(line.product_id, enabled=True)
+        if product is not None and product.stock >= line.quantity:
             store.cart.put(CartLine(store.cart.next_id(), product.id, line.choice, line.quantity))
             count += 1
-    return request.done(
-        f"{count} item{'s' * (count != 1)} of the order {'were' if count != 1 else 'was'} added to"
-        " your cart.",
-        "/cart",
-    )
+    items = "1 item of the order was" if count == 1 else f"{count} items of the order were"
+    return request.done(f"{items} added to your cart.", "/cart")
 
 
 @site.post("/account/orders/{id}/cancel")
@@ -106,9 +90,8 @@ def cancel(request: Request, id: int) -> Response:
     if order.status not in ("Pending", "On Hold"):
         raise Refused("Only pending orders can be canceled.")
     comment = Comment(TODAY, "Canceled", "Canceled by the customer.", True)
-    request.world.store.orders.put(
-        replace(order, status="Canceled", comments=(*order.comments, comment))
-    )
+    new = replace(order, status="Canceled", comments=(*order.comments, comment))
+    request.world.store.orders.put(new)
     return request.done("Your order was canceled.")
 
 
@@ -133,12 +116,7 @@ def edit_account(request: Request) -> Response:
 def save_account(request: Request) -> Response:
     first, last = request.text("first", "First Name", 60), request.text("last", "Last Name", 60)
     email = request.text("email", "Email", 120)
-    if (
-        email.count("@") != 1
-        or " " in email
-        or email.startswith("@")
-        or "." not in email.partition("@")[2]
-    ):
+    if not re.fullmatch(r"[^@ ]+@[^@ ]*\.[^@ ]*", email):
         raise Refused("Please enter a valid email address (for example, johndoe@domain.com).")
     new = replace(
         me(request), first=first, last=last, email=email, newsletter="newsletter" in request.form

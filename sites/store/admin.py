@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import date
 from typing import Any
@@ -16,16 +16,19 @@ from sites.store.records import (
     SHIPPING,
     TODAY,
     Comment,
-    Customer,
     Order,
     Product,
-    Review,
 )
-from sites.web import Refused, Request, Response, Site, existing, paged
+from sites.web import Refused, Request, Response, Site, look_up, matches
 
 PASSWORD = "backoffice-2024"  # noqa: S105 (of the demo account, printed on the login page)
 USER = "admin"
 _PER_PAGE = 15
+_STATES: dict[str, Callable[[Product], bool]] = {
+    "enabled": lambda product: product.enabled,
+    "disabled": lambda product: not product.enabled,
+    "out": lambda product: product.stock == 0,
+}
 _PERIODS = {"day": "Day", "month": "Month", "year": "Year"}
 
 
@@ -39,14 +42,6 @@ def _context(request: Request) -> dict[str, Any]:
 
 
 site = Site("shopping_admin", "admin", _context, closed=True)
-
-
-def _found(text: str, *fields: str) -> bool:
-    return all(word in " ".join(fields).lower() for word in text.lower().split())
-
-
-def _search(request: Request) -> str:
-    return request.query.get("search", "").strip()[:100]
 
 
 def _counted(orders: Iterable[Order]) -> list[Order]:
@@ -83,43 +78,32 @@ def _bestsellers(orders: Iterable[Order]) -> list[tuple[int, str, int, int]]:
 
 @site.get("/products")
 def products(request: Request) -> Response:
-    search, status = _search(request), request.choice("status", ("enabled", "disabled", "out"), "")
+    search, status = request.search("search"), request.choice("status", _STATES, "")
     sort = request.choice("sort", ("id", "name", "price", "stock"), "id")
     chosen = [
         product
         for product in request.world.store.products
-        if _is(product, status) and _found(search, product.name, product.sku)
+        if (not status or _STATES[status](product)) and matches(search, product.name, product.sku)
     ]
     chosen.sort(key=lambda product: (getattr(product, sort), product.id))
-    page = paged(chosen, request.number("page", 1), _PER_PAGE)
+    page = request.paged(chosen, _PER_PAGE)
     return request.page("products.html", page=page, search=search, status=status, sort=sort)
-
-
-def _is(product: Product, status: str) -> bool:
-    return {
-        "enabled": product.enabled,
-        "disabled": not product.enabled,
-        "out": product.stock == 0,
-    }.get(status, True)
-
-
-def _product(request: Request, id: int) -> Product:
-    return existing(request.world.store.products.get(id), "product")
 
 
 @site.get("/products/{id}")
 def product(request: Request, id: int) -> Response:
     store = request.world.store
-    categories = {category.slug: category.name for category in store.categories}
-    reviews = store.reviews.where("product_id", id)[::-1]
     return request.page(
-        "product.html", product=_product(request, id), reviews=reviews, categories=categories
+        "product.html",
+        product=look_up(store.products, id, "product"),
+        reviews=store.reviews.where("product_id", id)[::-1],
+        categories={category.slug: category.name for category in store.categories},
     )
 
 
 @site.post("/products/{id}")
 def save_product(request: Request, id: int) -> Response:
-    old = _product(request, id)
+    old = look_up(request.world.store.products, id, "product")
     new = replace(
         old,
         name=request.text("name", "Product Name", 120),
@@ -148,26 +132,22 @@ def _cents(text: str) -> int:
 @site.get("/orders")
 def orders(request: Request) -> Response:
     store = request.world.store
-    search, status = _search(request), request.choice("status", ORDER_STATUSES, "")
+    search, status = request.search("search"), request.choice("status", ORDER_STATUSES, "")
     chosen = [
         order
         for order in store.orders
         if (not status or order.status == status)
-        and _found(search, order.number, store.customers[order.customer_id].name)
+        and matches(search, order.number, store.customers[order.customer_id].name)
     ]
-    page = paged(chosen[::-1], request.number("page", 1), _PER_PAGE)
+    page = request.paged(chosen[::-1], _PER_PAGE)
     return request.page(
         "orders.html", page=page, search=search, status=status, statuses=ORDER_STATUSES
     )
 
 
-def _order(request: Request, id: int) -> Order:
-    return existing(request.world.store.orders.get(id), "order")
-
-
 @site.get("/orders/{id}")
 def order(request: Request, id: int) -> Response:
-    record = _order(request, id)
+    record = look_up(request.world.store.orders, id, "order")
     customer = request.world.store.customers[record.customer_id]
     return request.page(
         "order.html", order=record, customer=customer, statuses=ORDER_STATUSES, shipping=SHIPPING
@@ -177,7 +157,7 @@ def order(request: Request, id: int) -> Response:
 @site.post("/orders/{id}/comment")
 def comment_order(request: Request, id: int) -> Response:
     """Set the order's status and append a comment; its text may be empty if the status changes."""
-    old = _order(request, id)
+    old = look_up(request.world.store.orders, id, "order")
     status = request.one_of("status", "Status", ORDER_STATUSES)
     text = request.text("comment", "Comment", 1000, required=False)
     if not text and status == old.status:
@@ -189,35 +169,21 @@ def comment_order(request: Request, id: int) -> Response:
 
 @site.get("/customers")
 def customers(request: Request) -> Response:
-    search, group = _search(request), request.choice("group", GROUPS, "")
-    store = request.world.store
+    search, group = request.search("search"), request.choice("group", GROUPS, "")
     chosen = [
-        customer
-        for customer in store.customers
-        if (not group or customer.group == group)
-        and _found(
-            search, customer.name, customer.email, customer.address.city, customer.address.phone
-        )
+        row
+        for row in request.world.store.customers
+        if (not group or row.group == group)
+        and matches(search, row.name, row.email, row.address.city, row.address.phone)
     ]
-    return request.page(
-        "customers.html",
-        page=paged(chosen, request.number("page", 1), _PER_PAGE),
-        search=search,
-        group=group,
-        groups=GROUPS,
-    )
-
-
-def _customer(request: Request, id: int) -> Customer:
-    return existing(request.world.store.customers.get(id), "customer")
+    page = request.paged(chosen, _PER_PAGE)
+    return request.page("customers.html", page=page, search=search, group=group, groups=GROUPS)
 
 
 @site.get("/customers/{id}")
 def customer(request: Request, id: int) -> Response:
-    record, orders = (
-        _customer(request, id),
-        request.world.store.orders.where("customer_id", id)[::-1],
-    )
+    record = look_up(request.world.store.customers, id, "customer")
+    orders = request.world.store.orders.where("customer_id", id)[::-1]
     spent = sum(order.total for order in _counted(orders))
     return request.page("customer.html", customer=record, orders=orders, spent=spent, groups=GROUPS)
 
@@ -225,57 +191,47 @@ def customer(request: Request, id: int) -> Response:
 @site.post("/customers/{id}")
 def save_customer(request: Request, id: int) -> Response:
     group = request.one_of("group", "Group", GROUPS)
-    request.world.store.customers.put(replace(_customer(request, id), group=group))
+    customers = request.world.store.customers
+    customers.put(replace(look_up(customers, id, "customer"), group=group))
     return request.done("You saved the customer.", f"/customers/{id}")
 
 
 @site.get("/reviews")
 def reviews(request: Request) -> Response:
     store = request.world.store
-    search, status = _search(request), request.choice("status", REVIEW_STATUSES, "")
+    search, status = request.search("search"), request.choice("status", REVIEW_STATUSES, "")
+    names = {product.id: product.name for product in store.products}
     chosen = [
-        review
-        for review in store.reviews
-        if (not status or review.status == status)
-        and _found(
-            search,
-            review.title,
-            review.nickname,
-            review.text,
-            store.products[review.product_id].name,
-        )
+        row
+        for row in store.reviews
+        if (not status or row.status == status)
+        and matches(search, row.title, row.nickname, row.text, names[row.product_id])
     ]
-    page = paged(chosen[::-1], request.number("page", 1), _PER_PAGE)
+    page = request.paged(chosen[::-1], _PER_PAGE)
     return request.page(
         "reviews.html", page=page, search=search, status=status, statuses=REVIEW_STATUSES
     )
 
 
-def _review(request: Request, id: int) -> Review:
-    return existing(request.world.store.reviews.get(id), "review")
-
-
 @site.get("/reviews/{id}")
 def review(request: Request, id: int) -> Response:
-    record = _review(request, id)
-    return request.page(
-        "review.html",
-        review=record,
-        product=_product(request, record.product_id),
-        statuses=REVIEW_STATUSES,
-    )
+    record = look_up(request.world.store.reviews, id, "review")
+    product = request.world.store.products[record.product_id]
+    return request.page("review.html", review=record, product=product, statuses=REVIEW_STATUSES)
 
 
 @site.post("/reviews/{id}")
 def save_review(request: Request, id: int) -> Response:
     status = request.one_of("status", "Status", REVIEW_STATUSES)
-    request.world.store.reviews.put(replace(_review(request, id), status=status))
+    reviews = request.world.store.reviews
+    reviews.put(replace(look_up(reviews, id, "review"), status=status))
     return request.done("You saved the review.", f"/reviews/{id}")
 
 
 @site.post("/reviews/{id}/delete")
 def delete_review(request: Request, id: int) -> Response:
-    request.world.store.reviews.remove(_review(request, id).id)
+    look_up(request.world.store.reviews, id, "review")
+    request.world.store.reviews.remove(id)
     return request.done("The review has been deleted.", "/reviews")
 
 
@@ -316,10 +272,8 @@ def _in_span(request: Request) -> tuple[list[Order], dict[str, Any]]:
     end = request.day("to", "To") or TODAY
     if start > end:
         raise Refused("From must not be later than To.")
-    return _counted(order for order in request.world.store.orders if start <= order.day <= end), {
-        "start": start,
-        "end": end,
-    }
+    orders = (order for order in request.world.store.orders if start <= order.day <= end)
+    return _counted(orders), {"start": start, "end": end}
 
 
 site.admit(

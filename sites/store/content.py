@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import date, timedelta
 
-from sites.dice import Dice
+from sites.dice import Dice, load_words
 from sites.overlay import Seed, Table
-from sites.store import lore
-from sites.store.lore import Kind
 from sites.store.records import (
     PAYMENT,
     SHIPPING,
@@ -24,11 +23,45 @@ from sites.store.records import (
 )
 from sites.text import slug
 
+WORDS = load_words(__file__)
 _PER_KIND = 6
 _NUM_CUSTOMERS = 60
 _NUM_ORDERS = 300
 _DEMO_ORDERS = 22
 _OPENED = date(2022, 1, 10)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A sort of product: name, icon, price range in dollars, option to choose, details, and a
+    line on its use.
+    """
+
+    name: str
+    icon: str
+    low: int
+    high: int
+    option: str
+    values: tuple[str, ...]
+    details: tuple[tuple[str, tuple[str, ...]], ...]
+    line: str
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A category of the shop with its brands and kinds of product."""
+
+    slug: str
+    name: str
+    blurb: str
+    brands: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+
+
+_SHELVES = tuple(
+    Shelf(**{**row, "kinds": tuple(Kind(**kind) for kind in row["kinds"])})
+    for row in WORDS.categories
+)
 
 
 def generate(seed: int) -> Store:
@@ -37,10 +70,10 @@ def generate(seed: int) -> Store:
     dice = Dice(seed, "terms")
     terms = tuple(
         (term, sum(term in product.name.lower() for product in products), dice.between(3, 60))
-        for term in lore.SEARCH_TERMS
+        for term in WORDS.search_terms
     )
     return Store(
-        tuple(Category(shelf.slug, shelf.name, shelf.blurb) for shelf in lore.SHELVES),
+        tuple(Category(shelf.slug, shelf.name, shelf.blurb) for shelf in _SHELVES),
         tuple(sorted(terms, key=lambda term: -term[2])),
         Table(Seed(products)),
         Table(Seed(_reviews(products, Dice(seed, "reviews")))),
@@ -53,9 +86,9 @@ def generate(seed: int) -> Store:
 
 def _products(dice: Dice) -> list[Product]:
     products: list[Product] = []
-    for shelf in lore.SHELVES:
+    for shelf in _SHELVES:
         for kind in shelf.kinds:
-            for series in dice.some(lore.SERIES, _PER_KIND):
+            for series in dice.some(WORDS.series, _PER_KIND):
                 products.append(
                     _product(
                         len(products) + 1, shelf.slug, dice.pick(shelf.brands), series, kind, dice
@@ -66,7 +99,7 @@ def _products(dice: Dice) -> list[Product]:
 
 def _product(id: int, category: str, brand: str, series: str, kind: Kind, dice: Dice) -> Product:
     name = f"{brand} {series} {kind.name}"
-    opening = dice.pick(lore.OPENINGS).format(
+    opening = dice.pick(WORDS.openings).format(
         brand=brand, series=series, kind=kind.name.lower(), line=kind.line
     )
     return Product(
@@ -81,7 +114,7 @@ def _product(id: int, category: str, brand: str, series: str, kind: Kind, dice: 
         price=dice.between(kind.low, kind.high) * 100 + dice.pick((0, 50, 95, 99)) - 100,
         stock=0 if dice.chance(0.06) else dice.between(2, 180),
         enabled=not dice.chance(0.04),
-        description=f"{opening} {dice.pick(lore.MIDDLES)} {dice.pick(lore.CLOSINGS)}",
+        description=f"{opening} {dice.pick(WORDS.middles)} {dice.pick(WORDS.closings)}",
         details=(("Brand", brand), *((label, dice.pick(values)) for label, values in kind.details)),
         option=kind.option,
         values=kind.values,
@@ -105,7 +138,7 @@ def _reviews(products: list[Product], dice: Dice) -> list[Review]:
 def _review(id: int, product: Product, day: date, dice: Dice) -> Review:
     rating = dice.pick((5, 5, 5, 5, 4, 4, 4, 3, 3, 2, 1))
     series = product.name.removeprefix(product.brand).split()[0]
-    lines = dice.some(lore.REVIEW_LINES[rating], 2)
+    lines = dice.some(WORDS.review_lines[str(rating)], 2)
     topics = {
         5: ("gift", "cleaning"),
         4: ("gift", "cleaning"),
@@ -115,54 +148,32 @@ def _review(id: int, product: Product, day: date, dice: Dice) -> Review:
     }
     if dice.chance(0.3):
         powered = product.category == "electronics" and rating < 4
-        lines.append(lore.REVIEW_TOPICS["battery" if powered else dice.pick(topics[rating])])
+        lines.append(WORDS.review_topics["battery" if powered else dice.pick(topics[rating])])
     recent = (TODAY - day).days < 60
     status = dice.pick(("Approved", "Pending", "Pending", "Not Approved")) if recent else "Approved"
     text = " ".join(lines).format(kind=product.kind.lower(), series=series, brand=product.brand)
-    return Review(
-        id,
-        product.id,
-        dice.pick(lore.NICKNAMES),
-        rating,
-        dice.pick(lore.REVIEW_TITLES[rating]),
-        text,
-        day,
-        status,
-    )
+    nickname, title = dice.pick(WORDS.nicknames), dice.pick(WORDS.review_titles[str(rating)])
+    return Review(id, product.id, nickname, rating, title, text, day, status)
 
 
 def _customers(dice: Dice) -> list[Customer]:
     names = [("Nora", "Whitfield")]
     while len(names) < _NUM_CUSTOMERS:
-        name = (dice.pick(lore.FIRST), dice.pick(lore.LAST))
+        name = (dice.pick(WORDS.first), dice.pick(WORDS.last))
         if name not in names:
             names.append(name)
     return [_customer(id, first, last, dice) for id, (first, last) in enumerate(names, 1)]
 
 
 def _customer(id: int, first: str, last: str, dice: Dice) -> Customer:
-    city, state, zip = dice.pick(lore.CITIES)
+    city, state, zip = dice.pick(WORDS.cities)
     phone = f"555-01{dice.between(0, 99):02d}"
-    address = Address(
-        f"{dice.between(1, 240)} {dice.pick(lore.STREETS)}",
-        city,
-        state,
-        zip,
-        "United States",
-        phone,
-    )
+    street = f"{dice.between(1, 240)} {dice.pick(WORDS.streets)}"
+    address = Address(street, city, state, zip, "United States", phone)
     since = _OPENED if id == 1 else _OPENED + timedelta(days=dice.between(0, 700))
     group = dice.pick(("General", "General", "General", "General", "Wholesale", "VIP"))
-    return Customer(
-        id,
-        first,
-        last,
-        f"{first}.{last}@example.com".lower(),
-        group,
-        since,
-        address,
-        dice.chance(0.4),
-    )
+    email = f"{first}.{last}@example.com".lower()
+    return Customer(id, first, last, email, group, since, address, dice.chance(0.4))
 
 
 def _orders(products: list[Product], customers: list[Customer], dice: Dice) -> list[Order]:
@@ -183,32 +194,15 @@ def _order(id: int, customer: Customer, day: date, products: list[Product], dice
     lines = []
     for product in dice.some(sold, dice.pick((1, 1, 2, 2, 3, 4))):
         choice = f"{product.option}: {dice.pick(product.values)}" if product.values else ""
-        lines.append(
-            Line(
-                product.id,
-                product.name,
-                product.sku,
-                choice,
-                product.price,
-                dice.pick((1, 1, 1, 2, 3)),
-            )
-        )
+        quantity = dice.pick((1, 1, 1, 2, 3))
+        lines.append(Line(product.id, product.name, product.sku, choice, product.price, quantity))
     age = (TODAY - day).days
-    status = (
-        dice.pick(("Complete",) * 8 + ("Canceled",))
-        if age > 30
-        else dice.pick(("Pending", "Pending", "Processing", "Shipped", "On Hold"))
-    )
+    recent = ("Pending", "Pending", "Processing", "Shipped", "On Hold")
+    status = dice.pick((*("Complete",) * 8, "Canceled") if age > 30 else recent)
     comments = [Comment(day, "Pending", "Order received.", True)]
     if dice.chance(0.35):
-        comments.append(
-            Comment(
-                min(TODAY, day + timedelta(days=1)),
-                status,
-                dice.pick(lore.ORDER_COMMENTS),
-                dice.chance(0.5),
-            )
-        )
+        text, next_day = dice.pick(WORDS.order_comments), min(TODAY, day + timedelta(days=1))
+        comments.append(Comment(next_day, status, text, dice.chance(0.5)))
     shipping, payment = dice.pick(tuple(SHIPPING)), dice.pick(tuple(PAYMENT))
     return Order(
         id,

@@ -172,11 +172,8 @@ class Store:
 
     def approved(self, product_id: int) -> list[Review]:
         """The product's approved reviews, which the shop shows, oldest first."""
-        return [
-            review
-            for review in self.reviews.where("product_id", product_id)
-            if review.status == "Approved"
-        ]
+        reviews = self.reviews.where("product_id", product_id)
+        return [review for review in reviews if review.status == "Approved"]
 
     def rating(self, product_id: int) -> float:
         """Mean rating of the product's approved reviews; 0 without any."""

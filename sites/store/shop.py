@@ -20,7 +20,7 @@ from sites.store.records import (
     Product,
     Review,
 )
-from sites.web import NotFound, Refused, Request, Response, Site, paged, redirect
+from sites.web import Refused, Request, Response, Site, existing, look_up, matches, redirect
 
 _PER_PAGE = 12
 _MAX_QUANTITY = 99
@@ -38,7 +38,7 @@ def _context(request: Request) -> dict[str, Any]:
     store = request.world.store
     return {
         "store": store,
-        "user": _customer(request),
+        "user": request.visitor(store.customers),
         "cart_count": sum(line.quantity for line in store.cart),
         "wish_count": len(store.wishes),
     }
@@ -47,23 +47,13 @@ def _context(request: Request) -> dict[str, Any]:
 site = Site("shopping", "shop", _context)
 
 
-def _customer(request: Request) -> Customer | None:
-    login = request.world.logins["shopping"]
-    return None if login is None else request.world.store.customers[login]
-
-
 def me(request: Request) -> Customer:
     """The logged-in customer; only for pages that require a login."""
-    customer = _customer(request)
-    assert customer is not None
-    return customer
+    return request.me(request.world.store.customers)
 
 
 def find(request: Request, id: int) -> Product:
-    product = request.world.store.products.get(id)
-    if product is None or not product.enabled:
-        raise NotFound("This product does not exist.")
-    return product
+    return look_up(request.world.store.products, id, "product", enabled=True)
 
 
 def _listing(request: Request, title: str, products: Sequence[Product], **extra: Any) -> Response:
@@ -78,11 +68,10 @@ def _listing(request: Request, title: str, products: Sequence[Product], **extra:
     ]
     sort = request.choice("sort", _SORTS, "position")
     chosen.sort(key=lambda product: (_SORTS[sort][1](request, product), product.id))
-    page = paged(chosen, request.number("page", 1), _PER_PAGE)
     return request.page(
         "listing.html",
         title=title,
-        page=page,
+        page=request.paged(chosen, _PER_PAGE),
         sorts=_SORTS,
         sort=sort,
         brands=brands,
@@ -93,93 +82,69 @@ def _listing(request: Request, title: str, products: Sequence[Product], **extra:
 
 @site.get("/")
 def home(request: Request) -> Response:
-    products = request.world.store.visible()
-    newest = sorted(products, key=lambda product: (-product.added.toordinal(), product.id))[:8]
-    best = sorted(
-        products, key=lambda product: (-request.world.store.rating(product.id), product.id)
-    )[:4]
+    store = request.world.store
+    newest = sorted(store.visible(), key=lambda row: (-row.added.toordinal(), row.id))[:8]
+    best = sorted(store.visible(), key=lambda row: (-store.rating(row.id), row.id))[:4]
     return request.page("home.html", newest=newest, best=best)
 
 
 @site.get("/category/{slug}")
 def category(request: Request, slug: str) -> Response:
-    record = request.world.store.category(slug)
-    if record is None:
-        raise NotFound("This category does not exist.")
+    record = existing(request.world.store.category(slug), "This category does not exist.")
     products = [product for product in request.world.store.visible() if product.category == slug]
     return _listing(request, record.name, products, category=record, query="")
 
 
 @site.get("/search")
 def search(request: Request) -> Response:
-    query = request.query.get("q", "").strip()[:100]
-    words = query.lower().split()
-    products = (
-        [product for product in request.world.store.visible() if _matches(product, words)]
-        if words
-        else []
-    )
+    query = request.search("q")
+    products = [
+        product
+        for product in request.world.store.visible()
+        if query and matches(query, product.name, product.sku, product.description)
+    ]
     return _listing(request, f"Search results for: '{query}'", products, category=None, query=query)
-
-
-def _matches(product: Product, words: Sequence[str]) -> bool:
-    text = f"{product.name} {product.sku} {product.description}".lower()
-    return all(word in text for word in words)
 
 
 @site.get("/product/{id}/{slug}")
 def product(request: Request, id: int, slug: str) -> Response:
-    record = find(request, id)
-    store = request.world.store
-    related = [other for other in store.visible() if other.kind == record.kind and other.id != id][
-        :4
-    ]
+    record, store = find(request, id), request.world.store
+    related = [other for other in store.visible() if other.kind == record.kind and other.id != id]
     return request.page(
         "product.html",
         product=record,
         category=store.category(record.category),
         reviews=store.approved(id)[::-1],
-        related=related,
+        related=related[:4],
     )
 
 
 @site.post("/product/{id}/review", private=False)
 def write_review(request: Request, id: int) -> Response:
-    reviewed, store = find(request, id), request.world.store
+    find(request, id)
+    store = request.world.store
     rating = int(request.one_of("rating", "Rating", "12345"))
     nickname = request.text("nickname", "Nickname", 60)
     title, text = request.text("title", "Summary", 120), request.text("text", "Review", 2000)
-    store.reviews.put(
-        Review(
-            store.reviews.next_id(), reviewed.id, nickname, rating, title, text, TODAY, "Pending"
-        )
-    )
+    number = store.reviews.next_id()
+    store.reviews.put(Review(number, id, nickname, rating, title, text, TODAY, "Pending"))
     return request.done("You submitted your review for moderation.")
 
 
 @site.post("/cart/add/{id}", private=False)
 def add_to_cart(request: Request, id: int) -> Response:
     wanted, store = find(request, id), request.world.store
-    if wanted.values and "choice" not in request.form:
-        return redirect(
-            address(wanted)
-        )  # a list of products offers no choice; the product's page does
-    choice = (
-        f"{wanted.option}: {request.one_of('choice', wanted.option, wanted.values)}"
-        if wanted.values
-        else ""
-    )
-    quantity = (
-        request.whole("quantity", "Quantity", 1, _MAX_QUANTITY) if "quantity" in request.form else 1
-    )
-    same = next(
-        (line for line in store.cart.where("product_id", id) if line.choice == choice), None
-    )
-    line = same or CartLine(store.cart.next_id(), id, choice, 0)
-    others = sum(
-        other.quantity for other in store.cart.where("product_id", id) if other.id != line.id
-    )
-    _check_stock(wanted, line.quantity + quantity + others)
+    choice, quantity = "", 1
+    if wanted.values:
+        if "choice" not in request.form:  # a list of products offers no choice, the page does
+            return redirect(f"/product/{id}/{wanted.slug}")
+        choice = f"{wanted.option}: {request.one_of('choice', wanted.option, wanted.values)}"
+    if "quantity" in request.form:
+        quantity = request.whole("quantity", "Quantity", 1, _MAX_QUANTITY)
+    line = store.cart.first("product_id", id, choice=choice)
+    line = line or CartLine(store.cart.next_id(), id, choice, 0)
+    in_cart = sum(other.quantity for other in store.cart.where("product_id", id))
+    _check_stock(wanted, in_cart + quantity)
     store.cart.put(replace(line, quantity=line.quantity + quantity))
     return request.done(f"You added {wanted.name} to your shopping cart.")
 
@@ -201,10 +166,8 @@ def cart(request: Request) -> Response:
 def _bill(request: Request) -> dict[str, Any]:
     store = request.world.store
     items = [(line, store.products[line.product_id]) for line in store.cart]
-    return {
-        "items": items,
-        "subtotal": sum(line.quantity * product.price for line, product in items),
-    }
+    subtotal = sum(line.quantity * product.price for line, product in items)
+    return {"items": items, "subtotal": subtotal}
 
 
 @site.post("/cart/update", private=False)
@@ -277,8 +240,3 @@ def place_order(request: Request) -> Response:
     for line, _ in items:
         store.cart.remove(line.id)
     return redirect(f"/checkout/success/{order.id}")
-
-
-def address(product: Product) -> str:
-    """The path of a product's page."""
-    return f"/product/{product.id}/{product.slug}"

@@ -12,7 +12,7 @@ import pytest
 from agentgym.config import AlarmsConfig, load_config
 from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.tracking.points import RULES
-from envs.sessions import STATUS
+from envs.refusals import STATUS
 from envs.wire import ErrorKind
 from tests.completed import completed
 

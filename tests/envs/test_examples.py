@@ -6,17 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from envs import babyai, searchqa, textcraft
 from envs import examples as shared
-from envs.babyai import examples as babyai
 from envs.babyai.world import Options as BabyAI
 from envs.babyai.world import World as Grid
 from envs.env import ExpertFailed
 from envs.registry import load_spec
-from envs.searchqa import examples as searchqa
 from envs.searchqa import questions, retrievers
 from envs.searchqa.world import Episode
 from envs.searchqa.world import Options as SearchQA
-from envs.textcraft import examples as textcraft
 from envs.textcraft.recipes import Book, load_book
 from envs.textcraft.world import Options as TextCraft
 from envs.textcraft.world import World as Workshop

@@ -114,7 +114,8 @@ def test_no_answer_and_no_page_breaks_an_evaluator_or_holds_it_up(bench):
 
 @pytest.mark.parametrize("length", [16_000, 1_000_000])
 def test_no_repeated_part_holds_up_an_evaluator(bench, length):
-    from envs.searchqa import grammar, scoring
+    from envs.searchqa import grammar
+    from envs.searchqa import world as scoring
     from envs.webarena import actions, evaluators
     from envs.webarena.judge import Rules
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from envs.sessions import Memory
+from envs.refusals import Memory
 from envs.wire import CreateRequest, ReadyReply
 from tests.envs.counter import Counter, create, refusal, serving, step
 
@@ -44,7 +44,7 @@ def test_nothing_is_allocated_for_good_by_parsing_a_request_or_remembering_its_s
 
 
 async def test_the_memory_of_closed_keys_is_bounded(monkeypatch):
-    monkeypatch.setattr("envs.sessions.REMEMBERED", 3)
+    monkeypatch.setattr("envs.refusals.REMEMBERED", 3)
 
     async with serving() as (client, _, _):
         for number in range(5):

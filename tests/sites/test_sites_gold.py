@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from envs.webarena.chromium import find_browser
+from envs.webarena.helpers import post_url
 from sites import SITES, TENANT_HEADER, SiteServer, queries
 
 playwright = pytest.importorskip(
@@ -174,9 +175,9 @@ def at(url, reference):
 def called(expression, player):
     """The result of one of the helpers."""
     name, argument = re.fullmatch(r"func:(\w+)\((?:__page__, )?(?:'(.*)')?\)", expression).groups()
-    state, helper = player.server.state(player.token), getattr(queries, name)
     if name == "reddit_get_post_url":
-        return helper(argument.replace("__last_url__", player.page.url))
+        return post_url(argument.replace("__last_url__", player.page.url))
+    state, helper = player.server.state(player.token), getattr(queries, name)
     if name == "gitlab_get_project_memeber_role":
         return helper(state, player.page.url, argument)
     return helper(state, *filter(None, [argument]))

@@ -42,7 +42,7 @@ async def test_an_episode_is_played_and_its_session_closed(serving):
 
 
 async def test_a_full_server_is_waited_for(serving, monkeypatch):
-    monkeypatch.setattr("envs.sessions.RETRY_AFTER_S", 0.3)
+    monkeypatch.setattr("envs.refusals.RETRY_AFTER_S", 0.3)
 
     with serving(max_sessions=1) as (endpoint, _):
         async with pool_of(endpoint) as pool:

@@ -7,14 +7,14 @@ import pytest
 from minigrid.minigrid_env import MiniGridEnv
 
 from envs.babyai.actions import Move
-from envs.babyai.levels import _registered, make_level
+from envs.babyai.levels import make_level, registered
 
 
 @pytest.mark.parametrize("first", range(8))
 def test_the_picture_is_minigrids(first):
     dice = random.Random(first)
     carried = hidden = 0
-    for level in sorted(_registered())[first::8]:
+    for level in sorted(registered())[first::8]:
         env = make_level(level)
         seen = env.reset(seed=first)[0]
         for _ in range(30):

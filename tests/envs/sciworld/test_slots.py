@@ -45,8 +45,8 @@ def actions_of(task, limit):
 
 def alone(pool, task, limit):
     slot = pool.acquire()
-    told = [slot.call("l", task.name, str(task.variation)).texts]
-    told += [slot.call("s", action).texts for action in actions_of(task, limit)]
+    told = [slot.call("l", task.name, str(task.variation))]
+    told += [slot.call("s", action) for action in actions_of(task, limit)]
     pool.release(slot)
     return told
 
@@ -57,14 +57,14 @@ def interleaved(pool, tasks, limit, seed):
     with ThreadPoolExecutor(8) as threads:
         open_slots = list(threads.map(lambda _: pool.acquire(), tasks))
         loaded = threads.map(
-            lambda pair: pair[0].call("l", pair[1].name, str(pair[1].variation)).texts,
+            lambda pair: pair[0].call("l", pair[1].name, str(pair[1].variation)),
             zip(open_slots, tasks, strict=True),
         )
         told = [[texts] for texts in loaded]
         waiting = {number: actions_of(task, limit) for number, task in enumerate(tasks)}
 
         def play(number):
-            told[number].append(open_slots[number].call("s", waiting[number].pop(0)).texts)
+            told[number].append(open_slots[number].call("s", waiting[number].pop(0)))
 
         while waiting:
             numbers = list(waiting)
@@ -166,8 +166,8 @@ def test_no_more_games_are_warmed_than_may_be_open(small):
 def test_loading_twice_is_loading_once(pool):
     """The engine's own client loads each task twice."""
     slot = pool.acquire()
-    once = slot.call("l", "boil", "3").texts
-    assert slot.call("l", "boil", "3").texts == once
+    once = slot.call("l", "boil", "3")
+    assert slot.call("l", "boil", "3") == once
     pool.release(slot)
 
 
@@ -189,9 +189,9 @@ def test_a_killed_process_ends_its_own_games_and_is_replaced(small):
         with pytest.raises(JvmLost, match="ended with code -9"):
             slot.call("s", "look around")
         small.release(slot)
-    assert held[2].call("s", "look around").texts[0]
+    assert held[2].call("s", "look around")[0]
     fresh = small.acquire()
-    assert fresh.call("l", "boil", "0").texts
+    assert fresh.call("l", "boil", "0")
     assert small.restarts == 1
 
 
@@ -200,7 +200,7 @@ def test_a_game_in_which_the_engine_asks_for_exit_ends_alone(small):
     other.call("l", "boil", "0")
     with pytest.raises(GameFailed, match="the engine asked for exit 0"):
         broken.call("a", "shutdown")
-    assert other.call("s", "look around").texts[0]
+    assert other.call("s", "look around")[0]
     small.release(broken)
     assert small.acquire() is not broken  # what is left of it is not played on
     assert small.restarts == 0
@@ -224,8 +224,8 @@ def test_games_awaited_at_once_are_the_games_alone(pool):
     expected = [alone(pool, task, 6) for task in tasks]
 
     async def play(slot, task):
-        told = [(await slot.call_async("l", task.name, str(task.variation))).texts]
-        return told + [(await slot.call_async("s", action)).texts for action in actions_of(task, 6)]
+        told = [(await slot.call_async("l", task.name, str(task.variation)))]
+        return told + [(await slot.call_async("s", action)) for action in actions_of(task, 6)]
 
     async def play_all():
         return await asyncio.gather(
@@ -242,10 +242,10 @@ def test_texts_longer_than_a_pipe_holds_arrive_both_ways(pool):
     slot = pool.acquire()
     slot.call("l", "boil", "0")
     text = "x" * 300_000
-    assert slot.call("s", text).texts == asyncio.run(slot.call_async("s", text)).texts
-    tree = slot.call("u").texts
+    assert slot.call("s", text) == asyncio.run(slot.call_async("s", text))
+    tree = slot.call("u")
     assert len(tree[0]) > 100_000
-    assert asyncio.run(slot.call_async("u")).texts == tree
+    assert asyncio.run(slot.call_async("u")) == tree
     pool.release(slot)
 
 
@@ -290,7 +290,7 @@ def test_a_call_that_finds_another_under_way_lets_the_loop_go_on(pool):
         await asyncio.sleep(0.1)
         assert not other.done()
         await other
-        return (await waiting).texts[0]
+        return (await waiting)[0]
 
     assert "This room" in asyncio.run(overlap())
     pool.release(slot)
@@ -339,7 +339,7 @@ def test_a_process_that_grew_too_large_is_replaced_when_its_games_are_over(small
     second.call("l", "boil", "0")
     monkeypatch.setattr(slots, "GROWN", 0.1)
     small.release(first)
-    assert second.call("s", "look around").texts[0]  # plays on
+    assert second.call("s", "look around")[0]  # plays on
     pid = second.process.jvm.pid
     small.release(second)
     assert not psutil.pid_exists(pid)

@@ -42,8 +42,8 @@ def test_under_equal_identity_hashes_the_stock_engine_says_what_ours_does(pool):
     try:
         for task in SENSITIVE:
             told = [
-                [place.call("l", task.name, str(task.variation)).texts]
-                + [place.call("s", action).texts for action in solution(task)]
+                [place.call("l", task.name, str(task.variation))]
+                + [place.call("s", action) for action in solution(task)]
                 for place in (ours, theirs)
             ]
             assert told[0] == told[1], task

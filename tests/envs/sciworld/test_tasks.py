@@ -57,5 +57,5 @@ def test_the_table_is_the_engines(pool):
     ]
     assert names == list(VARIATIONS)
     slot = pool.acquire()
-    assert [int(text) for text in slot.call("v", *names).texts] == list(VARIATIONS.values())
+    assert [int(text) for text in slot.call("v", *names)] == list(VARIATIONS.values())
     pool.release(slot)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envs.searchqa.scoring import exact_match, f1, normalise
+from envs.searchqa.world import exact_match, f1, normalise
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from envs.textcraft import solution, spec
-from envs.textcraft.draft import Draft
+from envs.textcraft.invented import Draft
 from envs.textcraft.planner import Choices, Plan
 from envs.textcraft.recipes import Book, load_book
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from envs.textcraft import solution, spec
-from envs.textcraft.draft import Draft
+from envs.textcraft.invented import Draft
 from envs.textcraft.recipes import Book, _draft, item_id, load_book, plain
 
 FOLDER = {
