@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,11 +23,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from cadence import durable_step, started
 from harness import ROOT, parser_of, read, stage_commits, stage_points, wait_for, write
 
 from agentgym.audit import audit
-from agentgym.config import load_config
+from agentgym.config import RunConfig, load_config
 from agentgym.data.check import load_data
 from agentgym.data.items import train_stream
 from agentgym.defaults import set_process_defaults
@@ -45,6 +45,15 @@ KILLED = ("horizon.max_turns=[5,8]", "horizon.stage_steps=[8,8]", "rollout.items
 FAR = "rollout.max_staleness=4"
 MEANS = ("avg_at_4", "greedy", "train_s", "train_cpu_s", "learner_idle_frac")
 LIMIT_S = 3600.0  # per run
+CHILD = """
+import sys
+from agentgym.config import load_config
+from agentgym.pipeline.run import run_with_parents
+cfg = load_config(overrides=sys.argv[1:])
+import agentgym.training.rl
+print("begins", flush=True)
+run_with_parents("stage-2", cfg)
+"""
 
 
 def main() -> int:
@@ -200,6 +209,20 @@ def killed(folder: Path, kills: int) -> dict[str, Any]:
         "staleness_max": int(max(staleness_by_step)),
         "audit": audit(cfg, num_episodes=8).ok,
     }
+
+
+def started(settings: list[str]) -> subprocess.Popen[bytes]:
+    """Start a run of both stages; return it once it is about to begin."""
+    command = [sys.executable, "-c", CHILD, *settings]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def durable_step(cfg: RunConfig) -> int:
+    heads = [head for head in open_store(cfg).heads() if head.step.startswith("stage")]
+    return max((int(head.state["global_step"]) for head in heads), default=0)
 
 
 if __name__ == "__main__":
