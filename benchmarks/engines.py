@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from endless import TURNS, episodes, renderer, serving
-from gpu import DRY, made
+from gpu_learner import DRY, made
 from harness import ROOT, in_a_process, parser_of, read, write
 
 from agentgym.config import RunConfig, load_config
