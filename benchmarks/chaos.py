@@ -56,6 +56,26 @@ TRIES = 8  # for each fault that must hit
 TOO_LATE_S = 2.0  # a command that succeeds so soon after the fault had ended before it
 
 
+INTRODUCTION = (
+    "Each fault comes from outside, at a random time at which its victim is alive in an"
+    " undisturbed run. Then the same command is",
+    "given again until it ends.",
+    "",
+    "| fault | hits | where | commands until done, most | recovery s, longest | passed |",
+    "|---|---|---|---|---|---|",
+)
+CHECKED = (
+    "",
+    "Checked after each: the command ended as it says (exit code, error line); in the end"
+    " exit code 0; `agentgym audit` passes;",
+    "every step is done; the items trained on, in order, are those of an undisturbed run;"
+    " each (metric, step) once per MLflow run;",
+    f"one model version per checkpoint; no process left {GONE_WITHIN_S:g} s later"
+    f" ({RAY_GONE_WITHIN_S:g} s where a Ray cluster of the run's own was killed, too: its"
+    " agents try for a minute to tell it); no port answers; no temporary file is left.",
+)
+
+
 @dataclass(frozen=True)
 class Prepared:
     """State to begin with: nothing, or a copy of a successful preparation."""
@@ -181,26 +201,14 @@ def to_markdown(result: dict[str, Any]) -> str:
     """Markdown table of the contents of faults.json."""
     trials = [Trial(**trial) for trial in result["trials"]]
     hits = [trial for trial in trials if trial.hit]
-    struck = sorted({trial.kind for trial in hits})
-    lines = [
-        "# Faults",
-        "",
-        (
-            f"{len(hits)} faults of {len(struck)} kinds; {sum(trial.ok for trial in hits)} of them"
-            f" left a run that passes every check below. Made by `{result['command']}` on"
-            f" {result['machine']['cores']} cores of {', '.join(result['machine']['cpu'])}"
-            f" ({result['wall_s'] / 60:.0f} minutes); every trial is in `faults.json`."
-        ),
-        "",
-        (
-            "Each fault comes from outside, at a random time at which its victim is alive in an"
-            " undisturbed run. Then the same command is"
-        ),
-        "given again until it ends.",
-        "",
-        "| fault | hits | where | commands until done, most | recovery s, longest | passed |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = (
+        f"{len(hits)} faults of {len({trial.kind for trial in hits})} kinds;"
+        f" {sum(trial.ok for trial in hits)} of them"
+        f" left a run that passes every check below. Made by `{result['command']}` on"
+        f" {result['machine']['cores']} cores of {', '.join(result['machine']['cpu'])}"
+        f" ({result['wall_s'] / 60:.0f} minutes); every trial is in `faults.json`."
+    )
+    lines = ["# Faults", "", head, "", *INTRODUCTION]
     for name, what in result["kinds"].items():
         kind_hits = [trial for trial in hits if trial.kind == name]
         if name in result["not_run"]:
@@ -218,22 +226,7 @@ def to_markdown(result: dict[str, Any]) -> str:
             )
         else:
             lines.append(f"| {what} | 0 | | | | |")
-    lines += [
-        "",
-        (
-            "Checked after each: the command ended as it says (exit code, error line); in the end"
-            " exit code 0; `agentgym audit` passes;"
-        ),
-        (
-            "every step is done; the items trained on, in order, are those of an undisturbed run;"
-            " each (metric, step) once per MLflow run;"
-        ),
-        (
-            f"one model version per checkpoint; no process left {GONE_WITHIN_S:g} s later"
-            f" ({RAY_GONE_WITHIN_S:g} s where a Ray cluster of the run's own was killed, too: its"
-            " agents try for a minute to tell it); no port answers; no temporary file is left."
-        ),
-    ]
+    lines += CHECKED
     refusals = [note for trial in hits if trial.kind == "two-learners" for note in trial.notes[:1]]
     if refusals:
         lines += ["", "The second learner on a stage is refused:", "", f"    {refusals[0]}"]

@@ -109,13 +109,15 @@ class Project:
     def must(self, *command: str) -> str:
         """Run a command; return its output. Errors: RuntimeError if it fails."""
         self.check_open()
-        where = {"cwd": self.folder, "env": self.environment}
-        return output_of(command, **where, timeout_s=COMMAND_TIMEOUT_S)
+        return output_of(
+            command, cwd=self.folder, env=self.environment, timeout_s=COMMAND_TIMEOUT_S
+        )
 
-    def completed(self, *command: str) -> subprocess.CompletedProcess[str]:
+    def completed(
+        self, *command: str, timeout_s: float = COMMAND_TIMEOUT_S
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end, whatever its exit code."""
-        where = {"cwd": self.folder, "env": self.environment}
-        return completed(command, **where, timeout_s=COMMAND_TIMEOUT_S)
+        return completed(command, cwd=self.folder, env=self.environment, timeout_s=timeout_s)
 
     @contextlib.contextmanager
     def knows(self, server: Any, variables: Mapping[str, str]) -> Iterator[None]:

@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from chaos_project import GONE_WITHIN_S, Project, last_line
-from harness import completed, parser_of, read, s3_bucket, set_words, write
+from chaos_servers import s3_store
+from harness import parser_of, read, set_words, write
 
 BUDGET = ("evaluation.num_items=128", "horizon.stage_steps=[10,10,15]")  # as in .ci/run
 KINDS: dict[str, tuple[str, ...]] = {
@@ -98,12 +98,8 @@ def play(project: Project, run: Run, overrides: tuple[str, ...], num_kills: int)
         run.problem = run.problem or f"the command ended with {run.codes}: {last_line(log)}"
         return
     began = time.monotonic()
-    audit = completed(
-        ["-m", "agentgym", "audit", "--json", *set_words(overrides)],
-        cwd=project.folder,
-        env=project.environment,
-        timeout_s=AUDIT_TIMEOUT_S,
-    )
+    command = ("-m", "agentgym", "audit", "--json", *set_words(overrides))
+    audit = project.completed(*command, timeout_s=AUDIT_TIMEOUT_S)
     run.audit_s, run.audit_code = round(time.monotonic() - began, 1), audit.returncode
     try:
         report = json.loads(audit.stdout)
@@ -112,14 +108,8 @@ def play(project: Project, run: Run, overrides: tuple[str, ...], num_kills: int)
         return
     run.checks = {"seed": report["seed"]}
     for check in report["checks"]:
-        details = {
-            name: check[name]
-            for name in ("counted", "skipped", "note", "not_checked")
-            if check[name]
-        }
-        run.checks[check["name"]] = (
-            details if check["ok"] else {**details, "failures": check["failures"]}
-        )
+        names = ("counted", "skipped", "note", "not_checked", "failures")
+        run.checks[check["name"]] = {name: check[name] for name in names if check[name]}
 
 
 def wait_gone(project: Project) -> None:
@@ -129,19 +119,6 @@ def wait_gone(project: Project) -> None:
     deadline = time.monotonic() + GONE_WITHIN_S
     while project.processes() and time.monotonic() < deadline:
         time.sleep(0.5)
-
-
-@contextlib.contextmanager
-def s3_store(project: Project) -> Iterator[tuple[str, ...]]:
-    """Start an S3 server on loopback with a bucket; yield the overrides."""
-    with s3_bucket(project.scratch.parent, "honest") as (_, variables):
-        before = dict(project.environment)
-        project.environment |= variables
-        try:
-            yield ("store.uri=s3://honest/run",)
-        finally:
-            project.environment.clear()
-            project.environment.update(before)
 
 
 def main() -> int:
