@@ -9,8 +9,8 @@ belongs to a RayJob, for which a stand-in replaces KubeRay's operator.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
+import runpy
 import secrets
 import signal
 import subprocess
@@ -294,16 +294,6 @@ def local_ray(token: str) -> Iterator[str]:
             yield address_file.read_text(encoding="utf-8")
 
 
-def stand_in() -> Any:
-    path = ROOT / "tests/agentgym/deploy/kuberay_stand_in.py"
-    spec = importlib.util.spec_from_file_location("kuberay_stand_in", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @dataclass
 class OfKubeRay:
     """The parts around a step that runs as RayJobs."""
@@ -317,6 +307,8 @@ def kuberay(project: Project) -> Iterator[tuple[str, ...]]:
     """Start an API server, a stand-in for KubeRay's operator with a local Ray cluster, a store on
     S3, and MLflow.
     """
+    from ray.job_submission import JobSubmissionClient
+
     port, token = free_port(), secrets.token_hex(32)
     # 127.1 counts as another machine for the rules, and resolves to this one
     server = MlflowServer(project, port, hosts=f"127.1:{port},127.0.0.1:{port}")
@@ -336,8 +328,9 @@ def kuberay(project: Project) -> Iterator[tuple[str, ...]]:
         kube.create(secret_of("agentgym-rollout", credentials))
         jobs = kube_cluster.folder / "jobs"
         jobs.mkdir()
-        client = jobs_client(dashboard, token)
-        operator = stack.enter_context(stand_in().StandIn(kube, client, jobs))
+        client = JobSubmissionClient(dashboard, headers={"Authorization": f"Bearer {token}"})
+        tests = runpy.run_path(str(ROOT / "tests/agentgym/deploy/kuberay_stand_in.py"))
+        operator = stack.enter_context(tests["StandIn"](kube, client, jobs))
         stack.enter_context(known_to(project, kube_cluster, AGENTGYM_IMAGE="registry/agentgym:1"))
         project.server = OfKubeRay(operator, bucket.commits)
         tracking = f"tracking.uri=http://127.1:{port}"
@@ -346,12 +339,6 @@ def kuberay(project: Project) -> Iterator[tuple[str, ...]]:
             raise RuntimeError(f"left: {[resource['metadata']['name'] for resource in left]}")
         if operator.errors:
             raise RuntimeError(f"the stand-in failed: {operator.errors[:3]}")
-
-
-def jobs_client(dashboard: str, token: str) -> Any:
-    from ray.job_submission import JobSubmissionClient
-
-    return JobSubmissionClient(dashboard, headers={"Authorization": f"Bearer {token}"})
 
 
 def on_a_cluster(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:

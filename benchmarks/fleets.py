@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from harness import parser_of, write
@@ -117,28 +118,21 @@ def measure(kubeconfig: Path, count: int, threads: int) -> dict[str, Any]:
             times = list(pool.map(lambda run: life(kube, objects[run], run), runs))
         wall_s = time.perf_counter() - began
         calls = Counter(kube.transport.calls) - before
+        seconds = {part: [fleet_times[part] for fleet_times in times] for part in times[0]}
         return {
             "fleets": count,
             "at_once": threads,
             "objects_per_fleet": len(next(iter(objects.values()))) + 1,  # and the lease
             "wall_s_per_fleet": round(wall_s / count, 3),
             "rendered_s_per_fleet": round(rendered_s / count, 3),
-            "median_s": {
-                part: _median([fleet_times[part] for fleet_times in times]) for part in times[0]
-            },
-            "longest_s": {
-                part: round(max(fleet_times[part] for fleet_times in times), 2) for part in times[0]
-            },
+            "median_s": {part: round(median_high(s), 2) for part, s in seconds.items()},
+            "longest_s": {part: round(max(s), 2) for part, s in seconds.items()},
             "calls_per_fleet": {
                 verb: round(number / count, 2) for verb, number in sorted(calls.items())
             },
             "all_calls_per_fleet": round(calls.total() / count, 2),
             "left_over": left_over(kube),
         }
-
-
-def _median(values: list[float]) -> float:
-    return round(sorted(values)[len(values) // 2], 2)
 
 
 def main() -> None:

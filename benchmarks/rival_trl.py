@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ from trl import GRPOConfig, GRPOTrainer
 ITEMS_PER_STEP, GROUP_SIZE = 16, 8
 MAX_TURNS, MAX_NEW_TOKENS, CONTEXT_TOKENS = 12, 6, 512
 HTTP = requests.Session()
+HTTP.headers["Authorization"] = f"Bearer {os.environ['TRL_SERVER_TOKEN']}"
 KEYS = (uuid.uuid4().hex for _ in itertools.count())
 # environment_factory ends an episode only when the next observation does not fit the context
 TOO_LONG = "x " * 600

@@ -16,14 +16,15 @@ import json
 import os
 import statistics
 import tempfile
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import psutil
-from harness import output_of, parser_of, pss_bytes, quantile, write
+from harness import output_of, parser_of, pss_bytes, quantile, serving_app, write
+from starlette.applications import Starlette
+from starlette.responses import HTMLResponse
+from starlette.routing import Route
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
@@ -44,26 +45,6 @@ PAGE = "<!doctype html><title>Big</title><table>{}</table>".format(
 )
 
 
-@contextlib.contextmanager
-def page_server() -> Any:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-            self.wfile.write(PAGE.encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-
-
 class Processes:
     """The server and all its descendants."""
 
@@ -80,13 +61,9 @@ class Processes:
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()
                 name = process.name()
-                part = (
-                    "server"
-                    if process.pid == self._server.pid
-                    else "driver"
-                    if "node" in name
-                    else "chromium"
-                )
+                part = "driver" if "node" in name else "chromium"
+                if process.pid == self._server.pid:
+                    part = "server"
                 spent[part] += 1000 * (times.user + times.system)
         return spent
 
@@ -211,7 +188,8 @@ def main() -> None:
     if arguments.browser:
         os.environ[BROWSER_VARIABLE] = arguments.browser
     browser = find_browser()
-    with tempfile.TemporaryDirectory() as folder, page_server() as url:
+    site = Starlette(routes=[Route("/{path:path}", lambda _: HTMLResponse(PAGE))])
+    with tempfile.TemporaryDirectory() as folder, serving_app(lambda _: site) as url:
         task = {
             "sites": ["shopping"],
             "task_id": 0,
