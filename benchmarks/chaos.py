@@ -76,27 +76,20 @@ CHECKED = (
 )
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """State to begin with: nothing, or a copy of a successful preparation."""
-
-    project: Project
-    copy: Path  # created at the first use
-
-    def set_up(self, setting: Setting) -> None:
-        self.project.clear()
-        if setting.prepared and not self.copy.exists():
-            self.project.must("-m", "agentgym", "step", PREPARATION, "--with-parents")
-            shutil.copytree(self.project.state, self.copy)
-        elif setting.prepared:
-            shutil.copytree(self.copy, self.project.state, dirs_exist_ok=True)
+def set_up(project: Project, setting: Setting) -> None:
+    """Begin with nothing, or with a copy of a successful preparation, made at its first use."""
+    prepared = project.folder.parent / "prepared"
+    project.clear()
+    if setting.prepared and not prepared.exists():
+        project.must("-m", "agentgym", "step", PREPARATION, "--with-parents")
+        shutil.copytree(project.state, prepared)
+    elif setting.prepared:
+        shutil.copytree(prepared, project.state, dirs_exist_ok=True)
 
 
-def observe(
-    project: Project, prepared: Prepared, setting: Setting, kinds: Sequence[Kind]
-) -> Reference:
+def observe(project: Project, setting: Setting, kinds: Sequence[Kind]) -> Reference:
     """Run the setting's command undisturbed; record when each victim is alive."""
-    prepared.set_up(setting)
+    set_up(project, setting)
     with setting.around(project) as overrides:
         log = project.scratch / "reference.log"
         began = time.monotonic()
@@ -117,15 +110,13 @@ def observe(
         return Reference(wall_s, spans, *project.lineage(overrides), num_versions(project))
 
 
-def attempt(
-    project: Project, prepared: Prepared, kind: Kind, reference: Reference, seed: int, number: int
-) -> Trial:
+def attempt(project: Project, kind: Kind, reference: Reference, seed: int, number: int) -> Trial:
     """Start the command, inject the fault at a random time while its victim is alive, repeat the
     command until it succeeds, and check the result.
     """
     trial = Trial(kind.name, number)
     rng = random.Random(f"{seed} {kind.name} {number}")  # noqa: S311 - no secret
-    prepared.set_up(kind.setting)
+    set_up(project, kind.setting)
     with kind.setting.around(project) as overrides:
         words = kind.setting.words(overrides)
         log = project.scratch / f"{kind.name}-{number}.log"
@@ -153,13 +144,10 @@ def attempt(
         if trial.codes[0] == 0 and 0 not in kind.codes and time.monotonic() - struck < TOO_LATE_S:
             trial.hit = False  # it had just ended
         if trial.hit and trial.codes[0] not in kind.codes:
-            trial.failures.setdefault("command", []).append(
-                f"it ended with {trial.codes[0]}, expected {kind.codes}: {last_line(log)}"
-            )
+            wrong = f"it ended with {trial.codes[0]}, expected {kind.codes}: {last_line(log)}"
+            trial.fail("command", wrong)
         if trial.codes[0] == 1 and kind.setting.command[1] in OURS and not failure(log):
-            trial.failures.setdefault("command", []).append(
-                f"it did not say in a line what failed: {last_line(log)!r}"
-            )
+            trial.fail("command", f"it did not say in a line what failed: {last_line(log)!r}")
         check_gone(project, trial, kind.setting.stays, kind.setting.gone_within_s)
         while trial.codes[-1] != 0 and len(trial.codes) < MAX_COMMANDS:
             again = log.with_suffix(f".{len(trial.codes)}.log")
@@ -168,10 +156,8 @@ def attempt(
             if trial.codes[-1]:
                 trial.notes.append(f"{trial.codes[-1]}: {failure(again) or last_line(again)}")
         trial.recovery_s = time.monotonic() - struck
-        trial.failures["ended"] = []
-        if trial.codes[-1]:
-            no_end = f"not after {len(trial.codes)} commands: {trial.codes}; {trial.notes}"
-            trial.failures["ended"].append(no_end)
+        no_end = f"not after {len(trial.codes)} commands: {trial.codes}; {trial.notes}"
+        trial.fail("ended", *([no_end] if trial.codes[-1] else []))
         check_gone(project, trial, kind.setting.stays, kind.setting.gone_within_s)
         check_result(project, overrides, reference, trial)
     check_gone(project, trial, keep="")
@@ -190,9 +176,7 @@ def ended(process: subprocess.Popen[bytes], log: Path, trial: Trial) -> int:
     try:
         return process.wait(COMMAND_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        trial.failures.setdefault("command", []).append(
-            f"it did not end within {COMMAND_TIMEOUT_S:g} s: {last_line(log)}"
-        )
+        trial.fail("command", f"it did not end within {COMMAND_TIMEOUT_S:g} s: {last_line(log)}")
         os.killpg(process.pid, signal.SIGKILL)
         return process.wait()
 
@@ -355,19 +339,18 @@ class Campaign:
 
     def run(self, lane: Project) -> None:
         """Run trials one after the other until none is left."""
-        prepared = Prepared(lane, lane.folder.parent / "prepared")
         while (work := self.next()) is not None:
             kind, number = work
             try:
                 if kind.setting not in self.references:
                     same = [other for other in self.kinds if other.setting == kind.setting]
-                    self.references[kind.setting] = observe(lane, prepared, kind.setting, same)
+                    self.references[kind.setting] = observe(lane, kind.setting, same)
                     names = ", ".join(other.name for other in same)
                     self.result["references"][names] = asdict(self.references[kind.setting])
                     with self.lock:
                         self.lock.notify_all()  # others of this setting may begin
                 reference = self.references[kind.setting]
-                trial = attempt(lane, prepared, kind, reference, self.seed, number)
+                trial = attempt(lane, kind, reference, self.seed, number)
                 if not trial.hit:
                     self.references[kind.setting] = reference.faster(trial.at_s)
             except FAILED as error:  # the other trials still count

@@ -111,14 +111,10 @@ class Cluster:
         """The environment servers in pods."""
         return self.containers("python", "-m", "envs", "serve")
 
-    def left(self) -> list[str]:
-        """Names of all objects that have a run's label."""
-        names = self.kubectl("get", LEFT, "-n", FLEETS, f"-l{RUN_LABEL}", "--output=name")
-        return names.split()
-
     def check_nothing_left(self) -> None:
-        """Raise RuntimeError if an object of a run is left."""
-        if left := self.left():
+        """Raise RuntimeError if an object with a run's label is left."""
+        left = self.kubectl("get", LEFT, "-n", FLEETS, f"-l{RUN_LABEL}", "--output=name").split()
+        if left:
             raise RuntimeError(f"left in the cluster: {', '.join(left)}")
 
 

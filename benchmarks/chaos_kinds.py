@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,11 +21,10 @@ from chaos_project import GONE_WITHIN_S, Project, Trial
 from chaos_servers import (
     MlflowServer,
     S3Server,
-    dashboard,
-    gcs,
     mlflow_server,
     no_mount,
     no_ray,
+    ray_cluster,
     s3_store,
     services,
     slow_disk,
@@ -335,8 +335,12 @@ DEPLOYED = Setting(
 )
 ON_RAY = ("--set", "ray.num_workers=2", "--set", "ray.placement_timeout_s=300", "--set")
 LOCAL_RAY = Setting((*STAGE, *ON_RAY, "compute=ray"), prepared=True, missing=no_ray, is_ray=True)
-JOINED_RAY = replace(LOCAL_RAY, around=gcs, stays=".")
-RAY_JOB = replace(JOINED_RAY, command=(*STAGE, *ON_RAY, "compute=ray-job"), around=dashboard)
+JOINED_RAY = replace(LOCAL_RAY, around=partial(ray_cluster, fact="address"), stays=".")
+RAY_JOB = replace(
+    JOINED_RAY,
+    command=(*STAGE, *ON_RAY, "compute=ray-job"),
+    around=partial(ray_cluster, fact="dashboard"),
+)
 TWO_RANKS = replace(
     LOCAL_RAY,
     command=(*STAGE, "--set", "ray.num_ranks=2", *ON_RAY, "compute=ray"),

@@ -270,6 +270,10 @@ class Trial:
     def ok(self) -> bool:
         return not any(self.failures.values())
 
+    def fail(self, check: str, *failures: str) -> None:
+        """Record the failures of a check, perhaps none."""
+        self.failures.setdefault(check, []).extend(failures)
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -306,10 +310,8 @@ def check_gone(project: Project, trial: Trial, keep: str, within_s: float = GONE
     for process in left:
         with contextlib.suppress(psutil.Error):
             commands.append(" ".join(process.cmdline())[:200])
-    trial.failures.setdefault("processes", []).extend(commands)
-    trial.failures.setdefault("ports", []).extend(
-        f"port {port} still answers" for port in sorted(open_ports)
-    )
+    trial.fail("processes", *commands)
+    trial.fail("ports", *(f"port {port} still answers" for port in sorted(open_ports)))
 
 
 def is_open(port: int) -> bool:
@@ -325,14 +327,11 @@ def check_result(
     audit = ("-m", "agentgym", "audit", "--json", "--episodes", "4", *set_words(overrides))
     trial.failures["audit"] = audit_failures(project.completed(*audit))
     steps, items = project.lineage(overrides)
-    trial.failures["steps"] = (
-        [] if steps == reference.steps else [f"done are {steps}, undisturbed {reference.steps}"]
-    )
-    trial.failures["items"] = (
-        []
-        if items == reference.consumed
-        else [f"trained on {items}, undisturbed {reference.consumed}"]
-    )
+    trial.failures |= {"steps": [], "items": []}
+    if steps != reference.steps:
+        trial.fail("steps", f"done are {steps}, undisturbed {reference.steps}")
+    if items != reference.consumed:
+        trial.fail("items", f"trained on {items}, undisturbed {reference.consumed}")
     trial.failures["points"] = repeated_points(project.state / "mlflow.db")
     repeated = repeated_models(project.state / "mlflow.db")
     if num_versions(project) != reference.versions:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -245,14 +244,6 @@ def ray_cluster(project: Project, fact: str) -> Iterator[tuple[str, ...]]:
 
 def ray_variables(token: str) -> dict[str, str]:
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
-
-
-def gcs(project: Project) -> AbstractContextManager[tuple[str, ...]]:
-    return ray_cluster(project, "address")
-
-
-def dashboard(project: Project) -> AbstractContextManager[tuple[str, ...]]:
-    return ray_cluster(project, "dashboard")
 
 
 def no_ray() -> str:

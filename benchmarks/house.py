@@ -15,7 +15,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import grimp
 import networkx
@@ -118,15 +117,6 @@ def repeated(paths: Iterable[str]) -> dict[str, int]:
     return {name: len(known) for name, known in sorted(folders.items()) if len(known) > 1}
 
 
-def before(commit: str) -> dict[str, Any]:
-    """Measure a commit, in a process that imports its packages."""
-    with tree_of(commit) as tree:
-        command = [sys.executable, __file__, "--root", str(tree)]
-        measured = output_of(command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)})
-    result: dict[str, Any] = json.loads(measured)
-    return result
-
-
 def changed(commit: str) -> dict[str, dict[str, int]]:
     """Count the lines of Python that were added, removed and moved since a commit, by top folder.
     A line is moved if git finds its file renamed or copied.
@@ -222,7 +212,10 @@ def main() -> None:
         print(json.dumps(asdict(house(chosen.root)), indent=1))
         return
     commit = commit_of(chosen.before)
-    numbers = {"now": asdict(house()), "before": {"commit": commit, **before(commit)}}
+    with tree_of(commit) as tree:  # in a process that imports its packages
+        command = [sys.executable, __file__, "--root", str(tree)]
+        measured = output_of(command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)})
+    numbers = {"now": asdict(house()), "before": {"commit": commit, **json.loads(measured)}}
     write(chosen.out, {**numbers, "lines": changed(commit)})
     print(json.dumps(numbers | {"lines": changed(commit)}, indent=1))
 

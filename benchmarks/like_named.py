@@ -21,7 +21,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from harness import RESULTS, ROOT, parser_of, read, write
 
@@ -55,7 +54,7 @@ def main() -> int:
     tests = sorted({test for path, test in test_of_module.items() if test and path in chosen_paths})
     ran = measured(tests, arguments.jobs)
 
-    before = {row["module"]: row for row in known()}
+    before = {row["module"]: row for row in read(OUT, {"modules": []})["modules"]}
     rows = [
         before[path]
         if path not in chosen_paths and path in before and before[path]["test"] == test
@@ -93,12 +92,6 @@ def measured(tests: Sequence[str], jobs: int) -> dict[str, dict[str, float]]:
             ran[test] = pending_result.get(LIMIT_S)
             sys.stderr.write(f"{test}{'' if ran[test] else ' FAILED: ' + shared}\n")
     return ran
-
-
-def known() -> list[dict[str, Any]]:
-    """Rows of the last measurement."""
-    rows: list[dict[str, Any]] = read(OUT)["modules"] if OUT.exists() else []
-    return rows
 
 
 def modules(packages: Sequence[str] = PACKAGES) -> list[str]:

@@ -14,6 +14,7 @@ Writes docs/results/sciworld_engine.json.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -24,12 +25,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import httpx
 import psutil
 from harness import completed, cpu_seconds, parser_of, read, write
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
+from agentgym.rollouts.pools import EnvPool
+from agentgym.types import Item
 from envs.sciworld import stock
 from envs.sciworld.gold import solution
 from envs.sciworld.jvm import java_options
@@ -44,21 +46,17 @@ REPEATABLE = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 Transcript = list[tuple[str, ...]]
 
 
-async def open_at_once(url: str, token: str, number: int) -> float:
+async def open_at_once(endpoint: str, number: int) -> float:
     """Seconds until all eight sessions have their first observation."""
-    async with httpx.AsyncClient(
-        base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=120
-    ) as client:
+    async with (
+        EnvPool([endpoint], request_timeout_s=120) as pool,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        items = [Item("sciworld", task) for task in FIRST_TASKS]
+        opening = [pool.session(item, f"first-{number}-{item.task_id}") for item in items]
         began = time.perf_counter()
-        bodies = [
-            {"request_key": f"first-{number}-{task}", "task_id": task} for task in FIRST_TASKS
-        ]
-        answers = await asyncio.gather(*(client.post("/create", json=body) for body in bodies))
-        opened_s = time.perf_counter() - began
-        for answer in answers:
-            session = {"session_id": answer.raise_for_status().json()["session_id"]}
-            (await client.post("/close", json=session)).raise_for_status()
-    return opened_s
+        await asyncio.gather(*map(stack.enter_async_context, opening))
+        return time.perf_counter() - began
 
 
 def cold_start() -> dict[str, Any]:
@@ -72,7 +70,7 @@ def cold_start() -> dict[str, Any]:
             resident = [process.memory_info().rss for process in java]
             opened_s, cpu_s = [], [cpu_seconds(processes)]
             for number in range(3):
-                opened_s.append(asyncio.run(open_at_once(endpoint, endpoint.token, number)))
+                opened_s.append(asyncio.run(open_at_once(endpoint, number)))
                 cpu_s.append(cpu_seconds(processes))
     return {
         "ready_s": round(ready_s, 2),

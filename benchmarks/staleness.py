@@ -143,30 +143,18 @@ def summary(all_cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Summary of each case, over the seeds for which all its values of max_staleness are done."""
     table = []
     for case, values in CASES.items():
-        case_cells = [cell for cell in all_cells if cell["case"] == case]
-        seeds = [
-            seed
-            for seed in sorted({cell["seed"] for cell in case_cells})
-            if sum(cell["seed"] == seed for cell in case_cells) == len(values)
-        ]
+        by_seed: dict[int, list[dict[str, Any]]] = {}
+        for cell in all_cells:
+            if cell["case"] == case:
+                by_seed.setdefault(cell["seed"], []).append(cell)
+        seeds = sorted(seed for seed, done in by_seed.items() if len(done) == len(values))
         for staleness in values if seeds else ():
-            matching_cells = [
-                cell
-                for cell in case_cells
-                if cell["max_staleness"] == staleness and cell["seed"] in seeds
-            ]
-            table.append(
-                {
-                    "case": case,
-                    "max_staleness": staleness,
-                    "seeds": seeds,
-                    "staleness_max": max(cell["staleness_max"] for cell in matching_cells),
-                    **{
-                        name: round(statistics.mean(cell[name] for cell in matching_cells), 4)
-                        for name in MEANS
-                    },
-                }
-            )
+            done = [cell for seed in seeds for cell in by_seed[seed]]
+            matching = [cell for cell in done if cell["max_staleness"] == staleness]
+            means = {n: round(statistics.mean(cell[n] for cell in matching), 4) for n in MEANS}
+            row = {"case": case, "max_staleness": staleness, "seeds": seeds}
+            most = max(cell["staleness_max"] for cell in matching)
+            table.append({**row, "staleness_max": most, **means})
     return table
 
 
