@@ -1,7 +1,5 @@
 """Success of the expert and the random policy on all five environments.
 
-    python benchmarks/baselines.py
-
 Both run through the command that evaluates every other policy. Items on which `expert` fails are
 listed by name. Writes docs/results/baselines.json.
 """

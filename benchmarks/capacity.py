@@ -43,6 +43,7 @@ SLOW = {"sciworld": 2.0, "webarena": 2.0}  # factor on the duration of the measu
 TASKS = {"webarena": 97}  # number of task ids, from 0; 500 in the others
 OPENED_AT_ONCE = 32
 TIMEOUT_S = 60.0  # of one request
+FAILED = (RuntimeError, OSError, EOFError, TimeoutError)
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,6 @@ class Load:
             await connection.open()
             return await asyncio.wait_for(connection.post(route, body), TIMEOUT_S)
 
-    async def _action(self, connection: Connection, session: str, turn: int) -> str:
-        if self.env not in ACTIONS:  # ask the expert for an action
-            reply = await self._ask(connection, "/expert", {"session_id": session})
-            return reply["action"]
-        return ACTIONS[self.env][turn % len(ACTIONS[self.env])]
-
     async def hold(self) -> tuple[Connection, str] | None:
         """Open a session. Return None if it is refused."""
         async with self._gate:
@@ -102,7 +97,7 @@ class Load:
             try:
                 await asyncio.wait_for(connection.open(), TIMEOUT_S)
                 return connection, await self.open(connection)
-            except (RuntimeError, OSError, EOFError, TimeoutError) as error:
+            except FAILED as error:
                 self.errors.append(f"{type(error).__name__} {error}"[:300])
                 return None
 
@@ -112,7 +107,11 @@ class Load:
             turn = 0
             while time.perf_counter() < until:
                 turn += 1
-                action = await self._action(connection, session, turn)
+                if self.env in ACTIONS:
+                    action = ACTIONS[self.env][turn % len(ACTIONS[self.env])]
+                else:
+                    expert = await self._ask(connection, "/expert", {"session_id": session})
+                    action = expert["action"]
                 body = {"session_id": session, "turn": turn, "action": action}
                 began = time.perf_counter()
                 reply = await self._ask(connection, "/step", body)
@@ -121,7 +120,7 @@ class Load:
                     await self._ask(connection, "/close", {"session_id": session})
                     session, turn = await self.open(connection), 0
             await self._ask(connection, "/close", {"session_id": session})
-        except (RuntimeError, OSError, EOFError, TimeoutError) as error:
+        except FAILED as error:
             self.errors.append(f"{type(error).__name__} {error}"[:300])
         finally:
             connection.close()

@@ -1,7 +1,5 @@
 """Kill parts of a run at random times, from outside, and check the result.
 
-    python benchmarks/chaos.py
-
 In copies of this repository, two at a time, a tiny run is started. At a random moment one of its
 parts is killed, the disk is filled, or a second learner starts; then the same command is repeated
 until it succeeds.

@@ -356,10 +356,7 @@ def lose_ray_cluster(scene: Scene, _: list[psutil.Process]) -> None:
 
 ON_CLUSTER = Setting(FLOW, around=cluster, missing=no_cluster)
 DEPLOYED = Setting(
-    ("-c", RUN),
-    around=deployed,
-    missing=lambda: no_cluster() or no_mount(),
-    takes_overrides=False,
+    ("-c", RUN), around=deployed, missing=lambda: no_cluster() or no_mount(), takes_overrides=False
 )
 AS_RAY_JOB = Setting(
     (*STAGE, "--with-parents"),

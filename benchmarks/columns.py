@@ -1,7 +1,5 @@
 """Three recipes in three environments from one file, killed once in the middle.
 
-    python benchmarks/columns.py    # or make measure NAME=columns
-
 Runs comparisons/three-environments.yaml with `flows.compare`. Once KILL_AFTER of its nine cells are
 done, the command and all its descendants are killed, and the same command runs again. All steps
 done before the kill must still be done, with the same commits. Writes

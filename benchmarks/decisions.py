@@ -1,7 +1,5 @@
 """Error rate and power of comparisons of two policies.
 
-    python benchmarks/decisions.py    # or make measure NAME=decisions
-
 Writes docs/results/decisions.json. The decision is the product's own,
 `agentgym.evaluation.paired.decide`, on simulated pairs:
 

@@ -1,7 +1,5 @@
 """Speed of environment servers over HTTP on keep-alive connections.
 
-    python benchmarks/env_servers.py [ENV ...]
-
 Each server is one process; the load comes from another.
 Without `--server` it starts ours, one of each environment, and measures both dialects.
 `--server NAME=DIALECT=URL` measures a running server, ours or AgentGym's, in the same run; `NAME`

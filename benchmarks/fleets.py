@@ -1,7 +1,5 @@
 """Time and API requests to bring many fleets up and down on a cluster.
 
-    python benchmarks/fleets.py
-
 Fleets of TextCraft, one server each, in a new namespace: several threads send them, as flows do,
 wait until they are ready and take them down; then every kind of object is searched for leftovers.
 Measured are seconds and requests to the API server, per fleet. The cluster is that of KUBECONFIG,

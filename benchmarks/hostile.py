@@ -1,7 +1,5 @@
 """Hostile actions that no policy may use to escape its score.
 
-    python benchmarks/hostile.py [ENV ...]
-
 Each environment's real server gets malicious actions: every Unicode category, thousands of digits,
 control and bidirectional characters, halves of surrogate pairs, NUL, a megabyte, and the
 environment's own grammar filled with those.

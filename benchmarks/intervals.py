@@ -1,7 +1,5 @@
 """Coverage of confidence intervals over seeds and items, and over items and families.
 
-    python benchmarks/intervals.py [seeds families]    # or make measure NAME=intervals
-
 `seeds` writes docs/results/coverage.json, `families` docs/results/clusters.json.
 The worlds are simulated, so their truth is known; the intervals are the product's own,
 `agentgym.evaluation.seeds.crossed_intervals` and `agentgym.evaluation.clustered.

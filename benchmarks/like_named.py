@@ -1,7 +1,5 @@
 """Share of modules whose like-named test alone runs most of their lines.
 
-    python benchmarks/like_named.py [--only PART] [--jobs N]
-
 The test of agentgym/store/keys.py is tests/agentgym/store/test_keys.py; that of a package's own
 code is test_<package>.py, in the package's folder or its parent. Each runs alone under coverage,
 without tests that are slow or need a GPU or Ray; lines that other processes run do not count.

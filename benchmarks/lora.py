@@ -57,11 +57,7 @@ def main() -> int:
     for seed in sorted(set(chosen.seeds) - {run["seed"] for run in runs}):
         with tempfile.TemporaryDirectory() as folder:
             runs.append(run(seed, Path(folder)))
-        result = {
-            "changes": CHANGES,
-            "verdict": verdict(runs),
-            "runs": runs,
-        }
+        result = {"changes": CHANGES, "verdict": verdict(runs), "runs": runs}
         write(chosen.out, result)
         print(f"seed {seed}: {result['verdict']}", flush=True)
     return 0 if verdict(runs)["ok"] else 1

@@ -1,7 +1,5 @@
 """Memory and time per rank for models of 1.5, 7 and 32 billion parameters on 1 to 64 ranks.
 
-    python benchmarks/scale.py
-
 No machine of that size is available: the learner's own code builds, trains, publishes and commits
 on paper (see on_paper.py), and the bytes are those of its modules' tensors. A model of 0.5 billion
 parameters is also trained for real, in one process, in two and in four (gloo): one process

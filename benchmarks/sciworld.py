@@ -1,7 +1,5 @@
 """Duration of SciWorld's first sessions, and differences of its games from the stock engine's.
 
-    python benchmarks/sciworld.py
-
 Cold: as soon as a new server reports that it is ready, eight sessions are opened at once, each on
 another kind of task.
 Order: 46 games, two of each published kind, with the recorded solution of each.

@@ -53,12 +53,7 @@ def main() -> int:
             for case in cases
         ]
         runs = [compared(case, *(job.result() for job in both)) for case, both in jobs]
-    result = {
-        "before": commits[0],
-        "after": commits[1],
-        "budget": BUDGET,
-        "runs": runs,
-    }
+    result = {"before": commits[0], "after": commits[1], "budget": BUDGET, "runs": runs}
     write(arguments.out, result)
     return 0 if all(run["num_equal"] and not run["differ"] for run in runs) else 1
 

@@ -1,7 +1,5 @@
 """Response times and resources of `agentgym view` with 100,000 episodes.
 
-    python benchmarks/viewer.py
-
 The episodes are those of expert and random play on BabyAI, TextCraft and SearchQA, played once and
 repeated with other ids, outcomes and log-probabilities; they have a token for each four characters.
 The store contains them as four runs would. The server is the real command in a separate process,
