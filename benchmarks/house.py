@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 import grimp
 import networkx
-from harness import PACKAGES, ROOT, commit_of, git, output_of, parser_of, tree_of, write
+from harness import PACKAGES, ROOT, checkout, commit_of, git, output_of, parser_of, write
 
 COLUMNS, LINES, MODULE_LINES = 100, 60, 450
 
@@ -92,11 +92,9 @@ WITHIN = tuple(f"{package}/" for package in PACKAGES)
 
 
 def files(root: Path) -> list[str]:
-    """Return the Python files: those under version control, or all of an extracted commit."""
-    if (root / ".git").exists():
-        listed = output_of(["git", "ls-files", "*.py"], cwd=root).splitlines()
-        return [path for path in listed if (root / path).exists()]
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*.py"))
+    """Return the Python files under version control."""
+    listed = output_of(["git", "ls-files", "*.py"], cwd=root).splitlines()
+    return [path for path in listed if (root / path).exists()]
 
 
 def by_folder(lines: Mapping[str, int]) -> dict[str, int]:
@@ -212,7 +210,7 @@ def main() -> None:
         print(json.dumps(asdict(house(chosen.root)), indent=1))
         return
     commit = commit_of(chosen.before)
-    with tree_of(commit) as tree:  # in a process that imports its packages
+    with checkout(commit) as tree:  # in a process that imports its packages
         command = [sys.executable, __file__, "--root", str(tree)]
         measured = output_of(command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)})
     numbers = {"now": asdict(house()), "before": {"commit": commit, **json.loads(measured)}}

@@ -53,9 +53,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         trees = {"after": ROOT}
         if chosen.before:
-            state = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            trees["before"] = stack.enter_context(checkout(commit_of(chosen.before), state))
             result["before_commit"] = commit_of(chosen.before)
+            trees["before"] = stack.enter_context(checkout(result["before_commit"]))
         for name, tree in trees.items():
             command = [sys.executable, __file__, "--count", str(tree)]
             environment = {**os.environ, "PYTHONPATH": str(tree)}

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness import PACKAGES, RESULTS, ROOT, parser_of, tree_of, write
+from harness import PACKAGES, RESULTS, ROOT, checkout, commit_of, parser_of, write
 
 SIMULATORS = ("babyai", "sciworld", "searchqa", "textcraft", "webarena")  # prose of their own
 ANCHORS = ("starlette", "httpx", "prefect")  # other projects, as installed
@@ -151,7 +151,7 @@ def main() -> None:
         return
     counts = {"now": asdict(count(ROOT))}
     if chosen.before:
-        with tree_of(chosen.before) as tree:
+        with checkout(commit_of(chosen.before)) as tree:
             counts["before"] = {"commit": chosen.before, **asdict(count(tree))}
         counts |= {name: asdict(count_package(name)) for name in ANCHORS}
         write(RESULTS / "plain.json", counts)
