@@ -18,7 +18,6 @@ import resource
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +43,6 @@ TASKS = {"webarena": 97}  # number of task ids, from 0; 500 in the others
 OPENED_AT_ONCE = 32
 TIMEOUT_S = 60.0  # of one request
 FAILED = (RuntimeError, OSError, EOFError, TimeoutError)
-
-
-@dataclass(frozen=True)
-class Row:
-    env: str
-    sessions: int
-    held: int  # sessions that were opened
-    steps_per_s: float
-    p50_ms: float
-    p99_ms: float
-    open_p50_ms: float  # to open a session while all the others are being opened
-    cpu_ms_per_step: float  # of the server and its child processes
-    rss_mib: float  # of the same processes, at the end
-    errors: int
 
 
 class Load:
@@ -126,7 +111,10 @@ class Load:
             connection.close()
 
 
-async def measure(env: str, endpoint: Endpoint, count: int, seconds: float) -> tuple[Row, Load]:
+async def measure(
+    env: str, endpoint: Endpoint, count: int, seconds: float
+) -> tuple[dict[str, Any], list[str]]:
+    """Result: (row of a number of sessions, errors)."""
     load = Load(env, endpoint)
     processes = processes_at(int(str(endpoint).rpartition(":")[2]))
     sessions = [
@@ -137,37 +125,38 @@ async def measure(env: str, endpoint: Endpoint, count: int, seconds: float) -> t
     await asyncio.gather(*(load.act(*session, began + seconds) for session in sessions))
     wall_s = time.perf_counter() - began
     processes = processes_at(int(str(endpoint).rpartition(":")[2]))
-    row = Row(
-        env=env,
-        sessions=count,
-        held=len(sessions),
-        steps_per_s=round(len(load.times) / wall_s, 1),
-        p50_ms=round(1000 * quantile(load.times, 0.5), 3),
-        p99_ms=round(1000 * quantile(load.times, 0.99), 3),
-        open_p50_ms=round(1000 * opened, 1),
-        cpu_ms_per_step=round(1000 * (cpu_seconds(processes) - cpu_s) / max(1, len(load.times)), 3),
-        rss_mib=round(sum(process.memory_info().rss for process in processes) / 2**20, 1),
-        errors=len(load.errors),
-    )
-    return row, load
+    spent_ms = 1000 * (cpu_seconds(processes) - cpu_s)
+    row = {
+        "env": env,
+        "sessions": count,
+        "held": len(sessions),  # sessions that were opened
+        "steps_per_s": round(len(load.times) / wall_s, 1),
+        "p50_ms": round(1000 * quantile(load.times, 0.5), 3),
+        "p99_ms": round(1000 * quantile(load.times, 0.99), 3),
+        "open_p50_ms": round(1000 * opened, 1),  # while all the others are being opened
+        "cpu_ms_per_step": round(spent_ms / max(1, len(load.times)), 3),  # with child processes
+        "rss_mib": round(sum(process.memory_info().rss for process in processes) / 2**20, 1),
+        "errors": len(load.errors),
+    }
+    return row, load.errors
 
 
-def climb(env: str, seconds: float, most_mib: float, log: Path) -> tuple[list[Row], str]:
+def climb(env: str, seconds: float, most_mib: float, log: Path) -> tuple[list[dict[str, Any]], str]:
     """Rows of growing numbers of sessions, and the reason if the server reached its limit."""
     counts = COUNTS[env]
     config = EnvConfig(name=env, options=OPTIONS.get(env, {}), max_sessions=max(counts))
-    rows: list[Row] = []
+    rows = []
     with local_env(config, expert=env not in ACTIONS, log_path=log) as (endpoint,):
         if env in SLOW:  # warm up browsers and compilers
             asyncio.run(measure(env, endpoint, counts[1], seconds))
         for count in counts:
-            row, load = asyncio.run(measure(env, endpoint, count, seconds * SLOW.get(env, 1.0)))
+            row, errors = asyncio.run(measure(env, endpoint, count, seconds * SLOW.get(env, 1.0)))
             rows.append(row)
-            print(json.dumps(asdict(row)), flush=True)
-            if load.errors:
-                return rows, f"{count} sessions: {load.errors[0]}"
-            if row.rss_mib > most_mib:
-                return rows, f"{count} sessions take {row.rss_mib:g} MiB, of {most_mib:g} allowed"
+            print(json.dumps(row), flush=True)
+            if errors:
+                return rows, f"{count} sessions: {errors[0]}"
+            if (mib := row["rss_mib"]) > most_mib:
+                return rows, f"{count} sessions take {mib:g} MiB, of {most_mib:g} allowed"
     return rows, ""
 
 
@@ -214,7 +203,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     uvloop.install()
     began, load = time.monotonic(), psutil.getloadavg()[0]
-    rows: list[Row] = []
+    rows = []
     limits = {}
     with tempfile.TemporaryDirectory() as folder:
         for env in arguments.envs or COUNTS:
@@ -226,7 +215,7 @@ def main() -> None:
         "load_before": round(load, 1),
         "wall_s": round(time.monotonic() - began, 1),
         "limits": limits,
-        "rows": [asdict(row) for row in rows],
+        "rows": rows,
     }
     write(arguments.out, result)
     table = to_markdown({**origin(), **result})

@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -294,14 +294,6 @@ def local_ray(token: str) -> Iterator[str]:
             yield address_file.read_text(encoding="utf-8")
 
 
-@dataclass
-class OfKubeRay:
-    """The parts around a step that runs as RayJobs."""
-
-    operator: Any
-    commits: Callable[[], list[str]]  # of stage 1
-
-
 @contextlib.contextmanager
 def kuberay(project: Project) -> Iterator[tuple[str, ...]]:
     """Start an API server, a stand-in for KubeRay's operator with a local Ray cluster, a store on
@@ -332,7 +324,7 @@ def kuberay(project: Project) -> Iterator[tuple[str, ...]]:
         tests = runpy.run_path(str(ROOT / "tests/agentgym/deploy/kuberay_stand_in.py"))
         operator = stack.enter_context(tests["StandIn"](kube, client, jobs))
         stack.enter_context(known_to(project, kube_cluster, AGENTGYM_IMAGE="registry/agentgym:1"))
-        project.server = OfKubeRay(operator, bucket.commits)
+        project.server = SimpleNamespace(operator=operator, commits=bucket.commits)
         tracking = f"tracking.uri=http://127.1:{port}"
         yield (*store, *ON_KUBERAY, tracking, "store.lease_ttl_s=5")
         if left := kube.list(RAY_CLUSTER).items + kube.list(Resource("ray.io/v1", "RayJob")).items:

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import socket
+import socketserver
 import subprocess
 import sys
 import tempfile
@@ -278,24 +279,21 @@ def forwarded(deployed: Deployed, service: str) -> Iterator[str]:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def serve(client: socket.socket) -> None:
-        with client, contextlib.suppress(OSError, RuntimeError), reach() as pod:
-            pod.settimeout(None)
-            back = threading.Thread(target=pump, args=(pod, client), daemon=True)
-            back.start()
-            pump(client, pod)
-            back.join()
+    class Connection(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError, RuntimeError), reach() as pod:
+                pod.settimeout(None)
+                back = threading.Thread(target=pump, args=(pod, self.request), daemon=True)
+                back.start()
+                pump(self.request, pod)
+                back.join()
 
-    def accept(listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = listener.accept()
-                threading.Thread(target=serve, args=(client,), daemon=True).start()
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
 
     # the Service's own port: MLflow checks it in the Host header
     host = ".".join(["127", *(str(1 + secrets.randbelow(250)) for _ in range(3))])
-    with socket.create_server((host, PORTS[service])) as listener:
-        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+    with Server((host, PORTS[service]), Connection) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"{host}:{PORTS[service]}"
-        with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)
+        server.shutdown()

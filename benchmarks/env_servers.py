@@ -21,7 +21,7 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,24 +75,6 @@ class Target:
     url: str
     label: str
     token: str = field(default="", repr=False)  # that the server requires
-
-
-@dataclass(frozen=True)
-class Measured:
-    label: str
-    env: str
-    dialect: str
-    sessions: int
-    steps_per_s: float
-    p50_ms: float
-    p99_ms: float
-    create_ms: float  # median, of create and reset together
-    # of the server and the processes it started; None if they are not on this machine
-    rss_mib: float | None
-    cpu_ms_per_step: float | None  # of the same processes, opening episodes included
-    server_ms_per_step: float | None  # of these, the server without the processes it started
-    engine_ms_per_step: float | None  # of these, inside a simulator that counts them itself
-    errors: int
 
 
 class Connection:
@@ -164,7 +146,8 @@ async def episode(connection: Connection, target: Target, number: int, times: li
     return opened
 
 
-async def measure(target: Target, num_sessions: int, seconds: float) -> Measured:
+async def measure(target: Target, num_sessions: int, seconds: float) -> dict[str, Any]:
+    """Row of a number of sessions. Memory and CPU time are None if the server runs elsewhere."""
     times: list[float] = []
     opened: list[float] = []
     numbers = itertools.count()
@@ -196,23 +179,26 @@ async def measure(target: Target, num_sessions: int, seconds: float) -> Measured
     def local(figure: float) -> float | None:
         return round(figure, 3) if processes else None
 
-    return Measured(
-        label=target.label,
-        env=target.env,
-        dialect=target.dialect,
-        sessions=num_sessions,
-        steps_per_s=round(len(times) / wall_s, 1),
-        p50_ms=round(1000 * statistics.median(times), 3),
-        p99_ms=round(1000 * quantile(times, 0.99), 3),
-        create_ms=round(1000 * statistics.median(opened), 3) if opened else float("nan"),
-        rss_mib=local(sum(process.memory_info().rss for process in processes) / 2**20),
-        cpu_ms_per_step=local(per_step * (cpu_seconds(processes) - cpu_s)),
-        server_ms_per_step=local(per_step * (cpu_seconds(processes[:1]) - server_s)),
-        engine_ms_per_step=(
+    return {
+        "label": target.label,
+        "env": target.env,
+        "dialect": target.dialect,
+        "sessions": num_sessions,
+        "steps_per_s": round(len(times) / wall_s, 1),
+        "p50_ms": round(1000 * statistics.median(times), 3),
+        "p99_ms": round(1000 * quantile(times, 0.99), 3),
+        # median, of create and reset together
+        "create_ms": round(1000 * statistics.median(opened), 3) if opened else float("nan"),
+        # of the server and the processes it started
+        "rss_mib": local(sum(process.memory_info().rss for process in processes) / 2**20),
+        "cpu_ms_per_step": local(per_step * (cpu_seconds(processes) - cpu_s)),
+        "server_ms_per_step": local(per_step * (cpu_seconds(processes[:1]) - server_s)),
+        # of these, inside a simulator that counts them itself
+        "engine_ms_per_step": (
             round(per_step * (engine_seconds(target.url) - engine_s), 3) if engine_s else None
         ),
-        errors=errors,
-    )
+        "errors": errors,
+    }
 
 
 def engine_seconds(url: str) -> float:
@@ -240,7 +226,7 @@ def main() -> None:
         for env, dialect, url in (text.split("=", 2) for text in arguments.server)
     ]
     uvloop.install()
-    rows: list[Measured] = []
+    rows = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         for env in arguments.envs or sorted({target.env for target in targets}) or ACTIONS:
             config = EnvConfig(name=env, options=OPTIONS.get(env, {}), max_sessions=512)
@@ -255,8 +241,8 @@ def main() -> None:
                 if arguments.warm:
                     asyncio.run(measure(target, num_sessions, arguments.warm))
                 rows.append(asyncio.run(measure(target, num_sessions, arguments.seconds)))
-                print(*(f"{name} {value}" for name, value in asdict(rows[-1]).items()), sep=", ")
-    write(arguments.out, {"rows": [asdict(row) for row in rows]})
+                print(*(f"{name} {value}" for name, value in rows[-1].items()), sep=", ")
+    write(arguments.out, {"rows": rows})
 
 
 if __name__ == "__main__":

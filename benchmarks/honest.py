@@ -123,32 +123,18 @@ def wait_gone(project: Project) -> None:
 
 def main() -> int:
     parser = parser_of(__doc__, "honest.json")
-    parser.add_argument(
-        "--only",
-        type=int,
-        nargs="+",
-        default=range(len(PLAN) + NUM_DEFAULT),
-        metavar="NUMBER",
-        help="only these runs, by their indices in the plan, in this order (default: all)",
-    )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=240.0,
-        help="start no run after so many minutes (default 240)",
-    )
+    only = "only these runs, by their indices in the plan, in this order (default: all)"
+    every = range(len(PLAN) + NUM_DEFAULT)
+    parser.add_argument("--only", type=int, nargs="+", default=every, metavar="NUMBER", help=only)
+    minutes = "start no run after so many minutes (default 240)"
+    parser.add_argument("--minutes", type=float, default=240.0, help=minutes)
     parser.add_argument("--anew", action="store_true", help="ignore the results of an earlier call")
     arguments = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
-    result: dict[str, Any] = {"runs": []}
-    if not arguments.anew:
-        result = read(arguments.out, result)
+    result = {"runs": []} if arguments.anew else read(arguments.out, {"runs": []})
     finished_numbers, began = {run["number"] for run in result["runs"]}, time.monotonic()
-    plan = [
-        *((kind, kills, BUDGET) for kind, kills in PLAN),
-        *[("free-running", 0, ())] * NUM_DEFAULT,
-    ]
+    plan = [(*planned, BUDGET) for planned in PLAN] + [("free-running", 0, ())] * NUM_DEFAULT
     with tempfile.TemporaryDirectory(prefix="honest-") as folder:
         project = Project(Path(folder), {})
         try:
@@ -159,27 +145,20 @@ def main() -> int:
                 if time.monotonic() - began > 60 * arguments.minutes:
                     break
                 overrides = (*budget, *KINDS[kind], f"seed={number}")
-                with (
-                    s3_store(project)
-                    if kind == "s3"
-                    else contextlib.nullcontext(()) as store_overrides
-                ):
-                    run = Run(
-                        number,
-                        kind if budget else "default",
-                        ["python", "-m", "flows.pipeline", *overrides],
-                    )
-                    play(project, run, (*overrides, *store_overrides), kills)
+                is_s3 = kind == "s3"
+                with s3_store(project) if is_s3 else contextlib.nullcontext(()) as store:
+                    command = ["python", "-m", "flows.pipeline", *overrides]
+                    run = Run(number, kind if budget else "default", command)
+                    play(project, run, (*overrides, *store), kills)
                 result["runs"].append({**asdict(run), "ok": run.ok})
-                result["passed"] = (
-                    f"{sum(row['ok'] for row in result['runs'])} of {len(result['runs'])}"
-                )
+                num_passed = sum(row["ok"] for row in result["runs"])
+                result["passed"] = f"{num_passed} of {len(result['runs'])}"
                 write(arguments.out, result)
                 print(
                     f"{number} {run.kind} kills {run.killed_at_s} {run.wall_s:.0f} s, audit"
-                    f" {run.audit_s:.0f} s: {run.ok} {run.problem}"
+                    f" {run.audit_s:.0f} s: {run.ok} {run.problem}",
+                    flush=True,
                 )
-                sys.stdout.flush()
         finally:
             project.close()
     return 0 if all(run["ok"] for run in result["runs"]) else 1
