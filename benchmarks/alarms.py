@@ -48,16 +48,13 @@ def main() -> int:
 
 
 def run(changes: Sequence[str], folder: str) -> list[Point]:
-    """Train one run; return the points of its training."""
     cfg = load_config(ROOT / "params.yaml", [*changes, f"store.path={folder}/store"])
     run_with_parents(stages(cfg.horizon)[-1].name, cfg)
     return stage_points(cfg)
 
 
 def rows(history: Iterable[Point]) -> dict[str, list[float | None]]:
-    """Metrics that the alarms read, in 5 digits, a value per optimizer step; None if it was not
-    measured.
-    """
+    """Metrics that the alarms read, in 5 digits, a value per step; None if not measured."""
     steps = [{m: float(f"{v:.5g}") for m, v in point.metrics.items()} for point in history]
     series = {name: [step.get(name) for step in steps] for name in METRICS}
     return {name: row for name, row in series.items() if any(value is not None for value in row)}

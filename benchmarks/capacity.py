@@ -65,9 +65,7 @@ class Load:
         return reply["session_id"]
 
     async def _ask(self, connection: Connection, route: str, body: Any) -> Any:
-        """Post a request; if the server has closed the idle connection, repeat it on a new one.
-        Repeated requests are idempotent.
-        """
+        """Post a request; repeat it (idempotent) if the server has closed the idle connection."""
         try:
             return await asyncio.wait_for(connection.post(route, body), TIMEOUT_S)
         except (ConnectionError, asyncio.IncompleteReadError):
@@ -161,7 +159,6 @@ def climb(env: str, seconds: float, most_mib: float, log: Path) -> tuple[list[di
 
 
 def to_markdown(result: dict[str, Any]) -> str:
-    """Markdown table of the contents of capacity.json."""
     cpu, cores = ", ".join(result["machine"]["cpu"]), result["machine"]["cores"]
     columns = {
         "held": "sessions",

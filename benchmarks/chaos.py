@@ -109,9 +109,7 @@ def observe(project: Project, setting: Setting, kinds: Sequence[Kind]) -> Refere
 
 
 def attempt(project: Project, kind: Kind, reference: Reference, seed: int, number: int) -> Trial:
-    """Start the command, inject the fault at a random time while its victim is alive, repeat the
-    command until it succeeds, and check the result.
-    """
+    """Inject the fault at a random time, repeat the command until it succeeds, check the result."""
     trial = Trial(kind.name, number)
     rng = random.Random(f"{seed} {kind.name} {number}")  # noqa: S311 - no secret
     set_up(project, kind.setting)
@@ -162,13 +160,6 @@ def attempt(project: Project, kind: Kind, reference: Reference, seed: int, numbe
     return trial
 
 
-def keep_logs(project: Project, folder: Path) -> None:
-    """Copy the logs of a failed trial's commands and servers into the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for log in [*project.scratch.glob("*.log"), *project.state.glob("logs/*.log")]:
-        shutil.copy(log, folder)
-
-
 def ended(process: subprocess.Popen[bytes], log: Path, trial: Trial) -> int:
     """Return the exit code. Kill a command that does not end, and record it as a failure."""
     try:
@@ -180,7 +171,6 @@ def ended(process: subprocess.Popen[bytes], log: Path, trial: Trial) -> int:
 
 
 def to_markdown(result: dict[str, Any]) -> str:
-    """Markdown table of the contents of faults.json."""
     trials = [Trial(**trial) for trial in result["trials"]]
     hits = [trial for trial in trials if trial.hit]
     head = (
@@ -260,7 +250,6 @@ def main() -> int:
 
 
 def save(out: Path, result: dict[str, Any]) -> None:
-    """Write the report, and its figures next to it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     figures = json.dumps(result, indent=1) + "\n"
     out.with_suffix(".json").write_text(figures, encoding="utf-8")
@@ -328,9 +317,7 @@ class Campaign:
             return None
 
     def disturb(self, kind: Kind, other: Kind) -> bool:
-        """Return True if the two must not run at the same time: Ray clusters share a machine's
-        memory, and a setting is observed only once.
-        """
+        """Ray clusters share a machine's memory, and a setting is observed only once."""
         return (kind.setting.is_ray and other.setting.is_ray) or (
             kind.setting == other.setting and kind.setting not in self.references
         )
@@ -370,7 +357,10 @@ class Campaign:
         self.result["wall_s"] = now
         save(self.out, self.result)
         if not trial.ok:
-            keep_logs(lane, self.out.with_suffix("") / f"{trial.kind}-{trial.number}")
+            folder = self.out.with_suffix("") / f"{trial.kind}-{trial.number}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for log in [*lane.scratch.glob("*.log"), *lane.state.glob("logs/*.log")]:
+                shutil.copy(log, folder)
 
     def stop(self, lanes: Sequence[Project]) -> None:
         """Stop all lanes: none begins another trial, and running processes are killed."""

@@ -67,7 +67,6 @@ BEFORE = ("before the first step", "after")  # phases in which no step is runnin
 
 
 def known_to(project: Project, kube_cluster: Cluster, **variables: str) -> Any:
-    """Make the cluster known to the project, and set the variables of its commands."""
     settings = {"KUBECONFIG": str(kube_cluster.kubeconfig), **variables}
     return project.knows(kube_cluster, settings)
 
@@ -80,19 +79,16 @@ def cluster(project: Project) -> Iterator[tuple[str, ...]]:
     token = secrets.token_hex(16)
     with control_plane() as kube_cluster, known_to(project, kube_cluster, AGENTGYM_FLEET_KEY=token):
         kube_cluster.add_nodes("node-1", "node-2")
-        kube_cluster.kubectl("apply", "--server-side", "--filename=-", objects=_base())
+        base = [
+            manifest
+            for manifest in rendered("test", manifests=ROOT / "k8s")
+            if "agentgym.io/environment" not in manifest["metadata"].get("labels", {})
+            # the flow runs outside the cluster: no claim, no Prefect, no MLflow
+            and manifest["kind"] not in ("PersistentVolumeClaim", "Deployment")
+        ]
+        kube_cluster.kubectl("apply", "--server-side", "--filename=-", objects=base)
         yield OVERRIDES
         kube_cluster.check_nothing_left()
-
-
-def _base() -> list[Any]:
-    return [
-        manifest
-        for manifest in rendered("test", manifests=ROOT / "k8s")
-        if "agentgym.io/environment" not in manifest["metadata"].get("labels", {})
-        # the flow runs outside the cluster: no claim, no Prefect, no MLflow
-        and manifest["kind"] not in ("PersistentVolumeClaim", "Deployment")
-    ]
 
 
 def no_cluster() -> str:
@@ -256,7 +252,6 @@ def of_service(name: str) -> Any:
 
 
 def send_mlflow_away(scene: Scene, _: list[psutil.Process]) -> None:
-    """Scale MLflow down to no pod for some seconds."""
     scale = ("scale", "deployment/mlflow", "--namespace", SERVICES)
     scene.project.server.kubectl(*scale, "--replicas=0")
     away_s = scene.chance.uniform(*MLFLOW_AWAY_S)
@@ -296,9 +291,7 @@ def local_ray(token: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def kuberay(project: Project) -> Iterator[tuple[str, ...]]:
-    """Start an API server, a stand-in for KubeRay's operator with a local Ray cluster, a store on
-    S3, and MLflow.
-    """
+    """Start an API server, a stand-in for KubeRay's operator with a Ray cluster, S3 and MLflow."""
     from ray.job_submission import JobSubmissionClient
 
     port, token = free_port(), secrets.token_hex(32)
@@ -340,7 +333,6 @@ def on_a_cluster(project: Project, process: subprocess.Popen[bytes]) -> list[psu
 
 
 def lose_ray_cluster(scene: Scene, _: list[psutil.Process]) -> None:
-    """Delete the Ray cluster with its processes."""
     operator = scene.project.server.operator
     scene.trial.hit = operator.lose_cluster(operator.ran[-1])
     scene.trial.notes.append(operator.ran[-1])

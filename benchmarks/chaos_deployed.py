@@ -109,11 +109,9 @@ class Cluster:
         return matches
 
     def servers(self) -> list[psutil.Process]:
-        """The environment servers in pods."""
         return self.containers("python", "-m", "envs", "serve")
 
     def check_nothing_left(self) -> None:
-        """Raise RuntimeError if an object with a run's label is left."""
         left = self.kubectl("get", LEFT, "-n", FLEETS, f"-l{RUN_LABEL}", "--output=name").split()
         if left:
             raise RuntimeError(f"left in the cluster: {', '.join(left)}")

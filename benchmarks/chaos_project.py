@@ -116,7 +116,6 @@ class Project:
     def completed(
         self, *command: str, timeout_s: float = COMMAND_TIMEOUT_S
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end, whatever its exit code."""
         return completed(command, cwd=self.folder, env=self.environment, timeout_s=timeout_s)
 
     @contextlib.contextmanager
@@ -150,11 +149,7 @@ class Project:
             )
 
     def processes(self, pattern: str = "") -> list[psutil.Process]:
-        """Return all live processes started here, at any depth, whose command line matches.
-
-        Ray's workers overwrite their environment, so they are recognized by their parents and their
-        working directory.
-        """
+        """Return all live processes started here, at any depth, whose command line matches."""
         ours: dict[int, psutil.Process] = {}
         for process in sorted(
             set(psutil.process_iter()) - self.others, key=lambda process: process.pid
@@ -172,11 +167,10 @@ class Project:
         return matches
 
     def is_ours(self, process: psutil.Process) -> bool:
-        """Return True if the process has this project's variable or working directory."""
         with contextlib.suppress(psutil.Error):
             if process.environ().get(OWNER) == self.environment[OWNER]:
                 return True
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):  # Ray's workers overwrite their environment
             return Path(process.cwd()).is_relative_to(self.folder)
         return False
 
@@ -204,9 +198,7 @@ class Project:
         return f"{step}, {len(list(last.parents[1].glob('manifests/*.json')))} commits made"
 
     def lineage(self, overrides: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return (finished steps, ids of the items trained on in the order of the committed
-        optimizer steps).
-        """
+        """Return (finished steps, ids of the items trained on in the order of their commits)."""
         steps, items = json.loads(self.must("-c", LINEAGE, *overrides).splitlines()[-1])
         return tuple(steps), tuple(items)
 
@@ -287,9 +279,7 @@ class Reference:
     versions: int  # registered models
 
     def faster(self, wall_s: float) -> Reference:
-        """Scale the times down if an undisturbed run took at most `wall_s`: the machine was busier
-        during the observation.
-        """
+        """Scale the times to a run of at most `wall_s`: the machine was busier when observed."""
         scale = min(1.0, wall_s / self.wall_s)
         spans = {name: (first * scale, last * scale) for name, (first, last) in self.spans.items()}
         return replace(self, wall_s=self.wall_s * scale, spans=spans)
@@ -366,7 +356,6 @@ def repeated_points(database: Path) -> list[str]:
 
 
 def repeated_models(database: Path) -> list[str]:
-    """Checkpoints registered more than once under one name."""
     query = (
         "select name, value, count(*) from model_version_tags where key = 'step_key' group by name,"
         " value having count(*) > 1"
@@ -392,9 +381,7 @@ def rows(database: Path, query: str) -> list[tuple[Any, ...]]:
 
 
 def leftovers(state: Path) -> list[str]:
-    """Temporary files in the state directory, except those that the step's next commit removes
-    (blobs, leases, manifests).
-    """
+    """Temporary files in the state, except those that the step's next commit removes."""
     paths = [
         path
         for path in state.rglob(".tmp-*")
@@ -410,8 +397,6 @@ def last_line(log: Path) -> str:
 
 
 def failure(log: Path) -> str:
-    """Return the line near the log's end that names the error, or "". The end of a server's log may
-    follow it.
-    """
+    """Return the line near the log's end that names the error, or ""."""
     lines = log.read_text(errors="replace", encoding="utf-8").splitlines()[-MAX_TAIL:]
     return next((line[:300] for line in reversed(lines) if line.startswith("failed: ")), "")

@@ -100,7 +100,6 @@ os.fsync = slowly
 
 @contextlib.contextmanager
 def slow_disk(project: Project) -> Iterator[tuple[str, ...]]:
-    """Slow down fsync in every process of the project."""
     folder = project.scratch / "slow"
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(SLOW_DISK, encoding="utf-8")
@@ -114,8 +113,6 @@ def slow_disk(project: Project) -> Iterator[tuple[str, ...]]:
 
 @dataclass
 class S3Server:
-    """A bucket in a moto server."""
-
     bucket: str
     client: Any
 

@@ -298,9 +298,7 @@ def batch() -> Batch:
 
 @contextlib.contextmanager
 def measured(measurements: dict[str, Any], phase: str) -> Iterator[None]:
-    """Measure the block's seconds, and its peak of anonymous memory above the value before the
-    first block.
-    """
+    """Measure the block's seconds and its peak of anonymous memory above the first value."""
     measurements.setdefault("idle_kib", anonymous_kib())
     peak, began = [anonymous_kib()], time.perf_counter()
 

@@ -132,7 +132,6 @@ def unlisted(cfg: RunConfig) -> list[Item]:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summary of each recipe over its seeds."""
     table = {}
     for name in sorted({run["recipe"] for run in runs}):
         recipe_runs = [run for run in runs if run["recipe"] == name]

@@ -78,9 +78,7 @@ class Target:
 
 
 class Connection:
-    """One keep-alive connection with little overhead, because the load generator runs on the same
-    machine as the server.
-    """
+    """One keep-alive connection with little overhead: the server runs on the same machine."""
 
     def __init__(self, url: str, token: str) -> None:
         parts = urllib.parse.urlsplit(url)

@@ -45,7 +45,6 @@ NAMESPACE = Kind("v1", "Namespace")
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Path]:
-    """Yield a kubeconfig."""
     script = os.environ.get("AGENTGYM_TEST_CONTROL_PLANE")
     if not script:
         yield Path(os.environ.get("KUBECONFIG", Path.home() / ".kube/config"))

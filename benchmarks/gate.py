@@ -35,7 +35,6 @@ DESIGNS = ((200, 1, 0), (200, 4, 0), (512, 1, 0), (512, 4, 0), (512, 4, 10))  # 
 def simulate(
     rules: GateConfig, case: Case, num: int, generator: np.random.Generator
 ) -> dict[str, Any]:
-    """Share of each verdict over `num` pairs."""
     families = tuple(f"f{i % case.families}" if case.families else None for i in range(case.items))
     codes = family_codes(families) if case.families else None
     names = tuple(map(str, range(case.items)))

@@ -57,7 +57,6 @@ def case_rollouts(size: Size) -> dict[str, Any]:
 
 
 async def ours(policy: Any, endpoint: str, size: Size) -> float:
-    """Sampled tokens per second of whole episodes."""
     began = time.perf_counter()
     played = await episodes(endpoint, size.num_episodes, policy, concurrency=size.concurrency)
     sampled = sum(sum(episode.action_mask) for episode in played)
@@ -65,7 +64,6 @@ async def ours(policy: Any, endpoint: str, size: Size) -> float:
 
 
 async def by_hand(policy: Any, size: Size) -> float:
-    """Sampled tokens per second of the same requests put to vLLM directly."""
     slots, options = asyncio.Semaphore(size.concurrency), {"max_tokens": 32}
     start, bridge = renderer().start("go to the red ball"), renderer().bridge("", stopped=True)
 

@@ -35,8 +35,6 @@ PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312}  # dense bfloat16, from th
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of the model and of the load that the cases use."""
-
     device: str
     dtype: torch.dtype
     model: ModelConfig
@@ -109,7 +107,6 @@ def case_ceilings(size: Size) -> dict[str, Any]:
 
 
 def matmul_tflops(size: Size) -> float:
-    """TFLOP/s of a product of two large matrices."""
     square = torch.randn(size.matmul, size.matmul, device=size.device, dtype=size.dtype)
     return 2 * size.matmul**3 / seconds(size, lambda: square @ square) / 1e12
 

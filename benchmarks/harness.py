@@ -147,7 +147,6 @@ def output_of(words: Sequence[str | Path], **options: Any) -> str:
 
 
 def set_words(settings: Sequence[str]) -> list[str]:
-    """Return the options of `agentgym` for these overrides."""
     return [word for setting in settings for word in ("--set", setting)]
 
 

@@ -53,8 +53,6 @@ NUM_DEFAULT = 3
 
 @dataclass
 class Run:
-    """One honest run and its audit's result."""
-
     number: int
     kind: str
     command: list[str]
@@ -113,9 +111,7 @@ def play(project: Project, run: Run, overrides: tuple[str, ...], num_kills: int)
 
 
 def wait_gone(project: Project) -> None:
-    """Wait until the remaining processes of a killed command have ended: a second command during
-    that time would be another test.
-    """
+    """Wait until the remaining processes of a killed command have ended."""
     deadline = time.monotonic() + GONE_WITHIN_S
     while project.processes() and time.monotonic() < deadline:
         time.sleep(0.5)

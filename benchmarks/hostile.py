@@ -167,7 +167,6 @@ def categories() -> dict[str, list[str]]:
 
 
 def hostile(rng: random.Random, max_length: int = MEGABYTE) -> str:
-    """Random hostile text of at most `max_length` characters."""
     kind = rng.randrange(6)
     length = rng.choice((*LENGTHS, *[rng.randrange(50)] * 12))
     if kind == 0:
@@ -213,7 +212,6 @@ def filled(
 
 
 def words(rng: random.Random) -> str:
-    """Ten words of plain English."""
     plain = "where is the red mug that my sister saw in your shop last week and what does it cost"
     return " ".join(rng.choices(plain.split(), k=10))
 
@@ -250,9 +248,7 @@ async def episode(
     played: Played,
     until: Callable[[], bool],
 ) -> None:
-    """Play one episode with the actions that `say` returns.
-    An environment's failure is recorded with the action before it.
-    """
+    """Play one episode with the actions of `say`; record an environment's failure."""
     total, texts = 0.0, list[str]()
     try:
         async with pool.session(Item(case.env, task), key) as session:

@@ -116,9 +116,7 @@ def repeated(paths: Iterable[str]) -> dict[str, int]:
 
 
 def changed(commit: str) -> dict[str, dict[str, int]]:
-    """Count the lines of Python that were added, removed and moved since a commit, by top folder.
-    A line is moved if git finds its file renamed or copied.
-    """
+    """Count lines of Python added, removed and moved (renamed or copied) since a commit."""
     counts = numstat(commit, "--find-renames", "--find-copies")
     added, removed = (
         by_folder({path: both[side] for path, both in counts.items()}) for side in (0, 1)
@@ -143,7 +141,8 @@ def numstat(commit: str, *options: str) -> dict[str, tuple[int, int]]:
 def no_encodings(source: str) -> list[int]:
     """Return lines of calls that open text, or a process with text output, without `encoding`."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    return sorted(call.lineno for call in calls if is_text(call) and not names_encoding(call))
+    texts = (call for call in calls if is_text(call))
+    return sorted(c.lineno for c in texts if all(word.arg != "encoding" for word in c.keywords))
 
 
 def is_text(call: ast.Call) -> bool:
@@ -159,10 +158,6 @@ def is_text(call: ast.Call) -> bool:
         return bool(mode) and "b" not in mode
     flags = {word.arg: getattr(word.value, "value", None) for word in call.keywords}
     return flags.get("text") is True or flags.get("universal_newlines") is True
-
-
-def names_encoding(call: ast.Call) -> bool:
-    return any(word.arg == "encoding" for word in call.keywords)
 
 
 def annotated(function: Function) -> Iterator[ast.expr]:

@@ -76,9 +76,7 @@ def main() -> int:
 
 
 def measured(tests: Sequence[str], jobs: int) -> dict[str, dict[str, float]]:
-    """Measure the lines that each test file runs, in a forked process that has imported the
-    libraries but none of our modules.
-    """
+    """Measure the lines that each test file runs, in a fork that has imported only libraries."""
     for name in LIBRARIES:
         importlib.import_module(name)
     ran: dict[str, dict[str, float]] = {}

@@ -64,9 +64,7 @@ def main() -> int:
 
 
 def verdict(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Check that each seed's gain over its warm start is significant, and that each adapter acts as
-    its merged weights do.
-    """
+    """Check that each seed's gain is significant and each adapter acts as its merged weights."""
     return {
         "ok": all(
             run["gain"]["low"] > 0 and run["greedy"]["same"] == run["greedy"]["items"]
@@ -141,7 +139,6 @@ def unmerged(store: RunStore, trained: Manifest, merged: Checkpoint) -> Checkpoi
 
 
 def actions(cfg: RunConfig, checkpoint: Checkpoint, items: Sequence[Item]) -> list[list[str]]:
-    """Actions of each greedy episode, turn by turn."""
     with (
         environment_servers(cfg, False) as endpoints,
         open_engine(cfg, checkpoint, endpoints, version=0) as engine,

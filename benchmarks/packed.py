@@ -95,7 +95,6 @@ def played(env: str) -> list[int]:
 
 
 def compared(lengths: Sequence[int]) -> dict[str, Any]:
-    """Tokens that both ways compute for one batch, and the time that it takes."""
     seconds = timed(shortened(in_order(lengths)))
     median = {name: statistics.median(rounds) for name, rounds in seconds.items()}
     return {
@@ -112,7 +111,6 @@ def in_order(lengths: Sequence[int]) -> list[int]:
 
 
 def shortened(lengths: Sequence[int]) -> list[int]:
-    """Scale all lengths by one factor."""
     return [max(2, length * TIMED_TOKENS // max(lengths)) for length in lengths]
 
 
@@ -190,7 +188,6 @@ def batch_of(
 
 
 def packed(model: Any, batch: Batch) -> float:
-    """Loss of one forward and backward pass."""
     return learned(model, PolicyNet(model)(batch)[0])
 
 

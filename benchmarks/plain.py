@@ -74,14 +74,12 @@ def text_of(sources: Iterable[str], simulators: Iterable[str] = ()) -> Text:
 
 
 def docstrings_of(tree: ast.Module) -> Iterator[tuple[Documented, str]]:
-    """Yield (node, docstring) of the module, its classes and its functions."""
     for node in ast.walk(tree):
         if isinstance(node, Documented) and (docstring := ast.get_docstring(node)):
             yield node, docstring
 
 
 def bound_names(tree: ast.Module) -> Iterator[str]:
-    """Yield the name of every parameter and of every target."""
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             yield node.arg
@@ -124,7 +122,6 @@ def count(root: Path, *folders: str) -> Text:
 
 
 def count_package(name: str) -> Text:
-    """Count an installed package."""
     (installed,) = importlib.util.find_spec(name).submodule_search_locations
     return count(Path(installed).parent, name)
 

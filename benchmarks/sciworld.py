@@ -84,7 +84,6 @@ def cold_start() -> dict[str, Any]:
 
 
 def play(slot: Place, *, backwards: bool = False) -> list[Transcript]:
-    """Play all games; return their transcripts in the order of GAMES."""
     played: dict[Task, Transcript] = {}
     for task in reversed(GAMES) if backwards else GAMES:
         played[task] = [slot.call("l", task.name, str(task.variation)).texts]
@@ -112,16 +111,12 @@ def play_stock(
 
 
 def stock_options(heap_mib: int) -> list[str]:
-    """Java options without equal identity hashes, as the package uses; memory is bounded as in the
-    others.
-    """
+    """Java options as the package uses them, without equal identity hashes; memory is bounded."""
     return [option for option in java_options(heap_mib) if option not in REPEATABLE]
 
 
 def differing(one: list[Transcript], other: list[Transcript]) -> list[dict[str, Any]]:
-    """Games with different texts, scores or ends: the first difference, and whether only the order
-    of the same lines differs.
-    """
+    """Games with other texts, scores or ends: the first difference, and whether only in order."""
     rows = []
     for task, left, right in zip(GAMES, one, other, strict=True):
         turns = [

@@ -75,8 +75,6 @@ FORMS = ("application/json", "text/plain")
 
 @dataclass(frozen=True, order=True)
 class Deed:
-    """Something that the other user could do."""
-
     act: str  # read, write, list, use
     kind: str  # file, folder, port
     what: str
@@ -101,9 +99,7 @@ def as_them(work: Callable[..., list[Deed]], *arguments: object) -> list[Deed]:
 
 
 def try_files(folders: dict[str, Path], paths: list[Path]) -> list[Deed]:
-    """Try to open each path for reading and, without changing it, for writing; try to list each
-    folder and to create a file in it.
-    """
+    """Try to read, list, write (without a change) and create files at each path."""
     deeds = []
     for path in paths:
         name = next(
@@ -240,9 +236,7 @@ def pipeline(project: Project) -> Iterator[None]:
 
 
 def wait_for_stage(project: Project) -> None:
-    """Wait until the first stage trains and the set of ports is stable: then all servers have
-    started.
-    """
+    """Wait until the first stage trains and the set of ports is stable: all servers run."""
     deadline, since = time.monotonic() + RUN_S, time.monotonic()
     known: dict[tuple[str, int], str] = {}
     while time.monotonic() < deadline:

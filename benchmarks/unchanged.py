@@ -88,9 +88,7 @@ def digests(tree: Path, recipe: str, seed: int) -> Digests:
 
 
 def committed(store: Path) -> Digests:
-    """Return the digests in every step's last manifest, read from files.
-    Both commits must have this layout.
-    """
+    """Return the digests in every step's last manifest. Both commits must have this layout."""
     result: Digests = {}
     for step in sorted((store / "steps").iterdir()):
         manifest = read(max((step / "manifests").glob("*.json")))

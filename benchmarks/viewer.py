@@ -125,7 +125,6 @@ LIMITS = {  # milliseconds
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the table for docs/viewer.md."""
     times = result["milliseconds"]
     rows = [
         f"| {name} | {LIMITS.get(name, '')} |"
@@ -207,12 +206,10 @@ class Server:
         raise TimeoutError(f"{episodes} episodes are not listed after {START_LIMIT_S:g} s")
 
     def listed(self) -> int:
-        """Number of episodes that the server lists so far."""
         match = re.search(r"<strong>([\d,]+)", self.ask("/episodes"))
         return int(match[1].replace(",", "")) if match else 0
 
     def cpu_s(self) -> float:
-        """CPU seconds of the process so far."""
         return cpu_seconds([psutil.Process(self._process.pid)])
 
     def peak_mib(self) -> float:
@@ -220,7 +217,6 @@ class Server:
         return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) / 1024
 
     def index_bytes(self) -> int:
-        """Size of the index's file and its log."""
         return sum(path.stat().st_size for path in self._folder.glob("viewer/index-*.sqlite*"))
 
     def idle_share(self, seconds: float = 20.0) -> float:
@@ -259,9 +255,7 @@ def questions(server: Server) -> dict[str, dict[str, float]]:
 
 
 def timed(server: Server, path: Callable[[int], str]) -> dict[str, float]:
-    """Milliseconds of the first request; of the others the median and the 95th percentile, and the
-    mean of the server's own CPU time.
-    """
+    """Milliseconds of the first request, median and p95 of the others, mean of the server's CPU."""
     times = []
     cpu_s = server.cpu_s()
     for number in range(ROUNDS):
@@ -309,9 +303,7 @@ def add(store: RunStore, step: str, key: str, state: Any, config: Any, records: 
 def varied(
     template: Trajectory, task: int, sample: int, step: int, rng: random.Random
 ) -> Trajectory:
-    """Return another sample with other ids, outcome and numbers, and perhaps without its last
-    turns.
-    """
+    """Return another sample with other ids, outcome and numbers, perhaps cut at the end."""
     success = rng.random() < 0.5
     cut = len(template.turns) // 3
     turns = (

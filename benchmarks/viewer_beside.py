@@ -75,7 +75,6 @@ def main() -> int:
 
 
 def run(step: str, state: Path, num_steps: int) -> None:
-    """Run one step of the pipeline in a separate process."""
     settings = [f"store.path={state / 'store'}", "deterministic=true"]
     settings += [f"horizon.stage_steps=[{num_steps},1,1]"]
     command = ["-m", "agentgym", "step", step, "--params", "params.yaml", *set_words(settings)]
@@ -124,9 +123,7 @@ def visit(server: Server, ended: threading.Event) -> int:
 
 
 def fall(rates: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Percentage by which the second of each pair is lower than the first: the mean of the
-    logarithms of their ratios, with Student's 95 % interval.
-    """
+    """Percent by which the second of a pair is lower: geometric mean, Student's 95 % interval."""
     logs = [math.log(second / first) for first, second in rates]
     mean, interval = statistics.fmean(logs), ttest_1samp(logs, 0).confidence_interval()
     percent, low, high = (
@@ -136,7 +133,6 @@ def fall(rates: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 
 def sentence(result: dict[str, Any]) -> str:
-    """Return the sentence for docs/viewer.md."""
     interval, pairs = result["fall"], result["steps_per_s"]
     return (
         f"While it follows a training and is asked for a page each second, the training's steps per"

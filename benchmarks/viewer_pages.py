@@ -172,7 +172,6 @@ def looked_at(viewer: Viewer, base: str, images: Path) -> dict[str, Any]:
 
 
 def addresses(viewer: Viewer) -> dict[str, str]:
-    """Address of every kind of page, by a name."""
     steps = viewer.bodies.steps()
 
     def one(**facets: tuple[str, ...]) -> str:

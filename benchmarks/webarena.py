@@ -46,8 +46,6 @@ PAGE = "<!doctype html><title>Big</title><table>{}</table>".format(
 
 
 class Processes:
-    """The server and all its descendants."""
-
     def __init__(self, pid: int) -> None:
         self._server = psutil.Process(pid)
 
