@@ -16,18 +16,14 @@ import itertools
 import json
 import resource
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import uvloop
 from env_servers import ACTIONS, OPTIONS, STEPS, Connection
-from harness import cpu_seconds, origin, parser_of, processes_at, quantile, write
+from harness import cpu_seconds, env_server, origin, parser_of, processes_at, quantile, write
 
-from agentgym.config import EnvConfig
-from agentgym.deploy.local import local_env
 from agentgym.types import Endpoint
 
 MANY = (1, 64, 128, 256, 512, 1024, 4096)
@@ -139,12 +135,11 @@ async def measure(
     return row, load.errors
 
 
-def climb(env: str, seconds: float, most_mib: float, log: Path) -> tuple[list[dict[str, Any]], str]:
+def climb(env: str, seconds: float, most_mib: float) -> tuple[list[dict[str, Any]], str]:
     """Rows of growing numbers of sessions, and the reason if the server reached its limit."""
-    counts = COUNTS[env]
-    config = EnvConfig(name=env, options=OPTIONS.get(env, {}), max_sessions=max(counts))
-    rows = []
-    with local_env(config, expert=env not in ACTIONS, log_path=log) as (endpoint,):
+    counts, rows = COUNTS[env], []
+    settings = {"options": OPTIONS.get(env, {}), "max_sessions": max(counts)}
+    with env_server(env, expert=env not in ACTIONS, **settings) as endpoint:
         if env in SLOW:  # warm up browsers and compilers
             asyncio.run(measure(env, endpoint, counts[1], seconds))
         for count in counts:
@@ -202,12 +197,10 @@ def main() -> None:
     began, load = time.monotonic(), psutil.getloadavg()[0]
     rows = []
     limits = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for env in arguments.envs or COUNTS:
-            log = Path(folder) / f"{env}.log"
-            measured, limits[env] = climb(env, arguments.seconds, arguments.memory, log)
-            rows += measured
-            print(f"{env}: {limits[env] or 'no limit was met'}", flush=True)
+    for env in arguments.envs or COUNTS:
+        measured, limits[env] = climb(env, arguments.seconds, arguments.memory)
+        rows += measured
+        print(f"{env}: {limits[env] or 'no limit was met'}", flush=True)
     result = {
         "load_before": round(load, 1),
         "wall_s": round(time.monotonic() - began, 1),

@@ -17,19 +17,14 @@ import itertools
 import json
 import re
 import statistics
-import tempfile
 import time
 import urllib.parse
 import urllib.request
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import uvloop
-from harness import cpu_seconds, parser_of, processes_at, quantile, write
-
-from agentgym.config import EnvConfig
-from agentgym.deploy.local import local_env
+from harness import cpu_seconds, env_server, parser_of, processes_at, quantile, write
 
 STEPS = 20  # per episode
 ACTIONS = {
@@ -225,11 +220,10 @@ def main() -> None:
     ]
     uvloop.install()
     rows = []
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         for env in arguments.envs or sorted({target.env for target in targets}) or ACTIONS:
-            config = EnvConfig(name=env, options=OPTIONS.get(env, {}), max_sessions=512)
-            log = Path(folder) / f"{env}.log"
-            (url,) = stack.enter_context(local_env(config, expert=False, log_path=log))
+            settings = {"options": OPTIONS.get(env, {}), "max_sessions": 512}
+            url = stack.enter_context(env_server(env, **settings))
             targets += [
                 Target(env, dialect, url + path, "ours", url.token)
                 for dialect, path in (("native", ""), ("agentgym", "/agentgym"))

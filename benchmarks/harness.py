@@ -225,6 +225,20 @@ def serving_app(app_of: Callable[[int], Any]) -> Iterator[str]:
             thread.join(30)
 
 
+@contextlib.contextmanager
+def env_server(name: str, *, expert: bool = False, **settings: Any) -> Iterator[Any]:
+    """Serve an environment as a run does; yield its endpoint. settings: of EnvConfig."""
+    from agentgym.config import EnvConfig
+    from agentgym.deploy.local import local_env
+
+    env = EnvConfig(name=name, **settings)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        local_env(env, expert=expert, log_path=Path(folder) / "log") as (endpoint,),
+    ):
+        yield endpoint
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

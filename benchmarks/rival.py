@@ -23,11 +23,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from harness import ROOT, output_of, parser_of, repeated, set_words, write
+from harness import ROOT, env_server, output_of, parser_of, repeated, set_words, write
 
-from agentgym.config import EnvConfig, RunConfig, load_config
+from agentgym.config import RunConfig, load_config
 from agentgym.data.items import load_splits, train_stream
-from agentgym.deploy.local import local_env
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import open_store
 from agentgym.tracking.deliver import committed_points
@@ -134,13 +133,13 @@ def ours(cfg: RunConfig, folder: Path, steps: int) -> dict[str, float]:
 
 def trl(python: Path, folder: Path, way: str, threads: int, steps: int) -> dict[str, float]:
     options = load_config(ROOT / "params.yaml").env.options
-    server = EnvConfig(name="babyai", options=options, max_sessions=256)
+    server = env_server("babyai", options=options, max_sessions=256)
     env = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
-    with local_env(server, expert=False, log_path=folder / "log") as (url,), watched() as samples:
+    with server as url, watched() as samples:
         env["TRL_SERVER_TOKEN"] = url.token
         command = [python, ROOT / "benchmarks/rival_trl.py", way, url, folder / "model"]
         command += [folder / "items.json", threads, steps, folder / "steps.jsonl"]

@@ -16,18 +16,14 @@ import contextlib
 import itertools
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import psutil
-from harness import completed, cpu_seconds, parser_of, read, write
+from harness import completed, cpu_seconds, env_server, parser_of, read, write
 
-from agentgym.config import EnvConfig
-from agentgym.deploy.local import local_env
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 from envs.sciworld import stock
@@ -58,18 +54,16 @@ async def open_at_once(endpoint: str, number: int) -> float:
 
 
 def cold_start() -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        began, load = time.perf_counter(), os.getloadavg()[0]
-        log = Path(folder) / "log"
-        with local_env(EnvConfig(name="sciworld"), expert=False, log_path=log) as (endpoint,):
-            ready_s = time.perf_counter() - began
-            processes = psutil.Process().children(recursive=True)
-            java = [process for process in processes if process.name() == "java"]
-            resident = [process.memory_info().rss for process in java]
-            opened_s, cpu_s = [], [cpu_seconds(processes)]
-            for number in range(3):
-                opened_s.append(asyncio.run(open_at_once(endpoint, number)))
-                cpu_s.append(cpu_seconds(processes))
+    began, load = time.perf_counter(), os.getloadavg()[0]
+    with env_server("sciworld") as endpoint:
+        ready_s = time.perf_counter() - began
+        processes = psutil.Process().children(recursive=True)
+        java = [process for process in processes if process.name() == "java"]
+        resident = [process.memory_info().rss for process in java]
+        opened_s, cpu_s = [], [cpu_seconds(processes)]
+        for number in range(3):
+            opened_s.append(asyncio.run(open_at_once(endpoint, number)))
+            cpu_s.append(cpu_seconds(processes))
     return {
         "ready_s": round(ready_s, 2),
         "java_mib_when_ready": round(sum(resident) / 2**20),

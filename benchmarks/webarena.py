@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from harness import output_of, parser_of, pss_bytes, quantile, serving_app, write
+from harness import env_server, output_of, parser_of, pss_bytes, quantile, serving_app, write
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
-from agentgym.config import EnvConfig
-from agentgym.deploy.local import local_env
 from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
@@ -199,18 +197,11 @@ def main() -> None:
         }
         tasks = Path(folder) / "tasks.json"
         tasks.write_text(json.dumps([task]), encoding="utf-8")
-        log = Path(folder) / "log"
-        big = EnvConfig(
-            name="webarena",
-            options={"tasks": str(tasks), "sites": {"shopping": url}},
-            max_sessions=64,
-        )
-        with local_env(big, expert=False, log_path=log) as endpoints:
-            on_page = asyncio.run(steps(endpoints, arguments.sessions, arguments.steps))
-        with local_env(
-            EnvConfig(name="webarena", max_sessions=64), expert=True, log_path=log
-        ) as endpoints:
-            whole = asyncio.run(episodes(endpoints, arguments.sessions, arguments.seconds))
+        big = {"options": {"tasks": str(tasks), "sites": {"shopping": url}}, "max_sessions": 64}
+        with env_server("webarena", **big) as endpoint:
+            on_page = asyncio.run(steps([endpoint], arguments.sessions, arguments.steps))
+    with env_server("webarena", expert=True, max_sessions=64) as endpoint:
+        whole = asyncio.run(episodes([endpoint], arguments.sessions, arguments.seconds))
     result = {
         "browser": output_of([browser, "--version"], timeout_s=30).strip(),
         "program": Path(browser).name,
