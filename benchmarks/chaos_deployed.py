@@ -230,8 +230,7 @@ class Deployed:
     def get(self, kinds: str, *labels: str, namespace: str = "") -> list[Any]:
         words = ("get", kinds, "-n", namespace or self.namespace, "--output=json")
         output = self.kubectl(*words, *(f"--selector={','.join(labels)}" for _ in labels[:1]))
-        items: list[Any] = json.loads(output)["items"]
-        return items
+        return json.loads(output)["items"]
 
     def address(self, service: str) -> str:
         """Return `host:port` of the ready pod behind the service. Errors: RuntimeError."""

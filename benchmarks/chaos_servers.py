@@ -176,8 +176,7 @@ class RayCluster:
         """Address, dashboard, and the process of the second node."""
         path, log = self.folder / "facts.json", self.project.scratch / "ray.log"
         wait_for(path.exists, START_TIMEOUT_S, "no Ray cluster", self.process, log)
-        facts: dict[str, Any] = read(path)
-        return facts
+        return read(path)
 
     def second_node(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):

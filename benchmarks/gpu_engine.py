@@ -89,8 +89,7 @@ async def generated(policy: Any, ids: list[int], options: dict[str, Any]) -> Seq
     name, prompt = f"raw-{next(NAMES)}", TokensPrompt(prompt_token_ids=ids)
     async for output in policy._engine.generate(prompt, parameters, request_id=name):
         last = output
-    sampled: Sequence[int] = last.outputs[0].token_ids
-    return sampled
+    return last.outputs[0].token_ids
 
 
 def case_publish(size: Size) -> dict[str, Any]:

@@ -83,8 +83,7 @@ def digests(tree: Path, recipe: str, seed: int) -> Digests:
     if not digests_path.exists():
         pipeline_in(tree, home, *BUDGET, f"algorithm.recipe={recipe}", f"seed={seed}")
         digests_path.write_text(json.dumps(committed(home / "store"), indent=1), encoding="utf-8")
-    result: Digests = read(digests_path)
-    return result
+    return read(digests_path)
 
 
 def committed(store: Path) -> Digests:

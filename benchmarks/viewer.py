@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,9 @@ def fill(store: RunStore, count: int) -> None:
     rng = random.Random(1)  # noqa: S311
     pool = {env: [played(env, task) for task in range(num)] for env, num in POOL.items()}
     for run, step, episodes in commits_of(count, pool, rng):
-        commit(store, run, step, episodes)
+        name, state = f"stage-{1 + run % 2}", {"global_step": step, "max_turns": MAX_TURNS}
+        records = {TRAJECTORIES: encode_trajectories(episodes)}
+        add(store, name, sha256(f"{name} {run}".encode()), state, {**CONFIG, "seed": run}, records)
 
 
 def again(store: RunStore, manifest: Manifest) -> None:
@@ -285,12 +287,6 @@ def commits_of(
             task = rng.randrange(2_000)
             episodes += [varied(template, task, sample, step, rng) for sample in range(GROUP)]
         yield run, step, episodes[:PER_COMMIT]
-
-
-def commit(store: RunStore, run: int, step: int, episodes: Sequence[Trajectory]) -> None:
-    name, state = f"stage-{1 + run % 2}", {"global_step": step, "max_turns": MAX_TURNS}
-    records = {TRAJECTORIES: encode_trajectories(episodes)}
-    add(store, name, sha256(f"{name} {run}".encode()), state, {**CONFIG, "seed": run}, records)
 
 
 def add(store: RunStore, step: str, key: str, state: Any, config: Any, records: Any) -> None:
