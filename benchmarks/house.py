@@ -92,9 +92,11 @@ WITHIN = tuple(f"{package}/" for package in PACKAGES)
 
 
 def files(root: Path) -> list[str]:
-    """Return the Python files under version control."""
-    listed = output_of(["git", "ls-files", "*.py"], cwd=root).splitlines()
-    return [path for path in listed if (root / path).exists()]
+    """Return the Python files: those under version control, or all of an extracted commit."""
+    if (root / ".git").exists():
+        listed = output_of(["git", "ls-files", "*.py"], cwd=root).splitlines()
+        return [path for path in listed if (root / path).exists()]
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*.py"))
 
 
 def by_folder(lines: Mapping[str, int]) -> dict[str, int]:
