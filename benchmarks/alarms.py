@@ -36,7 +36,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen.names:
             if name not in result["runs"]:
-                result["runs"][name] = rows(run(RUNS[name], chosen.state or folder))
+                store = f"store.path={chosen.state or folder}/store"
+                cfg = load_config(ROOT / "params.yaml", [*RUNS[name], store])
+                run_with_parents(stages(cfg.horizon)[-1].name, cfg)
+                result["runs"][name] = rows(stage_points(cfg))
                 result["worst"] = {
                     title: worst(points(row)) for title, row in result["runs"].items()
                 }
@@ -45,12 +48,6 @@ def main() -> int:
             tripping = sorted(alarms_of(points(result["runs"][name])))
             print(f"{name}: {', '.join(tripping) or 'no alarm'}", flush=True)
     return int(any(alarms_of(points(row)) for row in result["runs"].values()))
-
-
-def run(changes: Sequence[str], folder: str) -> list[Point]:
-    cfg = load_config(ROOT / "params.yaml", [*changes, f"store.path={folder}/store"])
-    run_with_parents(stages(cfg.horizon)[-1].name, cfg)
-    return stage_points(cfg)
 
 
 def rows(history: Iterable[Point]) -> dict[str, list[float | None]]:

@@ -88,7 +88,10 @@ def play(project: Project, run: Run, overrides: tuple[str, ...], num_kills: int)
             if attempt >= num_kills:
                 run.problem = f"no end within {limit_s:g} s: {last_line(log)}"
                 break
-            wait_gone(project)
+            # a second command beside the first one's processes would be another test
+            deadline = time.monotonic() + GONE_WITHIN_S
+            while project.processes() and time.monotonic() < deadline:
+                time.sleep(0.5)
         if run.codes[-1] == 0:
             break
     run.wall_s = round(time.monotonic() - began, 1)
@@ -108,13 +111,6 @@ def play(project: Project, run: Run, overrides: tuple[str, ...], num_kills: int)
     for check in report["checks"]:
         names = ("counted", "skipped", "note", "not_checked", "failures")
         run.checks[check["name"]] = {name: check[name] for name in names if check[name]}
-
-
-def wait_gone(project: Project) -> None:
-    """Wait until the remaining processes of a killed command have ended."""
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while project.processes() and time.monotonic() < deadline:
-        time.sleep(0.5)
 
 
 def main() -> int:

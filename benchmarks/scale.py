@@ -74,14 +74,6 @@ class Load:
     checkpointing: bool = True
     offload: bool = False
 
-    @property
-    def settings(self) -> LearnerConfig:
-        return LearnerConfig(
-            micro_batch_tokens=self.micro_batch_tokens,
-            activation_checkpointing=self.checkpointing,
-            offload_optimizer=self.offload,
-        )
-
 
 # the default one at all RANKS, the others at NODE ranks
 LOADS = (Load(), Load(checkpointing=False), Load(offload=True))
@@ -138,12 +130,17 @@ def at_scale(shape: dict[str, Any]) -> dict[str, Any]:
 
 def on_paper(shape: dict[str, Any], ranks: int, load: Load) -> dict[str, Any]:
     """Compute the first rank on GPUs in bfloat16. A rank has one micro-batch per update."""
+    settings = LearnerConfig(
+        micro_batch_tokens=load.micro_batch_tokens,
+        activation_checkpointing=load.checkpointing,
+        offload_optimizer=load.offload,
+    )
     lengths = [SEQUENCE] * (load.micro_batch_tokens // SEQUENCE) * ranks
     batch = batch_of(lengths, seed=0, vocabulary=shape["vocab_size"], action_frac=ACTIONS)
     original = attention.has_kernel
     try:
         attention.has_kernel = lambda *_: True
-        return traced(shape, torch.bfloat16, ranks, load.settings, batch, on_gpu=True)
+        return traced(shape, torch.bfloat16, ranks, settings, batch, on_gpu=True)
     finally:
         attention.has_kernel = original
 

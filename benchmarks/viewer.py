@@ -32,7 +32,7 @@ from agentgym.defaults import set_process_defaults
 set_process_defaults()
 
 from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajectories  # noqa: E402
-from agentgym.store.manifest import Manifest, sha256  # noqa: E402
+from agentgym.store.manifest import sha256  # noqa: E402
 from agentgym.store.posix import posix_store  # noqa: E402
 from agentgym.store.runstore import RunStore  # noqa: E402
 from agentgym.types import Item, Learned, Status, Trajectory, Turn  # noqa: E402
@@ -82,7 +82,8 @@ def measure(count: int, folder: Path) -> dict[str, Any]:
         built_s, cpu_s = server.wait_for(first)
         before, began = server.cpu_s(), time.perf_counter()
         for manifest in commits[:late]:
-            again(store, manifest)
+            records = {TRAJECTORIES: store.read(manifest, TRAJECTORIES)}
+            add(store, manifest.step, manifest.key, manifest.state, manifest.config, records)
         committed_s = time.perf_counter() - began
         total = first + PER_COMMIT * late
         server.wait_for(total)
@@ -159,12 +160,6 @@ def fill(store: RunStore, count: int) -> None:
         name, state = f"stage-{1 + run % 2}", {"global_step": step, "max_turns": MAX_TURNS}
         records = {TRAJECTORIES: encode_trajectories(episodes)}
         add(store, name, sha256(f"{name} {run}".encode()), state, {**CONFIG, "seed": run}, records)
-
-
-def again(store: RunStore, manifest: Manifest) -> None:
-    """Repeat the episodes of a commit as its step's next commit."""
-    records = {TRAJECTORIES: store.read(manifest, TRAJECTORIES)}
-    add(store, manifest.step, manifest.key, manifest.state, manifest.config, records)
 
 
 class Server:
