@@ -35,7 +35,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen.names:
             if name not in result["runs"]:
-                result["runs"][name] = rows(run(RUNS[name], chosen.state or folder))
+                store = f"store.path={chosen.state or folder}/store"
+                cfg = load_config(ROOT / "params.yaml", [*RUNS[name], store])
+                run_with_parents(stages(cfg.horizon)[-1].name, cfg)
+                result["runs"][name] = rows(stage_points(cfg))
                 result["worst"] = {
                     title: worst(points(row)) for title, row in result["runs"].items()
                 }
@@ -46,33 +49,19 @@ def main() -> int:
     return int(any(alarms_of(points(row)) for row in result["runs"].values()))
 
 
-def run(changes: Sequence[str], folder: str) -> list[Point]:
-    """Train one run; return the points of its training."""
-    cfg = load_config(ROOT / "params.yaml", [*changes, f"store.path={folder}/store"])
-    run_with_parents(stages(cfg.horizon)[-1].name, cfg)
-    return stage_points(cfg)
-
-
 def rows(history: Iterable[Point]) -> dict[str, list[float | None]]:
-    """Metrics that the alarms read, in 5 digits, a value per optimizer step; None if it was not
-    measured.
-    """
-    metrics = [point.metrics for point in history]
-    series = {
-        name: [_short(step_metrics.get(name)) for step_metrics in metrics] for name in METRICS
-    }
+    """Metrics that the alarms read, in 5 digits, a value per step; None if not measured."""
+    steps = [{m: float(f"{v:.5g}") for m, v in point.metrics.items()} for point in history]
+    series = {name: [step.get(name) for step in steps] for name in METRICS}
     return {name: row for name, row in series.items() if any(value is not None for value in row)}
 
 
 def points(row: Mapping[str, Sequence[float | None]]) -> list[Point]:
     """Points of a row; the inverse of `rows`, with steps from 1."""
+    by_step = [dict(zip(row, values, strict=True)) for values in zip(*row.values(), strict=True)]
     return [
-        Point(
-            step,
-            0,
-            {name: value for name, value in zip(row, values, strict=True) if value is not None},
-        )
-        for step, values in enumerate(zip(*row.values(), strict=True), 1)
+        Point(step, 0, {name: value for name, value in metrics.items() if value is not None})
+        for step, metrics in enumerate(by_step, 1)
     ]
 
 
@@ -106,10 +95,6 @@ def text_of(result: Mapping[str, Any]) -> str:
     )
     others = {name: value for name, value in result.items() if name != "runs"}
     return json.dumps(others, indent=1).removesuffix("\n}") + f',\n "runs": {{\n{runs}\n }}\n}}\n'
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.5g}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Success of the expert and the random policy on all five environments.
 
-    python benchmarks/baselines.py
-
 Both run through the command that evaluates every other policy. Items on which `expert` fails are
 listed by name. Writes docs/results/baselines.json.
 """
@@ -24,15 +22,15 @@ from agentgym.config import load_config  # noqa: E402
 from agentgym.evaluation.protocol import EvaluationRequest  # noqa: E402
 from agentgym.pipeline.policy_evaluation import evaluate_policy  # noqa: E402
 
-# environment -> test items, turns (`random` gets the published ROUNDS), episodes in flight
+# environment -> test items, turns of `expert`, of `random` (the published rounds), in flight
 PLAYED = {
-    "babyai": (90, 60, 16),
-    "textcraft": (100, 60, 16),
-    "sciworld": (60, 120, 4),
-    "searchqa": (100, 30, 16),
-    "webarena": (40, 40, 2),
+    "babyai": (90, 60, 20, 16),
+    "textcraft": (100, 60, 30, 16),
+    "sciworld": (60, 120, 30, 4),
+    "searchqa": (100, 30, 30, 16),
+    "webarena": (40, 40, 15, 2),
 }
-ROUNDS = {"babyai": 20, "textcraft": 30, "sciworld": 30, "searchqa": 30, "webarena": 15}
+DATA = ROOT / "data/AgentGym-RL-Data-ID"
 
 
 def main() -> int:
@@ -57,12 +55,12 @@ def main() -> int:
 
 
 def played(policy: str, env: str, limit: int | None, folder: Path) -> dict[str, Any]:
-    num_items, turns, in_flight = PLAYED[env]
+    num_items, turns, rounds, in_flight = PLAYED[env]
     changes = {
         "items": {"num": min(num_items, limit or num_items)},
         "num_samples": 1,
         "greedy": False,
-        "max_turns": turns if policy == "expert" else ROUNDS[env],
+        "max_turns": turns if policy == "expert" else rounds,
         "concurrency": in_flight,
         "episode_timeout_s": 900.0,
         "min_coverage": 0.0,
@@ -70,7 +68,7 @@ def played(policy: str, env: str, limit: int | None, folder: Path) -> dict[str, 
     # default options: `env` of params.yaml is BabyAI with custom levels
     cfg = load_config(
         ROOT / "params.yaml",
-        [f"store.path={folder}/state/store", "env.options={}", f"data.path={ROOT}/data/{DATA}"],
+        [f"store.path={folder}/state/store", "env.options={}", f"data.path={DATA}"],
     )
     evaluation = evaluate_policy(
         cfg, EvaluationRequest(policy=policy, envs=(env,), changes=changes)
@@ -92,8 +90,6 @@ def played(policy: str, env: str, limit: int | None, folder: Path) -> dict[str, 
         "exceptions": exceptions if policy == "expert" else [],
     }
 
-
-DATA = "AgentGym-RL-Data-ID"
 
 if __name__ == "__main__":
     sys.exit(main())

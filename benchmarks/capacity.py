@@ -16,19 +16,14 @@ import itertools
 import json
 import resource
 import statistics
-import tempfile
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 import uvloop
 from env_servers import ACTIONS, OPTIONS, STEPS, Connection
-from harness import cpu_seconds, origin, parser_of, processes_at, quantile, write
+from harness import cpu_seconds, env_server, origin, parser_of, processes_at, quantile, write
 
-from agentgym.config import EnvConfig
-from agentgym.deploy.local import local_env
 from agentgym.types import Endpoint
 
 MANY = (1, 64, 128, 256, 512, 1024, 4096)
@@ -43,20 +38,7 @@ SLOW = {"sciworld": 2.0, "webarena": 2.0}  # factor on the duration of the measu
 TASKS = {"webarena": 97}  # number of task ids, from 0; 500 in the others
 OPENED_AT_ONCE = 32
 TIMEOUT_S = 60.0  # of one request
-
-
-@dataclass(frozen=True)
-class Row:
-    env: str
-    sessions: int
-    held: int  # sessions that were opened
-    steps_per_s: float
-    p50_ms: float
-    p99_ms: float
-    open_p50_ms: float  # to open a session while all the others are being opened
-    cpu_ms_per_step: float  # of the server and its child processes
-    rss_mib: float  # of the same processes, at the end
-    errors: int
+FAILED = (RuntimeError, OSError, EOFError, TimeoutError)
 
 
 class Load:
@@ -79,21 +61,13 @@ class Load:
         return reply["session_id"]
 
     async def _ask(self, connection: Connection, route: str, body: Any) -> Any:
-        """Post a request; if the server has closed the idle connection, repeat it on a new one.
-        Repeated requests are idempotent.
-        """
+        """Post a request; repeat it (idempotent) if the server has closed the idle connection."""
         try:
             return await asyncio.wait_for(connection.post(route, body), TIMEOUT_S)
         except (ConnectionError, asyncio.IncompleteReadError):
             connection.close()
             await connection.open()
             return await asyncio.wait_for(connection.post(route, body), TIMEOUT_S)
-
-    async def _action(self, connection: Connection, session: str, turn: int) -> str:
-        if self.env not in ACTIONS:  # ask the expert for an action
-            reply = await self._ask(connection, "/expert", {"session_id": session})
-            return reply["action"]
-        return ACTIONS[self.env][turn % len(ACTIONS[self.env])]
 
     async def hold(self) -> tuple[Connection, str] | None:
         """Open a session. Return None if it is refused."""
@@ -102,7 +76,7 @@ class Load:
             try:
                 await asyncio.wait_for(connection.open(), TIMEOUT_S)
                 return connection, await self.open(connection)
-            except (RuntimeError, OSError, EOFError, TimeoutError) as error:
+            except FAILED as error:
                 self.errors.append(f"{type(error).__name__} {error}"[:300])
                 return None
 
@@ -112,7 +86,11 @@ class Load:
             turn = 0
             while time.perf_counter() < until:
                 turn += 1
-                action = await self._action(connection, session, turn)
+                if self.env in ACTIONS:
+                    action = ACTIONS[self.env][turn % len(ACTIONS[self.env])]
+                else:
+                    expert = await self._ask(connection, "/expert", {"session_id": session})
+                    action = expert["action"]
                 body = {"session_id": session, "turn": turn, "action": action}
                 began = time.perf_counter()
                 reply = await self._ask(connection, "/step", body)
@@ -121,13 +99,16 @@ class Load:
                     await self._ask(connection, "/close", {"session_id": session})
                     session, turn = await self.open(connection), 0
             await self._ask(connection, "/close", {"session_id": session})
-        except (RuntimeError, OSError, EOFError, TimeoutError) as error:
+        except FAILED as error:
             self.errors.append(f"{type(error).__name__} {error}"[:300])
         finally:
             connection.close()
 
 
-async def measure(env: str, endpoint: Endpoint, count: int, seconds: float) -> tuple[Row, Load]:
+async def measure(
+    env: str, endpoint: Endpoint, count: int, seconds: float
+) -> tuple[dict[str, Any], list[str]]:
+    """Result: (row of a number of sessions, errors)."""
     load = Load(env, endpoint)
     processes = processes_at(int(str(endpoint).rpartition(":")[2]))
     sessions = [
@@ -138,42 +119,41 @@ async def measure(env: str, endpoint: Endpoint, count: int, seconds: float) -> t
     await asyncio.gather(*(load.act(*session, began + seconds) for session in sessions))
     wall_s = time.perf_counter() - began
     processes = processes_at(int(str(endpoint).rpartition(":")[2]))
-    row = Row(
-        env=env,
-        sessions=count,
-        held=len(sessions),
-        steps_per_s=round(len(load.times) / wall_s, 1),
-        p50_ms=round(1000 * quantile(load.times, 0.5), 3),
-        p99_ms=round(1000 * quantile(load.times, 0.99), 3),
-        open_p50_ms=round(1000 * opened, 1),
-        cpu_ms_per_step=round(1000 * (cpu_seconds(processes) - cpu_s) / max(1, len(load.times)), 3),
-        rss_mib=round(sum(process.memory_info().rss for process in processes) / 2**20, 1),
-        errors=len(load.errors),
-    )
-    return row, load
+    spent_ms = 1000 * (cpu_seconds(processes) - cpu_s)
+    row = {
+        "env": env,
+        "sessions": count,
+        "held": len(sessions),  # sessions that were opened
+        "steps_per_s": round(len(load.times) / wall_s, 1),
+        "p50_ms": round(1000 * quantile(load.times, 0.5), 3),
+        "p99_ms": round(1000 * quantile(load.times, 0.99), 3),
+        "open_p50_ms": round(1000 * opened, 1),  # while all the others are being opened
+        "cpu_ms_per_step": round(spent_ms / max(1, len(load.times)), 3),  # with child processes
+        "rss_mib": round(sum(process.memory_info().rss for process in processes) / 2**20, 1),
+        "errors": len(load.errors),
+    }
+    return row, load.errors
 
 
-def climb(env: str, seconds: float, most_mib: float, log: Path) -> tuple[list[Row], str]:
+def climb(env: str, seconds: float, most_mib: float) -> tuple[list[dict[str, Any]], str]:
     """Rows of growing numbers of sessions, and the reason if the server reached its limit."""
-    counts = COUNTS[env]
-    config = EnvConfig(name=env, options=OPTIONS.get(env, {}), max_sessions=max(counts))
-    rows: list[Row] = []
-    with local_env(config, expert=env not in ACTIONS, log_path=log) as (endpoint,):
+    counts, rows = COUNTS[env], []
+    settings = {"options": OPTIONS.get(env, {}), "max_sessions": max(counts)}
+    with env_server(env, expert=env not in ACTIONS, **settings) as endpoint:
         if env in SLOW:  # warm up browsers and compilers
             asyncio.run(measure(env, endpoint, counts[1], seconds))
         for count in counts:
-            row, load = asyncio.run(measure(env, endpoint, count, seconds * SLOW.get(env, 1.0)))
+            row, errors = asyncio.run(measure(env, endpoint, count, seconds * SLOW.get(env, 1.0)))
             rows.append(row)
-            print(json.dumps(asdict(row)), flush=True)
-            if load.errors:
-                return rows, f"{count} sessions: {load.errors[0]}"
-            if row.rss_mib > most_mib:
-                return rows, f"{count} sessions take {row.rss_mib:g} MiB, of {most_mib:g} allowed"
+            print(json.dumps(row), flush=True)
+            if errors:
+                return rows, f"{count} sessions: {errors[0]}"
+            if (mib := row["rss_mib"]) > most_mib:
+                return rows, f"{count} sessions take {mib:g} MiB, of {most_mib:g} allowed"
     return rows, ""
 
 
 def to_markdown(result: dict[str, Any]) -> str:
-    """Markdown table of the contents of capacity.json."""
     cpu, cores = ", ".join(result["machine"]["cpu"]), result["machine"]["cores"]
     columns = {
         "held": "sessions",
@@ -215,19 +195,17 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     uvloop.install()
     began, load = time.monotonic(), psutil.getloadavg()[0]
-    rows: list[Row] = []
+    rows = []
     limits = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for env in arguments.envs or COUNTS:
-            log = Path(folder) / f"{env}.log"
-            measured, limits[env] = climb(env, arguments.seconds, arguments.memory, log)
-            rows += measured
-            print(f"{env}: {limits[env] or 'no limit was met'}", flush=True)
+    for env in arguments.envs or COUNTS:
+        measured, limits[env] = climb(env, arguments.seconds, arguments.memory)
+        rows += measured
+        print(f"{env}: {limits[env] or 'no limit was met'}", flush=True)
     result = {
         "load_before": round(load, 1),
         "wall_s": round(time.monotonic() - began, 1),
         "limits": limits,
-        "rows": [asdict(row) for row in rows],
+        "rows": rows,
     }
     write(arguments.out, result)
     table = to_markdown({**origin(), **result})

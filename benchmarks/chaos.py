@@ -1,7 +1,5 @@
 """Kill parts of a run at random times, from outside, and check the result.
 
-    python benchmarks/chaos.py
-
 In copies of this repository, two at a time, a tiny run is started. At a random moment one of its
 parts is killed, the disk is filled, or a second learner starts; then the same command is repeated
 until it succeeds.
@@ -56,27 +54,40 @@ TRIES = 8  # for each fault that must hit
 TOO_LATE_S = 2.0  # a command that succeeds so soon after the fault had ended before it
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """State to begin with: nothing, or a copy of a successful preparation."""
+INTRODUCTION = (
+    "Each fault comes from outside, at a random time at which its victim is alive in an"
+    " undisturbed run. Then the same command is",
+    "given again until it ends.",
+    "",
+    "| fault | hits | where | commands until done, most | recovery s, longest | passed |",
+    "|---|---|---|---|---|---|",
+)
+CHECKED = (
+    "",
+    "Checked after each: the command ended as it says (exit code, error line); in the end"
+    " exit code 0; `agentgym audit` passes;",
+    "every step is done; the items trained on, in order, are those of an undisturbed run;"
+    " each (metric, step) once per MLflow run;",
+    f"one model version per checkpoint; no process left {GONE_WITHIN_S:g} s later"
+    f" ({RAY_GONE_WITHIN_S:g} s where a Ray cluster of the run's own was killed, too: its"
+    " agents try for a minute to tell it); no port answers; no temporary file is left.",
+)
 
-    project: Project
-    copy: Path  # created at the first use
 
-    def set_up(self, setting: Setting) -> None:
-        self.project.clear()
-        if setting.prepared and not self.copy.exists():
-            self.project.must("-m", "agentgym", "step", PREPARATION, "--with-parents")
-            shutil.copytree(self.project.state, self.copy)
-        elif setting.prepared:
-            shutil.copytree(self.copy, self.project.state, dirs_exist_ok=True)
+def set_up(project: Project, setting: Setting) -> None:
+    """Begin with nothing, or with a copy of a successful preparation, made at its first use."""
+    prepared = project.folder.parent / "prepared"
+    project.clear()
+    if setting.prepared and not prepared.exists():
+        project.must("-m", "agentgym", "step", PREPARATION, "--with-parents")
+        shutil.copytree(project.state, prepared)
+    elif setting.prepared:
+        shutil.copytree(prepared, project.state, dirs_exist_ok=True)
 
 
-def observe(
-    project: Project, prepared: Prepared, setting: Setting, kinds: Sequence[Kind]
-) -> Reference:
+def observe(project: Project, setting: Setting, kinds: Sequence[Kind]) -> Reference:
     """Run the setting's command undisturbed; record when each victim is alive."""
-    prepared.set_up(setting)
+    set_up(project, setting)
     with setting.around(project) as overrides:
         log = project.scratch / "reference.log"
         began = time.monotonic()
@@ -97,15 +108,11 @@ def observe(
         return Reference(wall_s, spans, *project.lineage(overrides), num_versions(project))
 
 
-def attempt(
-    project: Project, prepared: Prepared, kind: Kind, reference: Reference, seed: int, number: int
-) -> Trial:
-    """Start the command, inject the fault at a random time while its victim is alive, repeat the
-    command until it succeeds, and check the result.
-    """
+def attempt(project: Project, kind: Kind, reference: Reference, seed: int, number: int) -> Trial:
+    """Inject the fault at a random time, repeat the command until it succeeds, check the result."""
     trial = Trial(kind.name, number)
     rng = random.Random(f"{seed} {kind.name} {number}")  # noqa: S311 - no secret
-    prepared.set_up(kind.setting)
+    set_up(project, kind.setting)
     with kind.setting.around(project) as overrides:
         words = kind.setting.words(overrides)
         log = project.scratch / f"{kind.name}-{number}.log"
@@ -133,13 +140,10 @@ def attempt(
         if trial.codes[0] == 0 and 0 not in kind.codes and time.monotonic() - struck < TOO_LATE_S:
             trial.hit = False  # it had just ended
         if trial.hit and trial.codes[0] not in kind.codes:
-            trial.failures.setdefault("command", []).append(
-                f"it ended with {trial.codes[0]}, expected {kind.codes}: {last_line(log)}"
-            )
+            wrong = f"it ended with {trial.codes[0]}, expected {kind.codes}: {last_line(log)}"
+            trial.fail("command", wrong)
         if trial.codes[0] == 1 and kind.setting.command[1] in OURS and not failure(log):
-            trial.failures.setdefault("command", []).append(
-                f"it did not say in a line what failed: {last_line(log)!r}"
-            )
+            trial.fail("command", f"it did not say in a line what failed: {last_line(log)!r}")
         check_gone(project, trial, kind.setting.stays, kind.setting.gone_within_s)
         while trial.codes[-1] != 0 and len(trial.codes) < MAX_COMMANDS:
             again = log.with_suffix(f".{len(trial.codes)}.log")
@@ -148,21 +152,12 @@ def attempt(
             if trial.codes[-1]:
                 trial.notes.append(f"{trial.codes[-1]}: {failure(again) or last_line(again)}")
         trial.recovery_s = time.monotonic() - struck
-        trial.failures["ended"] = []
-        if trial.codes[-1]:
-            no_end = f"not after {len(trial.codes)} commands: {trial.codes}; {trial.notes}"
-            trial.failures["ended"].append(no_end)
+        no_end = f"not after {len(trial.codes)} commands: {trial.codes}; {trial.notes}"
+        trial.fail("ended", *([no_end] if trial.codes[-1] else []))
         check_gone(project, trial, kind.setting.stays, kind.setting.gone_within_s)
         check_result(project, overrides, reference, trial)
     check_gone(project, trial, keep="")
     return trial
-
-
-def keep_logs(project: Project, folder: Path) -> None:
-    """Copy the logs of a failed trial's commands and servers into the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for log in [*project.scratch.glob("*.log"), *project.state.glob("logs/*.log")]:
-        shutil.copy(log, folder)
 
 
 def ended(process: subprocess.Popen[bytes], log: Path, trial: Trial) -> int:
@@ -170,37 +165,22 @@ def ended(process: subprocess.Popen[bytes], log: Path, trial: Trial) -> int:
     try:
         return process.wait(COMMAND_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        trial.failures.setdefault("command", []).append(
-            f"it did not end within {COMMAND_TIMEOUT_S:g} s: {last_line(log)}"
-        )
+        trial.fail("command", f"it did not end within {COMMAND_TIMEOUT_S:g} s: {last_line(log)}")
         os.killpg(process.pid, signal.SIGKILL)
         return process.wait()
 
 
 def to_markdown(result: dict[str, Any]) -> str:
-    """Markdown table of the contents of faults.json."""
     trials = [Trial(**trial) for trial in result["trials"]]
     hits = [trial for trial in trials if trial.hit]
-    struck = sorted({trial.kind for trial in hits})
-    lines = [
-        "# Faults",
-        "",
-        (
-            f"{len(hits)} faults of {len(struck)} kinds; {sum(trial.ok for trial in hits)} of them"
-            f" left a run that passes every check below. Made by `{result['command']}` on"
-            f" {result['machine']['cores']} cores of {', '.join(result['machine']['cpu'])}"
-            f" ({result['wall_s'] / 60:.0f} minutes); every trial is in `faults.json`."
-        ),
-        "",
-        (
-            "Each fault comes from outside, at a random time at which its victim is alive in an"
-            " undisturbed run. Then the same command is"
-        ),
-        "given again until it ends.",
-        "",
-        "| fault | hits | where | commands until done, most | recovery s, longest | passed |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = (
+        f"{len(hits)} faults of {len({trial.kind for trial in hits})} kinds;"
+        f" {sum(trial.ok for trial in hits)} of them"
+        f" left a run that passes every check below. Made by `{result['command']}` on"
+        f" {result['machine']['cores']} cores of {', '.join(result['machine']['cpu'])}"
+        f" ({result['wall_s'] / 60:.0f} minutes); every trial is in `faults.json`."
+    )
+    lines = ["# Faults", "", head, "", *INTRODUCTION]
     for name, what in result["kinds"].items():
         kind_hits = [trial for trial in hits if trial.kind == name]
         if name in result["not_run"]:
@@ -218,22 +198,7 @@ def to_markdown(result: dict[str, Any]) -> str:
             )
         else:
             lines.append(f"| {what} | 0 | | | | |")
-    lines += [
-        "",
-        (
-            "Checked after each: the command ended as it says (exit code, error line); in the end"
-            " exit code 0; `agentgym audit` passes;"
-        ),
-        (
-            "every step is done; the items trained on, in order, are those of an undisturbed run;"
-            " each (metric, step) once per MLflow run;"
-        ),
-        (
-            f"one model version per checkpoint; no process left {GONE_WITHIN_S:g} s later"
-            f" ({RAY_GONE_WITHIN_S:g} s where a Ray cluster of the run's own was killed, too: its"
-            " agents try for a minute to tell it); no port answers; no temporary file is left."
-        ),
-    ]
+    lines += CHECKED
     refusals = [note for trial in hits if trial.kind == "two-learners" for note in trial.notes[:1]]
     if refusals:
         lines += ["", "The second learner on a stage is refused:", "", f"    {refusals[0]}"]
@@ -285,7 +250,6 @@ def main() -> int:
 
 
 def save(out: Path, result: dict[str, Any]) -> None:
-    """Write the report, and its figures next to it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     figures = json.dumps(result, indent=1) + "\n"
     out.with_suffix(".json").write_text(figures, encoding="utf-8")
@@ -353,28 +317,25 @@ class Campaign:
             return None
 
     def disturb(self, kind: Kind, other: Kind) -> bool:
-        """Return True if the two must not run at the same time: Ray clusters share a machine's
-        memory, and a setting is observed only once.
-        """
+        """Ray clusters share a machine's memory, and a setting is observed only once."""
         return (kind.setting.is_ray and other.setting.is_ray) or (
             kind.setting == other.setting and kind.setting not in self.references
         )
 
     def run(self, lane: Project) -> None:
         """Run trials one after the other until none is left."""
-        prepared = Prepared(lane, lane.folder.parent / "prepared")
         while (work := self.next()) is not None:
             kind, number = work
             try:
                 if kind.setting not in self.references:
                     same = [other for other in self.kinds if other.setting == kind.setting]
-                    self.references[kind.setting] = observe(lane, prepared, kind.setting, same)
+                    self.references[kind.setting] = observe(lane, kind.setting, same)
                     names = ", ".join(other.name for other in same)
                     self.result["references"][names] = asdict(self.references[kind.setting])
                     with self.lock:
                         self.lock.notify_all()  # others of this setting may begin
                 reference = self.references[kind.setting]
-                trial = attempt(lane, prepared, kind, reference, self.seed, number)
+                trial = attempt(lane, kind, reference, self.seed, number)
                 if not trial.hit:
                     self.references[kind.setting] = reference.faster(trial.at_s)
             except FAILED as error:  # the other trials still count
@@ -396,7 +357,10 @@ class Campaign:
         self.result["wall_s"] = now
         save(self.out, self.result)
         if not trial.ok:
-            keep_logs(lane, self.out.with_suffix("") / f"{trial.kind}-{trial.number}")
+            folder = self.out.with_suffix("") / f"{trial.kind}-{trial.number}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for log in [*lane.scratch.glob("*.log"), *lane.state.glob("logs/*.log")]:
+                shutil.copy(log, folder)
 
     def stop(self, lanes: Sequence[Project]) -> None:
         """Stop all lanes: none begins another trial, and running processes are killed."""

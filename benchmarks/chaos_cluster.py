@@ -9,17 +9,17 @@ belongs to a RayJob, for which a stand-in replaces KubeRay's operator.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
+import runpy
 import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -67,7 +67,6 @@ BEFORE = ("before the first step", "after")  # phases in which no step is runnin
 
 
 def known_to(project: Project, kube_cluster: Cluster, **variables: str) -> Any:
-    """Make the cluster known to the project, and set the variables of its commands."""
     settings = {"KUBECONFIG": str(kube_cluster.kubeconfig), **variables}
     return project.knows(kube_cluster, settings)
 
@@ -80,19 +79,16 @@ def cluster(project: Project) -> Iterator[tuple[str, ...]]:
     token = secrets.token_hex(16)
     with control_plane() as kube_cluster, known_to(project, kube_cluster, AGENTGYM_FLEET_KEY=token):
         kube_cluster.add_nodes("node-1", "node-2")
-        kube_cluster.kubectl("apply", "--server-side", "--filename=-", objects=_base())
+        base = [
+            manifest
+            for manifest in rendered("test", manifests=ROOT / "k8s")
+            if "agentgym.io/environment" not in manifest["metadata"].get("labels", {})
+            # the flow runs outside the cluster: no claim, no Prefect, no MLflow
+            and manifest["kind"] not in ("PersistentVolumeClaim", "Deployment")
+        ]
+        kube_cluster.kubectl("apply", "--server-side", "--filename=-", objects=base)
         yield OVERRIDES
         kube_cluster.check_nothing_left()
-
-
-def _base() -> list[Any]:
-    return [
-        manifest
-        for manifest in rendered("test", manifests=ROOT / "k8s")
-        if "agentgym.io/environment" not in manifest["metadata"].get("labels", {})
-        # the flow runs outside the cluster: no claim, no Prefect, no MLflow
-        and manifest["kind"] not in ("PersistentVolumeClaim", "Deployment")
-    ]
 
 
 def no_cluster() -> str:
@@ -256,7 +252,6 @@ def of_service(name: str) -> Any:
 
 
 def send_mlflow_away(scene: Scene, _: list[psutil.Process]) -> None:
-    """Scale MLflow down to no pod for some seconds."""
     scale = ("scale", "deployment/mlflow", "--namespace", SERVICES)
     scene.project.server.kubectl(*scale, "--replicas=0")
     away_s = scene.chance.uniform(*MLFLOW_AWAY_S)
@@ -294,29 +289,11 @@ def local_ray(token: str) -> Iterator[str]:
             yield address_file.read_text(encoding="utf-8")
 
 
-def stand_in() -> Any:
-    path = ROOT / "tests/agentgym/deploy/kuberay_stand_in.py"
-    spec = importlib.util.spec_from_file_location("kuberay_stand_in", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@dataclass
-class OfKubeRay:
-    """The parts around a step that runs as RayJobs."""
-
-    operator: Any
-    commits: Callable[[], list[str]]  # of stage 1
-
-
 @contextlib.contextmanager
 def kuberay(project: Project) -> Iterator[tuple[str, ...]]:
-    """Start an API server, a stand-in for KubeRay's operator with a local Ray cluster, a store on
-    S3, and MLflow.
-    """
+    """Start an API server, a stand-in for KubeRay's operator with a Ray cluster, S3 and MLflow."""
+    from ray.job_submission import JobSubmissionClient
+
     port, token = free_port(), secrets.token_hex(32)
     # 127.1 counts as another machine for the rules, and resolves to this one
     server = MlflowServer(project, port, hosts=f"127.1:{port},127.0.0.1:{port}")
@@ -336,22 +313,17 @@ def kuberay(project: Project) -> Iterator[tuple[str, ...]]:
         kube.create(secret_of("agentgym-rollout", credentials))
         jobs = kube_cluster.folder / "jobs"
         jobs.mkdir()
-        client = jobs_client(dashboard, token)
-        operator = stack.enter_context(stand_in().StandIn(kube, client, jobs))
+        client = JobSubmissionClient(dashboard, headers={"Authorization": f"Bearer {token}"})
+        tests = runpy.run_path(str(ROOT / "tests/agentgym/deploy/kuberay_stand_in.py"))
+        operator = stack.enter_context(tests["StandIn"](kube, client, jobs))
         stack.enter_context(known_to(project, kube_cluster, AGENTGYM_IMAGE="registry/agentgym:1"))
-        project.server = OfKubeRay(operator, bucket.commits)
+        project.server = SimpleNamespace(operator=operator, commits=bucket.commits)
         tracking = f"tracking.uri=http://127.1:{port}"
         yield (*store, *ON_KUBERAY, tracking, "store.lease_ttl_s=5")
         if left := kube.list(RAY_CLUSTER).items + kube.list(Resource("ray.io/v1", "RayJob")).items:
             raise RuntimeError(f"left: {[resource['metadata']['name'] for resource in left]}")
         if operator.errors:
             raise RuntimeError(f"the stand-in failed: {operator.errors[:3]}")
-
-
-def jobs_client(dashboard: str, token: str) -> Any:
-    from ray.job_submission import JobSubmissionClient
-
-    return JobSubmissionClient(dashboard, headers={"Authorization": f"Bearer {token}"})
 
 
 def on_a_cluster(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -361,7 +333,6 @@ def on_a_cluster(project: Project, process: subprocess.Popen[bytes]) -> list[psu
 
 
 def lose_ray_cluster(scene: Scene, _: list[psutil.Process]) -> None:
-    """Delete the Ray cluster with its processes."""
     operator = scene.project.server.operator
     scene.trial.hit = operator.lose_cluster(operator.ran[-1])
     scene.trial.notes.append(operator.ran[-1])
@@ -369,10 +340,7 @@ def lose_ray_cluster(scene: Scene, _: list[psutil.Process]) -> None:
 
 ON_CLUSTER = Setting(FLOW, around=cluster, missing=no_cluster)
 DEPLOYED = Setting(
-    ("-c", RUN),
-    around=deployed,
-    missing=lambda: no_cluster() or no_mount(),
-    takes_overrides=False,
+    ("-c", RUN), around=deployed, missing=lambda: no_cluster() or no_mount(), takes_overrides=False
 )
 AS_RAY_JOB = Setting(
     (*STAGE, "--with-parents"),

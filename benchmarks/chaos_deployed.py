@@ -10,14 +10,14 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,17 +109,11 @@ class Cluster:
         return matches
 
     def servers(self) -> list[psutil.Process]:
-        """The environment servers in pods."""
         return self.containers("python", "-m", "envs", "serve")
 
-    def left(self) -> list[str]:
-        """Names of all objects that have a run's label."""
-        names = self.kubectl("get", LEFT, "-n", FLEETS, f"-l{RUN_LABEL}", "--output=name")
-        return names.split()
-
     def check_nothing_left(self) -> None:
-        """Raise RuntimeError if an object of a run is left."""
-        if left := self.left():
+        left = self.kubectl("get", LEFT, "-n", FLEETS, f"-l{RUN_LABEL}", "--output=name").split()
+        if left:
             raise RuntimeError(f"left in the cluster: {', '.join(left)}")
 
 
@@ -236,17 +230,7 @@ class Deployed:
     def get(self, kinds: str, *labels: str, namespace: str = "") -> list[Any]:
         words = ("get", kinds, "-n", namespace or self.namespace, "--output=json")
         output = self.kubectl(*words, *(f"--selector={','.join(labels)}" for _ in labels[:1]))
-        items: list[Any] = json.loads(output)["items"]
-        return items
-
-    def pods(self, role: str, namespace: str = "") -> dict[str, str]:
-        """Pods that run and are not being deleted: name -> address."""
-        return {
-            pod["metadata"]["name"]: pod["status"].get("podIP", "")
-            for pod in self.get("pods", f"agentgym.io/role={role}", namespace=namespace)
-            if pod["status"].get("phase") == "Running"
-            and "deletionTimestamp" not in pod["metadata"]
-        }
+        return json.loads(output)["items"]
 
     def address(self, service: str) -> str:
         """Return `host:port` of the ready pod behind the service. Errors: RuntimeError."""
@@ -257,34 +241,12 @@ class Deployed:
                         return f"{address['ip']}:{PORTS[service]}"
         raise RuntimeError(f"no pod is ready behind service {service}")
 
-    def remove(self) -> None:
-        """Remove the objects without a namespace; the rest goes with the control plane."""
-        for claim in self.volumes:
-            self.kubectl("delete", "persistentvolume", f"{self.namespace}-{claim}", "--wait=false")
-
 
 def secret_of(name: str, values: Mapping[str, str], namespace: str = "") -> Any:
     """Return a Secret. namespace: empty for that of the client that creates it."""
     data = {key: base64.b64encode(value.encode()).decode() for key, value in values.items()}
     meta = {"name": name, **({"namespace": namespace} if namespace else {})}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data}
-
-
-def first_process(pod: str) -> int:
-    """Return the host's pid of process 1 of a pod's container. Errors: RuntimeError."""
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError):
-            hosts = (path / "root/etc/hosts").read_text(encoding="utf-8").splitlines()
-            status = (path / "status").read_text(encoding="utf-8")
-            spaces = status.partition("NSpid:")[2].splitlines()[0].split()
-            if len(spaces) > 1 and spaces[-1] == "1" and hosts[1].split()[1] == pod:
-                return int(path.name)
-    raise RuntimeError(f"no process of pod {pod} is here")
-
-
-def kill_container(pod: str) -> None:
-    """Kill the whole container, as the kernel does on an out-of-memory error."""
-    os.kill(first_process(pod), signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -314,36 +276,21 @@ def forwarded(deployed: Deployed, service: str) -> Iterator[str]:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def serve(client: socket.socket) -> None:
-        with client, contextlib.suppress(OSError, RuntimeError), reach() as pod:
-            pod.settimeout(None)
-            back = threading.Thread(target=pump, args=(pod, client), daemon=True)
-            back.start()
-            pump(client, pod)
-            back.join()
+    class Connection(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError, RuntimeError), reach() as pod:
+                pod.settimeout(None)
+                back = threading.Thread(target=pump, args=(pod, self.request), daemon=True)
+                back.start()
+                pump(self.request, pod)
+                back.join()
 
-    def accept(listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = listener.accept()
-                threading.Thread(target=serve, args=(client,), daemon=True).start()
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
 
     # the Service's own port: MLflow checks it in the Host header
     host = ".".join(["127", *(str(1 + secrets.randbelow(250)) for _ in range(3))])
-    with socket.create_server((host, PORTS[service])) as listener:
-        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+    with Server((host, PORTS[service]), Connection) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"{host}:{PORTS[service]}"
-        with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)
-
-
-def prefect_command(
-    words: Sequence[str], api: str, login: str, home: Path, timeout_s: float = 180.0
-) -> str:
-    """Run `prefect WORDS` as an operator does; return its output. Errors: RuntimeError."""
-    variables = {"PREFECT_API_URL": api, "PREFECT_API_AUTH_STRING": login, "COLUMNS": "200"}
-    return output_of(
-        ["-m", "prefect", "--no-prompt", *words],
-        env={**os.environ, **variables, "PREFECT_HOME": str(home)},
-        timeout_s=timeout_s,
-    )
+        server.shutdown()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,11 +21,10 @@ from chaos_project import GONE_WITHIN_S, Project, Trial
 from chaos_servers import (
     MlflowServer,
     S3Server,
-    dashboard,
-    gcs,
     mlflow_server,
     no_mount,
     no_ray,
+    ray_cluster,
     s3_store,
     services,
     slow_disk,
@@ -111,8 +111,6 @@ class Setting:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault."""
-
     name: str
     what: str  # for the table
     setting: Setting
@@ -142,7 +140,6 @@ def everything(project: Project, process: subprocess.Popen[bytes]) -> list[psuti
 
 
 def kill_one(scene: Scene, victims: list[psutil.Process]) -> None:
-    """Send SIGKILL to one random victim."""
     KILL(scene, [scene.chance.choice(victims)])
 
 
@@ -218,12 +215,10 @@ def num_commits(project: Project) -> int:
 
 
 def committed(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Return the started process once the stage has a commit."""
     return the_command(project, process) if num_commits(project) else []
 
 
 def kill_after_two(scene: Scene, victims: list[psutil.Process]) -> None:
-    """Kill the victims once there are two commits."""
     while num_commits(scene.project) < 2 and scene.process.poll() is None:
         time.sleep(QUICK_POLL_S)
     KILL(scene, victims)
@@ -273,9 +268,7 @@ def lose_object(scene: Scene, victims: list[psutil.Process]) -> None:
 
 
 def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
-    """Start another process on the same stage, which must be refused with the holder's name. Then
-    kill the holder, which frees the stage.
-    """
+    """Start another process on the stage, which must be refused; then kill the stage's holder."""
     other = scene.project.completed(*scene.process.args)
     line = other.stderr.strip().splitlines()[-1:] or [""]
     holder = (
@@ -335,8 +328,12 @@ DEPLOYED = Setting(
 )
 ON_RAY = ("--set", "ray.num_workers=2", "--set", "ray.placement_timeout_s=300", "--set")
 LOCAL_RAY = Setting((*STAGE, *ON_RAY, "compute=ray"), prepared=True, missing=no_ray, is_ray=True)
-JOINED_RAY = replace(LOCAL_RAY, around=gcs, stays=".")
-RAY_JOB = replace(JOINED_RAY, command=(*STAGE, *ON_RAY, "compute=ray-job"), around=dashboard)
+JOINED_RAY = replace(LOCAL_RAY, around=partial(ray_cluster, fact="address"), stays=".")
+RAY_JOB = replace(
+    JOINED_RAY,
+    command=(*STAGE, *ON_RAY, "compute=ray-job"),
+    around=partial(ray_cluster, fact="dashboard"),
+)
 TWO_RANKS = replace(
     LOCAL_RAY,
     command=(*STAGE, "--set", "ray.num_ranks=2", *ON_RAY, "compute=ray"),

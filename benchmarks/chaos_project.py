@@ -109,13 +109,14 @@ class Project:
     def must(self, *command: str) -> str:
         """Run a command; return its output. Errors: RuntimeError if it fails."""
         self.check_open()
-        where = {"cwd": self.folder, "env": self.environment}
-        return output_of(command, **where, timeout_s=COMMAND_TIMEOUT_S)
+        return output_of(
+            command, cwd=self.folder, env=self.environment, timeout_s=COMMAND_TIMEOUT_S
+        )
 
-    def completed(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end, whatever its exit code."""
-        where = {"cwd": self.folder, "env": self.environment}
-        return completed(command, **where, timeout_s=COMMAND_TIMEOUT_S)
+    def completed(
+        self, *command: str, timeout_s: float = COMMAND_TIMEOUT_S
+    ) -> subprocess.CompletedProcess[str]:
+        return completed(command, cwd=self.folder, env=self.environment, timeout_s=timeout_s)
 
     @contextlib.contextmanager
     def knows(self, server: Any, variables: Mapping[str, str]) -> Iterator[None]:
@@ -148,11 +149,7 @@ class Project:
             )
 
     def processes(self, pattern: str = "") -> list[psutil.Process]:
-        """Return all live processes started here, at any depth, whose command line matches.
-
-        Ray's workers overwrite their environment, so they are recognized by their parents and their
-        working directory.
-        """
+        """Return all live processes started here, at any depth, whose command line matches."""
         ours: dict[int, psutil.Process] = {}
         for process in sorted(
             set(psutil.process_iter()) - self.others, key=lambda process: process.pid
@@ -170,11 +167,10 @@ class Project:
         return matches
 
     def is_ours(self, process: psutil.Process) -> bool:
-        """Return True if the process has this project's variable or working directory."""
         with contextlib.suppress(psutil.Error):
             if process.environ().get(OWNER) == self.environment[OWNER]:
                 return True
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):  # Ray's workers overwrite their environment
             return Path(process.cwd()).is_relative_to(self.folder)
         return False
 
@@ -202,9 +198,7 @@ class Project:
         return f"{step}, {len(list(last.parents[1].glob('manifests/*.json')))} commits made"
 
     def lineage(self, overrides: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return (finished steps, ids of the items trained on in the order of the committed
-        optimizer steps).
-        """
+        """Return (finished steps, ids of the items trained on in the order of their commits)."""
         steps, items = json.loads(self.must("-c", LINEAGE, *overrides).splitlines()[-1])
         return tuple(steps), tuple(items)
 
@@ -268,6 +262,10 @@ class Trial:
     def ok(self) -> bool:
         return not any(self.failures.values())
 
+    def fail(self, check: str, *failures: str) -> None:
+        """Record the failures of a check, perhaps none."""
+        self.failures.setdefault(check, []).extend(failures)
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -281,9 +279,7 @@ class Reference:
     versions: int  # registered models
 
     def faster(self, wall_s: float) -> Reference:
-        """Scale the times down if an undisturbed run took at most `wall_s`: the machine was busier
-        during the observation.
-        """
+        """Scale the times to a run of at most `wall_s`: the machine was busier when observed."""
         scale = min(1.0, wall_s / self.wall_s)
         spans = {name: (first * scale, last * scale) for name, (first, last) in self.spans.items()}
         return replace(self, wall_s=self.wall_s * scale, spans=spans)
@@ -304,10 +300,8 @@ def check_gone(project: Project, trial: Trial, keep: str, within_s: float = GONE
     for process in left:
         with contextlib.suppress(psutil.Error):
             commands.append(" ".join(process.cmdline())[:200])
-    trial.failures.setdefault("processes", []).extend(commands)
-    trial.failures.setdefault("ports", []).extend(
-        f"port {port} still answers" for port in sorted(open_ports)
-    )
+    trial.fail("processes", *commands)
+    trial.fail("ports", *(f"port {port} still answers" for port in sorted(open_ports)))
 
 
 def is_open(port: int) -> bool:
@@ -323,14 +317,11 @@ def check_result(
     audit = ("-m", "agentgym", "audit", "--json", "--episodes", "4", *set_words(overrides))
     trial.failures["audit"] = audit_failures(project.completed(*audit))
     steps, items = project.lineage(overrides)
-    trial.failures["steps"] = (
-        [] if steps == reference.steps else [f"done are {steps}, undisturbed {reference.steps}"]
-    )
-    trial.failures["items"] = (
-        []
-        if items == reference.consumed
-        else [f"trained on {items}, undisturbed {reference.consumed}"]
-    )
+    trial.failures |= {"steps": [], "items": []}
+    if steps != reference.steps:
+        trial.fail("steps", f"done are {steps}, undisturbed {reference.steps}")
+    if items != reference.consumed:
+        trial.fail("items", f"trained on {items}, undisturbed {reference.consumed}")
     trial.failures["points"] = repeated_points(project.state / "mlflow.db")
     repeated = repeated_models(project.state / "mlflow.db")
     if num_versions(project) != reference.versions:
@@ -365,7 +356,6 @@ def repeated_points(database: Path) -> list[str]:
 
 
 def repeated_models(database: Path) -> list[str]:
-    """Checkpoints registered more than once under one name."""
     query = (
         "select name, value, count(*) from model_version_tags where key = 'step_key' group by name,"
         " value having count(*) > 1"
@@ -391,9 +381,7 @@ def rows(database: Path, query: str) -> list[tuple[Any, ...]]:
 
 
 def leftovers(state: Path) -> list[str]:
-    """Temporary files in the state directory, except those that the step's next commit removes
-    (blobs, leases, manifests).
-    """
+    """Temporary files in the state, except those that the step's next commit removes."""
     paths = [
         path
         for path in state.rglob(".tmp-*")
@@ -409,8 +397,6 @@ def last_line(log: Path) -> str:
 
 
 def failure(log: Path) -> str:
-    """Return the line near the log's end that names the error, or "". The end of a server's log may
-    follow it.
-    """
+    """Return the line near the log's end that names the error, or ""."""
     lines = log.read_text(errors="replace", encoding="utf-8").splitlines()[-MAX_TAIL:]
     return next((line[:300] for line in reversed(lines) if line.startswith("failed: ")), "")

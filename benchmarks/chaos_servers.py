@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,6 @@ os.fsync = slowly
 
 @contextlib.contextmanager
 def slow_disk(project: Project) -> Iterator[tuple[str, ...]]:
-    """Slow down fsync in every process of the project."""
     folder = project.scratch / "slow"
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(SLOW_DISK, encoding="utf-8")
@@ -115,8 +113,6 @@ def slow_disk(project: Project) -> Iterator[tuple[str, ...]]:
 
 @dataclass
 class S3Server:
-    """A bucket in a moto server."""
-
     bucket: str
     client: Any
 
@@ -180,8 +176,7 @@ class RayCluster:
         """Address, dashboard, and the process of the second node."""
         path, log = self.folder / "facts.json", self.project.scratch / "ray.log"
         wait_for(path.exists, START_TIMEOUT_S, "no Ray cluster", self.process, log)
-        facts: dict[str, Any] = read(path)
-        return facts
+        return read(path)
 
     def second_node(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -245,14 +240,6 @@ def ray_cluster(project: Project, fact: str) -> Iterator[tuple[str, ...]]:
 
 def ray_variables(token: str) -> dict[str, str]:
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
-
-
-def gcs(project: Project) -> AbstractContextManager[tuple[str, ...]]:
-    return ray_cluster(project, "address")
-
-
-def dashboard(project: Project) -> AbstractContextManager[tuple[str, ...]]:
-    return ray_cluster(project, "dashboard")
 
 
 def no_ray() -> str:

@@ -62,6 +62,7 @@ MEMORY_LIMIT, TIME_LIMIT = 0.65, 1.5
 PHASES = ("build", "commit", "resume")
 TIMED = ("commit", "resume", "copy")
 STEP, KEY = "stage-1", "c" * 64
+FOLDER = f"steps/{folder_name(STEP, KEY)}"  # in the store
 SAMPLE_S = 0.002
 COPY_BYTES = 16 << 20
 SETTLED_BYTES = 4 << 30
@@ -115,7 +116,7 @@ def compared(folder: Path, size: dict[str, int], num_rounds: int) -> dict[str, A
         )
     one, two = (row["anonymous_mib_above_idle"] for row in rows)
     return {
-        "num_parameters": sum(parameter.numel() for parameter in empty(text).parameters()),
+        "num_parameters": sum(parameter.numel() for parameter in empty_model(text).parameters()),
         "ranks": rows,
         "memory_of_two_to_one": {
             phase: round(max(two[phase]) / min(one[phase]), 3) for phase in PHASES
@@ -172,15 +173,7 @@ def architecture(size: Mapping[str, Any]) -> str:
 
 def removed(store_place: StorePlace, blobs: Mapping[str, Any]) -> None:
     for blob in blobs.values():
-        (Path(store_place.root) / folder_of() / "blobs" / blob["digest"]).unlink(missing_ok=True)
-
-
-def empty(architecture: str) -> Any:
-    return empty_model(architecture, torch.float32)
-
-
-def folder_of() -> str:
-    return f"steps/{folder_name(STEP, KEY)}"
+        (Path(store_place.root) / FOLDER / "blobs" / blob["digest"]).unlink(missing_ok=True)
 
 
 def made(store_place: StorePlace, architecture: str) -> dict[str, Any]:
@@ -192,7 +185,7 @@ def made(store_place: StorePlace, architecture: str) -> dict[str, Any]:
         name: torch.randn(parameter.shape, generator=generator).mul_(0.02)
         if parameter.ndim > 1
         else torch.ones(parameter.shape)
-        for name, parameter in empty(architecture).named_parameters()
+        for name, parameter in empty_model(architecture).named_parameters()
     }
     written = Snapshot({WEIGHTS: TensorFile.of(tensors)}).write(store_place, STEP, KEY)
     return {name: blob.model_dump() for name, blob in written.items()}
@@ -255,7 +248,9 @@ def asked_of(
     )
     group = joined(folder, rank, size)
     # warm up: code loaded at the first use is not part of a model's memory
-    LocalLearner(empty(architecture(SMALL)), plan.optimizer, total_steps=1, ranks=group).snapshot()
+    LocalLearner(
+        empty_model(architecture(SMALL), torch.float32), plan.optimizer, total_steps=1, ranks=group
+    ).snapshot()
     return request, store_place, plan, group
 
 
@@ -298,9 +293,7 @@ def batch() -> Batch:
 
 @contextlib.contextmanager
 def measured(measurements: dict[str, Any], phase: str) -> Iterator[None]:
-    """Measure the block's seconds, and its peak of anonymous memory above the value before the
-    first block.
-    """
+    """Measure the block's seconds and its peak of anonymous memory above the first value."""
     measurements.setdefault("idle_kib", anonymous_kib())
     peak, began = [anonymous_kib()], time.perf_counter()
 
@@ -357,7 +350,7 @@ def copied(target: Path, store_place: StorePlace, blobs: dict[str, Any]) -> floa
     target.mkdir()
     began = time.perf_counter()
     for blob in blobs.values():
-        source = Path(store_place.root) / folder_of() / "blobs" / blob["digest"]
+        source = Path(store_place.root) / FOLDER / "blobs" / blob["digest"]
         with source.open("rb") as read, (target / blob["digest"]).open("wb") as write:
             shutil.copyfileobj(read, write, COPY_BYTES)
             write.flush()

@@ -1,7 +1,5 @@
 """Three recipes in three environments from one file, killed once in the middle.
 
-    python benchmarks/columns.py    # or make measure NAME=columns
-
 Runs comparisons/three-environments.yaml with `flows.compare`. Once KILL_AFTER of its nine cells are
 done, the command and all its descendants are killed, and the same command runs again. All steps
 done before the kill must still be done, with the same commits. Writes
@@ -64,9 +62,7 @@ def main() -> int:
 
 
 def interrupted(command: list[str], cells: tuple[Cell, ...], after: int) -> list[str]:
-    """Run the command until `after` cells are done, then kill it and everything it started.
-    Result: the cells that were done.
-    """
+    """Kill the command, with all it started, once `after` cells are done; return these cells."""
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     deadline = time.monotonic() + DEADLINE_S
     while process.poll() is None and sum(cell.is_done() for cell in cells) < after:
@@ -82,7 +78,6 @@ def interrupted(command: list[str], cells: tuple[Cell, ...], after: int) -> list
 
 
 def commits(state: Path) -> dict[str, Any]:
-    """All commits in the store: file -> content."""
     return {
         str(path.relative_to(state)): path.read_bytes()
         for path in sorted((state / "store/steps").glob("*/manifests/*.json"))

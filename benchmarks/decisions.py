@@ -1,7 +1,5 @@
 """Error rate and power of comparisons of two policies.
 
-    python benchmarks/decisions.py    # or make measure NAME=decisions
-
 Writes docs/results/decisions.json. The decision is the product's own,
 `agentgym.evaluation.paired.decide`, on simulated pairs:
 
@@ -61,11 +59,7 @@ def simulate(case: Case, num: int, generator: np.random.Generator) -> dict[str, 
     """
     ways = ("ours", "mean", "items", "signs") if case.families else ("ours", "mean")
     positives = dict.fromkeys(ways, 0)
-    families = (
-        tuple(f"f{item % case.families}" for item in range(case.items))
-        if (case.families)
-        else (None,) * case.items
-    )
+    families = tuple(f"f{i % case.families}" if case.families else None for i in range(case.items))
     names = tuple(map(str, range(case.items)))
     codes = family_codes(families)
     for _ in range(num):
@@ -114,9 +108,10 @@ def _turned(gained: FloatArray, codes: NDArray[np.int_], generator: np.random.Ge
 
 def report(case_results: list[dict[str, Any]], simulations: int, unequal: int) -> dict[str, Any]:
     equal = [case_result for case_result in case_results if case_result["gain"] == 0]
-    clustered = [case_result for case_result in equal if case_result["families"]]
+    shares = [case_result["said"] for case_result in equal]
+    clustered = [case_result["said"] for case_result in equal if case_result["families"]]
     num = simulations * len(equal)
-    together = round(sum(case_result["said"]["ours"] * simulations for case_result in equal))
+    together = round(sum(share["ours"] * simulations for share in shares))
     return {
         "confidence": CONFIDENCE,
         "simulations": simulations,
@@ -127,56 +122,21 @@ def report(case_results: list[dict[str, Any]], simulations: int, unequal: int) -
             # over all designs: the highest of many is inflated by chance
             "ours": round(together / num, 4),
             "ours_upper_bound": round(upper_bound(together, num), 4),
-            "ours_highest": max(case_result["said"]["ours"] for case_result in equal),
+            "ours_highest": max(share["ours"] for share in shares),
             "ours_highest_upper_bound": max(case_result["ours_upper"] for case_result in equal),
-            "mean_lowest": min(case_result["said"]["mean"] for case_result in equal),
-            "items_highest_with_families": max(
-                case_result["said"]["items"] for case_result in clustered
-            ),
-            "signs_highest_with_families": max(
-                case_result["said"]["signs"] for case_result in clustered
-            ),
+            "mean_lowest": min(share["mean"] for share in shares),
+            "items_highest_with_families": max(share["items"] for share in clustered),
+            "signs_highest_with_families": max(share["signs"] for share in clustered),
         },
         "cases": case_results,
     }
 
 
-def text(result: dict[str, Any]) -> str:
-    false = result["false_positives"]
-    lines = [
-        "equal policies called different: "
-        f"ours {false['ours']:.1%} (upper bound {false['ours_upper_bound']:.1%}; of one design at"
-        f" most {false['ours_highest']:.1%}, upper bound"
-        f" {false['ours_highest_upper_bound']:.1%}); the mean is higher, at least"
-        f" {false['mean_lowest']:.1%}; items for themselves, with families, up to"
-        f" {false['items_highest_with_families']:.1%}",
-        "power: items x samples, families -> at +5 and +10 points",
-    ]
-    by_case = {
-        (
-            case_result["families"],
-            case_result["items"],
-            case_result["samples"],
-            case_result["gain"],
-        ): case_result["said"]["ours"]
-        for case_result in result["cases"]
-    }
-    for families, items, samples, gain in by_case:
-        if gain == GAINS[1]:
-            powers = [by_case[families, items, samples, other_gain] for other_gain in GAINS[1:]]
-            families_text = f"{families} families" if families else "no families"
-            lines.append(f"{items} x {samples}, {families_text}: {powers[0]:.2f}, {powers[1]:.2f}")
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = parser_of(__doc__, "decisions.json")
-    parser.add_argument(
-        "--simulations", type=int, default=EQUAL, help="pairs of equal policies, per case"
-    )
-    parser.add_argument(
-        "--unequal", type=int, default=UNEQUAL, help="pairs of unequal policies, per case"
-    )
+    equal, unequal = "pairs of equal policies, per case", "pairs of unequal policies, per case"
+    parser.add_argument("--simulations", type=int, default=EQUAL, help=equal)
+    parser.add_argument("--unequal", type=int, default=UNEQUAL, help=unequal)
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()
     all_cases = list(cases())
@@ -184,7 +144,7 @@ def main() -> int:
     case_results = simulated(simulate, all_cases, nums, chosen.seed)
     result = report(case_results, chosen.simulations, chosen.unequal)
     write(chosen.out, result, rows=("cases",))
-    print(text(result))
+    print(*case_results, result["false_positives"], sep="\n")
     return 0 if result["false_positives"]["ours_highest_upper_bound"] <= MOST_FALSE else 1
 
 

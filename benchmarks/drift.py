@@ -8,6 +8,7 @@ Runs that docs/results/drift.json contains are not repeated; that file is rewrit
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import statistics
@@ -51,23 +52,15 @@ def main() -> int:
     parser.add_argument("--state", help="folder that keeps the runs (default: a temporary one)")
     chosen = parser.parse_args()
     result = read(chosen.out, {"runs": []})
-    finished_runs = {(run["recipe"], run["seed"]) for run in result["runs"]}
-    wanted = [
-        (name, seed)
-        for seed in chosen.seeds
-        for name in chosen.names
-        if (name, seed) not in finished_runs
-    ]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(chosen.parallel) as workers,
-    ):
-        jobs = [workers.submit(run, name, seed, chosen.state or folder) for name, seed in wanted]
+    known = {(run["recipe"], run["seed"]) for run in result["runs"]}
+    wanted = [(name, seed) for seed in chosen.seeds for name in chosen.names]
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(chosen.parallel) as workers:
+        state = chosen.state or folder
+        jobs = [workers.submit(run, *case, state) for case in wanted if case not in known]
         for job in as_completed(jobs):
             row = job.result()
-            result["runs"] = sorted(
-                [*result["runs"], row], key=lambda row: (row["recipe"], row["seed"])
-            )
+            result["runs"].append(row)
+            result["runs"].sort(key=lambda row: (row["recipe"], row["seed"]))
             result |= {"recipes": RECIPES, "summary": summary(result["runs"])}
             write(chosen.out, result)
             print(
@@ -83,15 +76,8 @@ def main() -> int:
 def run(name: str, seed: int, folder: str) -> dict[str, Any]:
     """Train one recipe under one seed; runs of a seed share the warm start."""
     logging.disable(logging.WARNING)
-    cfg = load_config(
-        ROOT / "params.yaml",
-        [
-            f"seed={seed}",
-            f"store.path={folder}/{seed}/store",
-            f"validation.every={EVERY}",
-            *RECIPES[name],
-        ],
-    )
+    settings = [f"seed={seed}", f"store.path={folder}/{seed}/store", f"validation.every={EVERY}"]
+    cfg = load_config(ROOT / "params.yaml", [*settings, *RECIPES[name]])
     last = stages(cfg.horizon)[-1].name
     run_with_parents("warm-start", cfg, wait_s=3600)
     items = unlisted(cfg)
@@ -113,15 +99,14 @@ def run(name: str, seed: int, folder: str) -> dict[str, Any]:
     points = stage_points(cfg)
     played = [point for point in points if SUCCESS in point.metrics]
     success = [round(point.metrics[SUCCESS], 4) for point in played]
+    peaks = itertools.accumulate(success, max)
     final = finished(cfg, open_store(cfg))[f"evaluate-{last}"].results["summary"]
     return {
         "recipe": name,
         "seed": seed,
         "steps": [point.step for point in played],
         "success": success,
-        "fall": round(
-            max(max(success[: index + 1]) - value for index, value in enumerate(success)), 4
-        ),
+        "fall": round(max(peak - last for peak, last in zip(peaks, success, strict=True)), 4),
         "last": final["avg_at_4"]["mean"],
         "greedy": final["greedy"]["mean"],
         "train_cpu_s": round(sum(point.metrics["time/cpu_s"] for point in points), 1),
@@ -147,7 +132,6 @@ def unlisted(cfg: RunConfig) -> list[Item]:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summary of each recipe over its seeds."""
     table = {}
     for name in sorted({run["recipe"] for run in runs}):
         recipe_runs = [run for run in runs if run["recipe"] == name]

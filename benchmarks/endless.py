@@ -55,9 +55,7 @@ def renderer() -> ChatRenderer:
 
 
 def serve(connection: Any) -> None:
-    """Run a server process with the product's application and HTTP settings.
-    A closed pipe ends it.
-    """
+    """Run a server with the product's application and HTTP settings until the pipe is closed."""
     import uvicorn
 
     from envs.connection import server_config
@@ -89,7 +87,6 @@ def serve(connection: Any) -> None:
 
 @contextmanager
 def serving() -> Iterator[str]:
-    """Yield the server's endpoint."""
     here, there = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=serve, args=(there,), daemon=True)

@@ -1,7 +1,5 @@
 """Speed of environment servers over HTTP on keep-alive connections.
 
-    python benchmarks/env_servers.py [ENV ...]
-
 Each server is one process; the load comes from another.
 Without `--server` it starts ours, one of each environment, and measures both dialects.
 `--server NAME=DIALECT=URL` measures a running server, ours or AgentGym's, in the same run; `NAME`
@@ -19,19 +17,14 @@ import itertools
 import json
 import re
 import statistics
-import tempfile
 import time
 import urllib.parse
 import urllib.request
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import uvloop
-from harness import cpu_seconds, parser_of, processes_at, quantile, write
-
-from agentgym.config import EnvConfig
-from agentgym.deploy.local import local_env
+from harness import cpu_seconds, env_server, parser_of, processes_at, quantile, write
 
 STEPS = 20  # per episode
 ACTIONS = {
@@ -79,28 +72,8 @@ class Target:
     token: str = field(default="", repr=False)  # that the server requires
 
 
-@dataclass(frozen=True)
-class Measured:
-    label: str
-    env: str
-    dialect: str
-    sessions: int
-    steps_per_s: float
-    p50_ms: float
-    p99_ms: float
-    create_ms: float  # median, of create and reset together
-    # of the server and the processes it started; None if they are not on this machine
-    rss_mib: float | None
-    cpu_ms_per_step: float | None  # of the same processes, opening episodes included
-    server_ms_per_step: float | None  # of these, the server without the processes it started
-    engine_ms_per_step: float | None  # of these, inside a simulator that counts them itself
-    errors: int
-
-
 class Connection:
-    """One keep-alive connection with little overhead, because the load generator runs on the same
-    machine as the server.
-    """
+    """One keep-alive connection with little overhead: the server runs on the same machine."""
 
     def __init__(self, url: str, token: str) -> None:
         parts = urllib.parse.urlsplit(url)
@@ -166,7 +139,8 @@ async def episode(connection: Connection, target: Target, number: int, times: li
     return opened
 
 
-async def measure(target: Target, num_sessions: int, seconds: float) -> Measured:
+async def measure(target: Target, num_sessions: int, seconds: float) -> dict[str, Any]:
+    """Row of a number of sessions. Memory and CPU time are None if the server runs elsewhere."""
     times: list[float] = []
     opened: list[float] = []
     numbers = itertools.count()
@@ -198,23 +172,26 @@ async def measure(target: Target, num_sessions: int, seconds: float) -> Measured
     def local(figure: float) -> float | None:
         return round(figure, 3) if processes else None
 
-    return Measured(
-        label=target.label,
-        env=target.env,
-        dialect=target.dialect,
-        sessions=num_sessions,
-        steps_per_s=round(len(times) / wall_s, 1),
-        p50_ms=round(1000 * statistics.median(times), 3),
-        p99_ms=round(1000 * quantile(times, 0.99), 3),
-        create_ms=round(1000 * statistics.median(opened), 3) if opened else float("nan"),
-        rss_mib=local(sum(process.memory_info().rss for process in processes) / 2**20),
-        cpu_ms_per_step=local(per_step * (cpu_seconds(processes) - cpu_s)),
-        server_ms_per_step=local(per_step * (cpu_seconds(processes[:1]) - server_s)),
-        engine_ms_per_step=(
+    return {
+        "label": target.label,
+        "env": target.env,
+        "dialect": target.dialect,
+        "sessions": num_sessions,
+        "steps_per_s": round(len(times) / wall_s, 1),
+        "p50_ms": round(1000 * statistics.median(times), 3),
+        "p99_ms": round(1000 * quantile(times, 0.99), 3),
+        # median, of create and reset together
+        "create_ms": round(1000 * statistics.median(opened), 3) if opened else float("nan"),
+        # of the server and the processes it started
+        "rss_mib": local(sum(process.memory_info().rss for process in processes) / 2**20),
+        "cpu_ms_per_step": local(per_step * (cpu_seconds(processes) - cpu_s)),
+        "server_ms_per_step": local(per_step * (cpu_seconds(processes[:1]) - server_s)),
+        # of these, inside a simulator that counts them itself
+        "engine_ms_per_step": (
             round(per_step * (engine_seconds(target.url) - engine_s), 3) if engine_s else None
         ),
-        errors=errors,
-    )
+        "errors": errors,
+    }
 
 
 def engine_seconds(url: str) -> float:
@@ -242,12 +219,11 @@ def main() -> None:
         for env, dialect, url in (text.split("=", 2) for text in arguments.server)
     ]
     uvloop.install()
-    rows: list[Measured] = []
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    rows = []
+    with contextlib.ExitStack() as stack:
         for env in arguments.envs or sorted({target.env for target in targets}) or ACTIONS:
-            config = EnvConfig(name=env, options=OPTIONS.get(env, {}), max_sessions=512)
-            log = Path(folder) / f"{env}.log"
-            (url,) = stack.enter_context(local_env(config, expert=False, log_path=log))
+            settings = {"options": OPTIONS.get(env, {}), "max_sessions": 512}
+            url = stack.enter_context(env_server(env, **settings))
             targets += [
                 Target(env, dialect, url + path, "ours", url.token)
                 for dialect, path in (("native", ""), ("agentgym", "/agentgym"))
@@ -257,8 +233,8 @@ def main() -> None:
                 if arguments.warm:
                     asyncio.run(measure(target, num_sessions, arguments.warm))
                 rows.append(asyncio.run(measure(target, num_sessions, arguments.seconds)))
-                print(*(f"{name} {value}" for name, value in asdict(rows[-1]).items()), sep=", ")
-    write(arguments.out, {"rows": [asdict(row) for row in rows]})
+                print(*(f"{name} {value}" for name, value in rows[-1].items()), sep=", ")
+    write(arguments.out, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Time and API requests to bring many fleets up and down on a cluster.
 
-    python benchmarks/fleets.py
-
 Fleets of TextCraft, one server each, in a new namespace: several threads send them, as flows do,
 wait until they are ready and take them down; then every kind of object is searched for leftovers.
 Measured are seconds and requests to the API server, per fleet. The cluster is that of KUBECONFIG,
@@ -22,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from harness import parser_of, write
@@ -46,7 +45,6 @@ NAMESPACE = Kind("v1", "Namespace")
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Path]:
-    """Yield a kubeconfig."""
     script = os.environ.get("AGENTGYM_TEST_CONTROL_PLANE")
     if not script:
         yield Path(os.environ.get("KUBECONFIG", Path.home() / ".kube/config"))
@@ -117,28 +115,21 @@ def measure(kubeconfig: Path, count: int, threads: int) -> dict[str, Any]:
             times = list(pool.map(lambda run: life(kube, objects[run], run), runs))
         wall_s = time.perf_counter() - began
         calls = Counter(kube.transport.calls) - before
+        seconds = {part: [fleet_times[part] for fleet_times in times] for part in times[0]}
         return {
             "fleets": count,
             "at_once": threads,
             "objects_per_fleet": len(next(iter(objects.values()))) + 1,  # and the lease
             "wall_s_per_fleet": round(wall_s / count, 3),
             "rendered_s_per_fleet": round(rendered_s / count, 3),
-            "median_s": {
-                part: _median([fleet_times[part] for fleet_times in times]) for part in times[0]
-            },
-            "longest_s": {
-                part: round(max(fleet_times[part] for fleet_times in times), 2) for part in times[0]
-            },
+            "median_s": {part: round(median_high(s), 2) for part, s in seconds.items()},
+            "longest_s": {part: round(max(s), 2) for part, s in seconds.items()},
             "calls_per_fleet": {
                 verb: round(number / count, 2) for verb, number in sorted(calls.items())
             },
             "all_calls_per_fleet": round(calls.total() / count, 2),
             "left_over": left_over(kube),
         }
-
-
-def _median(values: list[float]) -> float:
-    return round(sorted(values)[len(values) // 2], 2)
 
 
 def main() -> None:

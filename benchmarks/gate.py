@@ -34,7 +34,6 @@ DESIGNS = ((200, 1, 0), (200, 4, 0), (512, 1, 0), (512, 4, 0), (512, 4, 10))  # 
 def simulate(
     rules: GateConfig, case: Case, num: int, generator: np.random.Generator
 ) -> dict[str, Any]:
-    """Share of each verdict over `num` pairs."""
     families = tuple(f"f{i % case.families}" if case.families else None for i in range(case.items))
     codes = family_codes(families) if case.families else None
     names = tuple(map(str, range(case.items)))
@@ -54,7 +53,8 @@ def looked_at_often(num: int, rules: GateConfig, generator: np.random.Generator)
     """Share of item sets on which at least one of LOOKS equal candidates is promoted."""
     case, names, num_promoted = Case(512, 4, 0, 0.0), tuple(map(str, range(512))), 0
     for _ in range(num):
-        chance = drawn_chances(case, generator)[:, None]
+        ease = ITEMS_SD * generator.standard_normal(case.items)  # of both models, by item
+        chance = 1 / (1 + np.exp(-(middle(SUCCESS, ITEMS_SD) + ease)))[:, None]
         champion, *others = (
             (generator.random((case.items, case.samples)) < chance).astype(float)
             for _ in range(LOOKS + 1)
@@ -66,48 +66,19 @@ def looked_at_often(num: int, rules: GateConfig, generator: np.random.Generator)
     return round(num_promoted / num, 4)
 
 
-def drawn_chances(case: Case, generator: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Draw both models' chance of success on each item, [items]."""
-    ease = ITEMS_SD * generator.standard_normal(case.items)
-    return np.asarray(1 / (1 + np.exp(-(middle(SUCCESS, ITEMS_SD) + ease))))
-
-
-def text(result: dict[str, Any]) -> str:
-    lines = [
-        f"equal models promoted: {result['false_promotions']:.1%} of the default design (upper"
-        f" bound {result['false_promotions_upper']:.1%}); of any design"
-        f" {result['highest']:.1%} at most (upper bound {result['highest_upper']:.1%})",
-        f"one of {LOOKS} equal candidates on one set of items: {result['looks']:.1%}",
-    ]
-    for row in result["cases"]:
-        families = f"{row['families']} families" if row["families"] else "no families"
-        verdicts = ", ".join(f"{name} {row[name]:.3f}" for name in ("PROMOTE", "HOLD", "REJECT"))
-        lines.append(
-            f"{row['items']} x {row['samples']}, {families}, {100 * row['gain']:+.0f}: {verdicts}"
-        )
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = parser_of(__doc__, "gate.json")
-    parser.add_argument(
-        "--simulations", type=int, default=5000, help="pairs of equal models, per design"
-    )
-    parser.add_argument(
-        "--unequal", type=int, default=1000, help="pairs of unequal models, per design"
-    )
+    equal, unequal = "pairs of equal models, per design", "pairs of unequal models, per design"
+    parser.add_argument("--simulations", type=int, default=5000, help=equal)
+    parser.add_argument("--unequal", type=int, default=1000, help=unequal)
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()
     rules = load_config(ROOT / "params.yaml").gate
     all_cases = [Case(*design, gain) for design in DESIGNS for gain in GAINS]
     nums = [chosen.unequal if case.gain else chosen.simulations for case in all_cases]
     cases = simulated(partial(simulate, rules), all_cases, nums, chosen.seed)
-    equal = [case_result for case_result in cases if not case_result["gain"]]
-    default = next(
-        case_result
-        for case_result in equal
-        if (case_result["items"], case_result["samples"], case_result["families"]) == (512, 4, 0)
-    )
+    equal_cases = [case_result for case_result in cases if not case_result["gain"]]
+    default = equal_cases[DESIGNS.index((512, 4, 0))]
     (last,) = np.random.SeedSequence(chosen.seed, n_children_spawned=len(all_cases)).spawn(1)
     generator = np.random.Generator(np.random.Philox(last))
     result = {
@@ -116,13 +87,13 @@ def main() -> int:
         "simulations_unequal": chosen.unequal,
         "false_promotions": default["PROMOTE"],
         "false_promotions_upper": default["promote_upper"],
-        "highest": max(case_result["PROMOTE"] for case_result in equal),
-        "highest_upper": max(case_result["promote_upper"] for case_result in equal),
+        "highest": max(case_result["PROMOTE"] for case_result in equal_cases),
+        "highest_upper": max(case_result["promote_upper"] for case_result in equal_cases),
         "looks": looked_at_often(max(1, chosen.unequal // 5), rules, generator),
         "cases": cases,
     }
     write(chosen.out, result, rows=("cases",))
-    print(text(result))
+    print(*cases, {name: value for name, value in result.items() if name != "cases"}, sep="\n")
     return 0 if result["highest_upper"] <= MOST_FALSE else 1
 
 

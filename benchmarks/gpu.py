@@ -11,24 +11,20 @@ turns. No case takes more than 80 GB.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import gc
-import itertools
 import json
 import math
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import gpu_engine as engine
+import gpu_learner as learner
 import torch
+<<<<<<< HEAD
 from endless import TURNS, episodes, renderer, serving
 from harness import RESULTS, ROOT, in_a_process, machine, parser_of, read, stage_points, write
 from packed import batch_of, packed, padded, twin_of
@@ -53,85 +49,12 @@ from agentgym.models.transport import InProcess
 from agentgym.rollouts.policies.engines import open_here
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import Completion, SampleKey, Sampling
+=======
+from gpu_learner import DRY, GPU, Size
+from harness import RESULTS, in_a_process, machine, parser_of, read, write
+>>>>>>> h-bench
 
 OUT = RESULTS / "gpu.json"
-CONTEXT = 2048
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312}  # dense bfloat16, from the data sheets
-
-
-@dataclass(frozen=True)
-class Size:
-    """The sizes of the model and of the load that the cases use."""
-
-    device: str
-    dtype: torch.dtype
-    model: ModelConfig
-    vocab_size: int
-    num_episodes: int
-    concurrency: int
-    rounds: int
-    sequences: int  # whose log-probabilities are compared
-    matmul: int  # side of a square
-    copied: int  # bytes
-    staged: tuple[str, ...]  # overrides of the staged run
-    trained: tuple[int, ...]  # lengths of the sequences of an update
-    mixed: tuple[int, ...]  # lengths of sequences that differ
-    prompt_tokens: int  # of a request
-    new_tokens: int
-
-
-def shape(*, width: int, layers: int, heads: int, kv_heads: int, mlp: int) -> ModelConfig:
-    return ModelConfig(
-        hidden_size=width,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        mlp_size=mlp,
-        context_tokens=CONTEXT,
-    )
-
-
-# Qwen2.5-1.5B's dimensions, weights drawn at random
-GPU = Size(
-    "cuda",
-    torch.bfloat16,
-    shape(width=1536, layers=28, heads=12, kv_heads=2, mlp=8960),
-    vocab_size=151_936,
-    num_episodes=512,
-    concurrency=256,
-    rounds=3,
-    sequences=64,
-    matmul=8192,
-    copied=4 << 30,
-    staged=("compute_device=cuda", "rollout.engine=vllm"),
-    trained=(2048,) * 8,
-    mixed=(256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096),
-    prompt_tokens=596,
-    new_tokens=200,
-)
-# Qwen2.5-7B's
-GPU_7B = shape(width=3584, layers=28, heads=28, kv_heads=4, mlp=18_944)
-DRY = Size(
-    "cpu",
-    torch.float32,
-    shape(width=64, layers=2, heads=2, kv_heads=1, mlp=96),
-    vocab_size=300,
-    num_episodes=6,
-    concurrency=4,
-    rounds=1,
-    sequences=4,
-    matmul=64,
-    copied=1 << 20,
-    staged=(
-        *("rollout.engine=vllm", "horizon.stage_steps=[1,1,1]", "warm_start.steps=2"),
-        *("rollout.items_per_step=2", "validation.num_items=4", "evaluation.num_items=4"),
-        *("evaluation.num_samples=1", "evaluation.k=[1]"),
-    ),
-    trained=(48,) * 4,
-    mixed=(8, 12, 16, 48, 64),
-    prompt_tokens=12,
-    new_tokens=4,
-)
 
 
 def main() -> int:
@@ -192,6 +115,7 @@ def keep(name: str, result: Any) -> None:
     write(OUT, {"cases": cases})
 
 
+<<<<<<< HEAD
 def case_ceilings(size: Size) -> dict[str, Any]:
     """The highest rates of the device: a matrix product and a copy"""
     block = torch.empty(size.copied, dtype=torch.uint8, device=size.device)
@@ -692,22 +616,24 @@ def sampling(sample: int, turn: int, tokens: int) -> Sampling:
     return Sampling(SampleKey(0, 1, "gpu_0", sample, turn), 1.0, tokens)
 
 
+=======
+>>>>>>> h-bench
 # the most valuable first; seconds on an H200, imports included, those of new cases are estimates
 EXPECTED: tuple[tuple[Callable[[Size], dict[str, Any]], int], ...] = (
-    (case_ceilings, 15),
-    (case_publish, 150),
-    (case_rollouts, 150),
-    (case_logprobs, 120),
-    (case_step, 60),
-    (case_optimizer, 30),
-    (case_training, 120),
-    (case_head, 30),
-    (case_start, 180),
-    (case_real, 280),
-    (case_varlen, 30),
-    (case_training_7b, 60),
-    (case_mismatch, 110),
-    (case_staged, 700),
+    (learner.case_ceilings, 15),
+    (engine.case_publish, 150),
+    (engine.case_rollouts, 150),
+    (engine.case_logprobs, 120),
+    (learner.case_step, 60),
+    (learner.case_optimizer, 30),
+    (learner.case_training, 120),
+    (learner.case_head, 30),
+    (engine.case_start, 180),
+    (engine.case_real, 280),
+    (learner.case_varlen, 30),
+    (learner.case_training_7b, 60),
+    (engine.case_mismatch, 110),
+    (engine.case_staged, 700),
 )
 CASES = {case.__name__.removeprefix("case_"): case for case, _ in EXPECTED}
 EXPECTED_S = {name: seconds for name, (_, seconds) in zip(CASES, EXPECTED, strict=True)}

@@ -14,7 +14,6 @@ import platform
 import socket
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 import time
@@ -148,7 +147,6 @@ def output_of(words: Sequence[str | Path], **options: Any) -> str:
 
 
 def set_words(settings: Sequence[str]) -> list[str]:
-    """Return the options of `agentgym` for these overrides."""
     return [word for setting in settings for word in ("--set", setting)]
 
 
@@ -225,6 +223,20 @@ def serving_app(app_of: Callable[[int], Any]) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join(30)
+
+
+@contextlib.contextmanager
+def env_server(name: str, *, expert: bool = False, **settings: Any) -> Iterator[Any]:
+    """Serve an environment as a run does; yield its endpoint. settings: of EnvConfig."""
+    from agentgym.config import EnvConfig
+    from agentgym.deploy.local import local_env
+
+    env = EnvConfig(name=name, **settings)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        local_env(env, expert=expert, log_path=Path(folder) / "log") as (endpoint,),
+    ):
+        yield endpoint
 
 
 def free_port() -> int:
@@ -319,11 +331,11 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
 
 def processes_at(port: int) -> list[psutil.Process]:
     """The local process that listens on the port, and its descendants."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            for connection in process.net_connections(kind="tcp"):
-                if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
-                    return [process, *process.children(recursive=True)]
+    for connection in psutil.net_connections(kind="tcp"):
+        listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        if listens and connection.pid is not None:
+            process = psutil.Process(connection.pid)
+            return [process, *process.children(recursive=True)]
     return []
 
 
@@ -345,28 +357,20 @@ def commit_of(name: str) -> str:
 
 
 @contextlib.contextmanager
-def tree_of(commit: str) -> Iterator[Path]:
-    """Yield a temporary folder with the files of a commit, without git's own."""
+def checkout(commit: str, state: Path | None = None) -> Iterator[Path]:
+    """Yield a worktree with the files of a commit and a link to this installation.
+    state: its parent, by default a temporary folder.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        archive, tree = Path(folder, "tree.tar"), Path(folder, "tree")
-        git("archive", f"--output={archive}", commit)
-        with tarfile.open(archive) as content:
-            content.extractall(tree, filter="data")
-        yield tree
-
-
-@contextlib.contextmanager
-def checkout(commit: str, state: Path) -> Iterator[Path]:
-    """Yield a worktree with the files of a commit and a link to this installation."""
-    tree = state / commit
-    state.mkdir(parents=True, exist_ok=True)
-    if not tree.exists():
-        git("worktree", "add", "--detach", str(tree), commit)
-        (tree / ".venv").symlink_to(ROOT / ".venv")
-    try:
-        yield tree
-    finally:
-        git("worktree", "remove", "--force", str(tree))
+        tree = (state or Path(folder)) / commit
+        tree.parent.mkdir(parents=True, exist_ok=True)
+        if not tree.exists():
+            git("worktree", "add", "--detach", str(tree), commit)
+            (tree / ".venv").symlink_to(ROOT / ".venv")
+        try:
+            yield tree
+        finally:
+            git("worktree", "remove", "--force", str(tree))
 
 
 def stage_commits(cfg: Any, names: Sequence[str] = ()) -> list[Any]:

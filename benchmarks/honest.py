@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from chaos_project import GONE_WITHIN_S, Project, last_line
-from harness import completed, parser_of, read, s3_bucket, set_words, write
+from chaos_servers import s3_store
+from harness import parser_of, read, set_words, write
 
 BUDGET = ("evaluation.num_items=128", "horizon.stage_steps=[10,10,15]")  # as in .ci/run
 KINDS: dict[str, tuple[str, ...]] = {
@@ -53,8 +53,6 @@ NUM_DEFAULT = 3
 
 @dataclass
 class Run:
-    """One honest run and its audit's result."""
-
     number: int
     kind: str
     command: list[str]
@@ -90,7 +88,10 @@ def play(project: Project, run: Run, overrides: tuple[str, ...], num_kills: int)
             if attempt >= num_kills:
                 run.problem = f"no end within {limit_s:g} s: {last_line(log)}"
                 break
-            wait_gone(project)
+            # a second command beside the first one's processes would be another test
+            deadline = time.monotonic() + GONE_WITHIN_S
+            while project.processes() and time.monotonic() < deadline:
+                time.sleep(0.5)
         if run.codes[-1] == 0:
             break
     run.wall_s = round(time.monotonic() - began, 1)
@@ -98,12 +99,8 @@ def play(project: Project, run: Run, overrides: tuple[str, ...], num_kills: int)
         run.problem = run.problem or f"the command ended with {run.codes}: {last_line(log)}"
         return
     began = time.monotonic()
-    audit = completed(
-        ["-m", "agentgym", "audit", "--json", *set_words(overrides)],
-        cwd=project.folder,
-        env=project.environment,
-        timeout_s=AUDIT_TIMEOUT_S,
-    )
+    command = ("-m", "agentgym", "audit", "--json", *set_words(overrides))
+    audit = project.completed(*command, timeout_s=AUDIT_TIMEOUT_S)
     run.audit_s, run.audit_code = round(time.monotonic() - began, 1), audit.returncode
     try:
         report = json.loads(audit.stdout)
@@ -112,66 +109,24 @@ def play(project: Project, run: Run, overrides: tuple[str, ...], num_kills: int)
         return
     run.checks = {"seed": report["seed"]}
     for check in report["checks"]:
-        details = {
-            name: check[name]
-            for name in ("counted", "skipped", "note", "not_checked")
-            if check[name]
-        }
-        run.checks[check["name"]] = (
-            details if check["ok"] else {**details, "failures": check["failures"]}
-        )
-
-
-def wait_gone(project: Project) -> None:
-    """Wait until the remaining processes of a killed command have ended: a second command during
-    that time would be another test.
-    """
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while project.processes() and time.monotonic() < deadline:
-        time.sleep(0.5)
-
-
-@contextlib.contextmanager
-def s3_store(project: Project) -> Iterator[tuple[str, ...]]:
-    """Start an S3 server on loopback with a bucket; yield the overrides."""
-    with s3_bucket(project.scratch.parent, "honest") as (_, variables):
-        before = dict(project.environment)
-        project.environment |= variables
-        try:
-            yield ("store.uri=s3://honest/run",)
-        finally:
-            project.environment.clear()
-            project.environment.update(before)
+        names = ("counted", "skipped", "note", "not_checked", "failures")
+        run.checks[check["name"]] = {name: check[name] for name in names if check[name]}
 
 
 def main() -> int:
     parser = parser_of(__doc__, "honest.json")
-    parser.add_argument(
-        "--only",
-        type=int,
-        nargs="+",
-        default=range(len(PLAN) + NUM_DEFAULT),
-        metavar="NUMBER",
-        help="only these runs, by their indices in the plan, in this order (default: all)",
-    )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=240.0,
-        help="start no run after so many minutes (default 240)",
-    )
+    only = "only these runs, by their indices in the plan, in this order (default: all)"
+    every = range(len(PLAN) + NUM_DEFAULT)
+    parser.add_argument("--only", type=int, nargs="+", default=every, metavar="NUMBER", help=only)
+    minutes = "start no run after so many minutes (default 240)"
+    parser.add_argument("--minutes", type=float, default=240.0, help=minutes)
     parser.add_argument("--anew", action="store_true", help="ignore the results of an earlier call")
     arguments = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
-    result: dict[str, Any] = {"runs": []}
-    if not arguments.anew:
-        result = read(arguments.out, result)
+    result = {"runs": []} if arguments.anew else read(arguments.out, {"runs": []})
     finished_numbers, began = {run["number"] for run in result["runs"]}, time.monotonic()
-    plan = [
-        *((kind, kills, BUDGET) for kind, kills in PLAN),
-        *[("free-running", 0, ())] * NUM_DEFAULT,
-    ]
+    plan = [(*planned, BUDGET) for planned in PLAN] + [("free-running", 0, ())] * NUM_DEFAULT
     with tempfile.TemporaryDirectory(prefix="honest-") as folder:
         project = Project(Path(folder), {})
         try:
@@ -182,27 +137,20 @@ def main() -> int:
                 if time.monotonic() - began > 60 * arguments.minutes:
                     break
                 overrides = (*budget, *KINDS[kind], f"seed={number}")
-                with (
-                    s3_store(project)
-                    if kind == "s3"
-                    else contextlib.nullcontext(()) as store_overrides
-                ):
-                    run = Run(
-                        number,
-                        kind if budget else "default",
-                        ["python", "-m", "flows.pipeline", *overrides],
-                    )
-                    play(project, run, (*overrides, *store_overrides), kills)
+                is_s3 = kind == "s3"
+                with s3_store(project) if is_s3 else contextlib.nullcontext(()) as store:
+                    command = ["python", "-m", "flows.pipeline", *overrides]
+                    run = Run(number, kind if budget else "default", command)
+                    play(project, run, (*overrides, *store), kills)
                 result["runs"].append({**asdict(run), "ok": run.ok})
-                result["passed"] = (
-                    f"{sum(row['ok'] for row in result['runs'])} of {len(result['runs'])}"
-                )
+                num_passed = sum(row["ok"] for row in result["runs"])
+                result["passed"] = f"{num_passed} of {len(result['runs'])}"
                 write(arguments.out, result)
                 print(
                     f"{number} {run.kind} kills {run.killed_at_s} {run.wall_s:.0f} s, audit"
-                    f" {run.audit_s:.0f} s: {run.ok} {run.problem}"
+                    f" {run.audit_s:.0f} s: {run.ok} {run.problem}",
+                    flush=True,
                 )
-                sys.stdout.flush()
         finally:
             project.close()
     return 0 if all(run["ok"] for run in result["runs"]) else 1

@@ -1,7 +1,5 @@
 """Hostile actions that no policy may use to escape its score.
 
-    python benchmarks/hostile.py [ENV ...]
-
 Each environment's real server gets malicious actions: every Unicode category, thousands of digits,
 control and bidirectional characters, halves of surrogate pairs, NUL, a megabyte, and the
 environment's own grammar filled with those.
@@ -169,7 +167,6 @@ def categories() -> dict[str, list[str]]:
 
 
 def hostile(rng: random.Random, max_length: int = MEGABYTE) -> str:
-    """Random hostile text of at most `max_length` characters."""
     kind = rng.randrange(6)
     length = rng.choice((*LENGTHS, *[rng.randrange(50)] * 12))
     if kind == 0:
@@ -215,7 +212,6 @@ def filled(
 
 
 def words(rng: random.Random) -> str:
-    """Ten words of plain English."""
     plain = "where is the red mug that my sister saw in your shop last week and what does it cost"
     return " ".join(rng.choices(plain.split(), k=10))
 
@@ -252,9 +248,7 @@ async def episode(
     played: Played,
     until: Callable[[], bool],
 ) -> None:
-    """Play one episode with the actions that `say` returns.
-    An environment's failure is recorded with the action before it.
-    """
+    """Play one episode with the actions of `say`; record an environment's failure."""
     total, texts = 0.0, list[str]()
     try:
         async with pool.session(Item(case.env, task), key) as session:

@@ -15,11 +15,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import grimp
 import networkx
-from harness import PACKAGES, ROOT, commit_of, git, output_of, parser_of, tree_of, write
+from harness import PACKAGES, ROOT, checkout, commit_of, git, output_of, parser_of, write
 
 COLUMNS, LINES, MODULE_LINES = 100, 60, 450
 
@@ -118,19 +117,8 @@ def repeated(paths: Iterable[str]) -> dict[str, int]:
     return {name: len(known) for name, known in sorted(folders.items()) if len(known) > 1}
 
 
-def before(commit: str) -> dict[str, Any]:
-    """Measure a commit, in a process that imports its packages."""
-    with tree_of(commit) as tree:
-        command = [sys.executable, __file__, "--root", str(tree)]
-        measured = output_of(command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)})
-    result: dict[str, Any] = json.loads(measured)
-    return result
-
-
 def changed(commit: str) -> dict[str, dict[str, int]]:
-    """Count the lines of Python that were added, removed and moved since a commit, by top folder.
-    A line is moved if git finds its file renamed or copied.
-    """
+    """Count lines of Python added, removed and moved (renamed or copied) since a commit."""
     counts = numstat(commit, "--find-renames", "--find-copies")
     added, removed = (
         by_folder({path: both[side] for path, both in counts.items()}) for side in (0, 1)
@@ -155,7 +143,8 @@ def numstat(commit: str, *options: str) -> dict[str, tuple[int, int]]:
 def no_encodings(source: str) -> list[int]:
     """Return lines of calls that open text, or a process with text output, without `encoding`."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    return sorted(call.lineno for call in calls if is_text(call) and not names_encoding(call))
+    texts = (call for call in calls if is_text(call))
+    return sorted(c.lineno for c in texts if all(word.arg != "encoding" for word in c.keywords))
 
 
 def is_text(call: ast.Call) -> bool:
@@ -171,10 +160,6 @@ def is_text(call: ast.Call) -> bool:
         return bool(mode) and "b" not in mode
     flags = {word.arg: getattr(word.value, "value", None) for word in call.keywords}
     return flags.get("text") is True or flags.get("universal_newlines") is True
-
-
-def names_encoding(call: ast.Call) -> bool:
-    return any(word.arg == "encoding" for word in call.keywords)
 
 
 def annotated(function: Function) -> Iterator[ast.expr]:
@@ -222,7 +207,10 @@ def main() -> None:
         print(json.dumps(asdict(house(chosen.root)), indent=1))
         return
     commit = commit_of(chosen.before)
-    numbers = {"now": asdict(house()), "before": {"commit": commit, **before(commit)}}
+    with checkout(commit) as tree:  # in a process that imports its packages
+        command = [sys.executable, __file__, "--root", str(tree)]
+        measured = output_of(command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)})
+    numbers = {"now": asdict(house()), "before": {"commit": commit, **json.loads(measured)}}
     write(chosen.out, {**numbers, "lines": changed(commit)})
     print(json.dumps(numbers | {"lines": changed(commit)}, indent=1))
 

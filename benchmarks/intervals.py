@@ -1,7 +1,5 @@
 """Coverage of confidence intervals over seeds and items, and over items and families.
 
-    python benchmarks/intervals.py [seeds families]    # or make measure NAME=intervals
-
 `seeds` writes docs/results/coverage.json, `families` docs/results/clusters.json.
 The worlds are simulated, so their truth is known; the intervals are the product's own,
 `crossed_intervals` and `clustered_intervals` of `agentgym.evaluation.intervals`. An item is harder
@@ -58,8 +56,6 @@ KINDS: tuple[SuccessKind, ...] = ("share", "difference")
 
 @dataclass(frozen=True)
 class SeedsWorld:
-    """One cell of the simulation."""
-
     kind: SuccessKind
     success: float
     spread: float
@@ -91,7 +87,10 @@ def simulate_seeds(world: SeedsWorld, num: int, generator: np.random.Generator) 
         truth -= cut_mean(_other(world.success), world.spread)
     chunk = max(1, _SEEDS_CHUNK // (world.seeds * world.items))
     for first in range(0, num, chunk):
-        tables = _tables(world, min(chunk, num - first), generator)
+        ease = generator.standard_normal((min(chunk, num - first), 1, world.items))
+        tables = _row(world, world.success, ease, generator)  # [num, seeds, items]
+        if world.kind == "difference":
+            tables = tables - _row(world, _other(world.success), ease, generator)
         _, low, high = crossed_intervals(tables, kind=world.kind, confidence=CONFIDENCE)
         below += int((high < truth - 1e-12).sum()) / num
         above += int((low > truth + 1e-12).sum()) / num
@@ -116,15 +115,6 @@ def cut_mean(mean: float, sd: float) -> float:
     low, high = -mean / sd, (1 - mean) / sd
     inside = mean * (norm.cdf(high) - norm.cdf(low)) + sd * (norm.pdf(low) - norm.pdf(high))
     return float(inside + norm.sf(high))
-
-
-def _tables(world: SeedsWorld, num: int, generator: np.random.Generator) -> FloatArray:
-    """Simulated tables, [num, seeds, items]."""
-    ease = generator.standard_normal((num, 1, world.items))
-    ours = _row(world, world.success, ease, generator)
-    if world.kind == "share":
-        return ours
-    return ours - _row(world, _other(world.success), ease, generator)
 
 
 def _row(
@@ -155,8 +145,6 @@ def mean_of_logit(sd: float) -> tuple[FloatArray, FloatArray]:
 
 @dataclass(frozen=True)
 class FamiliesWorld:
-    """One cell of the simulation."""
-
     kind: Literal["share", "difference"]
     metric: Literal["avg", "pass_at", "pass_hat"]  # at k = samples
     success: float
@@ -220,7 +208,9 @@ def simulate_families(
     width = dict.fromkeys(METHODS, 0.0)
     codes, truth = world.codes(), world.truth
     chunk = max(1, _FAMILIES_CHUNK // max(world.items, _DRAWS))
-    drawn = _drawn(world, codes, generator)
+    units = world.families if codes is not None else world.items
+    # number of times that each family or item is drawn, [draws, units]
+    drawn = generator.multinomial(units, np.full(units, 1 / units), size=_DRAWS).astype(np.float64)
     for first in range(0, num, chunk):
         values = _values(world, codes, min(chunk, num - first), generator)
         for method in METHODS:
@@ -273,14 +263,6 @@ def _values(
 
     ours = row(world.success, by_policy[0])
     return ours if world.kind == "share" else ours - row(_other(world.success), by_policy[1])
-
-
-def _drawn(
-    world: FamiliesWorld, codes: NDArray[np.int_] | None, generator: np.random.Generator
-) -> FloatArray:
-    """Number of times that each family or item is drawn, [draws, families or items]."""
-    num = world.families if codes is not None else world.items
-    return generator.multinomial(num, np.full(num, 1 / num), size=_DRAWS).astype(np.float64)
 
 
 def _bootstrapped(

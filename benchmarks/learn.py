@@ -299,9 +299,7 @@ def by_recipe(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def best_validated(rows: Sequence[Row]) -> Row:
-    """Return the row that a user would choose by validation: the highest last validation success,
-    mean over seeds.
-    """
+    """Return the row with the highest last validation success, mean over seeds."""
     return max(rows, key=lambda row: sum(last for _, last in _validations(row)) / len(row.cells))
 
 
@@ -320,7 +318,6 @@ def points(estimate: Estimate) -> str:
 
 
 def _validations(row: Row) -> list[tuple[float, float]]:
-    """(best, last) validation success of each seed."""
     return [
         (max(point.success for point in cell.curve), cell.curve[-1].success)
         for cell in row.cells

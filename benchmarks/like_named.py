@@ -1,7 +1,5 @@
 """Share of modules whose like-named test alone runs most of their lines.
 
-    python benchmarks/like_named.py [--only PART] [--jobs N]
-
 The test of agentgym/store/keys.py is tests/agentgym/store/test_keys.py; that of a package's own
 code is test_<package>.py, in the package's folder or its parent. Each runs alone under coverage,
 without tests that are slow or need a GPU or Ray; lines that other processes run do not count.
@@ -21,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from harness import RESULTS, ROOT, parser_of, read, write
 
@@ -55,7 +52,7 @@ def main() -> int:
     tests = sorted({test for path, test in test_of_module.items() if test and path in chosen_paths})
     ran = measured(tests, arguments.jobs)
 
-    before = {row["module"]: row for row in known()}
+    before = {row["module"]: row for row in read(OUT, {"modules": []})["modules"]}
     rows = [
         before[path]
         if path not in chosen_paths and path in before and before[path]["test"] == test
@@ -79,9 +76,7 @@ def main() -> int:
 
 
 def measured(tests: Sequence[str], jobs: int) -> dict[str, dict[str, float]]:
-    """Measure the lines that each test file runs, in a forked process that has imported the
-    libraries but none of our modules.
-    """
+    """Measure the lines that each test file runs, in a fork that has imported only libraries."""
     for name in LIBRARIES:
         importlib.import_module(name)
     ran: dict[str, dict[str, float]] = {}
@@ -93,12 +88,6 @@ def measured(tests: Sequence[str], jobs: int) -> dict[str, dict[str, float]]:
             ran[test] = pending_result.get(LIMIT_S)
             sys.stderr.write(f"{test}{'' if ran[test] else ' FAILED: ' + shared}\n")
     return ran
-
-
-def known() -> list[dict[str, Any]]:
-    """Rows of the last measurement."""
-    rows: list[dict[str, Any]] = read(OUT)["modules"] if OUT.exists() else []
-    return rows
 
 
 def modules(packages: Sequence[str] = PACKAGES) -> list[str]:

@@ -57,20 +57,14 @@ def main() -> int:
     for seed in sorted(set(chosen.seeds) - {run["seed"] for run in runs}):
         with tempfile.TemporaryDirectory() as folder:
             runs.append(run(seed, Path(folder)))
-        result = {
-            "changes": CHANGES,
-            "verdict": verdict(runs),
-            "runs": runs,
-        }
+        result = {"changes": CHANGES, "verdict": verdict(runs), "runs": runs}
         write(chosen.out, result)
         print(f"seed {seed}: {result['verdict']}", flush=True)
     return 0 if verdict(runs)["ok"] else 1
 
 
 def verdict(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Check that each seed's gain over its warm start is significant, and that each adapter acts as
-    its merged weights do.
-    """
+    """Check that each seed's gain is significant and each adapter acts as its merged weights."""
     return {
         "ok": all(
             run["gain"]["low"] > 0 and run["greedy"]["same"] == run["greedy"]["items"]
@@ -145,7 +139,6 @@ def unmerged(store: RunStore, trained: Manifest, merged: Checkpoint) -> Checkpoi
 
 
 def actions(cfg: RunConfig, checkpoint: Checkpoint, items: Sequence[Item]) -> list[list[str]]:
-    """Actions of each greedy episode, turn by turn."""
     with (
         environment_servers(cfg, False) as endpoints,
         open_engine(cfg, checkpoint, endpoints, version=0) as engine,

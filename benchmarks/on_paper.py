@@ -70,8 +70,6 @@ class Traffic(TorchDispatchMode):
 
 
 class _Block:
-    """Memory of one storage."""
-
     __slots__ = ("kind", "size", "watch")
 
     def __init__(self, kind: str) -> None:
@@ -226,9 +224,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _makes_floats(inputs: list[Tensor], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if the operation creates a floating-point tensor from nothing or from a meta
-    tensor.
-    """
+    """Return True if floating-point tensors are created from nothing or from a meta tensor."""
     if any(tensor.device.type != "meta" for tensor in inputs) or (
         inputs and not kwargs.get("device")
     ):
@@ -254,8 +250,6 @@ class _Paper:
 
 
 class PaperAlone(_Paper, ProcessGroup):
-    """A single process."""
-
     def shard(self, module: nn.Module) -> None:
         materialize(module, self.device)  # no sharding
 

@@ -53,9 +53,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         trees = {"after": ROOT}
         if chosen.before:
-            state = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            trees["before"] = stack.enter_context(checkout(commit_of(chosen.before), state))
             result["before_commit"] = commit_of(chosen.before)
+            trees["before"] = stack.enter_context(checkout(result["before_commit"]))
         for name, tree in trees.items():
             command = [sys.executable, __file__, "--count", str(tree)]
             environment = {**os.environ, "PYTHONPATH": str(tree)}
@@ -74,7 +73,6 @@ def main() -> None:
 
 
 def count(tree: Path) -> dict[str, int]:
-    """Number of statements of each file that ran."""
     from agentgym.config import load_config
     from agentgym.pipeline.run import run_step
     from agentgym.pipeline.table import steps_of
@@ -103,9 +101,7 @@ def count(tree: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def traced(tree: Path) -> Iterator[tuple[dict[Path, set[int]], threading.Event]]:
-    """Yield (lines of our own files that run, event that starts the recording), for new threads
-    too.
-    """
+    """Yield (lines of our files that run, event that starts the recording), also of new threads."""
     active = threading.Event()
     lines: defaultdict[Path, set[int]] = defaultdict(set)
     roots = tuple(str(tree / package) + os.sep for package in PACKAGES)

@@ -78,21 +78,13 @@ def main() -> int:
 def played(env: str) -> list[int]:
     """Tokens of each episode of an expert on train items."""
     with tempfile.TemporaryDirectory() as folder:
-        cfg = load_config(
-            ROOT / "params.yaml",
-            [
-                f"env={{name: {env}}}",
-                f"store.path={folder}/store",
-                f"warm_start.num_demos={EPISODES}",
-                "model.vocab_size=8192",
-                f"model.context_tokens={CONTEXT}",
-                "rollout.concurrency=4",
-                "rollout.instructions=true",
-                "rollout.items_per_step=1",
-                "evaluation.num_items=1",
-                "validation.num_items=1",
-            ],
+        settings = (
+            *(f"env={{name: {env}}}", f"store.path={folder}/store"),
+            *(f"warm_start.num_demos={EPISODES}", f"model.context_tokens={CONTEXT}"),
+            *("model.vocab_size=8192", "rollout.concurrency=4", "rollout.instructions=true"),
+            *("rollout.items_per_step=1", "evaluation.num_items=1", "validation.num_items=1"),
         )
+        cfg = load_config(ROOT / "params.yaml", settings)
         samples = [(item, 0) for item in expert_items(cfg, load_data(cfg))]
         with environment_servers(cfg, True) as endpoints:
             episodes, settings = demonstrate(
@@ -103,15 +95,11 @@ def played(env: str) -> list[int]:
 
 
 def compared(lengths: Sequence[int]) -> dict[str, Any]:
-    """Tokens that both ways compute for one batch, and the time that it takes."""
     seconds = timed(shortened(in_order(lengths)))
-    median = {name: statistics.median(round_seconds) for name, round_seconds in seconds.items()}
+    median = {name: statistics.median(rounds) for name, rounds in seconds.items()}
     return {
         **counted(lengths),
-        "seconds": {
-            name: [round(value, 2) for value in round_seconds]
-            for name, round_seconds in seconds.items()
-        },
+        "seconds": {name: [round(s, 2) for s in rounds] for name, rounds in seconds.items()},
         "seconds_ratio": round(median["padded"] / median["packed"], 2),
     }
 
@@ -123,7 +111,6 @@ def in_order(lengths: Sequence[int]) -> list[int]:
 
 
 def shortened(lengths: Sequence[int]) -> list[int]:
-    """Scale all lengths by one factor."""
     return [max(2, length * TIMED_TOKENS // max(lengths)) for length in lengths]
 
 
@@ -201,7 +188,6 @@ def batch_of(
 
 
 def packed(model: Any, batch: Batch) -> float:
-    """Loss of one forward and backward pass."""
     return learned(model, PolicyNet(model)(batch)[0])
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness import PACKAGES, RESULTS, ROOT, parser_of, tree_of, write
+from harness import PACKAGES, RESULTS, ROOT, checkout, commit_of, parser_of, write
 
 SIMULATORS = ("babyai", "sciworld", "searchqa", "textcraft", "webarena")  # prose of their own
 ANCHORS = ("starlette", "httpx", "prefect")  # other projects, as installed
@@ -74,14 +74,12 @@ def text_of(sources: Iterable[str], simulators: Iterable[str] = ()) -> Text:
 
 
 def docstrings_of(tree: ast.Module) -> Iterator[tuple[Documented, str]]:
-    """Yield (node, docstring) of the module, its classes and its functions."""
     for node in ast.walk(tree):
         if isinstance(node, Documented) and (docstring := ast.get_docstring(node)):
             yield node, docstring
 
 
 def bound_names(tree: ast.Module) -> Iterator[str]:
-    """Yield the name of every parameter and of every target."""
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             yield node.arg
@@ -124,7 +122,6 @@ def count(root: Path, *folders: str) -> Text:
 
 
 def count_package(name: str) -> Text:
-    """Count an installed package."""
     (installed,) = importlib.util.find_spec(name).submodule_search_locations
     return count(Path(installed).parent, name)
 
@@ -151,7 +148,7 @@ def main() -> None:
         return
     counts = {"now": asdict(count(ROOT))}
     if chosen.before:
-        with tree_of(chosen.before) as tree:
+        with checkout(commit_of(chosen.before)) as tree:
             counts["before"] = {"commit": chosen.before, **asdict(count(tree))}
         counts |= {name: asdict(count_package(name)) for name in ANCHORS}
         write(RESULTS / "plain.json", counts)

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from harness import ROOT, output_of, parser_of, repeated, set_words, wait_for, write
+from harness import ROOT, env_server, output_of, parser_of, repeated, set_words, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import load_splits, train_stream
@@ -132,38 +132,20 @@ def ours(cfg: RunConfig, folder: Path, steps: int) -> dict[str, float]:
 
 
 def trl(python: Path, folder: Path, way: str, threads: int, steps: int) -> dict[str, float]:
+    options = load_config(ROOT / "params.yaml").env.options
+    server = env_server("babyai", options=options, max_sessions=256)
     env = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
-    with served(folder) as url, watched() as samples:
+    with server as url, watched() as samples:
+        env["TRL_SERVER_TOKEN"] = url.token
         command = [python, ROOT / "benchmarks/rival_trl.py", way, url, folder / "model"]
         command += [folder / "items.json", threads, steps, folder / "steps.jsonl"]
         subprocess.run(list(map(str, command)), check=True, timeout=TIMEOUT_S, env=env)
     lines = (folder / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     return rates([json.loads(line) for line in lines], samples)
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """Serve BabyAI as a run of ours does. Yield the URL."""
-    port = folder / "port"
-    port.unlink(missing_ok=True)
-    options = load_config(ROOT / "params.yaml").env.options
-    command = [sys.executable, "-m", "envs", "serve", "babyai", "--options", json.dumps(options)]
-    command += ["--port", "0", "--port-file", str(port), "--max-sessions", "256"]
-    server = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    try:
-
-        def written() -> str:
-            return port.read_text(encoding="utf-8").strip() if port.is_file() else ""
-
-        number = wait_for(written, 60, "the environment server did not start", server)
-        yield f"http://127.0.0.1:{number}"
-    finally:
-        server.terminate()
-        server.wait(60)
 
 
 Samples = list[tuple[float, float, int]]  # time, CPU seconds so far, bytes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ from trl import GRPOConfig, GRPOTrainer
 ITEMS_PER_STEP, GROUP_SIZE = 16, 8
 MAX_TURNS, MAX_NEW_TOKENS, CONTEXT_TOKENS = 12, 6, 512
 HTTP = requests.Session()
+HTTP.headers["Authorization"] = f"Bearer {os.environ['TRL_SERVER_TOKEN']}"
 KEYS = (uuid.uuid4().hex for _ in itertools.count())
 # environment_factory ends an episode only when the next observation does not fit the context
 TOO_LONG = "x " * 600
@@ -206,12 +208,10 @@ class BatchedLoop:
 
     def _send(self, requests_: list[dict[str, Any]]) -> list[dict[str, Any]]:
         reply = HTTP.post(f"{self._url}/batch", json={"requests": requests_}, timeout=60)
-        replies: list[dict[str, Any]] = reply.json()["replies"]
-        return replies
+        return reply.json()["replies"]
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @torch.no_grad()
     def _generate(self, model: Any, histories: list[list[int]]) -> list[list[int]]:
@@ -241,8 +241,7 @@ class Environment:
         ).json()
         self._session, self._turn, self._reward = reply["session_id"], 0, 0.0
         self._done = False
-        observation: str = reply["observation"]
-        return observation
+        return reply["observation"]
 
     def act(self, action: str) -> str:
         """Act.
@@ -263,8 +262,7 @@ class Environment:
 
     def _post(self, route: str, **body: Any) -> dict[str, Any]:
         body = {"session_id": self._session, **body}
-        reply: dict[str, Any] = HTTP.post(f"{self._url}/{route}", json=body, timeout=60).json()
-        return reply
+        return HTTP.post(f"{self._url}/{route}", json=body, timeout=60).json()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Memory and time per rank for models of 1.5, 7 and 32 billion parameters on 1 to 64 ranks.
 
-    python benchmarks/scale.py
-
 No machine of that size is available: the learner's own code builds, trains, publishes and commits
 on paper (see on_paper.py), and the bytes are those of its modules' tensors. A model of 0.5 billion
 parameters is also trained for real, in one process, in two and in four (gloo): one process
@@ -72,19 +70,9 @@ CHECKED_TOKENS = 256  # of each rank's sequence in real runs
 
 @dataclass(frozen=True)
 class Load:
-    """Settings of one rank's update."""
-
     micro_batch_tokens: int = 16_384
     checkpointing: bool = True
     offload: bool = False
-
-    @property
-    def settings(self) -> LearnerConfig:
-        return LearnerConfig(
-            micro_batch_tokens=self.micro_batch_tokens,
-            activation_checkpointing=self.checkpointing,
-            offload_optimizer=self.offload,
-        )
 
 
 # the default one at all RANKS, the others at NODE ranks
@@ -99,7 +87,10 @@ def main() -> int:
     parser.add_argument("--half", action="store_true", help="train half of the model for real")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    shape = half(MODELS["0.5B"]) if chosen.half else MODELS["0.5B"]
+    shape = MODELS["0.5B"]
+    if chosen.half:
+        halves = {name: shape[name] // 2 for name in ("num_hidden_layers", "vocab_size")}
+        shape = {**shape, **halves}
     if chosen.check:
         real = read(chosen.check)["check"]["real"]
     else:
@@ -123,11 +114,6 @@ def main() -> int:
     return 0 if check["worst"] <= LIMIT else 1
 
 
-def half(shape: dict[str, Any]) -> dict[str, Any]:
-    """Halve the model's blocks and vocabulary."""
-    return shape | {name: shape[name] // 2 for name in ("num_hidden_layers", "vocab_size")}
-
-
 # on paper
 
 
@@ -144,12 +130,17 @@ def at_scale(shape: dict[str, Any]) -> dict[str, Any]:
 
 def on_paper(shape: dict[str, Any], ranks: int, load: Load) -> dict[str, Any]:
     """Compute the first rank on GPUs in bfloat16. A rank has one micro-batch per update."""
+    settings = LearnerConfig(
+        micro_batch_tokens=load.micro_batch_tokens,
+        activation_checkpointing=load.checkpointing,
+        offload_optimizer=load.offload,
+    )
     lengths = [SEQUENCE] * (load.micro_batch_tokens // SEQUENCE) * ranks
     batch = batch_of(lengths, seed=0, vocabulary=shape["vocab_size"], action_frac=ACTIONS)
     original = attention.has_kernel
     try:
         attention.has_kernel = lambda *_: True
-        return traced(shape, torch.bfloat16, ranks, load.settings, batch, on_gpu=True)
+        return traced(shape, torch.bfloat16, ranks, settings, batch, on_gpu=True)
     finally:
         attention.has_kernel = original
 
@@ -351,7 +342,6 @@ def compared(real: dict[str, Any], paper: dict[str, Any], shape: dict[str, Any])
 
 
 def told_of(result: dict[str, Any]) -> str:
-    """Return the section of the page."""
     check, expected = result["check"], {str(ranks) for ranks in CHECKED}
     off = [
         f"{ranks} ranks within {100 * max(map(abs, row.values())):.1f} %"
@@ -372,14 +362,16 @@ def told_of(result: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Table by number of ranks."""
     lines = [
         "| model | ranks | build | update | publish | host, commit | exchange, s | publish, s"
         " | commit, s | written, s |",
         "|---" * 10 + "|",
     ]
+    usual = vars(Load())
     for name, model in result["models"].items():
-        for row in filter(is_usual, model["rows"]):
+        for row in model["rows"]:
+            if any(row[setting] != value for setting, value in usual.items()):
+                continue
             took = row["seconds"]
             cells = [
                 name,
@@ -393,11 +385,6 @@ def table(result: dict[str, Any]) -> str:
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def is_usual(row: dict[str, Any]) -> bool:
-    """Return True if the row has the default load."""
-    return all(row[name] == value for name, value in vars(Load()).items())
 
 
 def gib(result: dict[str, Any], row: dict[str, Any], phase: str) -> str:

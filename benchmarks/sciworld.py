@@ -1,7 +1,5 @@
 """Duration of SciWorld's first sessions, and differences of its games from the stock engine's.
 
-    python benchmarks/sciworld.py
-
 Cold: as soon as a new server reports that it is ready, eight sessions are opened at once, each on
 another kind of task.
 Order: 46 games, two of each published kind, with the recorded solution of each.
@@ -14,22 +12,20 @@ Writes docs/results/sciworld_engine.json.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import httpx
 import psutil
-from harness import completed, cpu_seconds, parser_of, read, write
+from harness import completed, cpu_seconds, env_server, parser_of, read, write
 
-from agentgym.config import EnvConfig
-from agentgym.deploy.local import local_env
+from agentgym.rollouts.pools import EnvPool
+from agentgym.types import Item
 from envs.sciworld import stock
 from envs.sciworld.gold import solution
 from envs.sciworld.jvm import java_options
@@ -44,36 +40,30 @@ REPEATABLE = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 Transcript = list[tuple[str, ...]]
 
 
-async def open_at_once(url: str, token: str, number: int) -> float:
+async def open_at_once(endpoint: str, number: int) -> float:
     """Seconds until all eight sessions have their first observation."""
-    async with httpx.AsyncClient(
-        base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=120
-    ) as client:
+    async with (
+        EnvPool([endpoint], request_timeout_s=120) as pool,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        items = [Item("sciworld", task) for task in FIRST_TASKS]
+        opening = [pool.session(item, f"first-{number}-{item.task_id}") for item in items]
         began = time.perf_counter()
-        bodies = [
-            {"request_key": f"first-{number}-{task}", "task_id": task} for task in FIRST_TASKS
-        ]
-        answers = await asyncio.gather(*(client.post("/create", json=body) for body in bodies))
-        opened_s = time.perf_counter() - began
-        for answer in answers:
-            session = {"session_id": answer.raise_for_status().json()["session_id"]}
-            (await client.post("/close", json=session)).raise_for_status()
-    return opened_s
+        await asyncio.gather(*map(stack.enter_async_context, opening))
+        return time.perf_counter() - began
 
 
 def cold_start() -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        began, load = time.perf_counter(), os.getloadavg()[0]
-        log = Path(folder) / "log"
-        with local_env(EnvConfig(name="sciworld"), expert=False, log_path=log) as (endpoint,):
-            ready_s = time.perf_counter() - began
-            processes = psutil.Process().children(recursive=True)
-            java = [process for process in processes if process.name() == "java"]
-            resident = [process.memory_info().rss for process in java]
-            opened_s, cpu_s = [], [cpu_seconds(processes)]
-            for number in range(3):
-                opened_s.append(asyncio.run(open_at_once(endpoint, endpoint.token, number)))
-                cpu_s.append(cpu_seconds(processes))
+    began, load = time.perf_counter(), os.getloadavg()[0]
+    with env_server("sciworld") as endpoint:
+        ready_s = time.perf_counter() - began
+        processes = psutil.Process().children(recursive=True)
+        java = [process for process in processes if process.name() == "java"]
+        resident = [process.memory_info().rss for process in java]
+        opened_s, cpu_s = [], [cpu_seconds(processes)]
+        for number in range(3):
+            opened_s.append(asyncio.run(open_at_once(endpoint, number)))
+            cpu_s.append(cpu_seconds(processes))
     return {
         "ready_s": round(ready_s, 2),
         "java_mib_when_ready": round(sum(resident) / 2**20),
@@ -88,7 +78,6 @@ def cold_start() -> dict[str, Any]:
 
 
 def play(slot: Place, *, backwards: bool = False) -> list[Transcript]:
-    """Play all games; return their transcripts in the order of GAMES."""
     played: dict[Task, Transcript] = {}
     for task in reversed(GAMES) if backwards else GAMES:
         played[task] = [slot.call("l", task.name, str(task.variation))]
@@ -116,16 +105,12 @@ def play_stock(
 
 
 def stock_options(heap_mib: int) -> list[str]:
-    """Java options without equal identity hashes, as the package uses; memory is bounded as in the
-    others.
-    """
+    """Java options as the package uses them, without equal identity hashes; memory is bounded."""
     return [option for option in java_options(heap_mib) if option not in REPEATABLE]
 
 
 def differing(one: list[Transcript], other: list[Transcript]) -> list[dict[str, Any]]:
-    """Games with different texts, scores or ends: the first difference, and whether only the order
-    of the same lines differs.
-    """
+    """Games with other texts, scores or ends: the first difference, and whether only in order."""
     rows = []
     for task, left, right in zip(GAMES, one, other, strict=True):
         turns = [

@@ -14,21 +14,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import socket
-import stat
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import psutil
 from chaos_project import Project
+from chaos_servers import services
 
 THEIR_ID = 65534  # nobody
 LOOK_S = 0.5
@@ -73,8 +75,6 @@ FORMS = ("application/json", "text/plain")
 
 @dataclass(frozen=True, order=True)
 class Deed:
-    """Something that the other user could do."""
-
     act: str  # read, write, list, use
     kind: str  # file, folder, port
     what: str
@@ -83,84 +83,56 @@ class Deed:
         return f"{self.act:<6} {self.kind:<6} {self.what}"
 
 
-def as_them(work: Callable[[], list[Deed]]) -> list[Deed]:
-    """Run `work` in a child process as the other user; return its result.
-    Errors: RuntimeError if the child failed.
-    """
-    reading, writing = os.pipe()
+def become_them() -> None:
+    os.setgroups([])
+    os.setgid(THEIR_ID)
+    os.setuid(THEIR_ID)
+
+
+def as_them(work: Callable[..., list[Deed]], *arguments: object) -> list[Deed]:
+    """Run `work` in a child process as the other user; return its result."""
     # load the codec for sockets while the interpreter's files are still readable
     "localhost".encode("idna")
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.close(reading)
-            os.setgroups([])
-            os.setgid(THEIR_ID)
-            os.setuid(THEIR_ID)
-            with os.fdopen(writing, "w", encoding="utf-8") as pipe:
-                json.dump([asdict(deed) for deed in work()], pipe)
-            code = 0
-        except Exception:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    os.close(writing)
-    with os.fdopen(reading, encoding="utf-8") as pipe:
-        output = pipe.read()
-    if os.waitpid(child, 0)[1]:
-        raise RuntimeError("the other user's process failed")
-    return [Deed(**deed) for deed in json.loads(output)]
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, context, initializer=become_them) as child:
+        return child.submit(work, *arguments).result()
 
 
 def try_files(folders: dict[str, Path], paths: list[Path]) -> list[Deed]:
-    """Try to open each path for reading and, without changing it, for writing; try to list each
-    folder and to create a file in it.
-    """
+    """Try to read, list, write (without a change) and create files at each path."""
     deeds = []
     for path in paths:
         name = next(
             f"{title}/{path.relative_to(folder)}"
             for title, folder in folders.items()
             if path.is_relative_to(folder)
-        )
-        name = name.removesuffix("/.")
-        kind = "folder" if can(partial(is_folder, path)) else "file"
-        acts = {
-            "folder": (("list", os.listdir), ("write", make_in)),
-            "file": (("read", read_byte), ("write", open_to_write)),
-        }[kind]
-        deeds += [
-            Deed(act, kind, name)
-            for act, attempt in acts
-            if can(lambda path=path, attempt=attempt: attempt(path) is not False)
-        ]  # type: ignore[misc]
+        ).removesuffix("/.")
+        kind = "folder" if os.path.isdir(path) and not os.path.islink(path) else "file"
+        for act, attempt in ACTS[kind].items():
+            with contextlib.suppress(OSError):
+                attempt(path)
+                deeds.append(Deed(act, kind, name))
     return deeds
 
 
-def can(attempt: Callable[[], object]) -> bool:
-    try:
-        return bool(attempt())
-    except OSError:
-        return False
+def opened(flags: int, path: Path) -> None:
+    os.close(os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW))
 
 
-def read_byte(path: Path) -> bool:
-    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW))
-    return True
-
-
-def open_to_write(path: Path) -> bool:
-    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW))
-    return True
-
-
-def make_in(path: Path) -> bool:
+def make_in(path: Path) -> None:
     created = path / f"theirs-{os.getpid()}"
-    os.close(os.open(created, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    opened(os.O_CREAT | os.O_EXCL | os.O_WRONLY, created)
     created.unlink()
-    return True
+
+
+ACTS: dict[str, dict[str, Callable[[Path], object]]] = {
+    "folder": {"list": os.listdir, "write": make_in},
+    "file": {"read": partial(opened, os.O_RDONLY), "write": partial(opened, os.O_WRONLY)},
+}
+
+
+def try_ports(ports: dict[tuple[str, int], str]) -> list[Deed]:
+    return [deed for address, owner in sorted(ports.items()) for deed in try_port(address, owner)]
 
 
 def try_port(address: tuple[str, int], owner: str) -> list[Deed]:
@@ -183,18 +155,13 @@ def try_port(address: tuple[str, int], owner: str) -> list[Deed]:
 
 def ask(address: tuple[str, int], method: str, path: str, body: str, form: str) -> int | None:
     """Return the status of the reply, or None if there is none."""
-    head = (
-        f"{method} {path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nContent-Type:"
-        f" {form}\r\nContent-Length: {len(body)}\r\n"
-    )
-    try:
-        with socket.create_connection(address, CONNECT_S) as connection:
-            connection.settimeout(CONNECT_S)
-            connection.sendall(f"{head}Connection: close\r\n\r\n{body}".encode())
-            match = re.match(rb"HTTP/1\.[01] (\d{3})", connection.recv(64))
-            return int(match.group(1)) if match else None
-    except OSError:
-        return None
+    headers = {"Content-Type": form, "Content-Length": str(len(body)), "Connection": "close"}
+    with contextlib.closing(HTTPConnection(*address, timeout=CONNECT_S)) as connection:
+        try:
+            connection.request(method, path, body, headers)
+            return connection.getresponse().status
+        except (OSError, HTTPException):
+            return None
 
 
 def greet(address: tuple[str, int]) -> bytes:
@@ -209,10 +176,6 @@ def greet(address: tuple[str, int]) -> bytes:
             return b"" if answer.startswith(b"HTTP/1.1 400") else answer
     except OSError:
         return b""
-
-
-def is_folder(path: Path) -> bool:
-    return stat.S_ISDIR(path.lstat().st_mode)
 
 
 def listening(project: Project) -> dict[tuple[str, int], str]:
@@ -231,9 +194,10 @@ def listening(project: Project) -> dict[tuple[str, int], str]:
     return programs
 
 
-def sweep(project: Project, folders: dict[str, Path]) -> tuple[list[Deed], int, int]:
+def sweep(project: Project) -> tuple[list[Deed], int, int]:
     """Try everything. Result: (deeds, number of ports tried, number of files tried)."""
     ports = listening(project)
+    folders = {"project": project.folder, "home": project.home, "tmp": project.scratch}
     paths = sorted(
         {
             path
@@ -242,38 +206,21 @@ def sweep(project: Project, folders: dict[str, Path]) -> tuple[list[Deed], int, 
             if ".git" not in path.parts
         }
     )
-    deeds = as_them(
-        lambda: [
-            deed for address, owner in sorted(ports.items()) for deed in try_port(address, owner)
-        ]
-    )
-    deeds += as_them(lambda: try_files(folders, paths))
+    deeds = as_them(try_ports, ports) + as_them(try_files, folders, paths)
     for process in project.processes():
         with contextlib.suppress(psutil.Error):
-            pid = process.pid
-            secret = [Path(f"/proc/{pid}/environ"), Path(f"/proc/{pid}/mem")]
-            deeds += as_them(partial(try_files, {"/proc": Path("/proc")}, secret))
+            secret = [Path(f"/proc/{process.pid}/{name}") for name in ("environ", "mem")]
+            deeds += as_them(try_files, {"/proc": Path("/proc")}, secret)
     return deeds, len(ports), len(paths)
 
 
 @contextlib.contextmanager
-def services(project: Project) -> Iterator[None]:
-    project.must("-m", "services", "up")
-    try:
+def deployed(project: Project) -> Iterator[None]:
+    with services(project):
         parameters = json.dumps({"overrides": OVERRIDES})
-        project.must(
-            "-m",
-            "prefect",
-            "--no-prompt",
-            "deployment",
-            "run",
-            "pipeline/local",
-            "--param",
-            f"run={parameters}",
-        )
+        command = ("-m", "prefect", "--no-prompt", "deployment", "run", "pipeline/local")
+        project.must(*command, "--param", f"run={parameters}")
         yield
-    finally:
-        project.must("-m", "services", "down")
 
 
 @contextlib.contextmanager
@@ -289,9 +236,7 @@ def pipeline(project: Project) -> Iterator[None]:
 
 
 def wait_for_stage(project: Project) -> None:
-    """Wait until the first stage trains and the set of ports is stable: then all servers have
-    started.
-    """
+    """Wait until the first stage trains and the set of ports is stable: all servers run."""
     deadline, since = time.monotonic() + RUN_S, time.monotonic()
     known: dict[tuple[str, int], str] = {}
     while time.monotonic() < deadline:
@@ -314,7 +259,7 @@ def main() -> int:
         return 2
     too_much = 0
     for title, situation in (
-        ("make up, a deployed run under way", services),
+        ("make up, a deployed run under way", deployed),
         ("a pipeline in a terminal", pipeline),
     ):
         with tempfile.TemporaryDirectory() as folder:
@@ -324,12 +269,7 @@ def main() -> int:
             try:
                 with situation(project):
                     wait_for_stage(project)
-                    folders = {
-                        "project": project.folder,
-                        "home": project.home,
-                        "tmp": project.scratch,
-                    }
-                    deeds, num_ports, num_files = sweep(project, folders)
+                    deeds, num_ports, num_files = sweep(project)
             finally:
                 project.close()
         more = sorted(

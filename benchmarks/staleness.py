@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,11 +23,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from cadence import durable_step, started
 from harness import ROOT, parser_of, read, stage_commits, stage_points, wait_for, write
 
 from agentgym.audit import audit
-from agentgym.config import load_config
+from agentgym.config import RunConfig, load_config
 from agentgym.data.check import load_data
 from agentgym.data.items import train_stream
 from agentgym.defaults import set_process_defaults
@@ -45,6 +45,15 @@ KILLED = ("horizon.max_turns=[5,8]", "horizon.stage_steps=[8,8]", "rollout.items
 FAR = "rollout.max_staleness=4"
 MEANS = ("avg_at_4", "greedy", "train_s", "train_cpu_s", "learner_idle_frac")
 LIMIT_S = 3600.0  # per run
+CHILD = """
+import sys
+from agentgym.config import load_config
+from agentgym.pipeline.run import run_with_parents
+cfg = load_config(overrides=sys.argv[1:])
+import agentgym.training.rl
+print("begins", flush=True)
+run_with_parents("stage-2", cfg)
+"""
 
 
 def main() -> int:
@@ -134,30 +143,18 @@ def summary(all_cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Summary of each case, over the seeds for which all its values of max_staleness are done."""
     table = []
     for case, values in CASES.items():
-        case_cells = [cell for cell in all_cells if cell["case"] == case]
-        seeds = [
-            seed
-            for seed in sorted({cell["seed"] for cell in case_cells})
-            if sum(cell["seed"] == seed for cell in case_cells) == len(values)
-        ]
+        by_seed: dict[int, list[dict[str, Any]]] = {}
+        for cell in all_cells:
+            if cell["case"] == case:
+                by_seed.setdefault(cell["seed"], []).append(cell)
+        seeds = sorted(seed for seed, done in by_seed.items() if len(done) == len(values))
         for staleness in values if seeds else ():
-            matching_cells = [
-                cell
-                for cell in case_cells
-                if cell["max_staleness"] == staleness and cell["seed"] in seeds
-            ]
-            table.append(
-                {
-                    "case": case,
-                    "max_staleness": staleness,
-                    "seeds": seeds,
-                    "staleness_max": max(cell["staleness_max"] for cell in matching_cells),
-                    **{
-                        name: round(statistics.mean(cell[name] for cell in matching_cells), 4)
-                        for name in MEANS
-                    },
-                }
-            )
+            done = [cell for seed in seeds for cell in by_seed[seed]]
+            matching = [cell for cell in done if cell["max_staleness"] == staleness]
+            means = {n: round(statistics.mean(cell[n] for cell in matching), 4) for n in MEANS}
+            row = {"case": case, "max_staleness": staleness, "seeds": seeds}
+            most = max(cell["staleness_max"] for cell in matching)
+            table.append({**row, "staleness_max": most, **means})
     return table
 
 
@@ -200,6 +197,20 @@ def killed(folder: Path, kills: int) -> dict[str, Any]:
         "staleness_max": int(max(staleness_by_step)),
         "audit": audit(cfg, num_episodes=8).ok,
     }
+
+
+def started(settings: list[str]) -> subprocess.Popen[bytes]:
+    """Start a run of both stages; return it once it is about to begin."""
+    command = [sys.executable, "-c", CHILD, *settings]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def durable_step(cfg: RunConfig) -> int:
+    heads = [head for head in open_store(cfg).heads() if head.step.startswith("stage")]
+    return max((int(head.state["global_step"]) for head in heads), default=0)
 
 
 if __name__ == "__main__":

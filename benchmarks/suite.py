@@ -1,7 +1,5 @@
 """Duration of `make quick` and `make test`, and of each test file.
 
-    python benchmarks/suite.py [quick test]
-
 Each runs as for a contributor, on an otherwise idle machine, except for tests/test_suite.py: that
 file checks the result, docs/results/suite.json, which also balances the test files over processes.
 `loop_s` measures the machine's speed before and after.

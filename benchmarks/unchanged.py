@@ -53,12 +53,7 @@ def main() -> int:
             for case in cases
         ]
         runs = [compared(case, *(job.result() for job in both)) for case, both in jobs]
-    result = {
-        "before": commits[0],
-        "after": commits[1],
-        "budget": BUDGET,
-        "runs": runs,
-    }
+    result = {"before": commits[0], "after": commits[1], "budget": BUDGET, "runs": runs}
     write(arguments.out, result)
     return 0 if all(run["num_equal"] and not run["differ"] for run in runs) else 1
 
@@ -88,14 +83,11 @@ def digests(tree: Path, recipe: str, seed: int) -> Digests:
     if not digests_path.exists():
         pipeline_in(tree, home, *BUDGET, f"algorithm.recipe={recipe}", f"seed={seed}")
         digests_path.write_text(json.dumps(committed(home / "store"), indent=1), encoding="utf-8")
-    result: Digests = read(digests_path)
-    return result
+    return read(digests_path)
 
 
 def committed(store: Path) -> Digests:
-    """Return the digests in every step's last manifest, read from files.
-    Both commits must have this layout.
-    """
+    """Return the digests in every step's last manifest. Both commits must have this layout."""
     result: Digests = {}
     for step in sorted((store / "steps").iterdir()):
         manifest = read(max((step / "manifests").glob("*.json")))

@@ -1,7 +1,5 @@
 """Four results of `agentgym compare` for real policies.
 
-    python benchmarks/versus.py    # or make measure NAME=versus
-
 Writes docs/results/versus.json and docs/results/versus/*.html.
 Two tiny runs of one recipe are trained with two seeds; the first one's warm start and last stage,
 and the second one's last stage, are evaluated under one protocol. It compares two checkpoints of
@@ -51,29 +49,19 @@ RECIPE = (
 
 def lists(folder: Path) -> Path:
     """Write item lists whose train ids differ from those of the evaluation."""
-    for name, first, num in (
-        ("train/babyai_train.json", 0, 300),
-        ("eval/babyai_test.json", 1000, 200),
-    ):
-        rows = [{"item_id": f"babyai_{task}"} for task in range(first, first + num)]
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(json.dumps(rows), encoding="utf-8")
+    for name, ids in (("train/babyai_train", range(300)), ("eval/babyai_test", range(1000, 1200))):
+        path, rows = folder / f"{name}.json", [{"item_id": f"babyai_{task}"} for task in ids]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows), encoding="utf-8")
     return folder
 
 
 def trained(folder: Path, seed: int, steps: int, *, there: bool = False) -> RunConfig:
     """Train a run up to its last stage, in its own store. there: it has been trained before."""
-    cfg = load_config(
-        ROOT / "params.yaml",
-        [
-            *RECIPE,
-            f"seed={seed}",
-            f"data.path={lists(folder.parent / 'data')}",
-            f"horizon.stage_steps=[{steps}, {steps}]",
-            f"validation.every={steps}",
-            f"store.path={folder / 'store'}",
-        ],
-    )
+    settings = [f"seed={seed}", f"data.path={lists(folder.parent / 'data')}"]
+    settings += [f"horizon.stage_steps=[{steps}, {steps}]", f"validation.every={steps}"]
+    store = f"store.path={folder / 'store'}"
+    cfg = load_config(ROOT / "params.yaml", [*RECIPE, *settings, store])
     for name, step in ({} if there else steps_of(cfg)).items():
         if step.kind in (Kind.EVALUATE, Kind.REGISTER, Kind.REPORT):
             continue
@@ -84,22 +72,12 @@ def trained(folder: Path, seed: int, steps: int, *, there: bool = False) -> RunC
 def evaluated(cfg: RunConfig, step: str, name: str, num_items: int) -> NamedResult:
     """Evaluate the step's weights, exported to a folder like any external model."""
     store, policy = open_store(cfg), str(cfg.state_dir / f"model-{step}")
-    head = next(
-        candidate for candidate in store.heads() if candidate.step == step and candidate.done
-    )
+    head = next(head for head in store.heads() if head.step == step and head.done)
     if not Path(policy).exists():
         save_pretrained(Path(policy), store, head)
-    request = EvaluationRequest(
-        policy=policy,
-        envs=("babyai",),
-        changes={
-            "items": {"num": num_items},
-            "num_samples": 2,
-            "greedy": False,
-            "max_turns": 9,
-            "seed": 1,
-        },
-    )
+    changes = {"items": {"num": num_items}, "num_samples": 2, "greedy": False}
+    changes |= {"max_turns": 9, "seed": 1}
+    request = EvaluationRequest(policy=policy, envs=("babyai",), changes=changes)
     evaluation = evaluate_policy(cfg, request)
     print(f"{name}: {evaluation.how}, {evaluation.folder}", file=sys.stderr)
     return NamedResult(name, evaluation.result, evaluation.folder)

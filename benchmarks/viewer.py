@@ -1,7 +1,5 @@
 """Response times and resources of `agentgym view` with 100,000 episodes.
 
-    python benchmarks/viewer.py
-
 The episodes are those of expert and random play on BabyAI, TextCraft and SearchQA, played once and
 repeated with other ids, outcomes and log-probabilities; they have a token for each four characters.
 The store contains them as four runs would. The server is the real command in a separate process,
@@ -21,7 +19,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from agentgym.defaults import set_process_defaults
 set_process_defaults()
 
 from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajectories  # noqa: E402
-from agentgym.store.manifest import Manifest, sha256  # noqa: E402
+from agentgym.store.manifest import sha256  # noqa: E402
 from agentgym.store.posix import posix_store  # noqa: E402
 from agentgym.store.runstore import RunStore  # noqa: E402
 from agentgym.types import Item, Learned, Status, Trajectory, Turn  # noqa: E402
@@ -84,7 +82,8 @@ def measure(count: int, folder: Path) -> dict[str, Any]:
         built_s, cpu_s = server.wait_for(first)
         before, began = server.cpu_s(), time.perf_counter()
         for manifest in commits[:late]:
-            again(store, manifest)
+            records = {TRAJECTORIES: store.read(manifest, TRAJECTORIES)}
+            add(store, manifest.step, manifest.key, manifest.state, manifest.config, records)
         committed_s = time.perf_counter() - began
         total = first + PER_COMMIT * late
         server.wait_for(total)
@@ -127,7 +126,6 @@ LIMITS = {  # milliseconds
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the table for docs/viewer.md."""
     times = result["milliseconds"]
     rows = [
         f"| {name} | {LIMITS.get(name, '')} |"
@@ -159,13 +157,9 @@ def fill(store: RunStore, count: int) -> None:
     rng = random.Random(1)  # noqa: S311
     pool = {env: [played(env, task) for task in range(num)] for env, num in POOL.items()}
     for run, step, episodes in commits_of(count, pool, rng):
-        commit(store, run, step, episodes)
-
-
-def again(store: RunStore, manifest: Manifest) -> None:
-    """Repeat the episodes of a commit as its step's next commit."""
-    records = {TRAJECTORIES: store.read(manifest, TRAJECTORIES)}
-    add(store, manifest.step, manifest.key, manifest.state, manifest.config, records)
+        name, state = f"stage-{1 + run % 2}", {"global_step": step, "max_turns": MAX_TURNS}
+        records = {TRAJECTORIES: encode_trajectories(episodes)}
+        add(store, name, sha256(f"{name} {run}".encode()), state, {**CONFIG, "seed": run}, records)
 
 
 class Server:
@@ -209,12 +203,10 @@ class Server:
         raise TimeoutError(f"{episodes} episodes are not listed after {START_LIMIT_S:g} s")
 
     def listed(self) -> int:
-        """Number of episodes that the server lists so far."""
         match = re.search(r"<strong>([\d,]+)", self.ask("/episodes"))
         return int(match[1].replace(",", "")) if match else 0
 
     def cpu_s(self) -> float:
-        """CPU seconds of the process so far."""
         return cpu_seconds([psutil.Process(self._process.pid)])
 
     def peak_mib(self) -> float:
@@ -222,7 +214,6 @@ class Server:
         return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) / 1024
 
     def index_bytes(self) -> int:
-        """Size of the index's file and its log."""
         return sum(path.stat().st_size for path in self._folder.glob("viewer/index-*.sqlite*"))
 
     def idle_share(self, seconds: float = 20.0) -> float:
@@ -261,9 +252,7 @@ def questions(server: Server) -> dict[str, dict[str, float]]:
 
 
 def timed(server: Server, path: Callable[[int], str]) -> dict[str, float]:
-    """Milliseconds of the first request; of the others the median and the 95th percentile, and the
-    mean of the server's own CPU time.
-    """
+    """Milliseconds of the first request, median and p95 of the others, mean of the server's CPU."""
     times = []
     cpu_s = server.cpu_s()
     for number in range(ROUNDS):
@@ -295,12 +284,6 @@ def commits_of(
         yield run, step, episodes[:PER_COMMIT]
 
 
-def commit(store: RunStore, run: int, step: int, episodes: Sequence[Trajectory]) -> None:
-    name, state = f"stage-{1 + run % 2}", {"global_step": step, "max_turns": MAX_TURNS}
-    records = {TRAJECTORIES: encode_trajectories(episodes)}
-    add(store, name, sha256(f"{name} {run}".encode()), state, {**CONFIG, "seed": run}, records)
-
-
 def add(store: RunStore, step: str, key: str, state: Any, config: Any, records: Any) -> None:
     """Commit records as the step's next commit."""
     nothing: dict[str, Any] = {name: {} for name in ("parents", "blobs", "results", "timings")}
@@ -311,9 +294,7 @@ def add(store: RunStore, step: str, key: str, state: Any, config: Any, records: 
 def varied(
     template: Trajectory, task: int, sample: int, step: int, rng: random.Random
 ) -> Trajectory:
-    """Return another sample with other ids, outcome and numbers, and perhaps without its last
-    turns.
-    """
+    """Return another sample with other ids, outcome and numbers, perhaps cut at the end."""
     success = rng.random() < 0.5
     cut = len(template.turns) // 3
     turns = (

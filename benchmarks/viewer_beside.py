@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import statistics
 import sys
 import tempfile
 import threading
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import output_of, parser_of, set_words, write
-from scipy.stats import t as student
+from scipy.stats import ttest_1samp
 from viewer import Server
 
 from agentgym.store.posix import posix_store
@@ -74,7 +75,6 @@ def main() -> int:
 
 
 def run(step: str, state: Path, num_steps: int) -> None:
-    """Run one step of the pipeline in a separate process."""
     settings = [f"store.path={state / 'store'}", "deterministic=true"]
     settings += [f"horizon.stage_steps=[{num_steps},1,1]"]
     command = ["-m", "agentgym", "step", step, "--params", "params.yaml", *set_words(settings)]
@@ -123,21 +123,16 @@ def visit(server: Server, ended: threading.Event) -> int:
 
 
 def fall(rates: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Percentage by which the second of each pair is lower than the first: the mean of the
-    logarithms of their ratios, with Student's 95 % interval.
-    """
+    """Percent by which the second of a pair is lower: geometric mean, Student's 95 % interval."""
     logs = [math.log(second / first) for first, second in rates]
-    mean, count = sum(logs) / len(logs), len(logs)
-    variance = sum((value - mean) ** 2 for value in logs) / (count - 1)
-    half_width = float(student.ppf(0.975, count - 1)) * math.sqrt(variance / count)
+    mean, interval = statistics.fmean(logs), ttest_1samp(logs, 0).confidence_interval()
     percent, low, high = (
-        round(100 * -math.expm1(bound), 2) for bound in (mean, mean + half_width, mean - half_width)
+        round(100 * -math.expm1(bound), 2) for bound in (mean, interval.high, interval.low)
     )
     return {"percent": percent, "low": low, "high": high}
 
 
 def sentence(result: dict[str, Any]) -> str:
-    """Return the sentence for docs/viewer.md."""
     interval, pairs = result["fall"], result["steps_per_s"]
     return (
         f"While it follows a training and is asked for a page each second, the training's steps per"

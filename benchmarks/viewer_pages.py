@@ -55,16 +55,9 @@ def main() -> int:
     set_process_defaults()
     with contextlib.ExitStack() as stack:
         folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        cfg = load_config(
-            ROOT / "params.yaml",
-            [
-                f"store.path={folder.resolve() / 'store'}",
-                "evaluation.num_items=32",
-                "horizon.stage_steps=[5,5,6]",
-                "evaluation.num_samples=2",
-                "evaluation.k=[1,2]",
-            ],
-        )
+        settings = [f"store.path={folder.resolve() / 'store'}", "horizon.stage_steps=[5,5,6]"]
+        settings += [f"evaluation.{name}" for name in ("num_items=32", "num_samples=2", "k=[1,2]")]
+        cfg = load_config(ROOT / "params.yaml", settings)
         make_runs(cfg)
         with served(cfg) as (viewer, base):
             result = {"replays": replays(viewer), **looked_at(viewer, base, arguments.images)}
@@ -80,14 +73,11 @@ def make_runs(cfg: RunConfig) -> None:
         ids = [f"{env}_{task}" for task in range(1, TASKS + 1)]
         changes = {"items": {"ids": ids, "num": None}, "num_samples": 1, "greedy": False}
         changes |= {"max_turns": TURNS}
-        env_cfg = cfg
-        if env != cfg.env.name:
-            env_cfg = cfg.model_copy(update={"env": type(cfg.env)(name=env)})
+        other = {"env": type(cfg.env)(name=env)}
+        env_cfg = cfg if env == cfg.env.name else cfg.model_copy(update=other)
         for policy in ("random", "expert"):
-            request = EvaluationRequest.model_validate(
-                {"policy": policy, "envs": (env,), "changes": changes}
-            )
-            evaluate_policy(env_cfg, request)
+            request = {"policy": policy, "envs": (env,), "changes": changes}
+            evaluate_policy(env_cfg, EvaluationRequest.model_validate(request))
 
 
 @contextlib.contextmanager
@@ -182,7 +172,6 @@ def looked_at(viewer: Viewer, base: str, images: Path) -> dict[str, Any]:
 
 
 def addresses(viewer: Viewer) -> dict[str, str]:
-    """Address of every kind of page, by a name."""
     steps = viewer.bodies.steps()
 
     def one(**facets: tuple[str, ...]) -> str:

@@ -16,17 +16,16 @@ import json
 import os
 import statistics
 import tempfile
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import psutil
-from harness import output_of, parser_of, pss_bytes, quantile, write
+from harness import env_server, output_of, parser_of, pss_bytes, quantile, serving_app, write
+from starlette.applications import Starlette
+from starlette.responses import HTMLResponse
+from starlette.routing import Route
 
-from agentgym.config import EnvConfig
-from agentgym.deploy.local import local_env
 from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
@@ -44,29 +43,7 @@ PAGE = "<!doctype html><title>Big</title><table>{}</table>".format(
 )
 
 
-@contextlib.contextmanager
-def page_server() -> Any:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-            self.wfile.write(PAGE.encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-
-
 class Processes:
-    """The server and all its descendants."""
-
     def __init__(self, pid: int) -> None:
         self._server = psutil.Process(pid)
 
@@ -80,13 +57,9 @@ class Processes:
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()
                 name = process.name()
-                part = (
-                    "server"
-                    if process.pid == self._server.pid
-                    else "driver"
-                    if "node" in name
-                    else "chromium"
-                )
+                part = "driver" if "node" in name else "chromium"
+                if process.pid == self._server.pid:
+                    part = "server"
                 spent[part] += 1000 * (times.user + times.system)
         return spent
 
@@ -211,7 +184,8 @@ def main() -> None:
     if arguments.browser:
         os.environ[BROWSER_VARIABLE] = arguments.browser
     browser = find_browser()
-    with tempfile.TemporaryDirectory() as folder, page_server() as url:
+    site = Starlette(routes=[Route("/{path:path}", lambda _: HTMLResponse(PAGE))])
+    with tempfile.TemporaryDirectory() as folder, serving_app(lambda _: site) as url:
         task = {
             "sites": ["shopping"],
             "task_id": 0,
@@ -223,18 +197,11 @@ def main() -> None:
         }
         tasks = Path(folder) / "tasks.json"
         tasks.write_text(json.dumps([task]), encoding="utf-8")
-        log = Path(folder) / "log"
-        big = EnvConfig(
-            name="webarena",
-            options={"tasks": str(tasks), "sites": {"shopping": url}},
-            max_sessions=64,
-        )
-        with local_env(big, expert=False, log_path=log) as endpoints:
-            on_page = asyncio.run(steps(endpoints, arguments.sessions, arguments.steps))
-        with local_env(
-            EnvConfig(name="webarena", max_sessions=64), expert=True, log_path=log
-        ) as endpoints:
-            whole = asyncio.run(episodes(endpoints, arguments.sessions, arguments.seconds))
+        big = {"options": {"tasks": str(tasks), "sites": {"shopping": url}}, "max_sessions": 64}
+        with env_server("webarena", **big) as endpoint:
+            on_page = asyncio.run(steps([endpoint], arguments.sessions, arguments.steps))
+    with env_server("webarena", expert=True, max_sessions=64) as endpoint:
+        whole = asyncio.run(episodes([endpoint], arguments.sessions, arguments.seconds))
     result = {
         "browser": output_of([browser, "--version"], timeout_s=30).strip(),
         "program": Path(browser).name,

@@ -1,8 +1,6 @@
 """How many optimizer steps a commit makes durable changes nothing but what a kill costs."""
 
-import json
 import sqlite3
-from pathlib import Path
 
 import pytest
 
@@ -107,16 +105,3 @@ def test_a_damaged_newest_commit_costs_its_steps_and_is_told(
     assert finals[0].digest == finals[1].digest
     report = audit(cfg)
     assert report.ok, [check.failures[:5] for check in report.checks if not check.ok]
-
-
-def test_ten_kills_at_each_cadence_were_measured_to_change_nothing():
-    measured = json.loads((Path(__file__).parents[3] / "docs/results/cadence.json").read_text())
-    rows = {row["commit_every"]: row for row in measured["rows"]}
-    assert rows.keys() == {1, 5, 1000}
-    for row in rows.values():
-        assert row["kills"] == 10
-        assert row["identical"]
-        assert row["audit"]
-        assert row["repeated_points"] == 0
-    assert len({row["final"] for row in rows.values()}) == 1
-    assert [rows[every]["commits"] for every in (1, 5, 1000)] == [12, 4, 2]
