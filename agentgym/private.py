@@ -17,8 +17,8 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from agentgym.config import ConfigError
-from agentgym.store.files import discard, write_temp
 from agentgym.store.lease import process_start
+from agentgym.store.posix import discard, write_temp
 from agentgym.trust import without_login as without_login
 from agentgym.types import Endpoint
 from envs.wire import TOKEN_VARIABLE

@@ -32,7 +32,7 @@ from agentgym.evaluation.protocol import items_of
 from agentgym.pipeline.contenders import playing_config
 from agentgym.pipeline.plan import check_model
 from agentgym.private import private_state
-from agentgym.store.files import full_disk_told
+from agentgym.store.posix import full_disk_told
 from agentgym.tracking.deliver import tracker_of
 from flows.shell import _quieten_console
 from services.prefect_server import prefect_api

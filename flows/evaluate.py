@@ -13,7 +13,7 @@ from agentgym.console.ending import guarded
 from agentgym.console.progress import Bars, PlainConsole
 from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.private import private_state
-from agentgym.store.files import full_disk_told
+from agentgym.store.posix import full_disk_told
 from flows.common import RunRequest, fleets_down, is_evaluation, run_name, run_steps
 from flows.shell import _quieten_console, main
 from services.prefect_server import prefect_api

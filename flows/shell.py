@@ -33,8 +33,8 @@ from agentgym.private import STATE, private_state
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.pools import check_env_servers
 from agentgym.steps.step import Kind, Step
-from agentgym.store.files import full_disk_told
 from agentgym.store.manifest import Manifest
+from agentgym.store.posix import full_disk_told
 from agentgym.tracking.deliver import committed_alarms
 from agentgym.tracking.reaching import check_server
 from envs.plain import PlainFormatter

@@ -165,8 +165,8 @@ def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.evaluated import show
     from agentgym.pipeline.policy_evaluation import evaluate_policy, regrade
     from agentgym.pipeline.stored_config import how_to_find
-    from agentgym.store.files import write_whole
     from agentgym.store.lease import when_free
+    from agentgym.store.posix import write_whole
 
     subjects = [name for name in (arguments.policy, arguments.show, arguments.regrade) if name]
     if len(subjects) != 1:

@@ -136,7 +136,7 @@ def _compare_results(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     """
     from agentgym.comparison.versus import find_result, versus
     from agentgym.comparison.versus_report import files, lines, table_markdown
-    from agentgym.store.files import write_whole
+    from agentgym.store.posix import write_whole
 
     level = arguments.confidence
     if level is not None and not 0.5 < level < 1:

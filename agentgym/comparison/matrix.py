@@ -25,8 +25,8 @@ from agentgym.pipeline.child import run_child, run_command
 from agentgym.pipeline.policy_evaluation import answered, protocol_for
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of, with_parents
 from agentgym.steps.step import Kind
-from agentgym.store.files import write_whole
 from agentgym.store.manifest import Manifest
+from agentgym.store.posix import write_whole
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import yaml
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.deploy.owned import owned_process, tail
-from agentgym.store.files import write_whole
+from agentgym.store.posix import write_whole
 
 BAD_INPUT = 2  # exit code of the command line
 POLL_S = 0.1

@@ -17,8 +17,7 @@ from agentgym.steps.context import StepContext
 from agentgym.steps.step import Kind, Stage, Step, stages
 from agentgym.store.keys import environment_modules, source_digest, step_key
 from agentgym.store.manifest import Manifest
-from agentgym.store.place import StorePlace
-from agentgym.store.runstore import RunStore
+from agentgym.store.runstore import RunStore, StorePlace
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from agentgym.config import RunConfig
 from agentgym.records import TRAJECTORIES, encode_trajectories
 from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Blob, Manifest
-from agentgym.store.place import StorePlace, Writable
-from agentgym.store.runstore import RunStore
+from agentgym.store.runstore import RunStore, StorePlace, Writable
 from agentgym.store.writer import PassedStep, StepWriter
 from agentgym.tracking.alarms import Watch
 from agentgym.tracking.deliver import committed_points
@@ -45,7 +44,6 @@ class Progress(Protocol):
 
     def start(self, what: str, total: int) -> None:
         """Begin a part of `total` units and end the previous part."""
-        ...
 
     def advance(self, count: int = 1, note: str = "") -> None: ...
 

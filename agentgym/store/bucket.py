@@ -188,39 +188,32 @@ class Bucket:
 
     def names(self, prefix: str) -> list[str]:
         """Return the part of each key after `prefix`, up to the next slash."""
-        with self._translated(prefix):
-            pages = list(
-                self._client.get_paginator("list_objects_v2").paginate(
-                    Bucket=self.name, Prefix=prefix, Delimiter="/"
-                )
-            )
+        pages = self._pages("list_objects_v2", prefix, Delimiter="/")
         objects = [row["Key"] for page in pages for row in page.get("Contents", ())]
         folders = [row["Prefix"] for page in pages for row in page.get("CommonPrefixes", ())]
         return [name.removeprefix(prefix).rstrip("/") for name in (*objects, *folders)]
 
     def num_bytes(self, prefix: str) -> int:
         """Return the bytes of all objects below `prefix`."""
-        with self._translated(prefix):
-            pages = list(
-                self._client.get_paginator("list_objects_v2").paginate(
-                    Bucket=self.name, Prefix=prefix
-                )
-            )
+        pages = self._pages("list_objects_v2", prefix)
         return sum(row["Size"] for page in pages for row in page.get("Contents", ()))
 
     def abort_uploads(self, prefix: str) -> int:
         """Abort incomplete multi-part uploads below `prefix`. Return their number."""
-        with self._translated(prefix):
-            pages = self._client.get_paginator("list_multipart_uploads").paginate(
-                Bucket=self.name, Prefix=prefix
-            )
-            uploads = [upload for page in pages for upload in page.get("Uploads", ())]
+        pages = self._pages("list_multipart_uploads", prefix)
+        uploads = [upload for page in pages for upload in page.get("Uploads", ())]
         for upload in uploads:
             with contextlib.suppress(FileNotFoundError), self._translated(upload["Key"]):
                 self._client.abort_multipart_upload(
                     Bucket=self.name, Key=upload["Key"], UploadId=upload["UploadId"]
                 )
         return len(uploads)
+
+    def _pages(self, operation: str, prefix: str, **how: str) -> list[dict[str, Any]]:
+        """Return all pages of a listing."""
+        with self._translated(prefix):
+            paginator = self._client.get_paginator(operation)
+            return list(paginator.paginate(Bucket=self.name, Prefix=prefix, **how))
 
     @contextlib.contextmanager
     def _translated(self, key: str) -> Iterator[None]:

@@ -157,7 +157,8 @@ def source_files(modules: Sequence[str], folders: Mapping[str, Path]) -> dict[st
             pages = [path.parent / folder for folder in SHOWN]
             shown = [file for folder in pages for file in _all_files(folder).values()]
             files |= {f"{module}/{file.relative_to(path.parent)}": file for file in shown}
-        waiting += [name for name in _imports(module, path) if not _is_state_only(name)]
+        imports = _imports(module, path, path.read_bytes())
+        waiting += [name for name in imports if not _is_state_only(name)]
     return dict(sorted(files.items()))
 
 
@@ -181,15 +182,11 @@ def _below(module: str, path: Path) -> Iterator[str]:
             yield ".".join([module, *(part for part in parts if part != "__init__")])
 
 
-def _imports(module: str, path: Path) -> tuple[str, ...]:
+@functools.cache  # one file belongs to the sources of many steps
+def _imports(module: str, path: Path, source: bytes) -> tuple[str, ...]:
     """Return every imported name that may be a module, with its packages.
     Importing a.b.c runs a and a.b too.
     """
-    return _imported(module, path, path.read_bytes())
-
-
-@functools.cache  # one file belongs to the sources of many steps
-def _imported(module: str, path: Path, source: bytes) -> tuple[str, ...]:
     names = list(_chain(module.rpartition(".")[0]))
     for node in _statements(ast.parse(source, filename=str(path))):
         if isinstance(node, ast.Import):

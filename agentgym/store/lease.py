@@ -4,6 +4,7 @@ higher epoch than the one before.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import secrets
@@ -281,11 +282,17 @@ class Content(Protocol):
     @property
     def size(self) -> int:
         """Size in bytes."""
-        ...
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield the pieces in order, the same ones at every call."""
-        ...
+
+
+def digest_of(content: Content) -> str:
+    """sha256 of streamed content."""
+    digest = hashlib.sha256()
+    for piece in content.pieces():
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 class Folder(Protocol):
@@ -297,63 +304,50 @@ class Folder(Protocol):
 
     def commits(self) -> dict[int, str]:
         """Return seq of each commit's first manifest -> name of its file, in order."""
-        ...
 
     def read(self, name: str) -> bytes: ...
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `start` on. Errors: EOFError."""
-        ...
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
-        ...
 
     def digest(self, name: str) -> str:
         """sha256 of a file's content, read once and streamed."""
-        ...
 
     def blobs(self) -> set[str]:
         """Digests of all blobs, also of those that no manifest names.
         The step must have had a lease before.
         """
-        ...
 
     def put(self, blob: Blob, data: bytes) -> None:
         """Store `data` whole under its digest. Errors: StoreFull."""
-        ...
 
     def stream(self, content: Content) -> Blob:
         """Store content whole under its digest, with a few pieces at a time in memory.
         Errors: StoreFull.
         """
-        ...
 
     def remove(self, digest: str) -> None:
         """Remove a blob, if it is there."""
-        ...
 
     def collected(self) -> bool:
         """Return True if `RunStore.collect` removed the commits and there is no new one."""
-        ...
 
     def num_bytes(self) -> int:
         """Return the bytes of all files. A file that n steps share counts 1/n here."""
-        ...
 
     def has_content(self) -> bool:
         """Return True if there is a file of a manifest or blob, even one of no commit."""
-        ...
 
     def tenure(self, ttl_s: float) -> Tenure | None:
         """Return the last tenure of the step's lease; None if there was none yet."""
-        ...
 
     def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
         """Take the step's lease; `what` names the step in messages, `parents` the manifests it
         builds on, by digest. Errors: LeaseHeld.
         """
-        ...
 
 
 class Backend(Protocol):
@@ -367,8 +361,3 @@ class Backend(Protocol):
 
     def map(self, function: Callable[[T], U], items: Iterable[T]) -> list[U]:
         """Apply `function` to the items; results in order. Concurrent if that is faster."""
-        ...
-
-
-def blob_name(blob: Blob) -> str:
-    return f"blobs/{blob.digest}"

@@ -65,6 +65,11 @@ class Blob(BaseModel):
     digest: Digest
     size: int = Field(ge=0)  # bytes
 
+    @property
+    def path(self) -> str:
+        """Path below the step's folder."""
+        return f"blobs/{self.digest}"
+
     @classmethod
     def of(cls, data: bytes) -> Self:
         return cls(digest=sha256(data), size=len(data))

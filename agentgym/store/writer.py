@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentgym.store.lease import Folder, Lease, blob_name
+from agentgym.store.lease import Folder, Lease
 from agentgym.store.manifest import Blob, BlobMissing, Manifest, encode_commit
 
 
@@ -174,11 +174,11 @@ class StepWriter:
 
     def _keep(self, name: str, blob: Blob) -> Blob:
         try:
-            size = self._folder.size(blob_name(blob))
+            size = self._folder.size(blob.path)
         except FileNotFoundError:
             size = -1
         if size != blob.size:
-            path = f"{self._folder.place}/{blob_name(blob)}"
+            path = f"{self._folder.place}/{blob.path}"
             raise BlobMissing(
                 f"step {self.step}: {name} was given as stored, but {path} is not {blob.size}"
                 " bytes; pass the bytes"

@@ -6,7 +6,7 @@ import pytest
 
 from agentgym.config import RunConfig
 from agentgym.data.items import Splits
-from agentgym.store.posix import posix_store
+from agentgym.store.runstore import store_at
 from agentgym.tracking.inputs import LISTS, dvc_revision, inputs_of
 from agentgym.types import Item
 
@@ -17,7 +17,7 @@ CFG = RunConfig()
 
 @pytest.fixture
 def store(tmp_path):
-    return posix_store(tmp_path / "store", lease_ttl_s=30.0)
+    return store_at(tmp_path / "store", lease_ttl_s=30.0)
 
 
 def commit(store, step, config, parents=None, blobs=None):
