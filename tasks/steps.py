@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from agentgym.config import RunConfig
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.kubernetes import of_fleets
-from agentgym.pipeline.child import run_child
+from agentgym.pipeline.child import run_command
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store, run_key, run_label, steps_of
 from agentgym.steps.context import Environment, NoProgress, Progress
@@ -64,9 +64,7 @@ def _run_beside(name: str, cfg: RunConfig, stop: threading.Event) -> str:
     line about its outcome. stop: once set, the process is stopped and its commits remain.
     """
     run = run_key(cfg)[:12]
-    run_child(
-        name, cfg, title=name, place=f"steps/r{run}-{name}", stop=stop, timeout_s=STEP_TIMEOUT_S
-    )
+    run_command(("step", name), cfg, title=name, place=f"steps/r{run}-{name}", stop=stop)
     outcome = Outcome(steps_of(cfg)[name], finished(cfg, open_store(cfg))[name], "ran")
     result_artifact(cfg, outcome)
     return _summary(outcome)

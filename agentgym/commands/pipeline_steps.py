@@ -101,7 +101,7 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _stored(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.pipeline.pointers import confirm_pointers
+    from agentgym.pipeline.dvc import confirm_pointers
     from agentgym.pipeline.table import open_store
     from agentgym.store.posix import write_whole
 

@@ -21,7 +21,7 @@ from agentgym.comparison.described import Comparison, DescribedRow, described_ro
 from agentgym.config import ConfigError, RunConfig, config_digest, load_config
 from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
 from agentgym.evaluation.result import differences
-from agentgym.pipeline.child import run_child, run_command
+from agentgym.pipeline.child import run_command
 from agentgym.pipeline.policy_evaluation import answered, protocol_for
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of, with_parents
 from agentgym.steps.step import Kind
@@ -181,15 +181,14 @@ def _methods(a: Cell, b: Cell) -> tuple[str, str]:
 
 def run_cell(cell: Cell, *, wait_s: float, stop: threading.Event | None = None) -> None:
     """Run a cell's steps, then its evaluations (if it has a protocol, which is written to a file of
-    the state folder), in separate processes. Errors: see `run_child`, naming the cell.
+    the state folder), in separate processes. Errors: see `run_command`, naming the cell.
     """
     folder = f"cells/{cell.slug}"
-    run_child(
-        cell.until,
+    run_command(
+        ("step", cell.until, "--with-parents"),
         cell.cfg,
         title=cell.title,
         place=folder,
-        with_parents=True,
         wait_s=wait_s,
         stop=stop,
     )

@@ -138,7 +138,10 @@ def contender_of(run: RunConfig, cfg: RunConfig, request: EvaluationRequest) -> 
     if name.who is PolicyKind.ENDPOINT:
         return endpoint_contender(_endpoint(request))
     if name.who is PolicyKind.RUN:
-        return _of_run(run, cfg, name)
+        from agentgym.pipeline.export import commit_of
+
+        store = open_store(cfg)
+        return checkpoint_contender(cfg, store, commit_of(run, store, name.name, run=name.of))
     if name.who is PolicyKind.REGISTRY:
         with tempfile.TemporaryDirectory(prefix="agentgym-model-") as folder:
             return folder_contender(_registered(cfg, name, Path(folder)), cfg, name.text)
@@ -164,13 +167,6 @@ def _endpoint(request: EvaluationRequest) -> Endpoint:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _of_run(run: RunConfig, cfg: RunConfig, name: PolicyName) -> Contender:
-    from agentgym.pipeline.export import commit_of
-
-    store = open_store(cfg)
-    return checkpoint_contender(cfg, store, commit_of(run, store, name.name, run=name.of))
 
 
 def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:

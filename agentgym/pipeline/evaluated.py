@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from agentgym.config import RunConfig
 from agentgym.evaluation.page import render
@@ -89,6 +89,10 @@ def kept(
 
 
 def _deliver(cfg: RunConfig, manifest: Manifest, result: Result, folder: Path) -> None:
+    """Write an evaluation to its MLflow run and end the run; repeating it changes nothing.
+
+    folder: its artifacts. If MLflow cannot be reached, that is only logged.
+    """
     about = result.about
     metrics = {"eval/coverage": result.coverage}
     for env, numbers in result.numbers.items():
@@ -98,44 +102,17 @@ def _deliver(cfg: RunConfig, manifest: Manifest, result: Result, folder: Path) -
         }
         metrics |= {f"eval/{env}/{name}": float(row["mean"]) for name, row in rows.items()}
         metrics[f"eval/{env}/coverage"] = float(numbers["coverage"])
-    deliver_evaluation(
-        cfg,
-        result.digest,
-        f"evaluation of {about['policy']}"[:200],
-        params={"policy": about["policy"], "protocol": about["protocol"]},
-        tags={"digest": manifest.digest, "valid": str(about["valid"]).lower()},
-        metrics=metrics,
-        at_ms=int(manifest.created_at * 1000),
-        folder=folder,
-    )
-
-
-def deliver_evaluation(
-    cfg: RunConfig,
-    digest: str,
-    title: str,
-    *,
-    params: Mapping[str, Any],
-    tags: Mapping[str, str],
-    metrics: Mapping[str, float],
-    at_ms: int,
-    folder: Path,
-) -> bool:
-    """Write an evaluation to its MLflow run and end the run; repeating it changes nothing.
-
-    digest: identifies the run.
-    folder: its artifacts.
-    at_ms: time of the evaluation's last commit.
-    Result: False if MLflow could not be reached; the evaluation is complete either way.
-    """
     try:
         with reaching(cfg.tracking_uri):
             tracker = tracker_of(cfg)
-            run_id = tracker.evaluation_run(digest, title, params=params, tags=tags)
-            tracker.deliver(run_id, [Point(0, at_ms, dict(metrics))])
+            run_id = tracker.evaluation_run(
+                result.digest,
+                f"evaluation of {about['policy']}"[:200],
+                params={"policy": about["policy"], "protocol": about["protocol"]},
+                tags={"digest": manifest.digest, "valid": str(about["valid"]).lower()},
+            )
+            tracker.deliver(run_id, [Point(0, int(manifest.created_at * 1000), metrics)])
             tracker.log_artifacts(run_id, folder)
             tracker.end_run(run_id)
     except LedgerUnavailable as error:
         logger.warning("MLflow does not have this evaluation yet: %s", error)
-        return False
-    return True

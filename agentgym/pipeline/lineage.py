@@ -51,6 +51,7 @@ def _of_version(
     promotions: Promotions, heads: Mapping[str, Manifest], version: Version
 ) -> dict[str, Any]:
     tags = version_tags(promotions.tracker, promotions.model, version.number)
+    source = version_run_tags(promotions.tracker, promotions.model, version.number)
     checkpoint = heads.get(version.checkpoint)
     made_of = list(_ancestors(heads, version.checkpoint))
     return {
@@ -61,7 +62,7 @@ def _of_version(
         "in_store": checkpoint is not None,
         "steps": [_step(head) for head in made_of],
         "data": next((head.results["digest"] for head in made_of if LISTS in head.blobs), None),
-        "source": _source(promotions, version),
+        "source": {name: source[name] for name in SOURCE if name in source},
         "evaluations": [_step(head) for head in _evaluations(heads, version, tags)],
         "decisions": _decisions(promotions, version),
     }
@@ -125,11 +126,6 @@ def _decisions(promotions: Promotions, version: Version) -> list[dict[str, Any]]
         for entry in promotions.history.entries()
         if entry.candidate.is_same(version) or version.is_same(entry.before)
     ]
-
-
-def _source(promotions: Promotions, version: Version) -> dict[str, str]:
-    tags = version_run_tags(promotions.tracker, promotions.model, version.number)
-    return {name: tags[name] for name in SOURCE if name in tags}
 
 
 def _step(head: Manifest) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from agentgym.evaluation.version_files import told_of_files
 from agentgym.pipeline.audited import audit_for_gate
 from agentgym.pipeline.table import open_store, semantic_of, steps_of
 from agentgym.steps.context import Progress
-from agentgym.steps.step import Kind, Step
+from agentgym.steps.step import Kind
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.tracking.reaching import reaching
 
@@ -63,7 +63,9 @@ def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> En
             return replace(evidence, num_seen=len(items & chosen_on), **audit)
 
         moves = sum(entry.moved for entry in promotions.history.entries())
-        question = question_asked(semantic_of(_evaluation(cfg), cfg), splits)
+        # all of the run's evaluation steps have the same protocol
+        step = next(step for step in steps_of(cfg).values() if step.kind is Kind.EVALUATE)
+        question = question_asked(semantic_of(step, cfg), splits)
         what = [
             *("promote", number, candidate.checkpoint, cfg.gate.semantic(), dict(audit), moves),
             question.to_json(),
@@ -75,11 +77,6 @@ def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> En
             sha256(canonical_json(what)),
             question=question,
         )
-
-
-def _evaluation(cfg: RunConfig) -> Step:
-    """Return one of the run's evaluation steps; all have the same protocol."""
-    return next(step for step in steps_of(cfg).values() if step.kind is Kind.EVALUATE)
 
 
 def _evidence(

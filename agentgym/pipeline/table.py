@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -78,7 +78,7 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
             name="warm-start",
             title="warm start (SFT)",
             kind=Kind.TRAIN,
-            run=_warm_start,
+            run=_imported("agentgym.training.sft", "warm_start"),
             sections=(*WARM_START, *(("lora",) if cfg.model.source == "hub" else ())),
             modules=("agentgym.training.sft",),
             checkpoint=start,
@@ -110,7 +110,7 @@ def _preparation(cfg: RunConfig, servers: tuple[str, ...]) -> list[Step]:
         name=DEMONSTRATE,
         title="play demonstrations",
         kind=Kind.DEMONSTRATE,
-        run=_demonstrate,
+        run=_imported("agentgym.training.demonstrations", "record_demonstrations"),
         sections=DEMONSTRATIONS,
         modules=("agentgym.training.demonstrations", *servers),
         data=prepare.name,
@@ -120,7 +120,7 @@ def _preparation(cfg: RunConfig, servers: tuple[str, ...]) -> list[Step]:
         name="initialize",
         title="initial model",
         kind=Kind.INITIALIZE,
-        run=_initialize,
+        run=_imported("agentgym.training.initial", "initialize"),
         sections=("seed", "model") if is_drawn else ("model",),
         modules=("agentgym.training.initial",),
         # a tiny model's tokenizer is trained on them
@@ -176,16 +176,11 @@ def _evaluation(checkpoint: str, title: str, baseline: str, playing: tuple[str, 
     baseline: the evaluation that it is paired with, if any.
     """
 
-    def run(ctx: StepContext) -> Manifest:
-        from agentgym.evaluation.evaluator import evaluate
-
-        return evaluate(ctx)
-
     return Step(
         name=f"evaluate-{checkpoint}",
         title=title,
         kind=Kind.EVALUATE,
-        run=run,
+        run=_imported("agentgym.evaluation.evaluator", "evaluate"),
         sections=EVALUATION,
         modules=("agentgym.evaluation.evaluator", *playing),
         data="prepare",
@@ -205,9 +200,6 @@ def _training(
     """
     algorithm, loop = cfg.algorithm, cfg.algorithm.loop
 
-    def run(ctx: StepContext) -> Manifest:
-        return cast(Manifest, importlib.import_module(loop.trainer).train_stage(ctx, stage))
-
     turns = (
         " > ".join(map(str, cfg.horizon.max_turns))
         if cfg.horizon.kind == "adaptive"
@@ -219,7 +211,7 @@ def _training(
         name=stage.name,
         title=f"stage {stage.index}/{num_stages} · max_turns {turns}",
         kind=Kind.TRAIN,
-        run=run,
+        run=_imported(loop.trainer, "train_stage", stage),
         sections=TRAINING,
         modules=(loop.trainer, *playing, *recipe_modules(algorithm.recipe)),
         data="prepare",
@@ -230,6 +222,17 @@ def _training(
         is_continued=loop.keeps_optimizer and stage.index < num_stages,
         headline=True,
     )
+
+
+def _imported(module: str, function: str, *more: Stage) -> Callable[[StepContext], Manifest]:
+    """Return a step's function, which is imported when it runs: most of them need torch.
+    more: its arguments after the context.
+    """
+
+    def run(ctx: StepContext) -> Manifest:
+        return cast(Manifest, getattr(importlib.import_module(module), function)(ctx, *more))
+
+    return run
 
 
 def run_key(cfg: RunConfig) -> str:
@@ -329,21 +332,3 @@ def _prepare(ctx: StepContext) -> Manifest:
             **({"trajectories": len(recorded)} if recorded else {}),
         },
     )
-
-
-def _demonstrate(ctx: StepContext) -> Manifest:
-    from agentgym.training.demonstrations import record_demonstrations
-
-    return record_demonstrations(ctx)
-
-
-def _initialize(ctx: StepContext) -> Manifest:
-    from agentgym.training.initial import initialize
-
-    return initialize(ctx)
-
-
-def _warm_start(ctx: StepContext) -> Manifest:
-    from agentgym.training.sft import warm_start
-
-    return warm_start(ctx)
