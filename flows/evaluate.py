@@ -8,13 +8,22 @@ import sys
 
 from prefect import flow
 
-from agentgym.commands.evaluate import add_options, request_of, run_meant
+from agentgym.commands.evaluate import add_options, run_meant
+from agentgym.commands.evaluate import request_of as evaluation_of
 from agentgym.console.ending import guarded
 from agentgym.console.progress import Bars, PlainConsole
 from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.private import private_state
 from agentgym.store.posix import full_disk_told
-from flows.common import RunRequest, fleets_down, is_evaluation, run_name, run_steps
+from flows.common import (
+    RunRequest,
+    add_run_options,
+    fleets_down,
+    is_evaluation,
+    request_of,
+    run_name,
+    run_steps,
+)
 from flows.shell import _quieten_console, main
 from services.prefect_server import prefect_api
 from services.recovery import begin_attempt
@@ -41,14 +50,13 @@ def of_policy(argv: list[str]) -> int:
     """Run `python -m flows.evaluate --policy POLICY ...`. Exit code: as in `flows.shell.main`."""
     parser = argparse.ArgumentParser(prog="python -m flows.evaluate --policy POLICY")
     parser.add_argument("--policy", required=True, help="as `agentgym evaluate` takes it")
-    parser.add_argument("--params", default="params.yaml", help="parameter file")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    add_run_options(parser)
     add_options(parser)
     arguments = parser.parse_intermixed_args(argv)
 
     def command() -> int:
-        run = RunRequest(params=arguments.params, overrides=tuple(arguments.overrides))
-        cfg, request = run.config(), request_of(arguments)
+        run = request_of(arguments)
+        cfg, request = run.config(), evaluation_of(arguments)
         private_state(cfg.state_dir)
         _quieten_console()
         with contextlib.ExitStack() as stack:

@@ -38,7 +38,7 @@ from agentgym.store.posix import full_disk_told
 from agentgym.tracking.deliver import committed_alarms
 from agentgym.tracking.reaching import check_server
 from envs.plain import PlainFormatter
-from flows.common import RunRequest, Wanted, check_parents
+from flows.common import Wanted, add_run_options, check_parents, request_of
 from services.prefect_server import prefect_api
 from services.state import running
 from tasks.dataset import dataset_pointer
@@ -52,21 +52,13 @@ def main(module: str, flow: Any, wanted: Wanted, argv: list[str] | None = None) 
     started), 130 interrupted (state is resumable).
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=flow.description)
-    parser.add_argument(
-        "--params", default="params.yaml", help="parameter file (default: params.yaml)"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="over the parameter file"
-    )
+    add_run_options(parser)
     arguments = parser.parse_args(argv)
-    return guarded(
-        lambda: _run(flow, wanted, arguments.params, tuple(arguments.overrides), PlainConsole())
-    )
+    return guarded(lambda: _run(flow, wanted, arguments, PlainConsole()))
 
 
-def _run(
-    flow: Any, wanted: Wanted, params: str, overrides: tuple[str, ...], console: Console
-) -> int:
+def _run(flow: Any, wanted: Wanted, arguments: argparse.Namespace, console: Console) -> int:
+    params, overrides = arguments.params, arguments.overrides
     cfg = load_config(params, overrides)
     private_state(cfg.state_dir)
     table = steps_of(cfg)
@@ -88,7 +80,7 @@ def _run(
             stack.enter_context(full_disk_told(cfg.state_dir))
             with console.status("starting a Prefect server"):
                 stack.enter_context(prefect_api(cfg.state_dir))
-            flow(RunRequest(params=params, overrides=overrides))
+            flow(request_of(arguments))
     done = _confirmed(cfg, wanted)
     if num_done == num_steps:
         console.print(

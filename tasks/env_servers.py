@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from prefect import task
 from prefect.artifacts import create_table_artifact
-from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import EnvConfig, RunConfig
 from agentgym.deploy.keepers import KeptServer, end_all, keep
 from agentgym.deploy.kubernetes import end_kept, keep_up
-from tasks.retries import may_help
+from tasks.retries import retried
 
 MORE_S = 300.0  # in addition to the cluster's timeout, for the other calls
 
@@ -32,15 +30,7 @@ def keep_environment(cfg: RunConfig, env: EnvConfig) -> Standing:
     return _keep.with_options(timeout_seconds=900 + cfg.kubernetes.ready_timeout_s)(cfg, env)
 
 
-@task(
-    name="environment up",
-    task_run_name="{env.name} up",
-    retries=1,
-    retry_delay_seconds=2,
-    retry_condition_fn=may_help,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-)
+@retried("environment up", run_name="{env.name} up")
 def _keep(cfg: RunConfig, env: EnvConfig) -> Standing:
     if env.deploy == "kubernetes":
         namespace = f"namespace {cfg.kubernetes.namespace}"
@@ -53,14 +43,7 @@ def end_environments(cfg: RunConfig) -> list[Standing]:
     return _end.with_options(timeout_seconds=MORE_S + cfg.kubernetes.down_timeout_s)(cfg)
 
 
-@task(
-    name="environments down",
-    task_run_name="environments down",
-    retries=1,
-    retry_delay_seconds=2,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-)
+@retried("environments down", run_name="environments down")
 def _end(cfg: RunConfig) -> list[Standing]:
     ended = [_of_kept(server) for server in end_all(cfg.state_dir)]
     namespace = f"namespace {cfg.kubernetes.namespace}"

@@ -19,7 +19,7 @@ from agentgym.steps.context import Environment, NoProgress, Progress
 from agentgym.steps.step import Outcome, Step
 from agentgym.types import Endpoints
 from tasks.artifacts import progress_artifact, result_artifact
-from tasks.retries import may_help
+from tasks.retries import retried
 
 LOCAL_TIMEOUT_S = 600.0
 STEP_TIMEOUT_S = 24 * 3600.0
@@ -30,14 +30,7 @@ def step_task(step: Step) -> Task[Any, str]:
     return _run.with_options(name=step.title, task_run_name=step.title)
 
 
-@task(
-    retries=1,
-    retry_delay_seconds=2,
-    timeout_seconds=STEP_TIMEOUT_S,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-    retry_condition_fn=may_help,
-)
+@retried(timeout_s=STEP_TIMEOUT_S)
 def _run(
     name: str, cfg: RunConfig, environment: Environment | None, progress: Progress | None
 ) -> str:
@@ -52,13 +45,7 @@ def child_task(step: Step) -> Task[Any, str]:
     return _run_beside.with_options(name=step.title, task_run_name=step.title)
 
 
-@task(
-    retries=1,
-    retry_delay_seconds=2,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-    retry_condition_fn=may_help,
-)
+@retried()
 def _run_beside(name: str, cfg: RunConfig, stop: threading.Event) -> str:
     """Run the step in a process with its own servers, isolated from concurrent steps. Result: a
     line about its outcome. stop: once set, the process is stopped and its commits remain.
@@ -87,15 +74,7 @@ def environments_up(cfg: RunConfig) -> tuple[AbstractContextManager[Endpoints], 
     return _up.with_options(timeout_seconds=timeout_s)(cfg)
 
 
-@task(
-    name="environments up",
-    task_run_name="environments up",
-    retries=1,
-    retry_delay_seconds=2,
-    retry_condition_fn=may_help,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-)
+@retried("environments up", run_name="environments up")
 def _up(cfg: RunConfig) -> tuple[AbstractContextManager[Endpoints], Endpoints]:
     servers = environment_servers(cfg, False, run_label(cfg))
     return servers, servers.__enter__()
