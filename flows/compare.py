@@ -185,14 +185,15 @@ def _waiting(cells: Sequence[Cell]) -> list[Cell]:
     """Check and return the cells that are not done. Data that is not pulled yet is not checked, and
     its cells count as not done. Errors: ConfigError.
     """
+
+    def is_pulled(cell: Cell) -> bool:
+        return all(folder.is_dir() for folder in cell.cfg.data_folders.values())
+
     waiting = []
     for cell in cells:
         for setting, folder in cell.cfg.data_folders.items():
             dataset_pointer(folder, setting)
-        if (
-            not all(folder.is_dir() for folder in cell.cfg.data_folders.values())
-            or not cell.is_done()
-        ):
+        if not (is_pulled(cell) and cell.is_done()):
             waiting.append(cell)
     for env in {env.model_dump_json(): env for cell in waiting for env in cell.cfg.envs}.values():
         check_local_env(env)
@@ -202,11 +203,7 @@ def _waiting(cells: Sequence[Cell]) -> list[Cell]:
     }
     for cfg in models.values():
         check_model(cfg.model, cfg.lora)
-    pulled = [
-        cell.cfg
-        for cell in waiting
-        if all(folder.is_dir() for folder in cell.cfg.data_folders.values())
-    ]
+    pulled = [cell.cfg for cell in waiting if is_pulled(cell)]
     for cfg in {
         str((c.seed, c.data, c.env_names, c.evaluation, c.rollout.items_per_step)): c
         for c in pulled

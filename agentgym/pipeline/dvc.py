@@ -44,18 +44,18 @@ def dvc_yaml(cfg: RunConfig, params: str = PARAMS) -> str:
     return HEADER + yaml.safe_dump(tree, sort_keys=False, width=120)
 
 
-def require_current(cfg: RunConfig, params: str = PARAMS, file: Path = FILE) -> None:
+def require_current(cfg: RunConfig, params: str = PARAMS) -> None:
     """Raise ConfigError if dvc.yaml exists with other stages than this run's, for example after
     `dvc exp run -S horizon.stage_steps=[5]`.
 
     DVC would run steps that the run does not have, or leave some out.
     """
-    if not file.is_file():
+    if not FILE.is_file():
         return
     try:
-        stages = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("stages", {})
+        stages = (yaml.safe_load(FILE.read_text(encoding="utf-8")) or {}).get("stages", {})
     except (yaml.YAMLError, AttributeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); run `agentgym dvc`") from None
+        raise ConfigError(f"{FILE} cannot be read ({error}); run `agentgym dvc`") from None
     wanted = yaml.safe_load(dvc_yaml(cfg, params))["stages"]
     if stages == wanted:
         return
@@ -71,7 +71,7 @@ def require_current(cfg: RunConfig, params: str = PARAMS, file: Path = FILE) -> 
         if names
     ]
     raise ConfigError(
-        f"{file} does not describe the run that {params} asks for: {'; '.join(differences)}. Run"
+        f"{FILE} does not describe the run that {params} asks for: {'; '.join(differences)}. Run"
         f" `agentgym dvc{_options(params)}`, then `dvc repro`"
     )
 

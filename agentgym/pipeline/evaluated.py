@@ -51,15 +51,12 @@ def show(cfg: RunConfig, digest: str) -> Evaluated:
     Errors: ConfigError if not exactly one evaluation has such a key.
     """
     store = open_store(cfg)
-    return from_store(cfg, store, find(store, digest), "done", tell=False)
+    return from_store(cfg, store, find(store, digest), tell=False)
 
 
-def from_store(
-    cfg: RunConfig, store: RunStore, head: Manifest, how: How, *, tell: bool = True
-) -> Evaluated:
+def from_store(cfg: RunConfig, store: RunStore, head: Manifest, *, tell: bool = True) -> Evaluated:
     """Return a stored evaluation, with its files written again. tell: deliver it to MLflow, too."""
-    result = stored_result(store, head)
-    return kept(cfg, store, head, result, how, "", tell=tell)
+    return kept(cfg, store, head, stored_result(store, head), "done", "", tell=tell)
 
 
 def kept(

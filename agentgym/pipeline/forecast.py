@@ -398,7 +398,7 @@ def _gain(threads: int) -> float:
     return 1 + THREAD_GAIN * (min(threads, os.cpu_count() or 1) - 1)
 
 
-def matrix_speed(hidden_size: int, mlp_size: int, tokens: int = 256) -> float:
+def matrix_speed(hidden_size: int, mlp_size: int) -> float:
     """Measure for half a second and return FLOP/s of float32 products of this shape, one thread.
     Torch keeps one thread afterwards.
     """
@@ -407,6 +407,7 @@ def matrix_speed(hidden_size: int, mlp_size: int, tokens: int = 256) -> float:
     from agentgym.models.model import set_threads
 
     set_threads(1)
+    tokens = 256
     states, weights = torch.ones(tokens, hidden_size), torch.ones(hidden_size, mlp_size)
     count, began = 0, time.thread_time()
     while (passed := time.thread_time() - began) < 0.5 or count < 2:

@@ -134,16 +134,14 @@ def _evaluate(
         digest = digest_of(identity)
         final = store.final(STEP, digest)
         if final is not None:
-            return from_store(cfg, store, final, "done")
+            return from_store(cfg, store, final)
         if contender.needs_hints and opened.pool is not None:
             opened.loop.run(_require_hints(opened.pool, items))
         with store.open(STEP, digest) as writer:
             before = writer.head
 
             def commit(*, wall_s: float, **parts: Any) -> Manifest:
-                return writer.commit(
-                    parents={}, config=identity, timings={"wall_s": wall_s}, **parts
-                )
+                return writer.commit(config=identity, timings={"wall_s": wall_s}, **parts)
 
             instructions, lines = invited.instructions(rules), invited.lines(rules)
             ledger = Ledger.open(

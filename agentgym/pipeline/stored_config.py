@@ -46,16 +46,7 @@ def keep_run(cfg: RunConfig, store: RunStore) -> None:
     # LeaseHeld: another process writes the same
     with contextlib.suppress(LeaseHeld), store.open(STEP, key) as writer:
         if writer.head is None:
-            writer.commit(
-                done=True,
-                state={},
-                parents={},
-                config=run_identity(cfg),
-                blobs={},
-                records={},
-                results={},
-                timings={},
-            )
+            writer.commit(done=True, config=run_identity(cfg))
 
 
 def find_run(store: RunStore, name: str) -> Manifest | None:

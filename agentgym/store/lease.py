@@ -91,21 +91,17 @@ class Holder:
 
     def refuse_if_alive(self, silent_s: float, *, ttl_s: float, what: str) -> None:
         """Raise LeaseHeld while this holder is alive, see `is_alive`."""
-        alive = self.is_alive(silent_s, ttl_s=ttl_s)
-        if self.is_near():
-            if alive:
-                raise LeaseHeld(f"{what} is held by {self}; wait for it or stop that process")
-            logger.info("%s: its last holder, %s, is gone; taking over", what, self)
-            return
-        if alive:
+        is_alive, is_near = self.is_alive(silent_s, ttl_s=ttl_s), self.is_near()
+        if is_alive and is_near:
+            raise LeaseHeld(f"{what} is held by {self}; wait for it or stop that process")
+        if is_alive:
             raise LeaseHeld(
                 f"{what} is held by {self}, heard of {max(0.0, silent_s):.1f}s ago; wait for it,"
                 " stop that process, or try again once it was silent for store.lease_ttl_s"
                 f" {ttl_s:g}"
             )
-        logger.info(
-            "%s: its last holder, %s, was silent for %.0fs; taking over", what, self, silent_s
-        )
+        end = "is gone" if is_near else f"was silent for {silent_s:.0f}s"
+        logger.info("%s: its last holder, %s, %s; taking over", what, self, end)
 
     def is_alive(self, silent_s: float, *, ttl_s: float) -> bool:
         """Return True if the holder runs or, if invisible from here, if silent_s < ttl_s."""

@@ -65,13 +65,13 @@ class StepWriter:
         self,
         *,
         done: bool,
-        state: dict[str, Any],
-        parents: dict[str, str],
         config: dict[str, Any],
-        blobs: Mapping[str, bytes | Blob],
-        records: Mapping[str, bytes],
-        results: dict[str, Any],
-        timings: dict[str, float],
+        state: dict[str, Any] | None = None,
+        parents: dict[str, str] | None = None,
+        blobs: Mapping[str, bytes | Blob] | None = None,
+        records: Mapping[str, bytes] | None = None,
+        results: dict[str, Any] | None = None,
+        timings: dict[str, float] | None = None,
         earlier: Sequence[PassedStep] = (),
     ) -> Manifest:
         """Make everything durable, the manifest last: a kill before the end leaves the previous
@@ -84,9 +84,9 @@ class StepWriter:
         self._lease.check()  # before writing gigabytes for nothing
         last_blobs = {
             name: self._keep(name, value) if isinstance(value, Blob) else self._put(value)
-            for name, value in blobs.items()
+            for name, value in (blobs or {}).items()
         }
-        last = PassedStep(state, records, results, timings)
+        last = PassedStep(state or {}, records or {}, results or {}, timings or {})
         manifests: list[Manifest] = []
         previous = self.head
         for passed in (*earlier, last):
@@ -95,7 +95,7 @@ class StepWriter:
                 key=self.key,
                 seq=previous.seq + 1 if previous else 0,
                 done=done and passed is last,
-                parents=parents,
+                parents=parents or {},
                 config=config,
                 state=passed.state,
                 blobs=last_blobs if passed is last else {},

@@ -85,12 +85,6 @@ def tokenized_demonstrations(
     return demos
 
 
-def demonstrations(ctx: StepContext, renderer: ChatRenderer) -> list[Trajectory]:
-    """Return the successful demonstrations, to imitate."""
-    demos = tokenized_demonstrations(ctx.cfg, ctx.store, ctx.demonstrations, renderer)
-    return [demo for demo in demos if demo.success]
-
-
 def _played(ctx: StepContext, splits: Splits) -> tuple[list[Trajectory], EpisodeSettings]:
     """Play the demonstrations; return them with the settings for their tokens.
 

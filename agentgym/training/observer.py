@@ -122,24 +122,20 @@ class Observer:
 
     def __init__(self, cfg: RunConfig, learner: Learner, engine: Engine) -> None:
         self._cfg, self._learner, self._engine = cfg, learner, engine
-        self._clock = clock_of(cfg, learner)
+        self.clock = clock_of(cfg, learner)
 
     def wait(self, ahead: Ahead[Rollouts]) -> Rollouts:
         """Begin a step: return its rollouts once they are generated. Errors: of `Ahead.take`."""
-        self._clock.lap("commit")  # of the previous step
+        self.clock.lap("commit")  # of the previous step
         self._cpu_began, usage = time.process_time(), self._engine.usage()
         rollouts = ahead.take()
-        self._clock.lap_rollouts(rollouts.after - usage)
-        self._clock.lap("other")
+        self.clock.lap_rollouts(rollouts.after - usage)
+        self.clock.lap("other")
         return rollouts
-
-    def lap(self, part: str) -> None:
-        """Assign the time since the last lap to this part of the step."""
-        self._clock.lap(part)
 
     def published(self, canary: float) -> None:
         """Note the end of a publish. canary: its difference, nats."""
-        self._clock.lap("publish")
+        self.clock.lap("publish")
         # CPU time of this process, without servers and validation
         self._publish = {
             "sync/canary_rms": canary,
@@ -157,7 +153,7 @@ class Observer:
         update: result of `Learner.update`, None if nothing was learned.
         validation: episodes that were played after the publish.
         """
-        self._clock.lap("validate")
+        self.clock.lap("validate")
         experience, updated = update or (None, {})
         staleness = rollouts.staleness(most=self._cfg.rollout.max_staleness)
         records = with_reasons(
@@ -181,7 +177,7 @@ class Observer:
             ),
             **update_metrics(records),
         }
-        metrics |= self._clock.step(experience.batch.num_tokens if experience else 0, metrics)
+        metrics |= self.clock.step(experience.batch.num_tokens if experience else 0, metrics)
         return Point(rollouts.step, now_ms(), metrics), [*records, *validation]
 
 

@@ -33,7 +33,7 @@ from agentgym.steps.context import StepContext, now_ms
 from agentgym.steps.step import Stage
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
-from agentgym.training.demonstrations import demonstrations, tokenized_demonstrations
+from agentgym.training.demonstrations import tokenized_demonstrations
 from agentgym.training.observer import clock_of
 from agentgym.training.sft import demo_indices
 from agentgym.types import Item, Trajectory
@@ -137,12 +137,13 @@ def first_rate_step(cfg: RunConfig, stage: Stage) -> int:
 
     The schedule begins anew with each stage, but imitation alone has one schedule for all stages.
     """
-    return stage.first_step - 1 if _explores(cfg) else 0
+    return stage.first_step - 1 if isinstance(cfg.algorithm, ExplorationConfig) else 0
 
 
 def rate_steps(cfg: RunConfig, stage: Stage) -> int:
     """Return the number of optimizer steps in the learning rate's schedule."""
-    return stage.num_steps if _explores(cfg) else sum(cfg.horizon.stage_steps)
+    explores = isinstance(cfg.algorithm, ExplorationConfig)
+    return stage.num_steps if explores else sum(cfg.horizon.stage_steps)
 
 
 def explored_items(cfg: RunConfig, splits: Splits, start: Manifest) -> list[Item]:
@@ -151,10 +152,6 @@ def explored_items(cfg: RunConfig, splits: Splits, start: Manifest) -> list[Item
     if not isinstance(algorithm, ExplorationConfig):
         return []
     return train_stream(cfg, splits, start.state).next(algorithm.num_items)
-
-
-def _explores(cfg: RunConfig) -> bool:
-    return isinstance(cfg.algorithm, ExplorationConfig)
 
 
 def preference_pairs(
@@ -383,7 +380,9 @@ def _imitating(
     """Return the update of supervised learning on demonstrations and successes."""
     cfg, before = ctx.cfg, first_rate_step(ctx.cfg, stage)
     # learn at temperature 1, as in the warm start, also if the episodes were sampled at another
-    imitated = [*demonstrations(ctx, renderer), *(played for group in dataset for played in group)]
+    demos = tokenized_demonstrations(cfg, ctx.store, ctx.demonstrations, renderer)
+    imitated = [demo for demo in demos if demo.success]
+    imitated += [played for group in dataset for played in group]
     pool = to_batch([replace(trajectory, temperature=1.0) for trajectory in imitated])
     # as many episodes as a step of reinforcement learning
     size = cfg.rollout.items_per_step * cfg.rollout.group_size

@@ -93,7 +93,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
 
                 # train
                 update = learner.update(experience, limited, step=step, seed=cfg.seed)
-            observer.lap("update")
+            observer.clock.lap("update")
             observer.published(engine.publish(learner, step))
             ahead.admit()
             is_due = cfg.validation.every and step % cfg.validation.every == 0
