@@ -13,7 +13,7 @@ from agentgym.deploy.kubernetes import check_fleets
 from agentgym.private import private_state
 from flows.common import RunRequest, add_run_options, request_of, run_name
 from services.prefect_server import prefect_api
-from tasks.env_servers import end_environments, keep_environment, servers_artifact
+from tasks.steps import end_environments, keep_environment, servers_artifact
 
 
 @flow(name="envs-up", flow_run_name=run_name, persist_result=False)

@@ -28,9 +28,8 @@ from typing import Any, Literal, Self
 
 from agentgym.config import ConfigError
 from agentgym.store.lease import when_free
-from agentgym.store.manifest import Manifest, canonical_json, sha256
+from agentgym.store.manifest import Manifest, StepWriter, canonical_json, sha256
 from agentgym.store.runstore import RunStore, StorePlace
-from agentgym.store.writer import StepWriter
 
 logger = logging.getLogger(__name__)
 

@@ -31,9 +31,8 @@ from agentgym.rollouts.policies.hosts import one_engine
 from agentgym.steps.context import METRICS, Environment, ForGate, NoProgress, Progress, StepContext
 from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.lease import LeaseHeld, when_free
-from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, sha256
+from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, StepWriter, sha256
 from agentgym.store.runstore import RunStore
-from agentgym.store.writer import StepWriter
 from agentgym.tracking.alarms import AlarmStop
 from agentgym.tracking.dead import close_dead
 from agentgym.tracking.deliver import (

@@ -35,11 +35,11 @@ from agentgym.store.manifest import (
     Manifest,
     ManifestDamaged,
     ManifestError,
+    StepWriter,
     decode_commit,
     sha256,
 )
 from agentgym.store.posix import PosixBackend
-from agentgym.store.writer import StepWriter
 
 logger = logging.getLogger(__name__)
 

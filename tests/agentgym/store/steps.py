@@ -7,8 +7,8 @@ from pathlib import Path
 
 import boto3
 
+from agentgym.store.manifest import PassedStep
 from agentgym.store.runstore import store_at
-from agentgym.store.writer import PassedStep
 
 KEY = "ab" * 32
 # what every child process begins with
