@@ -95,7 +95,7 @@ NOT_PROVEN = 3  # exit code if nothing is wrong, but the evidence of a decision 
 def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.audit import audit
     from agentgym.console.progress import Bars, PlainConsole
-    from agentgym.pipeline.audited import keep_audit
+    from agentgym.pipeline.stored_config import keep_audit
     from agentgym.pipeline.table import open_store
 
     with Bars(PlainConsole(stderr=True)) as bars:

@@ -14,7 +14,7 @@ from pathlib import Path
 from agentgym.config import RunConfig
 from agentgym.evaluation.history import STEP as PROMOTIONS
 from agentgym.evaluation.record import STEP as EVALUATION
-from agentgym.pipeline.audited import STEP as AUDITS
+from agentgym.pipeline.stored_config import AUDITS
 from agentgym.pipeline.stored_config import STEP as RUNS
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.store.lease import LeaseHeld

@@ -16,7 +16,7 @@ from agentgym.config import ConfigError, EnvConfig, RunConfig, is_elsewhere
 from agentgym.data.copies import keep_data
 from agentgym.defaults import keep_blocks, return_memory
 from agentgym.deploy.environment import environment_servers
-from agentgym.pipeline.stored_config import keep_run
+from agentgym.pipeline.stored_config import audit_for_gate, keep_run
 from agentgym.pipeline.table import (
     finished,
     key_of,
@@ -213,21 +213,14 @@ def require_key(name: str, cfg: RunConfig, expected: str) -> None:
 
 
 def _for_gate(cfg: RunConfig, progress: Progress | None) -> ForGate:
-    """Return the functions that registration may call; each is imported when it is called, because
-    that takes seconds.
-    """
+    """Return the functions that registration may call."""
 
     def play_anew(policy: str) -> Any:
-        from agentgym.pipeline.promote import play_anew
+        from agentgym.pipeline.versions import play_anew  # takes seconds
 
         return play_anew(cfg, progress)(policy)
 
-    def audited(key: str) -> Any:
-        from agentgym.pipeline.audited import audit_for_gate
-
-        return audit_for_gate(cfg, key)
-
-    return ForGate(play_anew, audited)
+    return ForGate(play_anew, lambda key: audit_for_gate(cfg, key))
 
 
 def _run_watched(ctx: StepContext) -> Manifest:

@@ -1,8 +1,11 @@
-"""The stored configuration of a run: the store has it under the run's key, and every command that
-takes a run's name reads it there.
+"""Records under a run's key: its configuration, which every command that takes a run's name reads,
+and the report of its last audit, for the promotion gate.
 
-The key is the digest of the record, so a changed record is detected. Addresses, secrets and paths
-(operational settings) are not in it: they come from the owner's own parameter file.
+The key is the digest of the configuration, so a changed one is detected. Addresses, secrets and
+paths (operational settings) are not in it: they come from the owner's own parameter file.
+
+With `gate.require_audit` an audit runs at the decision. Without it, failures of a stored audit
+forbid promotion as long as the audited steps are in the store.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from agentgym.config import (
     owned_env,
 )
 from agentgym.config.section import is_operational
+from agentgym.evaluation.gate import Audited
+from agentgym.pipeline.child import run_command
 from agentgym.pipeline.plan import changed, plan
 from agentgym.pipeline.table import open_store, run_identity, run_key
 from agentgym.private import without_login
@@ -33,6 +38,8 @@ from agentgym.tracking.deliver import delivered_steps
 from agentgym.trust import outward
 
 STEP = "runs"  # the name these records have among the steps of a store
+AUDITS, AUDIT = "audits", "audit.json"  # the same for audits, and their record
+NO_AUDIT: Audited = {"audit": "none", "audit_note": ""}
 PARAMS = "params.yaml"
 # sections that only training reads; later commands on the run do not need them
 WHILE_TRAINING = ("alarms", "pipeline")
@@ -243,3 +250,53 @@ def _is_own(model: type[Section], name: str) -> bool:
 def label(key: str) -> str:
     """Name of a run for people: r and the first 12 digits of its key."""
     return f"r{key[:12]}"
+
+
+def keep_audit(store: RunStore, report: Mapping[str, Any]) -> None:
+    """Store the report of an audit; the gate reads the last one of a run.
+
+    report: from `AuditReport.to_json`. Errors: LeaseHeld.
+    """
+    key = str(report["run_key"])
+    with store.open(AUDITS, key) as writer:
+        writer.commit(
+            done=False,
+            state={"ok": report["ok"], "seed": report["seed"]},
+            config={"run_key": key},
+            records={AUDIT: json.dumps(report, separators=(",", ":")).encode()},
+        )
+
+
+def audit_for_gate(cfg: RunConfig, run_key: str) -> Audited:
+    """Return the audit fields of the gate's evidence.
+
+    If `gate.require_audit` is set, an audit runs now in a process of its own; else the failures of
+    a stored audit count.
+    """
+    if not run_key:
+        return NO_AUDIT
+    if not cfg.gate.require_audit:
+        return _veto(open_store(cfg), run_key)
+    name = label(run_key)
+    try:
+        run_command(("audit", name), cfg, title=f"audit of {name}", place=f"audits/{name}")
+    except (ConfigError, RuntimeError) as error:
+        return {"audit": "failed", "audit_note": str(error)[:1000]}
+    return {"audit": "passed", "audit_note": ""}
+
+
+def _veto(store: RunStore, run_key: str) -> Audited:
+    head = store.head(AUDITS, run_key)
+    if head is None:
+        return NO_AUDIT
+    report = json.loads(store.read(head, AUDIT))
+    digests = {step.digest for step in store.heads()}
+    if not set(report.get("finals", {}).values()) <= digests:
+        return NO_AUDIT  # a step was run again since
+    failed = [check for check in report["checks"] if not check["ok"]]
+    if report["ok"] and not failed:
+        return NO_AUDIT  # a pass proves nothing: a person who can write to the store can forge it
+    note = "; ".join(
+        f"{check['name']}: {next(iter(check['failures']), 'failed')}"[:300] for check in failed
+    )
+    return {"audit": "failed", "audit_note": note}
