@@ -5,7 +5,6 @@ table.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import sys
@@ -32,10 +31,8 @@ from agentgym.evaluation.protocol import items_of
 from agentgym.pipeline.contenders import playing_config
 from agentgym.pipeline.plan import check_model
 from agentgym.private import private_state
-from agentgym.store.posix import full_disk_told
 from agentgym.tracking.deliver import tracker_of
-from flows.shell import _quieten_console
-from services.prefect_server import prefect_api
+from flows.shell import prefect_running
 from services.recovery import begin_attempt
 from tasks.comparison import cell_task, write_task
 from tasks.dataset import dataset_pointer, pull_data
@@ -161,14 +158,10 @@ def _run(arguments: argparse.Namespace, console: PlainConsole) -> int:
     )
     failure = None
     if waiting:
-        _quieten_console()
         for handler in logging.getLogger().handlers:
             if isinstance(handler, PrefectConsoleHandler):
                 handler.setLevel(logging.CRITICAL)  # a failed cell is named at the end, in one line
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(full_disk_told(cells[0].cfg.state_dir))
-            with console.status("starting a Prefect server"):
-                stack.enter_context(prefect_api(cells[0].cfg.state_dir))
+        with prefect_running(cells[0].cfg.state_dir, console):
             try:
                 compare(comparison, overrides, arguments.parallel, arguments.out)
             except CellsFailed as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 
 from prefect import flow
@@ -14,7 +13,6 @@ from agentgym.console.ending import guarded
 from agentgym.console.progress import Bars, PlainConsole
 from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.private import private_state
-from agentgym.store.posix import full_disk_told
 from flows.common import (
     RunRequest,
     add_run_options,
@@ -24,8 +22,7 @@ from flows.common import (
     run_name,
     run_steps,
 )
-from flows.shell import _quieten_console, main
-from services.prefect_server import prefect_api
+from flows.shell import main, prefect_running
 from services.recovery import begin_attempt
 from tasks.evaluation import evaluation_task
 
@@ -58,12 +55,10 @@ def of_policy(argv: list[str]) -> int:
         run = request_of(arguments)
         cfg, request = run.config(), evaluation_of(arguments)
         private_state(cfg.state_dir)
-        _quieten_console()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(full_disk_told(cfg.state_dir))
-            stack.enter_context(prefect_api(cfg.state_dir))
+        console = PlainConsole()
+        with prefect_running(cfg.state_dir, console):
             for name, summary in evaluate(run, request).items():
-                PlainConsole().print(f"{name}: {summary}", highlight=False)
+                console.print(f"{name}: {summary}", highlight=False)
         return 0
 
     return guarded(command)

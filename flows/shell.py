@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import logging
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,7 @@ def _run(flow: Any, wanted: Wanted, arguments: argparse.Namespace, console: Cons
         if cfg.model.source == "hub":
             cost = forecast(cfg)
             console.print(f"the whole run takes {cost.duration} ({cost.speed})", highlight=False)
-        _quieten_console()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(full_disk_told(cfg.state_dir))
-            with console.status("starting a Prefect server"):
-                stack.enter_context(prefect_api(cfg.state_dir))
+        with prefect_running(cfg.state_dir, console):
             flow(request_of(arguments))
     done = _confirmed(cfg, wanted)
     if num_done == num_steps:
@@ -91,6 +87,16 @@ def _run(flow: Any, wanted: Wanted, arguments: argparse.Namespace, console: Cons
     else:
         list_results(cfg, {name: done[name] for name in names}, console)
     return 0
+
+
+@contextlib.contextmanager
+def prefect_running(state_dir: Path, console: Console) -> Iterator[None]:
+    """Start a Prefect server for the flow inside. Errors: StoreFull if its disk is full."""
+    _quieten_console()
+    with full_disk_told(state_dir), contextlib.ExitStack() as stack:
+        with console.status("starting a Prefect server"):
+            stack.enter_context(prefect_api(state_dir))
+        yield
 
 
 def _quieten_console() -> None:

@@ -215,7 +215,7 @@ def confirm_pointers(cfg: RunConfig, folder: Path) -> dict[str, str]:
     lacking = {
         name: known
         for name, known in pointers.items()
-        if not _is_there(store, done.get(name), known["digest"])
+        if (head := done.get(name)) is None or head.digest != known["digest"] or not store.has(head)
     }
     if lacking:
         raise ConfigError(_lacking(store, folder, lacking, done))
@@ -237,10 +237,6 @@ def _read_pointer(path: Path) -> dict[str, str]:
             f"{path} is no pointer ({type(error).__name__}); restore it with git, or remove it and"
             " run `dvc repro`"
         ) from None
-
-
-def _is_there(store: RunStore, head: Manifest | None, digest: str) -> bool:
-    return head is not None and head.digest == digest and store.has(head)
 
 
 def _lacking(

@@ -59,7 +59,10 @@ def export(
                 f"step {name} commit {manifest.seq} holds whole weights and no adapter; export it"
                 " without --adapter"
             )
-        save_adapter(folder, trained, base_name=_published_name(trained.base.manifest))
+        base = trained.base.manifest
+        # weights that a warm start trained have no published name
+        name_of_base = None if "sft_step" in base.state else base.config["model"]["name"] or None
+        save_adapter(folder, trained, base_name=name_of_base)
     else:
         save_pretrained(folder, store, manifest)
     return manifest
@@ -79,11 +82,6 @@ def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> M
             f" {', '.join(having) or 'none'}"
         )
     return manifest
-
-
-def _published_name(base: Manifest) -> str | None:
-    """Name of the published model with exactly these weights; None if a warm start trained them."""
-    return None if "sft_step" in base.state else base.config["model"]["name"] or None
 
 
 def _configured(cfg: RunConfig, store: RunStore, name: str) -> dict[str, Manifest]:

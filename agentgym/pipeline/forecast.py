@@ -100,18 +100,18 @@ class Forecast:
         written = amount(self.commit_bytes * most_commits)
         step = "" if self.step_seconds is None else f", {self.step_seconds:.1f} s an optimizer step"
         return [
-            *(self._on_cpu() if self.device == "cpu" else self._on_gpu()),
+            *self._memory(),
             f"store    {amount(self.commit_bytes)} a commit, at most {most_commits} of them:"
             f" {written} written; {amount(self.weight_bytes)} of weights a checkpoint",
             f"time     {self.duration}{step} ({self.speed})",
         ]
 
-    def _on_cpu(self) -> Iterator[str]:
-        parts = f"learner {amount(self.learner_bytes)}, engine {amount(self.engine_bytes)}"
-        yield f"memory   {amount(self.host_bytes)} on the host ({parts})"
-
-    def _on_gpu(self) -> Iterator[str]:
-        """Yield the memory of learner and engine, and a line that states if the GPU has enough."""
+    def _memory(self) -> Iterator[str]:
+        """Yield the memory of learner and engine, and a line that states if a GPU has enough."""
+        if self.device == "cpu":
+            parts = f"learner {amount(self.learner_bytes)}, engine {amount(self.engine_bytes)}"
+            yield f"memory   {amount(self.host_bytes)} on the host ({parts})"
+            return
         optimizer, activations = self.optimizer_bytes, self.activation_bytes
         yield (
             f"memory   learner {amount(self.learner_bytes)} on the GPU (weights"

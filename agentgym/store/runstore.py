@@ -235,7 +235,9 @@ class RunStore:
         folder = self._folder(step, key)
         with self._held(folder, step, parents) as lease:
             lease.begin_anew()
-            _drop_damaged(folder, lease, f"{step}-{key}")
+            head = self.head(step, key)
+            if head is not None and head.seq < max(folder.commits()):  # later ones are damaged
+                lease.drop(head.seq + 1)
             yield StepWriter(folder, lease, step, key, self._commits(step, key))
 
     def _folder(self, step: str, key: str) -> Folder:
@@ -374,13 +376,6 @@ def _newest(folder: Folder, owner: str) -> Manifest | None:
                 raise
             logger.warning("%s; going by the commit before, %d", error, max(commits))
     return None
-
-
-def _drop_damaged(folder: Folder, lease: Lease, owner: str) -> None:
-    """Drop the newest commits if their files are damaged. Errors: ManifestError."""
-    head = _newest(folder, owner)
-    if head is not None and head.seq < max(folder.commits()):
-        lease.drop(head.seq + 1)
 
 
 def _load(folder: Folder, seq: int, name: str, owner: str) -> list[Manifest]:
