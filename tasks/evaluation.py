@@ -9,8 +9,7 @@ from prefect.artifacts import create_table_artifact
 from agentgym.config import RunConfig
 from agentgym.evaluation.passk import FAILED
 from agentgym.evaluation.protocol import EvaluationRequest
-from agentgym.pipeline.evaluated import Evaluated
-from agentgym.pipeline.policy_evaluation import evaluate_policy
+from agentgym.pipeline.policy_evaluation import Evaluated, evaluate_policy
 from agentgym.steps.context import Progress
 from tasks.artifacts import progress_artifact
 from tasks.retries import retried
