@@ -145,7 +145,7 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     if arguments.json:
         tree = {
             "run": f"r{run_key(cfg)[:12]}",
-            "steps": [step.to_json() for step in steps],
+            "steps": [asdict(step) for step in steps],
             "forecast": cost and {**asdict(cost), "most_commits": num_commits(cfg)},
             "pretrained": [asdict(default) for default in defaults],
         }

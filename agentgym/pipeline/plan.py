@@ -4,7 +4,7 @@ Nothing runs.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from agentgym.config import LoraConfig, ModelConfig, RunConfig
@@ -23,9 +23,6 @@ class PlannedStep:
     title: str
     action: Literal["skip", "resume", "run"]
     why: str
-
-    def to_json(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def plan(cfg: RunConfig) -> list[PlannedStep]:

@@ -6,6 +6,7 @@ It finds out whether the step is done, half done or new.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from agentgym.pipeline.table import (
     with_parents,
 )
 from agentgym.rollouts.policies.hosts import one_engine
-from agentgym.steps.context import METRICS, Environment, ForGate, NoProgress, Progress, StepContext
+from agentgym.steps.context import METRICS, Environment, NoProgress, Progress, StepContext
 from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.lease import LeaseHeld, when_free
 from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, StepWriter, sha256
@@ -105,7 +106,8 @@ def run_step(
             parents=parents,
             environment=environment or _own_servers(cfg),
             progress=progress or NoProgress(),
-            gate=_for_gate(cfg, progress),
+            play_anew=functools.partial(_play_anew, cfg, progress),
+            audited=functools.partial(audit_for_gate, cfg),
             on_commit=Paced(lambda manifest: deliver(cfg, store, step, manifest)),
             trained=[commit for stage, commit in done.items() if step.stage and table[stage].stage],
         )
@@ -212,15 +214,10 @@ def require_key(name: str, cfg: RunConfig, expected: str) -> None:
         )
 
 
-def _for_gate(cfg: RunConfig, progress: Progress | None) -> ForGate:
-    """Return the functions that registration may call."""
+def _play_anew(cfg: RunConfig, progress: Progress | None, policy: str) -> Any:
+    from agentgym.pipeline.versions import play_anew  # takes seconds
 
-    def play_anew(policy: str) -> Any:
-        from agentgym.pipeline.versions import play_anew  # takes seconds
-
-        return play_anew(cfg, progress)(policy)
-
-    return ForGate(play_anew, lambda key: audit_for_gate(cfg, key))
+    return play_anew(cfg, progress)(policy)
 
 
 def _run_watched(ctx: StepContext) -> Manifest:
@@ -249,12 +246,10 @@ def _intact_head(store: RunStore, writer: StepWriter) -> Manifest | None:
             store.verify(writer.head)
             break
         except (DigestMismatch, BlobMissing) as error:
-            if not writer.has_earlier:
-                raise
             before = writer.fall_back()
-            logger.warning(
-                "%s; resuming from commit %d, the one before", error, before.seq if before else 0
-            )
+            if before is None:
+                raise
+            logger.warning("%s; resuming from commit %d, the one before", error, before.seq)
     return writer.head
 
 

@@ -3,9 +3,6 @@ and the report of its last audit, for the promotion gate.
 
 The key is the digest of the configuration, so a changed one is detected. Addresses, secrets and
 paths (operational settings) are not in it: they come from the owner's own parameter file.
-
-With `gate.require_audit` an audit runs at the decision. Without it, failures of a stored audit
-forbid promotion as long as the audited steps are in the store.
 """
 
 from __future__ import annotations
@@ -271,7 +268,7 @@ def audit_for_gate(cfg: RunConfig, run_key: str) -> Audited:
     """Return the audit fields of the gate's evidence.
 
     If `gate.require_audit` is set, an audit runs now in a process of its own; else the failures of
-    a stored audit count.
+    a stored audit count as long as the audited steps are in the store.
     """
     if not run_key:
         return NO_AUDIT

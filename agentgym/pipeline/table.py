@@ -137,7 +137,7 @@ def _conclusion(cfg: RunConfig, steps: Sequence[Step]) -> tuple[Step, Step]:
     def register(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import register_policy
 
-        return register_policy(ctx, run_key(cfg), ctx.gate.play_anew)
+        return register_policy(ctx, run_key(cfg), ctx.play_anew)
 
     def report(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import write_report
@@ -171,10 +171,7 @@ def _conclusion(cfg: RunConfig, steps: Sequence[Step]) -> tuple[Step, Step]:
 
 
 def _evaluation(checkpoint: str, title: str, baseline: str, playing: tuple[str, ...]) -> Step:
-    """Return the evaluation step of a checkpoint.
-
-    baseline: the evaluation that it is paired with, if any.
-    """
+    """Return the evaluation step of a checkpoint, paired with `baseline` if that is not empty."""
 
     return Step(
         name=f"evaluate-{checkpoint}",

@@ -60,16 +60,6 @@ def not_here(policy: str) -> Any:
     raise RuntimeError(f"{policy} cannot be evaluated here")
 
 
-@dataclass(frozen=True)
-class ForGate:
-    """Functions that the promotion gate may call while a model is registered."""
-
-    # name of a policy for `agentgym evaluate` -> its Result by the gate's protocol
-    play_anew: Callable[[str], Any] = not_here
-    # key of a run -> result of its audit, as fields of the gate's evidence
-    audited: Callable[[str], Any] = not_here
-
-
 @dataclass(kw_only=True)
 class StepReader:
     """The inputs of a step: its parameters and its parents' results."""
@@ -140,7 +130,10 @@ class StepContext(StepReader):
     environment: Environment
     progress: Progress = field(default_factory=NoProgress)
     on_commit: Callable[[Manifest], None] = lambda _: None
-    gate: ForGate = ForGate()
+    # what the promotion gate may call while a model is registered: name of a policy for `agentgym
+    # evaluate` -> its Result by the gate's protocol; key of a run -> audit fields of its evidence
+    play_anew: Callable[[str], Any] = not_here
+    audited: Callable[[str], Any] = not_here
     trained: Sequence[Manifest] = ()  # the stages before this one, in order
     _opened_at: float = field(default_factory=time.perf_counter)
     _wall_s: float = field(init=False)  # of this step, over all attempts

@@ -116,10 +116,7 @@ def digest_files(files: Mapping[str, Path]) -> str:
 
 
 def package_folders(others: Collection[str] = ()) -> dict[str, Path]:
-    """Return package -> its folder (a single-file module: its file), without importing it.
-
-    Included are our own packages and `others`.
-    """
+    """Return our packages and `others` -> folder (a single-file module: its file), not imported."""
     folders = {}
     for name in {*PACKAGES, *others}:
         spec = importlib.util.find_spec(name)

@@ -157,10 +157,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def pid_space() -> str:
-    """Return the boot id and pid namespace; empty if unknown.
-
-    Processes with equal values see each other's pids. The host name is not enough: hosts may share
-    a name, and containers a machine.
+    """Return the boot id and pid namespace, equal for processes that see each other's pids; empty
+    if unknown. Hosts may share a name, and containers a machine.
     """
     try:
         return (

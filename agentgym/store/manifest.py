@@ -291,11 +291,6 @@ class StepWriter:
         """The newest commit, to continue from."""
         return self._commits[-1][-1] if self._commits else None
 
-    @property
-    def has_earlier(self) -> bool:
-        """True if there is a commit before the newest one."""
-        return len(self._commits) > 1
-
     def commit(
         self,
         *,
@@ -356,9 +351,11 @@ class StepWriter:
         self._lease.check()
 
     def fall_back(self) -> Manifest | None:
-        """Drop the newest commit, whose content is damaged. Return the one before, if any.
-        Errors: Fenced.
+        """Drop the newest commit, whose content is damaged, and return the one before. If there is
+        none before, change nothing and return None. Errors: Fenced.
         """
+        if len(self._commits) < 2:
+            return None
         self._lease.drop(self._commits[-1][0].seq)
         self._commits.pop()
         self._loose = None
