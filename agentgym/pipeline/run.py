@@ -74,8 +74,7 @@ def run_step(
         raise ConfigError(f"unknown step {name!r}; this configuration has: {', '.join(table)}")
     step, store = table[name], open_store(cfg)
     done = finished(cfg, store)
-    missing = [parent for parent in step.parents if parent not in done]
-    if missing:
+    if missing := [parent for parent in step.parents if parent not in done]:
         raise ConfigError(
             f"step {name} needs {', '.join(missing)} first; run `agentgym step {missing[0]}`"
         )
