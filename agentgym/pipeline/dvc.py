@@ -254,7 +254,7 @@ def _lacking(
     ways = [
         f"set store.uri to {shared}"
         if shared
-        else "set store.uri to a store that you share with the person who made them",
+        else "set store.uri to a store that you share with the person who made them"
     ]
     theirs = roots[0] if roots else store.root
     # a folder and a bucket have other layouts, so files cannot be copied from one to the other

@@ -5,12 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.models.checkpoint import (
-    adapter_of,
-    has_weights,
-    save_adapter,
-    save_pretrained,
-)
+from agentgym.models.checkpoint import adapter_of, has_weights, save_adapter, save_pretrained
 from agentgym.pipeline.table import finished, key_of, open_store, run_key, steps_of
 from agentgym.steps.context import scores
 from agentgym.store.manifest import Manifest

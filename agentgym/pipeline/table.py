@@ -37,16 +37,7 @@ DEMONSTRATIONS = (
     "rollout.episode_timeout_s",
 )
 WARM_START = (*MODEL, "warm_start", "learner")
-TRAINING = (
-    *MODEL,
-    "rollout",
-    "algorithm",
-    "optimizer",
-    "lora",
-    "learner",
-    "horizon",
-    "validation",
-)
+TRAINING = (*MODEL, "rollout", "algorithm", "optimizer", "lora", "learner", "horizon", "validation")
 EVALUATION = (
     "deterministic",
     "compute_device",

@@ -84,11 +84,7 @@ def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> En
             question.to_json(),
         ]
         return promotions.consider(
-            candidate,
-            cfg.gate,
-            evidence_for,
-            sha256(canonical_json(what)),
-            question=question,
+            candidate, cfg.gate, evidence_for, sha256(canonical_json(what)), question=question
         )
 
 

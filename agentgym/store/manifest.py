@@ -263,12 +263,7 @@ class StepWriter:
     """The one live writer of a step; made by `RunStore.open`."""
 
     def __init__(
-        self,
-        folder: Folder,
-        lease: Lease,
-        step: str,
-        key: str,
-        commits: list[list[Manifest]],
+        self, folder: Folder, lease: Lease, step: str, key: str, commits: list[list[Manifest]]
     ) -> None:
         """Begin with the step's commits, each a list of the manifests of its optimizer steps."""
         self.step = step

@@ -247,8 +247,7 @@ class StepClock:
 def clock_of(cfg: RunConfig, learner: Learner) -> StepClock:
     """Return the clock of a loop that trains this learner."""
     return StepClock(
-        peak_tflops=learner.peak_tflops(cfg.compute_peak_tflops),
-        accelerators=num_accelerators(cfg),
+        peak_tflops=learner.peak_tflops(cfg.compute_peak_tflops), accelerators=num_accelerators(cfg)
     )
 
 
