@@ -18,7 +18,7 @@ from agentgym.evaluation.record import find
 from agentgym.evaluation.result import RESULT, Result, ResultError, Slot
 from agentgym.evaluation.scaling import Curve, by_turns, obstacle, within
 from agentgym.evaluation.stored import NumbersChanged, stored_result
-from agentgym.pipeline.export import commit_of
+from agentgym.pipeline.contenders import commit_of
 from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest
 from agentgym.store.runstore import RunStore

@@ -1,4 +1,6 @@
-"""The policies of an evaluation, made ready: checkpoints, registered models, folders, endpoints."""
+"""Models by name, made ready: the policies of an evaluation (checkpoints, registered models,
+folders, endpoints), and exports of a commit for Hugging Face or, of its adapter, for peft.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,14 @@ from agentgym.evaluation.policies import (
     plain_contender,
 )
 from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
-from agentgym.pipeline.table import open_store
+from agentgym.pipeline.table import finished, key_of, open_store, run_key, steps_of
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosted import Endpoint, only_model
 from agentgym.rollouts.policies.prices import load_tariff
+from agentgym.steps.context import scores
+from agentgym.store.manifest import Manifest
+from agentgym.store.runstore import RunStore
+from agentgym.tracking.deliver import delivered_steps, tracker_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +77,10 @@ def invite(run: RunConfig, protocol: EvaluationProtocol, request: EvaluationRequ
         and playing.rollout.engine == "torch"
         and contender.checkpoint is not None
     ):
-        roomy = _in_as_much_memory(roomy, protocol)
+        # longer episodes: the memory that the engine reserves for all in flight must not grow
+        before, now = (max(env.context_tokens for env in p.envs) for p in (protocol, roomy))
+        num = max(1, roomy.concurrency * before // now)
+        roomy = roomy.model_copy(update={"concurrency": num})
     return Invited(contender, roomy, playing_config(run, roomy, request.engine))
 
 
@@ -82,16 +91,6 @@ def _window(contender: Contender) -> int | None:
     architecture = json.loads(contender.checkpoint.architecture)
     window = {**architecture, **architecture.get("text_config", {})}.get("max_position_embeddings")
     return window if isinstance(window, int) else None
-
-
-def _in_as_much_memory(longer: EvaluationProtocol, as_of: EvaluationProtocol) -> EvaluationProtocol:
-    """Return `longer` with fewer episodes in flight, because each of them may be longer.
-
-    The memory that the engine reserves for all of them is then no larger than for `as_of`.
-    """
-    before, now = (max(env.context_tokens for env in protocol.envs) for protocol in (as_of, longer))
-    num = max(1, longer.concurrency * before // now)
-    return longer.model_copy(update={"concurrency": num})
 
 
 def playing_config(cfg: RunConfig, protocol: EvaluationProtocol, engine: str) -> RunConfig:
@@ -138,8 +137,6 @@ def contender_of(run: RunConfig, cfg: RunConfig, request: EvaluationRequest) -> 
     if name.who is PolicyKind.ENDPOINT:
         return endpoint_contender(_endpoint(request))
     if name.who is PolicyKind.RUN:
-        from agentgym.pipeline.export import commit_of
-
         store = open_store(cfg)
         return checkpoint_contender(cfg, store, commit_of(run, store, name.name, run=name.of))
     if name.who is PolicyKind.REGISTRY:
@@ -176,7 +173,6 @@ def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
     """
     from agentgym.evaluation.promotion import Promotions
     from agentgym.evaluation.version_files import fetch_registered
-    from agentgym.tracking.deliver import tracker_of
     from agentgym.tracking.reaching import reaching
     from agentgym.tracking.registry import ModelChanged, version_meant
 
@@ -211,3 +207,102 @@ def _model_folder(name: PolicyName) -> Path:
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0][:200]
         raise ConfigError(f"policy {name.text} cannot be had from the Hub: {reason}") from None
+
+
+def export(
+    cfg: RunConfig,
+    name: str,
+    folder: Path,
+    *,
+    run: str = "",
+    best: bool = False,
+    adapter: bool = False,
+) -> Manifest:
+    """Write the newest commit of a step to `folder`, in files that transformers, vLLM and others
+    load. Large weights go to several files with an index.
+
+    run: one that was started with this state folder, for example r3d1c27a5b9e0 or its beginning;
+    empty: the configured one.
+    best: export the commit that did best in validation (the first of equal ones), not the newest.
+    adapter: export the adapter alone, for `PeftModel.from_pretrained`; else merged weights.
+    Result: the commit. Errors: ConfigError if no commit has weights, or the folder exists already;
+    BlobMissing, DigestMismatch.
+    """
+    from agentgym.models.checkpoint import adapter_of, save_adapter, save_pretrained
+
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; name a folder that does not, or remove it")
+    store = open_store(cfg)
+    manifest = commit_of(cfg, store, name, run=run)
+    if best:
+        scored = scores(store, name, manifest.key)
+        if not scored:
+            raise ConfigError(f"step {name} has no commit that was validated")
+        seq = max(scored, key=lambda entry: entry[0])[1]
+        manifest = store.history(name, manifest.key)[seq]
+        if not store.has(manifest):
+            raise ConfigError(
+                f"the commit of step {name} that did best in validation, {seq}, has no weights any"
+                " more; train with store.keep_best=true"
+            )
+    if adapter:
+        trained = adapter_of(store, manifest)
+        if trained is None:
+            raise ConfigError(
+                f"step {name} commit {manifest.seq} holds whole weights and no adapter; export it"
+                " without --adapter"
+            )
+        base = trained.base.manifest
+        # weights that a warm start trained have no published name
+        name_of_base = None if "sft_step" in base.state else base.config["model"]["name"] or None
+        save_adapter(folder, trained, base_name=name_of_base)
+    else:
+        save_pretrained(folder, store, manifest)
+    return manifest
+
+
+def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> Manifest:
+    """Return the newest commit of a step. run: see `export`.
+
+    Errors: ConfigError if there is none or it has no weights.
+    """
+    from agentgym.models.checkpoint import has_weights
+
+    heads = _steps_of_run(cfg, store, run, name) if run else _configured(cfg, store, name)
+    manifest = heads.get(name)
+    if manifest is None or not has_weights(manifest):
+        having = [step for step, head in heads.items() if has_weights(head)]
+        raise ConfigError(
+            f"step {name} has no commit with weights; those that have:"
+            f" {', '.join(having) or 'none'}"
+        )
+    return manifest
+
+
+def _configured(cfg: RunConfig, store: RunStore, name: str) -> dict[str, Manifest]:
+    """Return step -> newest commit for the finished steps of this configuration and for `name`."""
+    table, done = steps_of(cfg), finished(cfg, store)
+    if name not in table:
+        raise ConfigError(f"unknown step {name!r}; this configuration has: {', '.join(table)}")
+    step = table[name]
+    begun = all(parent in done for parent in step.parents)
+    head = store.head(name, key_of(step, cfg, done)) if begun else None
+    return done if head is None else {**done, name: head}
+
+
+def _steps_of_run(cfg: RunConfig, store: RunStore, run: str, name: str) -> dict[str, Manifest]:
+    """Return step -> newest commit of a run, from the local notes about its deliveries to MLflow.
+
+    The configured run is found without such notes.
+    Errors: ConfigError if no run or several have this name.
+    """
+    known = delivered_steps(cfg)
+    matching = [key for key in known if key.startswith(run.removeprefix("r"))]
+    if not matching and run_key(cfg).startswith(run.removeprefix("r")):
+        return _configured(cfg, store, name)
+    if len(matching) != 1:
+        there = ", ".join(f"r{key[:12]}" for key in matching or known) or "no run"
+        what = "is several" if matching else "is none"
+        raise ConfigError(f"run {run} {what} of those known under {cfg.state_dir}: {there}")
+    steps = known[matching[0]]
+    return {head.step: head for head in store.heads() if (head.step, head.key[:16]) in steps}
