@@ -1,6 +1,4 @@
-"""Private state of the user: the state folder, files with secrets, and the logins of this project's
-own servers.
-"""
+"""Private state of the user: the state folder, files with secrets, logins of our servers."""
 
 from __future__ import annotations
 

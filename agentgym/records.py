@@ -64,10 +64,7 @@ def decode_trajectories(data: bytes) -> list[Trajectory]:
 
 
 def read_trajectories(file: BinaryIO) -> Iterator[Trajectory]:
-    """Yield trajectories one by one, so that they need not all be in memory.
-
-    Errors: RecordError that names the line.
-    """
+    """Yield trajectories one by one, to save memory. Errors: RecordError that names the line."""
     number = 1
     try:
         for line in lines_of(file):
@@ -159,10 +156,7 @@ def from_json(row: dict[str, Any]) -> Trajectory:
 
 
 def checked_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row if this version can read it.
-
-    Errors: RecordError for an unknown schema; TypeError if it is no dict.
-    """
+    """Return the row. Errors: RecordError for an unknown schema; TypeError if it is no dict."""
     if not isinstance(row, dict):
         raise TypeError(f"an object was expected, not {row!r:.40}")
     schema = row.get("schema", 1)

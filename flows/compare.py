@@ -1,6 +1,4 @@
-"""Comparison of recipes, horizons, environments and seeds: every cell is an ordinary run, then one
-table.
-"""
+"""Comparison of recipes, horizons, environments and seeds: ordinary runs, then one table."""
 
 from __future__ import annotations
 

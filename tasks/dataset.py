@@ -14,9 +14,7 @@ PULL_TIMEOUT_S = 1700.0
 
 
 def dataset_pointer(path: Path, setting: str = "data.path") -> Path | None:
-    """Return the dataset's `.dvc` file; None for a folder that DVC does not track.
-    Errors: ConfigError if there is neither.
-    """
+    """Return the `.dvc` file; None for an untracked folder. Errors: ConfigError without both."""
     pointer = path.with_name(f"{path.name}.dvc")
     if pointer.is_file():
         return pointer

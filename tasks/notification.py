@@ -40,9 +40,7 @@ def failure(run: FlowRun, failed: list[TaskRun], page: str) -> tuple[str, str]:
 
 @retried("notify", delays_s=(2, 10, 60), timeout_s=60)
 def tell(flow_run_id: UUID, block: str) -> str:
-    """Send a report on a failed run through a notification block. Result: its text.
-    Errors: ConfigError if there is no such notification block.
-    """
+    """Send a report on a failed run through a block; return its text. Errors: ConfigError."""
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(flow_run_id)
         failed = client.read_task_runs(

@@ -45,10 +45,7 @@ class Invited:
     cfg: RunConfig
 
     def instructions(self, rules: Mapping[str, str]) -> dict[str, str]:
-        """Return the instructions that episodes begin with, by environment.
-
-        rules: the instructions that servers send, by environment.
-        """
+        """Return the instructions of episodes. rules: those of servers. Both by environment."""
         if not self.contender.knows_rules:
             return asking.instructions_of(self.protocol, rules)
         names = [settings.env.name for settings in self.protocol.envs if settings.instructions]
@@ -167,10 +164,7 @@ def _endpoint(request: EvaluationRequest) -> Endpoint:
 
 
 def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
-    """Copy the registered version's files below `folder` and check that none was changed.
-
-    Result: the folder with the model. Errors: ConfigError.
-    """
+    """Copy a version's unchanged files below `folder`; return the model's. Errors: ConfigError."""
     from agentgym.evaluation.promotion import Promotions
     from agentgym.evaluation.version_files import fetch_registered
     from agentgym.tracking.reaching import reaching
@@ -262,10 +256,7 @@ def export(
 
 
 def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> Manifest:
-    """Return the newest commit of a step. run: see `export`.
-
-    Errors: ConfigError if there is none or it has no weights.
-    """
+    """Return a step's newest commit. run: see `export`. Errors: ConfigError without weights."""
     from agentgym.models.checkpoint import has_weights
 
     heads = _steps_of_run(cfg, store, run, name) if run else _configured(cfg, store, name)

@@ -181,9 +181,7 @@ def metrics(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def began_of(commits: Sequence[Manifest]) -> str | None:
-    """sha256 of the time of a step's first commit, which distinguishes two runs of the same
-    parameters. None without commits.
-    """
+    """sha256 of the first commit's time, by which equal runs differ. None without commits."""
     return sha256(repr(commits[0].created_at).encode()) if commits else None
 
 

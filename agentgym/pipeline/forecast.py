@@ -224,10 +224,7 @@ def usual_pretrained(cfg: RunConfig) -> list[Chosen]:
 
 
 def shape_of(cfg: RunConfig) -> Shape:
-    """Return the size of the configured model.
-
-    Errors: ConfigError if the model's config.json is not on this machine.
-    """
+    """Return the model's size. Errors: ConfigError if its config.json is not on this machine."""
     from agentgym.models.adapter import chosen_modules
     from agentgym.models.architecture import published_architecture
     from agentgym.models.model import empty_model, tiny_architecture
@@ -305,10 +302,7 @@ def _training(cfg: RunConfig) -> Work:
 
 
 def _played(cfg: RunConfig, episodes: Sequence[tuple[float, float]], group: int) -> Work:
-    """Return the engine's work for episodes.
-
-    episodes: (number of episodes, turns of one); group: number of episodes of one item.
-    """
+    """Return the engine's work. episodes: (number, turns of one); group: episodes of one item."""
     action, work = OF_TOKENS * cfg.rollout.max_new_tokens, Work(0, 0, 0, 0)
     for count, turns in episodes:
         sampled = turns * action

@@ -1,6 +1,4 @@
-"""Garbage collection of a store: steps that neither the configured run nor its neighbours, DVC's
-pointers or the registry need.
-"""
+"""Garbage collection: steps that no run of interest, pointer of DVC or registry needs."""
 
 from __future__ import annotations
 

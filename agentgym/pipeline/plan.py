@@ -1,6 +1,4 @@
-"""The plan of a run: which steps would run and why, and whether its model can be used.
-Nothing runs.
-"""
+"""The plan of a run: which steps would run and why, and whether its model can be used."""
 
 from __future__ import annotations
 
@@ -26,10 +24,7 @@ class PlannedStep:
 
 
 def plan(cfg: RunConfig) -> list[PlannedStep]:
-    """Return every step in order, with its action. Only the store is read.
-
-    Errors: ConfigError if the dataset is missing.
-    """
+    """Return all steps in order, with actions. Errors: ConfigError if the dataset is missing."""
     store = open_store(cfg)
     done = finished(cfg, store)
     return [_plan_step(step, cfg, store, done) for step in steps_of(cfg).values()]
@@ -45,9 +40,7 @@ def num_commits(cfg: RunConfig) -> int:
 
 
 def commit_bytes(cfg: RunConfig) -> int | None:
-    """Bytes of the largest recent commit of the newest stage or warm start with this model; None
-    before the first one.
-    """
+    """Bytes of the largest recent commit of a training step with this model; None without one."""
     training = {step.name for step in steps_of(cfg).values() if step.kind is Kind.TRAIN}
     tree, store = cfg.semantic(), open_store(cfg)
     known = [

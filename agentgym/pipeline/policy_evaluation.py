@@ -1,6 +1,4 @@
-"""Evaluation of any policy under a protocol, for `agentgym evaluate`, the flow and a DVC stage. Its
-result is in the store, in files next to it, and in MLflow.
-"""
+"""Evaluation of any policy under a protocol; results in the store, in files and in MLflow."""
 
 from __future__ import annotations
 
@@ -121,10 +119,7 @@ def answered(cfg: RunConfig, policy: str, protocol: EvaluationProtocol) -> Manif
 
 
 def protocol_for(cfg: RunConfig, request: EvaluationRequest) -> EvaluationProtocol:
-    """Return the protocol that a request names, else the run's, with the request's changes.
-
-    Errors: ConfigError.
-    """
+    """Return the request's protocol, else the run's, with its changes. Errors: ConfigError."""
     if request.protocol:
         protocol = load_protocol(request.protocol, request.changes)
         return protocol.only(request.envs) if request.envs else protocol
@@ -219,10 +214,7 @@ def _policy(
 
 
 def _tasks(env: EnvConfig, items: Sequence[Item]) -> list[str | None]:
-    """Return the identity of each item's task; None if the environment has none.
-
-    Errors: ConfigError.
-    """
+    """Return each item's task identity; None if the environment has none. Errors: ConfigError."""
     return list(_identities(env.model_dump_json(), tuple(item.task_id for item in items)))
 
 

@@ -1,7 +1,4 @@
-"""Running a step: Prefect tasks, `agentgym step` and tests all call `run_step`.
-
-It finds out whether the step is done, half done or new.
-"""
+"""Running a step, be it done, half done or new: tasks, commands and tests call `run_step`."""
 
 from __future__ import annotations
 
@@ -285,18 +282,14 @@ def run_when_free(
     environment: Environment | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Run a step once no other process runs it.
-    Errors: LeaseHeld if that takes more than `wait_s` seconds; those of `run_step`.
-    """
+    """Run a step once it is free. Errors: LeaseHeld after `wait_s` seconds; those of `run_step`."""
     return when_free(
         lambda: run_step(name, cfg, environment=environment, progress=progress), wait_s
     )
 
 
 def confirm(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
-    """Verify the content of a finished step, and bring MLflow up to date.
-    Errors: DigestMismatch.
-    """
+    """Verify a finished step's content, and bring MLflow up to date. Errors: DigestMismatch."""
     store.verify(manifest)
     deliver(cfg, store, step, manifest)
 

@@ -97,10 +97,7 @@ def config_of_run(
 
 
 def _layer(semantic: Mapping[str, Any], cfg: RunConfig) -> dict[str, Any]:
-    """Return the run's settings as a layer of the configuration.
-
-    Addresses of environments and all other operational settings come from the owner alone.
-    """
+    """Return the run's settings as a layer; operational ones (addresses, ...) are the owner's."""
     semantic = _without_own(semantic, RunConfig)
     owned_envs = {env.name: env for env in cfg.envs}
 
@@ -132,10 +129,7 @@ def _without_own(tree: Mapping[str, Any], model: type[Section]) -> dict[str, Any
 
 
 def require_run(cfg: RunConfig, name: str) -> None:
-    """Raise ConfigError if configuration, data or source are not those of the run.
-
-    The error names the differences.
-    """
+    """Raise ConfigError that names how configuration, data or source differ from the run's."""
     key = run_key(cfg)
     if key.startswith(name.removeprefix("r")):
         return
@@ -250,10 +244,7 @@ def label(key: str) -> str:
 
 
 def keep_audit(store: RunStore, report: Mapping[str, Any]) -> None:
-    """Store the report of an audit; the gate reads the last one of a run.
-
-    report: from `AuditReport.to_json`. Errors: LeaseHeld.
-    """
+    """Store an audit's report, from `AuditReport.to_json`, for the gate. Errors: LeaseHeld."""
     key = str(report["run_key"])
     with store.open(AUDITS, key) as writer:
         writer.commit(

@@ -267,10 +267,7 @@ def semantic_of(step: Step, cfg: RunConfig) -> dict[str, Any]:
 
 
 def finished(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
-    """Return the final manifests of this configuration's finished steps, in order.
-
-    A step counts only if its parents are finished.
-    """
+    """Return the final manifests of steps that are finished, with their parents, in order."""
     manifests: dict[str, Manifest] = {}
     for name, step in steps_of(cfg).items():
         if all(parent in manifests for parent in step.parents):
@@ -281,10 +278,7 @@ def finished(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
 
 
 def with_parents(cfg: RunConfig, *names: str) -> tuple[str, ...]:
-    """Return these steps and all their ancestors, in order.
-
-    Errors: ConfigError for an unknown name.
-    """
+    """Return these steps and their ancestors, in order. Errors: ConfigError for an unknown name."""
     table = steps_of(cfg)
     needed = set(names)
     if unknown := needed - table.keys():

@@ -1,6 +1,4 @@
-"""Registered versions: their promotion with the evaluations that the gate needs, and their lineage
-(steps, data, source, evaluations and decisions).
-"""
+"""Registered versions: promotion, with the evaluations that the gate needs, and lineage."""
 
 from __future__ import annotations
 
@@ -190,10 +188,7 @@ def _of_version(
 
 
 def _back(promotions: Promotions, heads: Mapping[str, Manifest], of: str) -> dict[str, Any]:
-    """Return every version whose lineage has a digest or key that starts with `of`.
-
-    Errors: ConfigError if there is none.
-    """
+    """Return versions with a digest or key in their lineage that starts so. Errors: ConfigError."""
     versions = []
     for number in all_versions(promotions.tracker, promotions.model):
         version = promotions.version(number)

@@ -1,6 +1,4 @@
-"""The context of a running step: its parameters, its parents, and the one way to make progress
-durable.
-"""
+"""The context of a running step: parameters, parents, and the way to make progress durable."""
 
 from __future__ import annotations
 

@@ -32,9 +32,7 @@ _connecting = threading.Lock()  # boto3's default session is not thread-safe
 
 
 class StoreUnreachable(ConnectionError):
-    """S3 did not answer, or only with errors, until all attempts were used up.
-    Earlier commits stay valid.
-    """
+    """S3 gave no answer, or errors, until all attempts were used up. Earlier commits stay valid."""
 
 
 def connect() -> Any:

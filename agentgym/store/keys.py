@@ -181,9 +181,7 @@ def _below(module: str, path: Path) -> Iterator[str]:
 
 @functools.cache  # one file belongs to the sources of many steps
 def _imports(module: str, path: Path, source: bytes) -> tuple[str, ...]:
-    """Return every imported name that may be a module, with its packages.
-    Importing a.b.c runs a and a.b too.
-    """
+    """Return imported names that may be modules; importing a.b.c runs a and a.b too."""
     names = list(_chain(module.rpartition(".")[0]))
     for node in _statements(ast.parse(source, filename=str(path))):
         if isinstance(node, ast.Import):

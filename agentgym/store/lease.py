@@ -46,9 +46,7 @@ def when_free(call: Callable[[], T], wait_s: float) -> T:
 
 
 class Fenced(RuntimeError):
-    """A newer holder took this step over; this writer must stop.
-    The newer holder's commits are untouched.
-    """
+    """A newer holder, whose commits are untouched, took this step over; this writer must stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +169,7 @@ def pid_space() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """Return the ticks from boot to the start of a running process.
-    None if it is gone, a zombie, or if there is no /proc.
-    """
+    """Return ticks from boot to a process's start; None if gone, a zombie, or without /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
@@ -182,9 +178,7 @@ def process_start(pid: int) -> str | None:
 
 
 class Lease(ABC):
-    """A lease that this process has.
-    A daemon thread renews it until `release`, by the back end's `_beat`.
-    """
+    """A lease of this process, which a daemon thread renews by `_beat` until `release`."""
 
     def __init__(self, holder: Holder, ttl_s: float, what: str) -> None:
         """Start the heartbeat. A back end's constructor calls this last."""
@@ -290,9 +284,7 @@ def digest_of(content: Content) -> str:
 
 
 class Folder(Protocol):
-    """One step's folder in a back end.
-    Reading methods raise FileNotFoundError for a missing name.
-    """
+    """One step's folder in a back end. Reading a missing name raises FileNotFoundError."""
 
     place: str  # for people
 
@@ -319,9 +311,7 @@ class Folder(Protocol):
         """Store `data` whole under its digest. Errors: StoreFull."""
 
     def stream(self, content: Content) -> Blob:
-        """Store content whole under its digest, with a few pieces at a time in memory.
-        Errors: StoreFull.
-        """
+        """Store content whole, a few pieces at a time in memory. Errors: StoreFull."""
 
     def remove(self, digest: str) -> None:
         """Remove a blob, if it is there."""

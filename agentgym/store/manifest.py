@@ -1,6 +1,4 @@
-"""Commits: their manifests, the digest by which two of them are equal, and the one live writer of a
-step.
-"""
+"""Commits: manifests, the digest by which two are equal, and the one live writer of a step."""
 
 from __future__ import annotations
 
@@ -197,9 +195,7 @@ def encode_commit(manifests: Sequence[Manifest]) -> bytes:
 
 
 def decode_commit(data: bytes, *, where: str = "manifest") -> list[Manifest]:
-    """Invert `encode_commit`, and verify the digests. where: the source, for errors.
-    Errors: ManifestError.
-    """
+    """Invert `encode_commit` and verify. where: the source, for errors. Errors: ManifestError."""
     try:
         tree = json.loads(data)
         _check_depth(tree)

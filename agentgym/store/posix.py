@@ -402,9 +402,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Replace the file atomically and durably; after a crash it has the new or the old content.
-    mode: before the umask.
-    """
+    """Replace a file atomically and durably; a crash leaves old or new. mode: before the umask."""
     make_folder(path.parent)
     temporary = write_temp(path.parent, data, mode=mode)
     try:

@@ -59,9 +59,7 @@ class RunStore:
         self._backend = backend
 
     def head(self, step: str, key: str) -> Manifest | None:
-        """Return the newest commit; if its file is damaged, the one before, with a warning.
-        Errors: ManifestError.
-        """
+        """Return the newest undamaged commit; warn of damaged ones. Errors: ManifestError."""
         return _newest(self._folder(step, key), f"{step}-{key}")
 
     def final(self, step: str, key: str) -> Manifest | None:
@@ -117,9 +115,7 @@ class RunStore:
         return dict(zip(names, self._backend.map(mark, names), strict=True))
 
     def read(self, manifest: Manifest, name: str) -> bytes:
-        """Return verified content of a blob or record.
-        Errors: KeyError, BlobMissing, DigestMismatch.
-        """
+        """Return verified content of a name. Errors: KeyError, BlobMissing, DigestMismatch."""
         with self._located(manifest, name) as (folder, blob):
             data = folder.read(blob.path)
         self._compare(manifest, name, len(data), lambda: sha256(data))
@@ -147,9 +143,7 @@ class RunStore:
             return False
 
     def verify(self, manifest: Manifest, names: Sequence[str] | None = None) -> None:
-        """Verify a manifest's content by reading it once, all of it or these names.
-        Errors: BlobMissing, DigestMismatch.
-        """
+        """Read and verify content, all or these names. Errors: BlobMissing, DigestMismatch."""
         for name in (*manifest.blobs, *manifest.records) if names is None else names:
             with self._located(manifest, name) as (folder, blob):
                 digest = functools.partial(folder.digest, blob.path)
@@ -254,9 +248,7 @@ class RunStore:
 
     @contextlib.contextmanager
     def _located(self, manifest: Manifest, name: str) -> Iterator[tuple[Folder, Blob]]:
-        """Yield the folder and the blob of a name. Errors: KeyError; BlobMissing for a file that is
-        not there.
-        """
+        """Yield folder and blob of a name. Errors: KeyError; BlobMissing without the file."""
         folder, blob = self._locate(manifest, name)
         try:
             yield folder, blob
@@ -264,9 +256,7 @@ class RunStore:
             raise self._missing(manifest, name) from None
 
     def _compare(self, manifest: Manifest, name: str, size: int, digest: Callable[[], str]) -> None:
-        """Raise DigestMismatch unless size and digest are right.
-        `digest` is called only if the size is right.
-        """
+        """Raise DigestMismatch unless size and digest, which is called last, are right."""
         folder, blob = self._locate(manifest, name)
         if size != blob.size:
             expected, came = f"{blob.size} bytes", f"{size} bytes"
@@ -336,9 +326,7 @@ class StorePlace:
         return store_at(self.root, lease_ttl_s=self.lease_ttl_s)
 
     def visit(self, step: str, key: str) -> RunStore:
-        """Open the store that another process wrote this step to.
-        Errors: StoreNotHere if this machine does not see the step's folder.
-        """
+        """Open the store of this step. Errors: StoreNotHere if its folder is not visible here."""
         folder = Path(self.root) / "steps" / folder_name(step, key)
         if not self.root.startswith("s3://") and not folder.is_dir():
             raise StoreNotHere(

@@ -151,9 +151,7 @@ class S3Folder:
         return head.commits(self.bucket.names(f"{self.path}/manifests/"))
 
     def head(self) -> tuple[Head, str, float]:
-        """Return the head, its ETag, and seconds since it was written.
-        Errors: FileNotFoundError, ManifestError.
-        """
+        """Return head, ETag and seconds of its age. Errors: FileNotFoundError, ManifestError."""
         data, etag, age_s = self.bucket.get(f"{self.path}/head.json")
         return Head.from_bytes(data, f"{self.place}/head.json"), etag, age_s
 

@@ -130,10 +130,7 @@ class Rollouts:
         ]
 
     def staleness(self, *, most: int) -> int:
-        """Return the number of updates by which the oldest sampling weights lag behind.
-
-        Errors: RuntimeError if it exceeds `most`.
-        """
+        """Return by how many updates the oldest weights lag. Errors: RuntimeError above `most`."""
         played = [trajectory for trajectory in self.trajectories if trajectory.versions]
         if not played:
             return 0

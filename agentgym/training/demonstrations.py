@@ -146,10 +146,7 @@ def demonstrate(
 
 
 def demonstration_settings(cfg: RunConfig, instructions: Mapping[str, str]) -> EpisodeSettings:
-    """Return the settings under which demonstrations are tokenized.
-
-    instructions: opening text of episodes, by environment.
-    """
+    """Return settings to tokenize demonstrations. instructions: opening text, by environment."""
     return episode_settings(
         cfg,
         instructions=instructions,

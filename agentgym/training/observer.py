@@ -1,6 +1,4 @@
-"""Numbers about training: metrics and times of an optimizer step, and the record of each episode,
-with the reason why it was left out or the update's numbers of each token.
-"""
+"""Numbers about training: metrics and times of a step, and the record of each episode."""
 
 from __future__ import annotations
 

@@ -222,10 +222,7 @@ def dataset_of(
 def exploration_metrics(
     episodes: Sequence[Trajectory], dataset: Sequence[tuple[Trajectory, ...]]
 ) -> dict[str, float]:
-    """Return metrics of a stage's own episodes and of its training set.
-
-    They are logged at the stage's first optimizer step.
-    """
+    """Return metrics of a stage's own episodes and training set, for its first optimizer step."""
     return rollout_metrics(episodes) | {"rollout/num_kept": float(len(dataset))}
 
 

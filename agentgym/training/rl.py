@@ -1,6 +1,4 @@
-"""Multi-turn reinforcement learning: generate, prepare experience, train; one stage of the
-curriculum at a time.
-"""
+"""Multi-turn reinforcement learning of a stage: generate, prepare experience, train."""
 
 from __future__ import annotations
 
