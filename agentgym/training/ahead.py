@@ -214,11 +214,7 @@ def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollo
         )
         rollouts.trajectories += engine.collect(request)
         rollouts.reasons = why_not(rollouts.trajectories, truncated=truncated, signal=signal)
-        teaching = {
-            trajectory.item
-            for trajectory, reason in zip(rollouts.trajectories, rollouts.reasons, strict=True)
-            if not reason
-        }
+        teaching = {trajectory.item for trajectory in rollouts.learned}
         missing = settings.items_per_step - len(teaching)
         if missing <= 0:
             break
