@@ -52,9 +52,7 @@ def encode_line(trajectory: Trajectory) -> bytes:
 
 
 def joined(lines: Iterable[bytes]) -> bytes:
-    """Return the content of a file of episodes: the lines, compressed with gzip. Equal lines give
-    equal bytes. lines: from `encode_line`, each with its line break.
-    """
+    """Return a file of episodes: lines of `encode_line`, gzipped. Equal lines give equal bytes."""
     return gzip.compress(b"".join(lines), compresslevel=_COMPRESSION, mtime=0)
 
 

@@ -73,9 +73,7 @@ Endpoints = Mapping[str, Sequence[str]]  # environment -> URLs of its servers
 
 
 class SampleKey(NamedTuple):
-    """The name of one random draw.
-    Equal keys give equal draws on every machine, in any order of execution.
-    """
+    """The name of one random draw: equal keys give equal draws, on any machine, in any order."""
 
     seed: int
     step: int  # optimizer step the sample is for; evaluations use 0
@@ -175,9 +173,7 @@ class Delivery(Protocol):
         """The sender's digest of the weights, see `weights_digest`."""
 
     async def weights(self) -> dict[str, Tensor]:
-        """Return the receiver's own copy of all weights by name. Call it once.
-        Errors: EngineMismatch if other weights arrived than were sent.
-        """
+        """Return the receiver's own weights by name; call it once. Errors: EngineMismatch."""
 
 
 class Policy(Protocol):

@@ -91,10 +91,7 @@ def _window(contender: Contender) -> int | None:
 
 
 def playing_config(cfg: RunConfig, protocol: EvaluationProtocol, engine: str) -> RunConfig:
-    """Return the run's settings with those that servers and an engine take from the protocol.
-
-    engine: empty: the run's. Errors: ConfigError.
-    """
+    """Return the run's settings with those of the protocol and engine. Errors: ConfigError."""
     first, *others = protocol.env_configs
     name = engine or cfg.rollout.engine
     if protocol.deterministic and name != "torch":

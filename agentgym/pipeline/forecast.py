@@ -393,9 +393,7 @@ def _gain(threads: int) -> float:
 
 
 def matrix_speed(hidden_size: int, mlp_size: int) -> float:
-    """Measure for half a second and return FLOP/s of float32 products of this shape, one thread.
-    Torch keeps one thread afterwards.
-    """
+    """Measure FLOP/s of float32 products of this shape, in one thread, which torch then keeps."""
     import torch
 
     from agentgym.models.model import set_threads

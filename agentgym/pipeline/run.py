@@ -194,9 +194,7 @@ def _with_data(cfg: RunConfig, store: RunStore) -> RunConfig:
 
 
 def require_key(name: str, cfg: RunConfig, expected: str) -> None:
-    """Raise ConfigError unless the step has the expected key on this machine.
-    The keys differ if source, data or settings that change a result differ.
-    """
+    """Raise ConfigError unless source, data and settings give the step this key here, too."""
     table, done = steps_of(cfg), finished(cfg, open_store(cfg))
     if name in table and all(parent in done for parent in table[name].parents):
         key = key_of(table[name], cfg, done)

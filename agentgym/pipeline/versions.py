@@ -115,10 +115,7 @@ def force(cfg: RunConfig, number: str, why: str) -> Entry:
 
 
 def roll_back(cfg: RunConfig, to: str | None, why: str) -> Entry:
-    """Move the alias back to version `to`, which had it before, and record the reason.
-
-    to: None: the last version that had it before the present one. Errors: ConfigError.
-    """
+    """Move the alias to `to` (None: its last holder before) and record why. Errors: ConfigError."""
     with reaching(cfg.tracking_uri):
         return promotions_of(cfg, open_store(cfg)).roll_back(to, why)
 

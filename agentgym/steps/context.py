@@ -109,10 +109,7 @@ class StepReader:
         return policy_of(self.store, manifest)
 
     def adapter(self, manifest: Manifest) -> Adapter | None:
-        """Return the commit's adapter or a new one, to train; None if `lora` is off.
-
-        Errors: ConfigError, ValueError.
-        """
+        """Return its adapter or a new one; None without `lora`. Errors: ConfigError, ValueError."""
         from agentgym.models.checkpoint import adapter_for
 
         cfg = self.cfg

@@ -66,9 +66,7 @@ def connect() -> Any:
 
 
 def _retry_when_told_to_slow_down(response: Any, attempts: int, **_: Any) -> float | None:
-    """Return the seconds to wait after a plain 429, or None if the request is not repeated.
-    Proxies send it, and botocore's standard mode does not repeat it.
-    """
+    """Return seconds to wait after a plain 429, which botocore does not repeat; None: no retry."""
     if response is None or response[0].status_code != 429 or attempts >= MAX_ATTEMPTS:
         return None
     # spreads retries, keeps no secret

@@ -303,9 +303,7 @@ class Folder(Protocol):
         """sha256 of a file's content, read once and streamed."""
 
     def blobs(self) -> set[str]:
-        """Digests of all blobs, also of those that no manifest names.
-        The step must have had a lease before.
-        """
+        """Digests of all blobs, also those of no manifest. The step must have had a lease."""
 
     def put(self, blob: Blob, data: bytes) -> None:
         """Store `data` whole under its digest. Errors: StoreFull."""

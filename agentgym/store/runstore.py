@@ -51,9 +51,7 @@ class RunStore:
     """Commits of steps in one back end. Reading needs no lease and takes none."""
 
     def __init__(self, backend: Backend, *, lease_ttl_s: float) -> None:
-        """Open a store.
-        lease_ttl_s: a holder on another host counts as dead after so many silent seconds.
-        """
+        """Open a store. lease_ttl_s: seconds of silence until a far holder counts as dead."""
         self.root = backend.root
         self.lease_ttl_s = lease_ttl_s
         self._backend = backend
@@ -122,16 +120,12 @@ class RunStore:
         return data
 
     def read_into(self, manifest: Manifest, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of a blob from `start` on, unverified (see `verify`).
-        Errors: KeyError, BlobMissing, EOFError.
-        """
+        """Fill `buffer` from `start` on, unverified. Errors: KeyError, BlobMissing, EOFError."""
         with self._located(manifest, name) as (folder, blob):
             folder.read_into(blob.path, start, buffer)
 
     def add(self, step: str, key: str, content: Content) -> Blob:
-        """Store content that the holder of the step's lease is about to commit.
-        Other processes may call this: it needs no lease. Errors: StoreFull.
-        """
+        """Store content that the lease's holder will commit; needs no lease. Errors: StoreFull."""
         return self._folder(step, key).stream(content)
 
     def has(self, manifest: Manifest) -> bool:

@@ -188,10 +188,7 @@ def expert_items(cfg: RunConfig, splits: Splits) -> list[Item]:
 
 
 def recorded_for(cfg: RunConfig, recorded: Sequence[Recorded]) -> list[Recorded]:
-    """Return the recorded trajectories that a run plays again, in its order.
-
-    A trajectory's `sample` is its index in the result.
-    """
+    """Return the recorded trajectories that a run replays, in order; `sample` is the index here."""
     order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(
         len({trajectory.item for trajectory in recorded})
     )

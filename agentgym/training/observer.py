@@ -83,9 +83,7 @@ def shown(cfg: RunConfig, num_tokens: Sequence[int], step: int) -> list[int]:
 
 
 def learned_of(experience: Experience, learner: Learner, sequences: Sequence[int]) -> list[Learned]:
-    """Return the update's numbers for these sequences of the batch, token by token.
-    The learner, after its update, scores these sequences again for the ratios.
-    """
+    """Return the update's numbers, token by token; ratios take a score after the update."""
     if not sequences:
         return []
     assert experience.advantages is not None

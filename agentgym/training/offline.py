@@ -227,10 +227,7 @@ def exploration_metrics(
 
 
 def _recorded(ctx: StepContext, renderer: ChatRenderer) -> list[Trajectory]:
-    """Return the recorded trajectories that dpo compares with.
-
-    Empty for an expert's demonstrations, and for agent_evol and sft, which imitate them.
-    """
+    """Return the recorded trajectories that dpo compares with; other recipes have none."""
     if not ctx.cfg.algorithm.loop.prefers or ctx.cfg.warm_start.source != "trajectories":
         return []
     return tokenized_demonstrations(ctx.cfg, ctx.store, ctx.demonstrations, renderer)

@@ -224,10 +224,7 @@ def plan_learner(ctx: StepReader, start: Manifest, checkpoint: Checkpoint) -> Le
 
 
 def with_limit(cfg: RunConfig, checkpoint: Checkpoint) -> PolicyGradientConfig:
-    """Return `resolved` with the limit of the distance between engine and learner.
-
-    Errors: ConfigError if the engine has no limit for weights of this dtype.
-    """
+    """Return `resolved` with the limit of engine-learner mismatch. Errors: ConfigError without one."""
     algorithm = resolved(cfg)
     limit = algorithm.max_mismatch_kl
     if limit is None:

@@ -101,10 +101,7 @@ def batch_at(cfg: RunConfig, demos: Sequence[Trajectory], step: int) -> Batch:
 
 
 def demo_indices(seed: int, step: int, num_demos: int, batch_size: int) -> list[int]:
-    """Return the indices of the demonstrations for optimizer step 1, 2, ...
-
-    They follow epochs of seeded shuffles, as a pure function of the step.
-    """
+    """Return indices for optimizer step 1, 2, ...: seeded shuffles by epoch, pure in the step."""
     first = (step - 1) * batch_size
     indices: list[int] = []
     while len(indices) < batch_size:
