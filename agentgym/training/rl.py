@@ -224,7 +224,7 @@ def plan_learner(ctx: StepReader, start: Manifest, checkpoint: Checkpoint) -> Le
 
 
 def with_limit(cfg: RunConfig, checkpoint: Checkpoint) -> PolicyGradientConfig:
-    """Return `resolved` with the limit of engine-learner mismatch. Errors: ConfigError without one."""
+    """Return `resolved` with the limit of the mismatch. Errors: ConfigError without a limit."""
     algorithm = resolved(cfg)
     limit = algorithm.max_mismatch_kl
     if limit is None:

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from agentgym.store import bucket
+from agentgym.store.lease import digest_of
 from agentgym.store.manifest import Blob, BlobMissing
 from agentgym.store.posix import TEMP_PREFIX, StoreFull
-from agentgym.store.runstore import RunStore, StorePlace, digest_of
+from agentgym.store.runstore import RunStore, StorePlace
 
 STEP, KEY = "stage-1", "ab" * 32
 
