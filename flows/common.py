@@ -63,8 +63,8 @@ class RunRequest(BaseModel):
         return config_of_run(name, cfg, self.params, self.overrides) if name else cfg
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a run, for `request_of`."""
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run, for `run_of`."""
     parser.add_argument(
         "--params", default="params.yaml", help="parameter file (default: params.yaml)"
     )
@@ -73,7 +73,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def request_of(arguments: argparse.Namespace) -> RunRequest:
+def run_of(arguments: argparse.Namespace) -> RunRequest:
     """Return the run of a command line."""
     return RunRequest(params=arguments.params, overrides=tuple(arguments.overrides))
 

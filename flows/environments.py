@@ -11,7 +11,7 @@ from prefect import flow
 from agentgym.console.ending import guarded, say
 from agentgym.deploy.kubernetes import check_fleets
 from agentgym.private import private_state
-from flows.common import RunRequest, add_run_options, request_of, run_name
+from flows.common import RunRequest, add_run, run_name, run_of
 from services.prefect_server import prefect_api
 from tasks.steps import end_environments, keep_environment, servers_artifact
 
@@ -47,11 +47,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line. Exit codes: see `agentgym.cli.main`."""
     parser = argparse.ArgumentParser(prog="python -m flows.environments")
     parser.add_argument("what", choices=FLOWS)
-    add_run_options(parser)
+    add_run(parser)
     arguments = parser.parse_args(argv)
 
     def run() -> int:
-        request = request_of(arguments)
+        request = run_of(arguments)
         cfg = request.config()  # raises its errors before anything starts
         private_state(cfg.state_dir)
         with prefect_api(cfg.state_dir):

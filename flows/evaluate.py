@@ -7,19 +7,18 @@ import sys
 
 from prefect import flow
 
-from agentgym.commands.evaluate import add_options, run_meant
-from agentgym.commands.evaluate import request_of as evaluation_of
+from agentgym.commands.evaluate import add_options, request_of, run_meant
 from agentgym.console.ending import guarded
 from agentgym.console.progress import Bars, PlainConsole
 from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.private import private_state
 from flows.common import (
     RunRequest,
-    add_run_options,
+    add_run,
     fleets_down,
     is_evaluation,
-    request_of,
     run_name,
+    run_of,
     run_steps,
 )
 from flows.shell import main, prefect_running
@@ -47,13 +46,13 @@ def of_policy(argv: list[str]) -> int:
     """Run `python -m flows.evaluate --policy POLICY ...`. Exit code: as in `flows.shell.main`."""
     parser = argparse.ArgumentParser(prog="python -m flows.evaluate --policy POLICY")
     parser.add_argument("--policy", required=True, help="as `agentgym evaluate` takes it")
-    add_run_options(parser)
+    add_run(parser)
     add_options(parser)
     arguments = parser.parse_intermixed_args(argv)
 
     def command() -> int:
-        run = request_of(arguments)
-        cfg, request = run.config(), evaluation_of(arguments)
+        run = run_of(arguments)
+        cfg, request = run.config(), request_of(arguments)
         private_state(cfg.state_dir)
         console = PlainConsole()
         with prefect_running(cfg.state_dir, console):

@@ -38,7 +38,7 @@ from agentgym.store.posix import full_disk_told
 from agentgym.tracking.deliver import committed_alarms
 from agentgym.tracking.reaching import check_server
 from envs.plain import PlainFormatter
-from flows.common import Wanted, add_run_options, check_parents, request_of
+from flows.common import Wanted, add_run, check_parents, run_of
 from services.prefect_server import prefect_api
 from services.state import running
 from tasks.dataset import dataset_pointer
@@ -52,7 +52,7 @@ def main(module: str, flow: Any, wanted: Wanted, argv: list[str] | None = None) 
     started), 130 interrupted (state is resumable).
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=flow.description)
-    add_run_options(parser)
+    add_run(parser)
     arguments = parser.parse_args(argv)
     return guarded(lambda: _run(flow, wanted, arguments, PlainConsole()))
 
@@ -76,7 +76,7 @@ def _run(flow: Any, wanted: Wanted, arguments: argparse.Namespace, console: Cons
             cost = forecast(cfg)
             console.print(f"the whole run takes {cost.duration} ({cost.speed})", highlight=False)
         with prefect_running(cfg.state_dir, console):
-            flow(request_of(arguments))
+            flow(run_of(arguments))
     done = _confirmed(cfg, wanted)
     if num_done == num_steps:
         console.print(

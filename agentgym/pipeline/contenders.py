@@ -24,7 +24,7 @@ from agentgym.evaluation.policies import (
     plain_contender,
 )
 from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
-from agentgym.pipeline.table import finished, key_of, open_store, run_key, steps_of
+from agentgym.pipeline.table import begun, open_store, run_key, steps_of
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosted import Endpoint, only_model
 from agentgym.rollouts.policies.prices import load_tariff
@@ -268,14 +268,11 @@ def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> M
 
 
 def _configured(cfg: RunConfig, store: RunStore, name: str) -> dict[str, Manifest]:
-    """Return step -> newest commit for the finished steps of this configuration and for `name`."""
-    table, done = steps_of(cfg), finished(cfg, store)
+    """Return step -> newest commit of this configuration. Errors: ConfigError for another name."""
+    table = steps_of(cfg)
     if name not in table:
         raise ConfigError(f"unknown step {name!r}; this configuration has: {', '.join(table)}")
-    step = table[name]
-    begun = all(parent in done for parent in step.parents)
-    head = store.head(name, key_of(step, cfg, done)) if begun else None
-    return done if head is None else {**done, name: head}
+    return begun(cfg, store)
 
 
 def _steps_of_run(cfg: RunConfig, store: RunStore, run: str, name: str) -> dict[str, Manifest]:

@@ -14,10 +14,9 @@ from agentgym.evaluation.history import STEP as PROMOTIONS
 from agentgym.evaluation.record import STEP as EVALUATION
 from agentgym.pipeline.stored_config import AUDITS
 from agentgym.pipeline.stored_config import STEP as RUNS
-from agentgym.pipeline.table import finished, key_of, open_store, steps_of
+from agentgym.pipeline.table import begun, open_store
 from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest
-from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import tracker_of
 from agentgym.tracking.reaching import LedgerUnavailable, reaching
 
@@ -58,7 +57,7 @@ def survey(cfg: RunConfig, pointers: Path) -> list[Survey]:
             **_registered(cfg, heads),
             **_pointed_at(pointers),
             **{head.digest: FOR_EVER[head.step] for head in heads if head.step in FOR_EVER},
-            **dict.fromkeys(_configured(cfg, store), "of the configured run"),
+            **{head.digest: "of the configured run" for head in begun(cfg, store).values()},
         },
         live=live,
     )
@@ -82,17 +81,6 @@ def collect(cfg: RunConfig, garbage: Sequence[Manifest]) -> Iterator[Manifest]:
             continue
         _tell_ledger(cfg, head)
         yield head
-
-
-def _configured(cfg: RunConfig, store: RunStore) -> list[str]:
-    """Digests of this configuration's steps in the store, done or in progress."""
-    done = finished(cfg, store)
-    begun = [
-        store.head(name, key_of(step, cfg, done))
-        for name, step in steps_of(cfg).items()
-        if name not in done and all(parent in done for parent in step.parents)
-    ]
-    return [head.digest for head in (*done.values(), *begun) if head is not None]
 
 
 def _pointed_at(folder: Path) -> dict[str, str]:

@@ -277,6 +277,18 @@ def finished(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
     return manifests
 
 
+def begun(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
+    """Return the newest commits of this configuration's steps, finished or in progress."""
+    heads = finished(cfg, store)
+    done = dict(heads)
+    for name, step in steps_of(cfg).items():
+        if name not in done and all(parent in done for parent in step.parents):
+            head = store.head(name, key_of(step, cfg, done))
+            if head is not None:
+                heads[name] = head
+    return heads
+
+
 def with_parents(cfg: RunConfig, *names: str) -> tuple[str, ...]:
     """Return these steps and their ancestors, in order. Errors: ConfigError for an unknown name."""
     table = steps_of(cfg)
