@@ -11,7 +11,7 @@ import contextlib
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentgym.config import (
     ConfigError,
@@ -23,7 +23,6 @@ from agentgym.config import (
     owned_env,
 )
 from agentgym.config.section import is_operational
-from agentgym.evaluation.gate import Audited
 from agentgym.pipeline.child import run_command
 from agentgym.pipeline.plan import changed, plan
 from agentgym.pipeline.table import open_store, run_identity, run_key
@@ -33,6 +32,9 @@ from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import delivered_steps
 from agentgym.trust import outward
+
+if TYPE_CHECKING:
+    from agentgym.evaluation.gate import Audited  # imports scipy, which is slow
 
 STEP = "runs"  # the name these records have among the steps of a store
 AUDITS, AUDIT = "audits", "audit.json"  # the same for audits, and their record
