@@ -60,13 +60,6 @@ def run_command(
 
 
 def _last_line(log_path: Path) -> str:
-    lines = [
-        line
-        for line in log_path.read_text(errors="replace", encoding="utf-8").splitlines()
-        if line.strip()
-    ]
-    return (
-        lines[-1].removeprefix("failed: ").removeprefix("error: ")
-        if lines
-        else "it printed nothing"
-    )
+    text = log_path.read_text(errors="replace", encoding="utf-8")
+    lines = ["it printed nothing", *filter(str.strip, text.splitlines())]
+    return lines[-1].removeprefix("failed: ").removeprefix("error: ")

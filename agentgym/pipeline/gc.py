@@ -173,9 +173,8 @@ def kept(
     reasons: dict[str, str] = {}
     parent_digests = {parent for head in heads for parent in head.parents.values()}
     leaves = [head for head in heads if head.digest not in parent_digests]
-    newest = sorted(leaves, key=lambda head: head.created_at)[
-        len(leaves) - min(runs, len(leaves)) :
-    ]
+    leaves.sort(key=lambda head: head.created_at)
+    newest = leaves[max(0, len(leaves) - runs) :]
     for head in heads:
         if head.digest in pinned:
             reasons[head.digest] = pinned[head.digest]

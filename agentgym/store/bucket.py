@@ -129,11 +129,8 @@ class Bucket:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             with self._translated(key):
                 try:
-                    return str(
-                        self._client.put_object(Bucket=self.name, Key=key, Body=data, **condition)[
-                            "ETag"
-                        ]
-                    )
+                    where = {"Bucket": self.name, "Key": key}
+                    return str(self._client.put_object(**where, Body=data, **condition)["ETag"])
                 except ClientError as error:
                     status = error.response["ResponseMetadata"]["HTTPStatusCode"]
                     if status == 412 or error.response["Error"]["Code"] == "NoSuchKey":
@@ -219,10 +216,8 @@ class Bucket:
         try:
             yield
         except ClientError as error:
-            code, message = (
-                error.response["Error"]["Code"],
-                error.response["Error"].get("Message", ""),
-            )
+            details = error.response["Error"]
+            code, message = details["Code"], details.get("Message", "")
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
             if code == "NoSuchBucket":
                 raise ConfigError(

@@ -287,14 +287,8 @@ def _link(content: Path, path: Path) -> None:
 
 def _newest_epoch(leases: Path) -> int:
     """Return the newest epoch; 0 if there was no holder yet."""
-    return max(
-        (
-            int(name[:-5])
-            for name in os.listdir(leases)
-            if name.endswith(".json") and name[:-5].isdigit()
-        ),
-        default=0,
-    )
+    names = (name for name in os.listdir(leases) if re.fullmatch(r"\d+\.json", name))
+    return max((int(name[:-5]) for name in names), default=0)
 
 
 def _lease(leases: Path, epoch: int) -> Path:

@@ -159,11 +159,8 @@ class RunStore:
         """Return the last tenure of each step's lease, by the name of the step's folder.
         folders: only these. A step that never had a holder is left out.
         """
-        names = [
-            name
-            for name in (self._backend.folders() if folders is None else folders)
-            if FOLDER.fullmatch(name)
-        ]
+        among = self._backend.folders() if folders is None else folders
+        names = [name for name in among if FOLDER.fullmatch(name)]
         tenures = self._backend.map(
             lambda name: self._backend.folder(name).tenure(self.lease_ttl_s), names
         )

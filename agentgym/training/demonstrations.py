@@ -182,9 +182,8 @@ def _require_success(cfg: RunConfig, demos: Sequence[Trajectory], subject: str) 
 def expert_items(cfg: RunConfig, splits: Splits) -> list[Item]:
     """Return the train items that an expert plays: the first num_demos in a seeded order."""
     order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(len(splits.train))
-    return interleave([splits.train[index] for index in order], cfg.env_weights)[
-        : cfg.warm_start.num_demos
-    ]
+    items = interleave([splits.train[index] for index in order], cfg.env_weights)
+    return items[: cfg.warm_start.num_demos]
 
 
 def recorded_for(cfg: RunConfig, recorded: Sequence[Recorded]) -> list[Recorded]:

@@ -106,8 +106,7 @@ def demo_indices(seed: int, step: int, num_demos: int, batch_size: int) -> list[
     indices: list[int] = []
     while len(indices) < batch_size:
         epoch, offset = divmod(first + len(indices), num_demos)
-        order = np.random.Generator(np.random.Philox(key=[seed, epoch + 1_000_000])).permutation(
-            num_demos
-        )
+        generator = np.random.Generator(np.random.Philox(key=[seed, epoch + 1_000_000]))
+        order = generator.permutation(num_demos)
         indices += order[offset : offset + batch_size - len(indices)].tolist()
     return indices
