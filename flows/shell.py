@@ -330,7 +330,5 @@ def _percent(interval: Interval, tight: bool) -> str:
 
 
 def _points(interval: Interval) -> str:
-    return (
-        f"{100 * interval.mean:+5.1f} [dim]{100 * interval.low:+.0f} to"
-        f" {100 * interval.high:+.0f}[/dim]"
-    )
+    mean, low, high = (100 * value for value in (interval.mean, interval.low, interval.high))
+    return f"{mean:+5.1f} [dim]{low:+.0f} to {high:+.0f}[/dim]"

@@ -88,9 +88,8 @@ def _pointed_at(folder: Path) -> dict[str, str]:
     reasons = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
-            reasons[str(json.loads(path.read_bytes())["manifest"][0]["digest"])] = (
-                f"named by {path}"
-            )
+            digest = str(json.loads(path.read_bytes())["manifest"][0]["digest"])
+            reasons[digest] = f"named by {path}"
         except (ValueError, LookupError, TypeError):
             continue  # a file of metrics, or not from DVC
     return reasons

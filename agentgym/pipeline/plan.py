@@ -84,11 +84,8 @@ def _plan_step(
         return PlannedStep(step.name, step.title, "run", f"after {_few(waiting)}{suffix}")
     head = store.head(step.name, key_of(step, cfg, done))
     if head is not None:
-        reached = (
-            head.state.get("global_step")
-            if step.stage
-            else head.state.get("sft_step", head.state.get("num_items"))
-        )
+        steps = head.state.get("sft_step", head.state.get("num_items"))
+        reached = head.state.get("global_step") if step.stage else steps
         return PlannedStep(step.name, step.title, "resume", f"at {reached} (commit {head.seq})")
     return PlannedStep(step.name, step.title, "run", _why_new(step, cfg, store, known, done))
 

@@ -265,10 +265,9 @@ def run_with_parents(
                 running.append(stack.enter_context(environment_servers(cfg, False, run_label(cfg))))
             return contextlib.nullcontext(running[0])
 
-        steps = with_parents(cfg, name)
         return [
             run_when_free(step, cfg, wait_s=wait_s, environment=environment, progress=progress)
-            for step in steps
+            for step in with_parents(cfg, name)
         ]
 
 

@@ -159,11 +159,8 @@ def pid_space() -> str:
     if unknown. Hosts may share a name, and containers a machine.
     """
     try:
-        return (
-            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-            + "/"
-            + os.readlink("/proc/self/ns/pid")
-        )
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 

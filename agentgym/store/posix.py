@@ -67,12 +67,8 @@ class PosixFolder:
             names = os.listdir(self._path / "manifests")
         except FileNotFoundError:
             return {}
-        pairs = (
-            (int(match["seq"]), f"manifests/{match.string}")
-            for name in names
-            if (match := MANIFEST.fullmatch(name))
-        )
-        return dict(sorted(pairs))
+        matches = filter(None, map(MANIFEST.fullmatch, names))
+        return dict(sorted((int(m["seq"]), f"manifests/{m.string}") for m in matches))
 
     def read(self, name: str) -> bytes:
         return (self._path / name).read_bytes()
@@ -93,9 +89,8 @@ class PosixFolder:
         return _sha256(self._path / name)
 
     def blobs(self) -> set[str]:
-        return {
-            name for name in os.listdir(self._path / "blobs") if not name.startswith(TEMP_PREFIX)
-        }
+        names = os.listdir(self._path / "blobs")
+        return {name for name in names if not name.startswith(TEMP_PREFIX)}
 
     def put(self, blob: Blob, data: bytes) -> None:
         if not self._has(blob):
@@ -124,9 +119,8 @@ class PosixFolder:
         others = self._path.parent.glob(f"{step}-*/blobs/{blob.digest}")
         for candidate in (path, *(others if blob.size >= SHARED_BYTES else ())):
             try:
-                is_whole = (
-                    candidate.stat().st_size == blob.size and _sha256(candidate) == blob.digest
-                )
+                size = candidate.stat().st_size
+                is_whole = size == blob.size and _sha256(candidate) == blob.digest
                 if is_whole and candidate != path:
                     _link(candidate, path)
             except OSError:  # pruned meanwhile, unreadable, or at its limit of hard links

@@ -123,11 +123,8 @@ class Rollouts:
     @property
     def learned(self) -> list[Trajectory]:
         """The trajectories that are learned from, in order."""
-        return [
-            trajectory
-            for trajectory, reason in zip(self.trajectories, self.reasons, strict=True)
-            if not reason
-        ]
+        pairs = zip(self.trajectories, self.reasons, strict=True)
+        return [trajectory for trajectory, reason in pairs if not reason]
 
     def staleness(self, *, most: int) -> int:
         """Return by how many updates the oldest weights lag. Errors: RuntimeError above `most`."""

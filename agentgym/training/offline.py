@@ -115,21 +115,16 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
 
 def commits_at(cfg: RunConfig, stage: Stage, step: int) -> bool:
     """Return True if an optimizer step of the stage ends in a commit."""
-    return (
-        step == stage.last_step
-        or step % COMMIT_EVERY == 0
-        or bool(cfg.validation.every and step % cfg.validation.every == 0)
-    )
+    is_validated = bool(cfg.validation.every and step % cfg.validation.every == 0)
+    return is_validated or step == stage.last_step or step % COMMIT_EVERY == 0
 
 
 def optimizer_of(cfg: RunConfig) -> OptimizerConfig:
     """Return the recipe's optimizer settings; dpo has its own learning rate."""
     algorithm = cfg.algorithm
-    return (
-        cfg.optimizer.model_copy(update={"lr": algorithm.lr})
-        if isinstance(algorithm, PreferenceConfig)
-        else cfg.optimizer
-    )
+    if not isinstance(algorithm, PreferenceConfig):
+        return cfg.optimizer
+    return cfg.optimizer.model_copy(update={"lr": algorithm.lr})
 
 
 def first_rate_step(cfg: RunConfig, stage: Stage) -> int:
@@ -204,10 +199,8 @@ def dataset_of(
     algorithm = cfg.algorithm
     if not isinstance(algorithm, ExplorationConfig):
         return []
-    usable, others = (
-        learnable(source, truncated=algorithm.truncated or recipe_of(algorithm.recipe).truncated)
-        for source in (episodes, recorded)
-    )
+    truncated = algorithm.truncated or recipe_of(algorithm.recipe).truncated
+    usable, others = (learnable(those, truncated=truncated) for those in (episodes, recorded))
     if not algorithm.loop.prefers:
         return [(trajectory,) for trajectory in successes(usable, per_item=algorithm.per_item)]
     # a batch needs one temperature
