@@ -276,11 +276,7 @@ def _configured(cfg: RunConfig, store: RunStore, name: str) -> dict[str, Manifes
 
 
 def _steps_of_run(cfg: RunConfig, store: RunStore, run: str, name: str) -> dict[str, Manifest]:
-    """Return step -> newest commit of a run, from the local notes about its deliveries to MLflow.
-
-    The configured run is found without such notes.
-    Errors: ConfigError if no run or several have this name.
-    """
+    """Return step -> newest commit of a run, found by notes of deliveries. Errors: ConfigError."""
     known = delivered_steps(cfg)
     matching = [key for key in known if key.startswith(run.removeprefix("r"))]
     if not matching and run_key(cfg).startswith(run.removeprefix("r")):

@@ -96,10 +96,7 @@ def _pointed_at(folder: Path) -> dict[str, str]:
 
 
 def _registered(cfg: RunConfig, heads: Sequence[Manifest]) -> dict[str, str]:
-    """Return digest -> reason, for each registration whose model version exists.
-
-    If MLflow cannot be reached, the version counts as existing.
-    """
+    """Return digest -> reason for registrations whose version exists, or may, without MLflow."""
     reasons = {}
     for head in heads:
         if {"model", "version"} <= head.results.keys():

@@ -189,10 +189,7 @@ def generation(
 
 
 def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollouts) -> None:
-    """Collect `items_per_step` groups of episodes into `rollouts`.
-
-    With dynamic sampling, as many are added as lack a signal, as often as the recipe allows.
-    """
+    """Collect `items_per_step` groups; dynamic sampling adds as many as lack a signal."""
     rollouts.before, began = engine.usage(), time.perf_counter()
     settings, algorithm = cfg.rollout, resolved(cfg)
     truncated, signal = algorithm.truncated or "zero", isinstance(algorithm, DynamicSamplingConfig)
@@ -236,10 +233,7 @@ def resolved(cfg: RunConfig) -> PolicyGradientConfig:
 
 
 def reads_last(cfg: RunConfig) -> bool:
-    """Return True if the tokens of a truncated episode end with its last observation.
-
-    The critic's value of it then stands for the rewards to come.
-    """
+    """Return True if a truncated episode's tokens end with its last observation, for the critic."""
     is_rl = isinstance(cfg.algorithm, PolicyGradientConfig)
     return is_rl and resolved(cfg).truncated == "bootstrap"
 

@@ -166,10 +166,7 @@ def _without_clocks(played: Trajectory) -> Trajectory:
 
 
 def _require_success(cfg: RunConfig, demos: Sequence[Trajectory], subject: str) -> None:
-    """Raise ValueError for an environment without a successful demonstration.
-
-    subject: beginning of the error's text, to be formatted with the environment's name.
-    """
+    """Raise ValueError for an environment without success. subject: begins the text, with {}."""
     for env in cfg.envs:
         of_env = [demo for demo in demos if demo.item.env == env.name]
         if not any(demo.success for demo in of_env):

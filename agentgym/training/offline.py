@@ -173,10 +173,7 @@ def preference_pairs(
 
 
 def successes(trajectories: Sequence[Trajectory], *, per_item: int) -> list[Trajectory]:
-    """Return the first `per_item` successful episodes of each item.
-
-    The limit keeps easy items from crowding out the others.
-    """
+    """Return each item's first `per_item` successes, so that easy items do not crowd out others."""
     return [
         trajectory
         for group in _by_item(trajectories)
