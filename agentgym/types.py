@@ -177,9 +177,7 @@ class Delivery(Protocol):
 
 
 class Policy(Protocol):
-    """A sampler of tokens. Rollouts, canary, evaluation and audit use every engine through this
-    interface.
-    """
+    """A sampler of tokens, for rollouts, canary, evaluation and audit, with every engine."""
 
     @property
     def version(self) -> int:

@@ -119,10 +119,7 @@ def _differences(step: Step, cfg: RunConfig, before: Manifest) -> list[str]:
 
 
 def changed(now: Any, before: Any, path: str = "") -> list[str]:
-    """Return a line `path before -> now` for each value that differs.
-
-    A setting that only one of the two versions has gives `path is gone` or `path is new`.
-    """
+    """Return `path before -> now`, `path is gone` or `path is new` for each differing value."""
     if not (isinstance(now, dict) and isinstance(before, dict)):
         return [] if now == before else [f"{path.removesuffix('.')} {before} -> {now}"]
     lines = [f"{path}{key} is gone" for key in before if key not in now]

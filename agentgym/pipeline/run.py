@@ -118,9 +118,7 @@ _looked: set[tuple[str, str]] = set()  # (MLflow, store) pairs that this process
 
 
 def _prepare_process(cfg: RunConfig, store: RunStore) -> None:
-    """Bound the memory of a pretrained model; once per process, close the MLflow runs that earlier
-    processes left RUNNING.
-    """
+    """Bound a hub model's memory; once per process, close MLflow runs that others left RUNNING."""
     if cfg.model.source == "hub":
         gc.collect()  # the last step's models may be in reference cycles
         return_memory()
@@ -160,9 +158,7 @@ def _run_elsewhere(
 
 @contextlib.contextmanager
 def _with_servers(cfg: RunConfig, environment: Environment | None) -> Iterator[RunConfig]:
-    """Yield the configuration for a job, with the addresses of the servers on Kubernetes, which are
-    started from here.
-    """
+    """Yield a job's configuration with the addresses of servers that start here on Kubernetes."""
     if not any(env.deploy == "kubernetes" for env in cfg.envs):
         yield cfg
         return
@@ -184,9 +180,7 @@ def _own_servers(cfg: RunConfig) -> Environment:
 
 
 def _with_data(cfg: RunConfig, store: RunStore) -> RunConfig:
-    """Return the configuration for machines without the data folders: with the data's digest. The
-    data files are written to the store.
-    """
+    """Return the configuration with the data's digest; the store gets the data files."""
     if not is_elsewhere(cfg):
         return cfg
     kept = cfg.data.model_copy(update={"digest": keep_data(cfg, store)})
@@ -215,9 +209,7 @@ def _play_anew(cfg: RunConfig, progress: Progress | None, policy: str) -> Any:
 
 
 def _run_watched(ctx: StepContext) -> Manifest:
-    """Run the step unless an alarm on its commits stops it. If MLflow can be reached, it gets the
-    commit that raised the alarm.
-    """
+    """Run the step unless an alarm stops it; MLflow, if reachable, gets the alarm's commit."""
     try:
         if stop := ctx.watch.stop:
             raise stop

@@ -121,9 +121,7 @@ def _preparation(cfg: RunConfig, servers: tuple[str, ...]) -> list[Step]:
 
 
 def _conclusion(cfg: RunConfig, steps: Sequence[Step]) -> tuple[Step, Step]:
-    """Return the registration and the report. steps: all steps before; the last one evaluates the
-    model that is registered.
-    """
+    """Return registration and report. steps: all before; the last evaluates the final model."""
 
     def register(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import register_policy

@@ -100,10 +100,7 @@ class Bucket:
         return self._read(key, hashed)[0]
 
     def _read(self, key: str, consume: Callable[[Any], T], **how: Any) -> tuple[T, dict[str, Any]]:
-        """Get an object, with retries for responses that break off, which botocore does not repeat.
-
-        Result: (result of `consume` on the body, response).
-        """
+        """Return (`consume(body)`, response); retry broken responses, which botocore does not."""
         for attempt in range(1, MAX_ATTEMPTS + 1):
             with self._translated(key):
                 response = self._client.get_object(Bucket=self.name, Key=key, **how)

@@ -302,9 +302,7 @@ class StoreFull(OSError):
 
 
 def write_temp(folder: Path, data: bytes, *, mode: int = 0o666) -> Path:
-    """Write `data` durably under a temporary name in `folder`, and return its path.
-    mode: before the umask. Errors: StoreFull.
-    """
+    """Return a new durable file in `folder`. mode: before the umask. Errors: StoreFull."""
     return write_pieces(folder, [memoryview(data)], len(data), mode=mode)
 
 

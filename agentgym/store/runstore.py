@@ -168,9 +168,7 @@ class RunStore:
         return {name: tenure for name, tenure in pairs if tenure is not None}
 
     def collect(self, manifest: Manifest) -> None:
-        """Remove the commits of the manifest's step and key, with their content.
-        Errors: LeaseHeld; ValueError if the manifest is not the head.
-        """
+        """Remove a head's commits and content. Errors: LeaseHeld; ValueError if it is no head."""
         folder = self._folder(manifest.step, manifest.key)
         with self._held(folder, manifest.step) as lease:
             if self.head(manifest.step, manifest.key) != manifest:

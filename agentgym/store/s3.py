@@ -62,9 +62,7 @@ class S3Backend:
             return list(pool.map(function, items))
 
     def _prove_conditions(self) -> None:
-        """Write a test object to check that the service honors conditional writes, without which
-        a step could have two writers. Errors: ConfigError.
-        """
+        """Raise ConfigError unless conditional writes work: else a step could have two writers."""
         if self._proven:
             return
         key = f"{self._base}conditions"

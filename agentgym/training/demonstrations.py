@@ -215,10 +215,7 @@ def tokenized(played: Trajectory, renderer: ChatRenderer, settings: EpisodeSetti
 
 
 def replies_of(recorded: Recorded, action_format: Literal["plain", "react"]) -> list[PlayerReply]:
-    """Return the replies of a recorded trajectory for replay.
-
-    action_format react keeps a react reply as it is; else only its action is replayed.
-    """
+    """Return replies for replay: whole react replies if action_format is react, else actions."""
     replies = []
     for reply in map(str.strip, recorded.replies):
         action = extract_action(reply, "react") if "Action:" in reply else reply

@@ -250,10 +250,7 @@ def clock_of(cfg: RunConfig, learner: Learner) -> StepClock:
 def rollout_speed(
     trajectories: Sequence[Trajectory], seconds: float, usage: EngineUsage
 ) -> dict[str, float]:
-    """Return the speed metrics of rollouts that took `seconds` and this engine usage.
-
-    If the engine reports no usage, only the rate of sampled tokens is known.
-    """
+    """Return speed metrics of rollouts; only the sampled tokens' rate without reported usage."""
     num_sampled = sum(sum(trajectory.action_mask) for trajectory in trajectories)
     metrics = {
         "time/rollouts_s": seconds,
