@@ -36,9 +36,7 @@ class StoreUnreachable(ConnectionError):
 
 
 def connect() -> Any:
-    """Return a boto3 client with deadlines and bounded retries.
-    Errors: ConfigError if boto3 is not installed or the AWS settings are invalid.
-    """
+    """Return a boto3 client with deadlines. Errors: ConfigError without boto3 or valid settings."""
     try:
         import boto3
         from botocore.config import Config
@@ -81,9 +79,7 @@ class Bucket:
         self._client = client
 
     def get(self, key: str) -> tuple[bytes, str, float]:
-        """Return content, ETag, and the seconds since it was written, all by the server's clock.
-        Errors: FileNotFoundError.
-        """
+        """Return content, ETag and age in s by the server's clock. Errors: FileNotFoundError."""
         data, response = self._read(key, lambda body: body.read())
         now = parsedate_to_datetime(response["ResponseMetadata"]["HTTPHeaders"]["date"])
         return data, response["ETag"], (now - response["LastModified"]).total_seconds()
