@@ -66,10 +66,7 @@ def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
 
 
 def _bypass_proxies() -> None:
-    """Add loopback to NO_PROXY, because a network proxy cannot reach servers on this machine.
-
-    Both spellings are set, because programs read one or the other. Lower case wins if both exist.
-    """
+    """Add loopback to NO_PROXY, in both spellings: a proxy cannot reach servers on this machine."""
     listed = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")).split(",")
     hosts = [host.strip() for host in listed if host.strip()]
     if "*" not in hosts:
@@ -94,10 +91,7 @@ def keep_blocks() -> None:
 
 
 def return_memory() -> None:
-    """Return every free page to the system: the next phase needs blocks of other sizes.
-
-    A process that had trained SmolLM2-135M kept 3 GiB of unused memory.
-    """
+    """Return every free page to the system; training SmolLM2-135M left 3 GiB of unused memory."""
     _call("malloc_trim", 0)
 
 

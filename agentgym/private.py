@@ -1,6 +1,4 @@
-"""Private state of the user: the state folder, files with secrets, and the logins of this project's
-own servers.
-"""
+"""Private state of the user: the state folder, files with secrets, logins of our servers."""
 
 from __future__ import annotations
 
@@ -13,12 +11,11 @@ import stat
 import struct
 import sys
 from pathlib import Path
-from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from agentgym.config import ConfigError
-from agentgym.store.files import discard, write_temp
 from agentgym.store.lease import process_start
+from agentgym.store.posix import write_whole
 from agentgym.trust import without_login as without_login
 from agentgym.types import Endpoint
 from envs.wire import TOKEN_VARIABLE
@@ -95,11 +92,7 @@ def private_state(path: Path) -> Path:
 
 def write_private(path: Path, content: bytes) -> None:
     """Write a file atomically that only its owner can read, also over a file with a wider mode."""
-    temporary = write_temp(path.parent, content, mode=0o600)
-    try:
-        temporary.replace(path)
-    finally:
-        discard(temporary)
+    write_whole(path, content, mode=0o600)
 
 
 def new_login() -> str:
@@ -115,9 +108,14 @@ def with_login(url: str, login: str) -> str:
 
 def own_login(url: str) -> str | None:
     """Return the login of our running `make up` if `url` is its Prefect or MLflow, else None."""
-    parts, services = urlsplit(url), _services()
-    if process_start(int(services.get("pid", 0))) != services.get("started", ""):
+    try:
+        services = json.loads((STATE / SERVICES).read_bytes())
+    except (OSError, ValueError):
         return None
+    is_record = isinstance(services, dict)
+    if not is_record or process_start(int(services.get("pid", 0))) != services.get("started", ""):
+        return None
+    parts = urlsplit(url)
     known = {
         _address(urlsplit(str(services[name])))
         for name in ("prefect", "mlflow")
@@ -129,14 +127,6 @@ def own_login(url: str) -> str | None:
 
 def _address(parts: SplitResult) -> str:
     return parts.netloc.rpartition("@")[2]
-
-
-def _services(state: Path = STATE) -> dict[str, Any]:
-    try:
-        services = json.loads((state / SERVICES).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return services if isinstance(services, dict) else {}
 
 
 def _check(path: Path) -> None:

@@ -52,9 +52,7 @@ def encode_line(trajectory: Trajectory) -> bytes:
 
 
 def joined(lines: Iterable[bytes]) -> bytes:
-    """Return the content of a file of episodes: the lines, compressed with gzip. Equal lines give
-    equal bytes. lines: from `encode_line`, each with its line break.
-    """
+    """Return a file of episodes: lines of `encode_line`, gzipped. Equal lines give equal bytes."""
     return gzip.compress(b"".join(lines), compresslevel=_COMPRESSION, mtime=0)
 
 
@@ -64,10 +62,7 @@ def decode_trajectories(data: bytes) -> list[Trajectory]:
 
 
 def read_trajectories(file: BinaryIO) -> Iterator[Trajectory]:
-    """Yield trajectories one by one, so that they need not all be in memory.
-
-    Errors: RecordError that names the line.
-    """
+    """Yield trajectories one by one, to save memory. Errors: RecordError that names the line."""
     number = 1
     try:
         for line in lines_of(file):
@@ -82,10 +77,7 @@ def read_trajectories(file: BinaryIO) -> Iterator[Trajectory]:
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a gzip file.
-
-    Errors: RecordError if it unpacks to more than episodes can; those of `DAMAGE`.
-    """
+    """Yield a gzip file's lines. Errors: RecordError if it unpacks to too much, or `DAMAGE`."""
     packed, size = _Counted(file), 0
     line: list[bytes] = []
     with gzip.GzipFile(fileobj=packed) as lines:
@@ -121,10 +113,7 @@ class _Counted(io.RawIOBase):
 
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory in plain JSON types, for `from_json`, without fields at their defaults.
-
-    `asdict` would copy token by token, 20 times slower.
-    """
+    """Return plain JSON types, no defaults, for `from_json`; `asdict` takes 20 times as long."""
     row: dict[str, Any] = {"schema": SCHEMA} | _told(trajectory, _TRAJECTORY)
     row["item"] = flat(trajectory.item)
     row["turns"] = [_told(turn, _TURN) for turn in trajectory.turns]
@@ -159,10 +148,7 @@ def from_json(row: dict[str, Any]) -> Trajectory:
 
 
 def checked_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row if this version can read it.
-
-    Errors: RecordError for an unknown schema; TypeError if it is no dict.
-    """
+    """Return the row. Errors: RecordError for an unknown schema; TypeError if it is no dict."""
     if not isinstance(row, dict):
         raise TypeError(f"an object was expected, not {row!r:.40}")
     schema = row.get("schema", 1)

@@ -73,9 +73,7 @@ Endpoints = Mapping[str, Sequence[str]]  # environment -> URLs of its servers
 
 
 class SampleKey(NamedTuple):
-    """The name of one random draw.
-    Equal keys give equal draws on every machine, in any order of execution.
-    """
+    """The name of one random draw: equal keys give equal draws, on any machine, in any order."""
 
     seed: int
     step: int  # optimizer step the sample is for; evaluations use 0
@@ -173,37 +171,28 @@ class Delivery(Protocol):
     @property
     def digest(self) -> str:
         """The sender's digest of the weights, see `weights_digest`."""
-        ...
 
     async def weights(self) -> dict[str, Tensor]:
-        """Return the receiver's own copy of all weights by name. Call it once.
-        Errors: EngineMismatch if other weights arrived than were sent.
-        """
-        ...
+        """Return the receiver's own weights by name; call it once. Errors: EngineMismatch."""
 
 
 class Policy(Protocol):
-    """A sampler of tokens. Rollouts, canary, evaluation and audit use every engine through this
-    interface.
-    """
+    """A sampler of tokens, for rollouts, canary, evaluation and audit, with every engine."""
 
     @property
     def version(self) -> int:
         """Version of its weights."""
-        ...
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         """Sample one action, until a stop token or `max_new_tokens`.
         Errors: ValueError if prompt and action cannot fit the context; RuntimeError if the engine
         fails.
         """
-        ...
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
         """Natural-log probability of each token after the first, at temperature 1: [T - 1] float32
         on the CPU for a sequence of T.
         """
-        ...
 
     async def publish(self, delivery: Delivery) -> None:
         """Receive weights while sampling continues, then change to them between turns: running
@@ -211,21 +200,17 @@ class Policy(Protocol):
         Errors: ValueError if the version does not grow or the weights do not fit, EngineMismatch
         if other weights arrived than were sent; the policy then continues as before.
         """
-        ...
 
     async def usage(self) -> EngineUsage:
         """Usage since the policy began."""
-        ...
 
     async def sleep(self) -> None:
         """Free the memory that only sampling needs. Running actions end, others wait for `wake`."""
-        ...
 
     async def wake(self) -> None: ...
 
     async def close(self) -> None:
         """End the policy; calls that still wait raise an error."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

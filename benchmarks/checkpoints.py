@@ -39,8 +39,7 @@ from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS
 from agentgym.models.model import empty_model
 from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
 from agentgym.store.manifest import Blob, Manifest
-from agentgym.store.place import StorePlace
-from agentgym.store.runstore import folder_name
+from agentgym.store.runstore import StorePlace, folder_name
 
 
 def shape_of(width: int, mlp: int, heads: int, kv: int, layers: int, vocab: int) -> dict[str, Any]:

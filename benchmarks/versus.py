@@ -24,7 +24,7 @@ from agentgym.pipeline.policy_evaluation import evaluate_policy
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import open_store, steps_of
 from agentgym.steps.step import Kind
-from agentgym.store.files import write_whole
+from agentgym.store.posix import write_whole
 
 RECIPE = (
     "env.options.levels=[GoToRedBallNoDists]",

@@ -35,6 +35,8 @@ from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajector
 from agentgym.store.manifest import sha256  # noqa: E402
 from agentgym.store.posix import posix_store  # noqa: E402
 from agentgym.store.runstore import RunStore  # noqa: E402
+from agentgym.store.manifest import Manifest, sha256  # noqa: E402
+from agentgym.store.runstore import RunStore, store_at  # noqa: E402
 from agentgym.types import Item, Learned, Status, Trajectory, Turn  # noqa: E402
 from envs.registry import load_spec  # noqa: E402
 
@@ -69,7 +71,7 @@ def main() -> int:
 
 def measure(count: int, folder: Path) -> dict[str, Any]:
     """Serve a store (built first if it is empty), add commits to it, and time questions."""
-    store = posix_store(folder / "store", lease_ttl_s=30.0)
+    store = store_at(folder / "store", lease_ttl_s=30.0)
     if not store.marks():
         fill(store, count)
     commits = [

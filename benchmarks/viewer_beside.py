@@ -28,7 +28,7 @@ from harness import output_of, parser_of, set_words, write
 from scipy.stats import ttest_1samp
 from viewer import Server
 
-from agentgym.store.posix import posix_store
+from agentgym.store.runstore import store_at
 
 PAIRS, STEPS = 8, 24
 EVERY_S = 1.0
@@ -84,7 +84,7 @@ def run(step: str, state: Path, num_steps: int) -> None:
 def trained(state: Path, num_steps: int) -> float:
     """Train the first stage from this state; return its optimizer steps per second."""
     run(STAGE, state, num_steps)
-    store = posix_store(state / "store", lease_ttl_s=30.0)
+    store = store_at(state / "store", lease_ttl_s=30.0)
     (head,) = store.heads(STAGE)
     ends = [commit.created_at for commit in store.history(STAGE, head.key)]
     assert len(ends) == num_steps

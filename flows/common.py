@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -60,6 +61,21 @@ class RunRequest(BaseModel):
         """
         cfg = load_config(self.params, self.overrides)
         return config_of_run(name, cfg, self.params, self.overrides) if name else cfg
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run, for `run_of`."""
+    parser.add_argument(
+        "--params", default="params.yaml", help="parameter file (default: params.yaml)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="over the parameter file"
+    )
+
+
+def run_of(arguments: argparse.Namespace) -> RunRequest:
+    """Return the run of a command line."""
+    return RunRequest(params=arguments.params, overrides=tuple(arguments.overrides))
 
 
 def run_name() -> str:

@@ -1,11 +1,8 @@
-"""Comparison of recipes, horizons, environments and seeds: every cell is an ordinary run, then one
-table.
-"""
+"""Comparison of recipes, horizons, environments and seeds: ordinary runs, then one table."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import sys
@@ -32,10 +29,8 @@ from agentgym.evaluation.protocol import items_of
 from agentgym.pipeline.contenders import playing_config
 from agentgym.pipeline.plan import check_model
 from agentgym.private import private_state
-from agentgym.store.files import full_disk_told
 from agentgym.tracking.deliver import tracker_of
-from flows.shell import _quieten_console
-from services.prefect_server import prefect_api
+from flows.shell import prefect_running
 from services.recovery import begin_attempt
 from tasks.comparison import cell_task, write_task
 from tasks.dataset import dataset_pointer, pull_data
@@ -161,14 +156,10 @@ def _run(arguments: argparse.Namespace, console: PlainConsole) -> int:
     )
     failure = None
     if waiting:
-        _quieten_console()
         for handler in logging.getLogger().handlers:
             if isinstance(handler, PrefectConsoleHandler):
                 handler.setLevel(logging.CRITICAL)  # a failed cell is named at the end, in one line
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(full_disk_told(cells[0].cfg.state_dir))
-            with console.status("starting a Prefect server"):
-                stack.enter_context(prefect_api(cells[0].cfg.state_dir))
+        with prefect_running(cells[0].cfg.state_dir, console):
             try:
                 compare(comparison, overrides, arguments.parallel, arguments.out)
             except CellsFailed as error:
@@ -185,14 +176,15 @@ def _waiting(cells: Sequence[Cell]) -> list[Cell]:
     """Check and return the cells that are not done. Data that is not pulled yet is not checked, and
     its cells count as not done. Errors: ConfigError.
     """
+
+    def is_pulled(cell: Cell) -> bool:
+        return all(folder.is_dir() for folder in cell.cfg.data_folders.values())
+
     waiting = []
     for cell in cells:
         for setting, folder in cell.cfg.data_folders.items():
             dataset_pointer(folder, setting)
-        if (
-            not all(folder.is_dir() for folder in cell.cfg.data_folders.values())
-            or not cell.is_done()
-        ):
+        if not (is_pulled(cell) and cell.is_done()):
             waiting.append(cell)
     for env in {env.model_dump_json(): env for cell in waiting for env in cell.cfg.envs}.values():
         check_local_env(env)
@@ -202,11 +194,7 @@ def _waiting(cells: Sequence[Cell]) -> list[Cell]:
     }
     for cfg in models.values():
         check_model(cfg.model, cfg.lora)
-    pulled = [
-        cell.cfg
-        for cell in waiting
-        if all(folder.is_dir() for folder in cell.cfg.data_folders.values())
-    ]
+    pulled = [cell.cfg for cell in waiting if is_pulled(cell)]
     for cfg in {
         str((c.seed, c.data, c.env_names, c.evaluation, c.rollout.items_per_step)): c
         for c in pulled

@@ -11,9 +11,9 @@ from prefect import flow
 from agentgym.console.ending import guarded, say
 from agentgym.deploy.kubernetes import check_fleets
 from agentgym.private import private_state
-from flows.common import RunRequest, run_name
+from flows.common import RunRequest, add_run, run_name, run_of
 from services.prefect_server import prefect_api
-from tasks.env_servers import end_environments, keep_environment, servers_artifact
+from tasks.steps import end_environments, keep_environment, servers_artifact
 
 
 @flow(name="envs-up", flow_run_name=run_name, persist_result=False)
@@ -47,16 +47,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line. Exit codes: see `agentgym.cli.main`."""
     parser = argparse.ArgumentParser(prog="python -m flows.environments")
     parser.add_argument("what", choices=FLOWS)
-    parser.add_argument(
-        "--params", default="params.yaml", help="parameter file (default: params.yaml)"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="over the parameter file"
-    )
+    add_run(parser)
     arguments = parser.parse_args(argv)
-    request = RunRequest(params=arguments.params, overrides=tuple(arguments.overrides))
 
     def run() -> int:
+        request = run_of(arguments)
         cfg = request.config()  # raises its errors before anything starts
         private_state(cfg.state_dir)
         with prefect_api(cfg.state_dir):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 
 from prefect import flow
@@ -13,10 +12,16 @@ from agentgym.console.ending import guarded
 from agentgym.console.progress import Bars, PlainConsole
 from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.private import private_state
-from agentgym.store.files import full_disk_told
-from flows.common import RunRequest, fleets_down, is_evaluation, run_name, run_steps
-from flows.shell import _quieten_console, main
-from services.prefect_server import prefect_api
+from flows.common import (
+    RunRequest,
+    add_run,
+    fleets_down,
+    is_evaluation,
+    run_name,
+    run_of,
+    run_steps,
+)
+from flows.shell import main, prefect_running
 from services.recovery import begin_attempt
 from tasks.evaluation import evaluation_task
 
@@ -41,21 +46,18 @@ def of_policy(argv: list[str]) -> int:
     """Run `python -m flows.evaluate --policy POLICY ...`. Exit code: as in `flows.shell.main`."""
     parser = argparse.ArgumentParser(prog="python -m flows.evaluate --policy POLICY")
     parser.add_argument("--policy", required=True, help="as `agentgym evaluate` takes it")
-    parser.add_argument("--params", default="params.yaml", help="parameter file")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    add_run(parser)
     add_options(parser)
     arguments = parser.parse_intermixed_args(argv)
 
     def command() -> int:
-        run = RunRequest(params=arguments.params, overrides=tuple(arguments.overrides))
+        run = run_of(arguments)
         cfg, request = run.config(), request_of(arguments)
         private_state(cfg.state_dir)
-        _quieten_console()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(full_disk_told(cfg.state_dir))
-            stack.enter_context(prefect_api(cfg.state_dir))
+        console = PlainConsole()
+        with prefect_running(cfg.state_dir, console):
             for name, summary in evaluate(run, request).items():
-                PlainConsole().print(f"{name}: {summary}", highlight=False)
+                console.print(f"{name}: {summary}", highlight=False)
         return 0
 
     return guarded(command)

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import logging
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,12 @@ from agentgym.private import STATE, private_state
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.pools import check_env_servers
 from agentgym.steps.step import Kind, Step
-from agentgym.store.files import full_disk_told
 from agentgym.store.manifest import Manifest
+from agentgym.store.posix import full_disk_told
 from agentgym.tracking.deliver import committed_alarms
 from agentgym.tracking.reaching import check_server
 from envs.plain import PlainFormatter
-from flows.common import RunRequest, Wanted, check_parents
+from flows.common import Wanted, add_run, check_parents, run_of
 from services.prefect_server import prefect_api
 from services.state import running
 from tasks.dataset import dataset_pointer
@@ -52,21 +52,13 @@ def main(module: str, flow: Any, wanted: Wanted, argv: list[str] | None = None) 
     started), 130 interrupted (state is resumable).
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=flow.description)
-    parser.add_argument(
-        "--params", default="params.yaml", help="parameter file (default: params.yaml)"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="over the parameter file"
-    )
+    add_run(parser)
     arguments = parser.parse_args(argv)
-    return guarded(
-        lambda: _run(flow, wanted, arguments.params, tuple(arguments.overrides), PlainConsole())
-    )
+    return guarded(lambda: _run(flow, wanted, arguments, PlainConsole()))
 
 
-def _run(
-    flow: Any, wanted: Wanted, params: str, overrides: tuple[str, ...], console: Console
-) -> int:
+def _run(flow: Any, wanted: Wanted, arguments: argparse.Namespace, console: Console) -> int:
+    params, overrides = arguments.params, arguments.overrides
     cfg = load_config(params, overrides)
     private_state(cfg.state_dir)
     table = steps_of(cfg)
@@ -83,12 +75,8 @@ def _run(
         if cfg.model.source == "hub":
             cost = forecast(cfg)
             console.print(f"the whole run takes {cost.duration} ({cost.speed})", highlight=False)
-        _quieten_console()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(full_disk_told(cfg.state_dir))
-            with console.status("starting a Prefect server"):
-                stack.enter_context(prefect_api(cfg.state_dir))
-            flow(RunRequest(params=params, overrides=overrides))
+        with prefect_running(cfg.state_dir, console):
+            flow(run_of(arguments))
     done = _confirmed(cfg, wanted)
     if num_done == num_steps:
         console.print(
@@ -99,6 +87,16 @@ def _run(
     else:
         list_results(cfg, {name: done[name] for name in names}, console)
     return 0
+
+
+@contextlib.contextmanager
+def prefect_running(state_dir: Path, console: Console) -> Iterator[None]:
+    """Start a Prefect server for the flow inside. Errors: StoreFull if its disk is full."""
+    _quieten_console()
+    with full_disk_told(state_dir), contextlib.ExitStack() as stack:
+        with console.status("starting a Prefect server"):
+            stack.enter_context(prefect_api(state_dir))
+        yield
 
 
 def _quieten_console() -> None:
@@ -257,9 +255,7 @@ def _shown(cfg: RunConfig, step: Step) -> str:
 
 
 def _part(step: Step, before: str) -> str:
-    """Return the part of the whole time that a step belongs to.
-    before: name of the part before RL.
-    """
+    """Return the part of the whole time that a step counts to. before: the one before RL."""
     if step.kind is Kind.EVALUATE:
         return "evaluation"
     if step.stage is not None:
@@ -327,17 +323,12 @@ def _export_report(cfg: RunConfig, manifest: Manifest) -> Path:
 
 def _percent(interval: Interval, tight: bool) -> str:
     """Format a share and its interval in at most 13 characters; 12 if tight."""
-    mean, (low, high) = (
-        100 * interval.mean,
-        (f"{100 * interval.low:.0f}", f"{100 * interval.high:.0f}"),
-    )
+    mean, low, high = 100 * interval.mean, f"{100 * interval.low:.0f}", f"{100 * interval.high:.0f}"
     if tight:
         return f"{mean:.1f} [dim]{low if low == high else f'{low}-{high}'}[/dim]"
     return f"{mean:5.1f} [dim]{low:>3}-{high:<3}[/dim]"
 
 
 def _points(interval: Interval) -> str:
-    return (
-        f"{100 * interval.mean:+5.1f} [dim]{100 * interval.low:+.0f} to"
-        f" {100 * interval.high:+.0f}[/dim]"
-    )
+    mean, low, high = (100 * value for value in (interval.mean, interval.low, interval.high))
+    return f"{mean:+5.1f} [dim]{low:+.0f} to {high:+.0f}[/dim]"

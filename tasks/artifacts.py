@@ -62,9 +62,7 @@ class _Watched:
 
 @contextlib.contextmanager
 def progress_artifact(step: str, inner: Progress) -> Iterator[Progress]:
-    """Yield a progress that forwards to `inner` and to a progress artifact of the task run.
-    The artifact is updated at most once in EVERY_S.
-    """
+    """Yield a progress for `inner` and a progress artifact, updated at most once in EVERY_S."""
     watched, stop = _Watched(inner), threading.Event()
     # a thread, because coroutines report progress and would have to await Prefect's calls; the
     # context names the task run

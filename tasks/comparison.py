@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect import Task, task
+from prefect import Task
 from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
 
 from agentgym.comparison.described import Comparison
 from agentgym.comparison.matrix import Cell, run_cell
 from agentgym.comparison.results import write_comparison
 from agentgym.comparison.tables import literal, table_markdown
 from tasks.retries import may_help
+from agentgym.comparison.shown import table_markdown
+from tasks.retries import retried
 
 
 def cell_task(cell: Cell) -> Task[Any, None]:
@@ -23,26 +24,12 @@ def cell_task(cell: Cell) -> Task[Any, None]:
     return _run_cell.with_options(task_run_name=cell.title)
 
 
-@task(
-    name="cell",
-    retries=1,
-    retry_delay_seconds=2,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-    retry_condition_fn=may_help,
-)
+@retried("cell")
 def _run_cell(cell: Cell, wait_s: float, stop: threading.Event) -> None:
     run_cell(cell, wait_s=wait_s, stop=stop)
 
 
-@task(
-    name="table and figures",
-    retries=1,
-    retry_delay_seconds=2,
-    timeout_seconds=1800,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-)
+@retried("table and figures", timeout_s=1800)
 def write_task(comparison: Comparison, cells: Sequence[Cell], out: Path) -> None:
     """Write a comparison's table and figures to the folder `out` and, if any cell is done, to
     MLflow. Show the table on the flow run's page.

@@ -5,21 +5,16 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from agentgym.config import ConfigError
 from agentgym.data.items import DataError
 from agentgym.data.published import DvcError, check_pin, run_dvc
-from tasks.retries import may_help
+from tasks.retries import retried
 
 PULL_TIMEOUT_S = 1700.0
 
 
 def dataset_pointer(path: Path, setting: str = "data.path") -> Path | None:
-    """Return the dataset's `.dvc` file; None for a folder that DVC does not track.
-    Errors: ConfigError if there is neither.
-    """
+    """Return the `.dvc` file; None for an untracked folder. Errors: ConfigError without both."""
     pointer = path.with_name(f"{path.name}.dvc")
     if pointer.is_file():
         return pointer
@@ -30,16 +25,7 @@ def dataset_pointer(path: Path, setting: str = "data.path") -> Path | None:
     return None
 
 
-@task(
-    name="pull data",
-    task_run_name="pull data",
-    retries=2,
-    retry_delay_seconds=[2, 10],
-    retry_condition_fn=may_help,
-    timeout_seconds=1800,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-)
+@retried("pull data", run_name="pull data", delays_s=(2, 10), timeout_s=1800)
 def pull_data(path: Path) -> str:
     """Restore the dataset that its `.dvc` file pins, with `dvc pull`. Result: a summary.
 

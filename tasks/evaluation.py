@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 
-from prefect import task
 from prefect.artifacts import create_table_artifact
-from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import RunConfig
 from agentgym.evaluation.intervals import FAILED
 from agentgym.evaluation.protocol import EvaluationRequest
-from agentgym.pipeline.evaluated import Evaluated
-from agentgym.pipeline.policy_evaluation import evaluate_policy
+from agentgym.pipeline.policy_evaluation import Evaluated, evaluate_policy
 from agentgym.steps.context import Progress
 from tasks.artifacts import progress_artifact
-from tasks.retries import may_help
+from tasks.retries import retried
 from tasks.steps import STEP_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
@@ -25,16 +22,7 @@ class EvaluationInvalid(RuntimeError):
     """An evaluation in which too few episodes count, or that ended before the last one."""
 
 
-@task(
-    name="evaluate a policy",
-    task_run_name="evaluate {request.policy}",
-    retries=1,
-    retry_delay_seconds=2,
-    timeout_seconds=STEP_TIMEOUT_S,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-    retry_condition_fn=may_help,
-)
+@retried("evaluate a policy", run_name="evaluate {request.policy}", timeout_s=STEP_TIMEOUT_S)
 def evaluation_task(cfg: RunConfig, request: EvaluationRequest, progress: Progress) -> str:
     """Evaluate a policy, create a table of its numbers in Prefect and return a summary.
     Errors: EvaluationInvalid; ConfigError before anything starts.

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, cast
 from uuid import UUID
 
-from prefect import get_client, task
+from prefect import get_client
 from prefect.blocks.abstract import NotificationBlock
 from prefect.blocks.core import Block
-from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterId,
@@ -20,7 +19,7 @@ from prefect.client.schemas.objects import FlowRun, StateType, TaskRun
 from prefect.settings import get_current_settings
 
 from agentgym.config import ConfigError
-from tasks.retries import may_help
+from tasks.retries import retried
 
 BLOCKS = "Slack Webhook, Email, Custom Webhook, ..."
 
@@ -39,19 +38,9 @@ def failure(run: FlowRun, failed: list[TaskRun], page: str) -> tuple[str, str]:
     return f"agentgym: {run.name} failed", "\n".join(lines)
 
 
-@task(
-    name="notify",
-    retries=3,
-    retry_delay_seconds=[2, 10, 60],
-    retry_condition_fn=may_help,
-    timeout_seconds=60,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-)
+@retried("notify", delays_s=(2, 10, 60), timeout_s=60)
 def tell(flow_run_id: UUID, block: str) -> str:
-    """Send a report on a failed run through a notification block. Result: its text.
-    Errors: ConfigError if there is no such notification block.
-    """
+    """Send a report on a failed run through a block; return its text. Errors: ConfigError."""
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(flow_run_id)
         failed = client.read_task_runs(

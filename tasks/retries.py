@@ -1,10 +1,12 @@
-"""The rule for failures that a retry may fix."""
+"""Tasks of this project: never cached, and tried again after a failure that a retry may fix."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
-from prefect import Task
+from prefect import Task, task
+from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
 from agentgym.config import ConfigError
@@ -12,6 +14,8 @@ from agentgym.pipeline.child import Stopped
 from agentgym.store.lease import LeaseHeld
 from agentgym.tracking.points import AlarmStop
 
+P = ParamSpec("P")
+R = TypeVar("R")
 FINAL = (ConfigError, LeaseHeld, Stopped, AlarmStop)
 
 
@@ -21,3 +25,23 @@ async def may_help(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -
     """
     result = await state.aresult(raise_on_failure=False)
     return not isinstance(result, FINAL)
+
+
+def retried(
+    name: str | None = None,
+    *,
+    run_name: str | None = None,
+    delays_s: Sequence[float] = (2,),
+    timeout_s: float | None = None,
+) -> Callable[[Callable[P, R]], Task[P, R]]:
+    """Return the decorator of a task. delays_s: before each retry. timeout_s: of each attempt."""
+    return task(
+        name=name,
+        task_run_name=run_name,
+        retries=len(delays_s),
+        retry_delay_seconds=list(delays_s),
+        retry_condition_fn=may_help,
+        timeout_seconds=timeout_s,
+        cache_policy=NO_CACHE,
+        persist_result=False,
+    )

@@ -188,11 +188,10 @@ def stand_still():
 @pytest.fixture(scope="session")
 def keep(tmp_path_factory):
     """keep(snapshot or {name: bytes}, more) -> (store, the manifest of a commit of that)."""
-    from agentgym.store.place import StorePlace
-    from agentgym.store.posix import posix_store
+    from agentgym.store.runstore import StorePlace, store_at
 
     def commit(content, files=None):
-        store = posix_store(tmp_path_factory.mktemp("kept"), lease_ttl_s=30.0)
+        store = store_at(tmp_path_factory.mktemp("kept"), lease_ttl_s=30.0)
         with store.open("kept", "5" * 64) as writer:
             if hasattr(content, "write"):
                 content = content.write(StorePlace.of(store), "kept", "5" * 64)

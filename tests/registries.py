@@ -8,6 +8,7 @@ from agentgym.evaluation.paired import Pair
 from agentgym.evaluation.question import TAG as QUESTION
 from agentgym.evaluation.registry import Promotions
 from agentgym.store.posix import posix_store
+from agentgym.store.runstore import store_at
 from agentgym.tracking.registry import alias_version
 
 RULES = GateConfig()
@@ -23,7 +24,7 @@ class Registry:
         self.solved = {}
 
     def store_in(self, folder):
-        return posix_store(folder, lease_ttl_s=30.0)
+        return store_at(folder, lease_ttl_s=30.0)
 
     def promotions(self):
         return Promotions(self.store, self.tracker, self.name, "champion")

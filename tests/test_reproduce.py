@@ -196,8 +196,8 @@ def test_a_command_is_understood(command, monkeypatch):
     elif words[:3] == ["python", "-m", "flows.pipeline"]:
         from flows import shell
 
-        def run(flow, wanted, params, overrides, console):
-            return len(load_config(params, overrides).envs)
+        def run(flow, wanted, arguments, console):
+            return len(load_config(arguments.params, arguments.overrides).envs)
 
         monkeypatch.setattr(shell, "_run", run)
         monkeypatch.setattr(shell, "guarded", lambda work: work())

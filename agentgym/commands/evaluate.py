@@ -17,7 +17,7 @@ from agentgym.console.ending import say
 
 if TYPE_CHECKING:
     from agentgym.evaluation.protocol import EvaluationRequest
-    from agentgym.pipeline.evaluated import Evaluated
+    from agentgym.pipeline.policy_evaluation import Evaluated
 
 INVALID = 3  # exit code of a result whose coverage is below the floor
 SHOWN = 20  # failed attempts, or slots with another grade, in the output
@@ -179,11 +179,10 @@ def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
 
 def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.console.progress import Bars, PlainConsole
-    from agentgym.pipeline.evaluated import show
-    from agentgym.pipeline.policy_evaluation import evaluate_policy, regrade
+    from agentgym.pipeline.policy_evaluation import evaluate_policy, regrade, show
     from agentgym.pipeline.stored_config import how_to_find
-    from agentgym.store.files import write_whole
     from agentgym.store.lease import when_free
+    from agentgym.store.posix import write_whole
 
     subjects = [name for name in (arguments.policy, arguments.show, arguments.regrade) if name]
     if len(subjects) != 1:

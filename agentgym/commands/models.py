@@ -58,7 +58,7 @@ def add(commands: Commands) -> None:
 
 def _promote(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.console.progress import Bars, PlainConsole
-    from agentgym.pipeline.promote import force, promote
+    from agentgym.pipeline.versions import force, promote
 
     if arguments.force:
         entry = force(cfg, arguments.version, arguments.why)
@@ -70,14 +70,14 @@ def _promote(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _rollback(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.pipeline.promote import roll_back
+    from agentgym.pipeline.versions import roll_back
 
     _say_entry(roll_back(cfg, arguments.to, arguments.why), cfg, as_json=arguments.json)
     return 0
 
 
 def _history(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.pipeline.promote import champion_files, standing
+    from agentgym.pipeline.versions import champion_files, standing
 
     entries, now = standing(cfg)
     changed, files = champion_files(cfg, now)
@@ -101,7 +101,7 @@ def _history(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _lineage(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.pipeline.lineage import lineage, lines
+    from agentgym.pipeline.versions import lineage, lines
 
     report = lineage(cfg, arguments.of)
     if arguments.json:

@@ -69,7 +69,7 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.run import require_key, run_when_free, run_with_parents
     from agentgym.pipeline.stored_config import require_run
     from agentgym.pipeline.table import open_store
-    from agentgym.store.files import write_whole
+    from agentgym.store.posix import write_whole
     from agentgym.tracking.reaching import check_server
 
     if arguments.out is not None:
@@ -101,9 +101,9 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _stored(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.pipeline.pointers import confirm_pointers
+    from agentgym.pipeline.dvc import confirm_pointers
     from agentgym.pipeline.table import open_store
-    from agentgym.store.files import write_whole
+    from agentgym.store.posix import write_whole
 
     pointers = confirm_pointers(cfg, arguments.pointers)
     if arguments.out is not None:
@@ -117,7 +117,7 @@ def _stored(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 def _dvc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.dvc import FILE, dvc_yaml
     from agentgym.pipeline.table import steps_of
-    from agentgym.store.files import write_whole
+    from agentgym.store.posix import write_whole
 
     write_whole(FILE, dvc_yaml(cfg, arguments.params).encode())
     say(f"{FILE}: {len(steps_of(cfg)) + 1} stages of {arguments.params}; `dvc repro` runs them")
@@ -145,7 +145,7 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     if arguments.json:
         tree = {
             "run": f"r{run_key(cfg)[:12]}",
-            "steps": [step.to_json() for step in steps],
+            "steps": [asdict(step) for step in steps],
             "forecast": cost and {**asdict(cost), "most_commits": num_commits(cfg)},
             "pretrained": [asdict(default) for default in defaults],
         }

@@ -95,7 +95,7 @@ NOT_PROVEN = 3  # exit code if nothing is wrong, but the evidence of a decision 
 def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.audit import audit
     from agentgym.console.progress import Bars, PlainConsole
-    from agentgym.pipeline.audited import keep_audit
+    from agentgym.pipeline.stored_config import keep_audit
     from agentgym.pipeline.table import open_store
 
     with Bars(PlainConsole(stderr=True)) as bars:
@@ -136,6 +136,9 @@ def _compare_results(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     """
     from agentgym.comparison.versus import files, find_result, lines, table_markdown, versus
     from agentgym.store.files import write_whole
+    from agentgym.comparison.versus import find_result, versus
+    from agentgym.comparison.versus_report import files, lines, table_markdown
+    from agentgym.store.posix import write_whole
 
     level = arguments.confidence
     if level is not None and not 0.5 < level < 1:

@@ -21,12 +21,12 @@ from agentgym.comparison.described import Comparison, DescribedRow, described_ro
 from agentgym.config import ConfigError, RunConfig, config_digest, load_config
 from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
 from agentgym.evaluation.result import differences
-from agentgym.pipeline.child import run_child, run_command
+from agentgym.pipeline.child import run_command
 from agentgym.pipeline.policy_evaluation import answered, protocol_for
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of, with_parents
 from agentgym.steps.step import Kind
-from agentgym.store.files import write_whole
 from agentgym.store.manifest import Manifest
+from agentgym.store.posix import write_whole
 
 
 @dataclass(frozen=True)
@@ -167,14 +167,13 @@ def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[s
 
 
 def run_cell(cell: Cell, *, wait_s: float, stop: threading.Event | None = None) -> None:
-    """Run a cell's steps and evaluations in processes. Errors: as `run_child`, with the cell."""
+    """Run a cell's steps and evaluations in processes. Errors: as `run_command`, with the cell."""
     folder = f"cells/{cell.slug}"
-    run_child(
-        cell.until,
+    run_command(
+        ("step", cell.until, "--with-parents"),
         cell.cfg,
         title=cell.title,
         place=folder,
-        with_parents=True,
         wait_s=wait_s,
         stop=stop,
     )

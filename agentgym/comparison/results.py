@@ -32,8 +32,8 @@ from agentgym.evaluation.numbers import Table as Outcomes
 from agentgym.evaluation.numbers import keys, per_item
 from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.table import finished, open_store, steps_of
-from agentgym.store.files import write_whole
 from agentgym.store.manifest import Manifest
+from agentgym.store.posix import write_whole
 from agentgym.tracking.deliver import CellPoints, committed_points, deliver_comparison
 from agentgym.tracking.points import Point
 

@@ -31,6 +31,7 @@ from agentgym.evaluation.result import RESULT, Result, ResultError, Slot
 from agentgym.evaluation.stored import NumbersChanged, stored_result
 from agentgym.pages import gain, percent, points, single_page
 from agentgym.pipeline.export import commit_of
+from agentgym.pipeline.contenders import commit_of
 from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest
 from agentgym.store.runstore import RunStore

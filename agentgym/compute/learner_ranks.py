@@ -37,7 +37,7 @@ from agentgym.learner.start import LearnerPlan
 from agentgym.models.model import set_threads
 from agentgym.models.transport import Broadcast, Place, meet, serve, use_interface_of
 from agentgym.store.manifest import Blob
-from agentgym.store.place import StorePlace
+from agentgym.store.runstore import StorePlace
 from agentgym.types import EngineMismatch
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 from agentgym.config import RunConfig
 from agentgym.data.items import DataError
 from agentgym.data.trajectories import FILE, input_digest
-from agentgym.store.files import write_whole
+from agentgym.store.posix import write_whole
 from agentgym.store.runstore import RunStore
 
 logger = logging.getLogger(__name__)

@@ -27,10 +27,8 @@ from typing import Any, Literal, Self
 
 from agentgym.config import ConfigError
 from agentgym.store.lease import when_free
-from agentgym.store.manifest import Manifest, canonical_json, sha256
-from agentgym.store.place import StorePlace
-from agentgym.store.runstore import RunStore
-from agentgym.store.writer import StepWriter
+from agentgym.store.manifest import Manifest, StepWriter, canonical_json, sha256
+from agentgym.store.runstore import RunStore, StorePlace
 
 logger = logging.getLogger(__name__)
 

@@ -67,7 +67,7 @@ def register_policy(ctx: StepContext, run_key: str, play_anew: PlayAnew) -> Mani
             evidence,
             num_seen=len(items & chosen_on),
             reference_kl=reference_kl(store, ctx.checkpoint),
-            **ctx.gate.audited(run_key),
+            **ctx.audited(run_key),
         )
 
     try:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from agentgym.models.architecture import INDEX, MAX_HEADER_BYTES
 from agentgym.store.manifest import Blob, Manifest, sha256
-from agentgym.store.place import StorePlace
-from agentgym.store.runstore import RunStore
+from agentgym.store.runstore import RunStore, StorePlace
 
 PIECE_BYTES = 16 << 20  # largest part of a file in memory at one time
 PARTS = "parts"  # key of a header's metadata: {tensor: [shape of the whole, first row]}

@@ -12,38 +12,15 @@ import yaml
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.deploy.owned import owned_process, tail
-from agentgym.store.files import write_whole
+from agentgym.store.posix import write_whole
 
 BAD_INPUT = 2  # exit code of the command line
 POLL_S = 0.1
-TIMEOUT_S = 24 * 3600.0
+TIMEOUT_S = 24 * 3600.0  # of a command
 
 
 class Stopped(RuntimeError):
     """A process was stopped before it was done; its commits remain."""
-
-
-def run_child(
-    step: str,
-    cfg: RunConfig,
-    *,
-    title: str,
-    place: str,
-    with_parents: bool = False,
-    wait_s: float = 0.0,
-    stop: threading.Event | None = None,
-    timeout_s: float = TIMEOUT_S,
-) -> None:
-    """Run `agentgym step` in a process of its own. Parameters and errors: see `run_command`."""
-    run_command(
-        ("step", step, *(["--with-parents"] if with_parents else [])),
-        cfg,
-        title=title,
-        place=place,
-        wait_s=wait_s,
-        stop=stop,
-        timeout_s=timeout_s,
-    )
 
 
 def run_command(
@@ -54,7 +31,6 @@ def run_command(
     place: str,
     wait_s: float = 0.0,
     stop: threading.Event | None = None,
-    timeout_s: float = TIMEOUT_S,
 ) -> None:
     """Run `agentgym WORDS` in a process to its end, with these parameters written to a file.
 
@@ -69,7 +45,7 @@ def run_command(
     command = [sys.executable, "-m", "agentgym", *words, "--params", str(params)]
     command += [*(["--wait", str(wait_s)] if wait_s else []), "--owner-pipe"]
     stop = stop or threading.Event()
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + TIMEOUT_S
     with owned_process(command, log_path=log_path, env={}) as process:
         while process.poll() is None:
             if stop.wait(POLL_S):
@@ -77,20 +53,13 @@ def run_command(
                     f"{title} was stopped; the same command continues from its last commit"
                 )
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{title} did not end within {timeout_s:g} s\n{tail(log_path)}")
+                raise RuntimeError(f"{title} did not end within {TIMEOUT_S:g} s\n{tail(log_path)}")
     if process.returncode:
         kind = ConfigError if process.returncode == BAD_INPUT else RuntimeError
         raise kind(f"{title}: {_last_line(log_path)}; its log is {log_path}")
 
 
 def _last_line(log_path: Path) -> str:
-    lines = [
-        line
-        for line in log_path.read_text(errors="replace", encoding="utf-8").splitlines()
-        if line.strip()
-    ]
-    return (
-        lines[-1].removeprefix("failed: ").removeprefix("error: ")
-        if lines
-        else "it printed nothing"
-    )
+    text = log_path.read_text(errors="replace", encoding="utf-8")
+    lines = ["it printed nothing", *filter(str.strip, text.splitlines())]
+    return lines[-1].removeprefix("failed: ").removeprefix("error: ")

@@ -1,4 +1,6 @@
-"""The policies of an evaluation, made ready: checkpoints, registered models, folders, endpoints."""
+"""Models by name, made ready: the policies of an evaluation (checkpoints, registered models,
+folders, endpoints), and exports of a commit for Hugging Face or, of its adapter, for peft.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,14 @@ from agentgym.evaluation.policies import (
     with_room,
 )
 from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
-from agentgym.pipeline.table import open_store
+from agentgym.pipeline.table import begun, open_store, run_key, steps_of
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosted import Endpoint, only_model
 from agentgym.rollouts.policies.prices import load_tariff
+from agentgym.steps.context import scores
+from agentgym.store.manifest import Manifest
+from agentgym.store.runstore import RunStore
+from agentgym.tracking.deliver import delivered_steps, tracker_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +47,7 @@ class Invited:
     cfg: RunConfig
 
     def instructions(self, rules: Mapping[str, str]) -> dict[str, str]:
-        """Return the instructions that episodes begin with, by environment.
-
-        rules: the instructions that servers send, by environment.
-        """
+        """Return the instructions of episodes. rules: those of servers. Both by environment."""
         if not self.contender.knows_rules:
             return instructions_of(self.protocol, rules)
         names = [settings.env.name for settings in self.protocol.envs if settings.instructions]
@@ -75,7 +78,10 @@ def invite(run: RunConfig, protocol: EvaluationProtocol, request: EvaluationRequ
         and playing.rollout.engine == "torch"
         and contender.checkpoint is not None
     ):
-        roomy = _in_as_much_memory(roomy, protocol)
+        # longer episodes: the memory that the engine reserves for all in flight must not grow
+        before, now = (max(env.context_tokens for env in p.envs) for p in (protocol, roomy))
+        num = max(1, roomy.concurrency * before // now)
+        roomy = roomy.model_copy(update={"concurrency": num})
     return Invited(contender, roomy, playing_config(run, roomy, request.engine))
 
 
@@ -88,21 +94,8 @@ def _window(contender: Contender) -> int | None:
     return window if isinstance(window, int) else None
 
 
-def _in_as_much_memory(longer: EvaluationProtocol, as_of: EvaluationProtocol) -> EvaluationProtocol:
-    """Return `longer` with fewer episodes in flight, because each of them may be longer.
-
-    The memory that the engine reserves for all of them is then no larger than for `as_of`.
-    """
-    before, now = (max(env.context_tokens for env in protocol.envs) for protocol in (as_of, longer))
-    num = max(1, longer.concurrency * before // now)
-    return longer.model_copy(update={"concurrency": num})
-
-
 def playing_config(cfg: RunConfig, protocol: EvaluationProtocol, engine: str) -> RunConfig:
-    """Return the run's settings with those that servers and an engine take from the protocol.
-
-    engine: empty: the run's. Errors: ConfigError.
-    """
+    """Return the run's settings with those of the protocol and engine. Errors: ConfigError."""
     first, *others = protocol.env_configs
     name = engine or cfg.rollout.engine
     if protocol.deterministic and name != "torch":
@@ -142,7 +135,8 @@ def contender_of(run: RunConfig, cfg: RunConfig, request: EvaluationRequest) -> 
     if name.who is PolicyKind.ENDPOINT:
         return endpoint_contender(_endpoint(request))
     if name.who is PolicyKind.RUN:
-        return _of_run(run, cfg, name)
+        store = open_store(cfg)
+        return checkpoint_contender(cfg, store, commit_of(run, store, name.name, run=name.of))
     if name.who is PolicyKind.REGISTRY:
         with tempfile.TemporaryDirectory(prefix="agentgym-model-") as folder:
             return folder_contender(_registered(cfg, name, Path(folder)), cfg, name.text)
@@ -170,18 +164,8 @@ def _endpoint(request: EvaluationRequest) -> Endpoint:
         raise ConfigError(str(error)) from None
 
 
-def _of_run(run: RunConfig, cfg: RunConfig, name: PolicyName) -> Contender:
-    from agentgym.pipeline.export import commit_of
-
-    store = open_store(cfg)
-    return checkpoint_contender(cfg, store, commit_of(run, store, name.name, run=name.of))
-
-
 def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
-    """Copy the registered version's files below `folder` and check that none was changed.
-
-    Result: the folder with the model. Errors: ConfigError.
-    """
+    """Copy a version's unchanged files below `folder`; return the model's. Errors: ConfigError."""
     from agentgym.evaluation.registry import Promotions, fetch_registered
     from agentgym.tracking.deliver import tracker_of
     from agentgym.tracking.reaching import reaching
@@ -218,3 +202,92 @@ def _model_folder(name: PolicyName) -> Path:
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0][:200]
         raise ConfigError(f"policy {name.text} cannot be had from the Hub: {reason}") from None
+
+
+def export(
+    cfg: RunConfig,
+    name: str,
+    folder: Path,
+    *,
+    run: str = "",
+    best: bool = False,
+    adapter: bool = False,
+) -> Manifest:
+    """Write the newest commit of a step to `folder`, in files that transformers, vLLM and others
+    load. Large weights go to several files with an index.
+
+    run: one that was started with this state folder, for example r3d1c27a5b9e0 or its beginning;
+    empty: the configured one.
+    best: export the commit that did best in validation (the first of equal ones), not the newest.
+    adapter: export the adapter alone, for `PeftModel.from_pretrained`; else merged weights.
+    Result: the commit. Errors: ConfigError if no commit has weights, or the folder exists already;
+    BlobMissing, DigestMismatch.
+    """
+    from agentgym.models.checkpoint import adapter_of, save_adapter, save_pretrained
+
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; name a folder that does not, or remove it")
+    store = open_store(cfg)
+    manifest = commit_of(cfg, store, name, run=run)
+    if best:
+        scored = scores(store, name, manifest.key)
+        if not scored:
+            raise ConfigError(f"step {name} has no commit that was validated")
+        seq = max(scored, key=lambda entry: entry[0])[1]
+        manifest = store.history(name, manifest.key)[seq]
+        if not store.has(manifest):
+            raise ConfigError(
+                f"the commit of step {name} that did best in validation, {seq}, has no weights any"
+                " more; train with store.keep_best=true"
+            )
+    if adapter:
+        trained = adapter_of(store, manifest)
+        if trained is None:
+            raise ConfigError(
+                f"step {name} commit {manifest.seq} holds whole weights and no adapter; export it"
+                " without --adapter"
+            )
+        base = trained.base.manifest
+        # weights that a warm start trained have no published name
+        name_of_base = None if "sft_step" in base.state else base.config["model"]["name"] or None
+        save_adapter(folder, trained, base_name=name_of_base)
+    else:
+        save_pretrained(folder, store, manifest)
+    return manifest
+
+
+def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> Manifest:
+    """Return a step's newest commit. run: see `export`. Errors: ConfigError without weights."""
+    from agentgym.models.checkpoint import has_weights
+
+    heads = _steps_of_run(cfg, store, run, name) if run else _configured(cfg, store, name)
+    manifest = heads.get(name)
+    if manifest is None or not has_weights(manifest):
+        having = [step for step, head in heads.items() if has_weights(head)]
+        raise ConfigError(
+            f"step {name} has no commit with weights; those that have:"
+            f" {', '.join(having) or 'none'}"
+        )
+    return manifest
+
+
+def _configured(cfg: RunConfig, store: RunStore, name: str) -> dict[str, Manifest]:
+    """Return step -> newest commit of this configuration. Errors: ConfigError for another name."""
+    table = steps_of(cfg)
+    if name not in table:
+        raise ConfigError(f"unknown step {name!r}; this configuration has: {', '.join(table)}")
+    return begun(cfg, store)
+
+
+def _steps_of_run(cfg: RunConfig, store: RunStore, run: str, name: str) -> dict[str, Manifest]:
+    """Return step -> newest commit of a run, found by notes of deliveries. Errors: ConfigError."""
+    known = delivered_steps(cfg)
+    matching = [key for key in known if key.startswith(run.removeprefix("r"))]
+    if not matching and run_key(cfg).startswith(run.removeprefix("r")):
+        return _configured(cfg, store, name)
+    if len(matching) != 1:
+        there = ", ".join(f"r{key[:12]}" for key in matching or known) or "no run"
+        what = "is several" if matching else "is none"
+        raise ConfigError(f"run {run} {what} of those known under {cfg.state_dir}: {there}")
+    steps = known[matching[0]]
+    return {head.step: head for head in store.heads() if (head.step, head.key[:16]) in steps}

@@ -1,7 +1,7 @@
 """dvc.yaml from the table of steps, and the files that DVC keeps of a step: pointers and a few
-numbers.
+numbers. The store must have what pointers name, because git and `dvc pull` bring no weights.
 
-The module makes texts only, so it needs neither torch nor DVC.
+The module needs neither torch nor DVC.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 import yaml
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.pipeline.table import open_store, run_key, steps_of
+from agentgym.pipeline.run import confirm
+from agentgym.pipeline.stored_config import keep_run
+from agentgym.pipeline.table import finished, open_store, run_key, steps_of
 from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
@@ -29,6 +31,7 @@ HEADER = """\
 # stage checks that the store has what they name: a clone that has only pointers stops there.
 """
 TRAINED = ("sft_loss", "rollout_success", "validation_success")
+SHOWN = 3  # results that an error names
 LAST = "stored"  # its output is in no clone, because git ignores the folder of local state
 
 
@@ -41,18 +44,18 @@ def dvc_yaml(cfg: RunConfig, params: str = PARAMS) -> str:
     return HEADER + yaml.safe_dump(tree, sort_keys=False, width=120)
 
 
-def require_current(cfg: RunConfig, params: str = PARAMS, file: Path = FILE) -> None:
+def require_current(cfg: RunConfig, params: str = PARAMS) -> None:
     """Raise ConfigError if dvc.yaml exists with other stages than this run's, for example after
     `dvc exp run -S horizon.stage_steps=[5]`.
 
     DVC would run steps that the run does not have, or leave some out.
     """
-    if not file.is_file():
+    if not FILE.is_file():
         return
     try:
-        stages = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("stages", {})
+        stages = (yaml.safe_load(FILE.read_text(encoding="utf-8")) or {}).get("stages", {})
     except (yaml.YAMLError, AttributeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); run `agentgym dvc`") from None
+        raise ConfigError(f"{FILE} cannot be read ({error}); run `agentgym dvc`") from None
     wanted = yaml.safe_load(dvc_yaml(cfg, params))["stages"]
     if stages == wanted:
         return
@@ -68,7 +71,7 @@ def require_current(cfg: RunConfig, params: str = PARAMS, file: Path = FILE) -> 
         if names
     ]
     raise ConfigError(
-        f"{file} does not describe the run that {params} asks for: {'; '.join(differences)}. Run"
+        f"{FILE} does not describe the run that {params} asks for: {'; '.join(differences)}. Run"
         f" `agentgym dvc{_options(params)}`, then `dvc repro`"
     )
 
@@ -178,9 +181,7 @@ def metrics(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def began_of(commits: Sequence[Manifest]) -> str | None:
-    """sha256 of the time of a step's first commit, which distinguishes two runs of the same
-    parameters. None without commits.
-    """
+    """sha256 of the first commit's time, by which equal runs differ. None without commits."""
     return sha256(repr(commits[0].created_at).encode()) if commits else None
 
 
@@ -198,3 +199,72 @@ def pointer(cfg: RunConfig, outcome: Outcome) -> str:
     }
     content = {"manifest": [identity], "results": manifest.results, "curve": curve(store, manifest)}
     return json.dumps(content, indent=1, sort_keys=True)
+
+
+def confirm_pointers(cfg: RunConfig, folder: Path) -> dict[str, str]:
+    """Verify what the pointers in `folder` name, deliver it to MLflow and keep the configuration.
+
+    Result: step -> digest. Errors: ConfigError if the store lacks some of it, with the ways to get
+    it; DigestMismatch, BlobMissing, LedgerUnavailable.
+    """
+    store, table = open_store(cfg), steps_of(cfg)
+    done = finished(cfg, store)
+    pointers = {name: found for name in table if (found := _read_pointer(folder / f"{name}.json"))}
+    lacking = {
+        name: known
+        for name, known in pointers.items()
+        if (head := done.get(name)) is None or head.digest != known["digest"] or not store.has(head)
+    }
+    if lacking:
+        raise ConfigError(_lacking(store, folder, lacking, done))
+    keep_run(cfg, store)
+    for name in pointers:
+        confirm(cfg, store, table[name], done[name])
+    return {name: known["digest"] for name, known in pointers.items()}
+
+
+def _read_pointer(path: Path) -> dict[str, str]:
+    """Return a pointer's digest and store; empty if there is no pointer. Errors: ConfigError."""
+    if not path.is_file():
+        return {}
+    try:
+        identity = json.loads(path.read_bytes())["manifest"][0]
+        return {"digest": str(identity["digest"]), "store": str(identity.get("store", ""))}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is no pointer ({type(error).__name__}); restore it with git, or remove it and"
+            " run `dvc repro`"
+        ) from None
+
+
+def _lacking(
+    store: RunStore,
+    folder: Path,
+    lacking: Mapping[str, Mapping[str, str]],
+    done: Mapping[str, Manifest],
+) -> str:
+    """Return the error text: what is missing, and the ways to get it."""
+    names = list(lacking)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    named = [f"{name} ({lacking[name]['digest'][:12]})" for name in names[:SHOWN]]
+    roots = sorted({known["store"] for known in lacking.values()} - {"", store.root})
+    shared = next((root for root in roots if root.startswith("s3://")), "")
+    ways = [
+        f"set store.uri to {shared}"
+        if shared
+        else "set store.uri to a store that you share with the person who made them"
+    ]
+    theirs = roots[0] if roots else store.root
+    # a folder and a bucket have other layouts, so files cannot be copied from one to the other
+    if not any(root.startswith("s3://") for root in (theirs, store.root)):
+        here = store.root if roots else "the same place here"
+        ways.append(f"copy that machine's {theirs} to {here}")
+    if names[0] in done:
+        ways.append("take this store's own run in their place: `dvc repro --force` trains nothing")
+    else:
+        ways.append("make them here: `dvc repro --force` trains, like the first time")
+    return (
+        f"{folder} has pointers to results that the store {store.root} lacks:"
+        f" {', '.join(named)}{more}. Git and `dvc pull` bring pointers and data, no weights. To"
+        f" have them, {', or '.join(ways)}"
+    )

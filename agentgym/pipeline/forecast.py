@@ -100,18 +100,18 @@ class Forecast:
         written = amount(self.commit_bytes * most_commits)
         step = "" if self.step_seconds is None else f", {self.step_seconds:.1f} s an optimizer step"
         return [
-            *(self._on_cpu() if self.device == "cpu" else self._on_gpu()),
+            *self._memory(),
             f"store    {amount(self.commit_bytes)} a commit, at most {most_commits} of them:"
             f" {written} written; {amount(self.weight_bytes)} of weights a checkpoint",
             f"time     {self.duration}{step} ({self.speed})",
         ]
 
-    def _on_cpu(self) -> Iterator[str]:
-        parts = f"learner {amount(self.learner_bytes)}, engine {amount(self.engine_bytes)}"
-        yield f"memory   {amount(self.host_bytes)} on the host ({parts})"
-
-    def _on_gpu(self) -> Iterator[str]:
-        """Yield the memory of learner and engine, and a line that states if the GPU has enough."""
+    def _memory(self) -> Iterator[str]:
+        """Yield the memory of learner and engine, and a line that states if a GPU has enough."""
+        if self.device == "cpu":
+            parts = f"learner {amount(self.learner_bytes)}, engine {amount(self.engine_bytes)}"
+            yield f"memory   {amount(self.host_bytes)} on the host ({parts})"
+            return
         optimizer, activations = self.optimizer_bytes, self.activation_bytes
         yield (
             f"memory   learner {amount(self.learner_bytes)} on the GPU (weights"
@@ -224,10 +224,7 @@ def usual_pretrained(cfg: RunConfig) -> list[Chosen]:
 
 
 def shape_of(cfg: RunConfig) -> Shape:
-    """Return the size of the configured model.
-
-    Errors: ConfigError if the model's config.json is not on this machine.
-    """
+    """Return the model's size. Errors: ConfigError if its config.json is not on this machine."""
     from agentgym.models.adapter import chosen_modules
     from agentgym.models.architecture import published_architecture
     from agentgym.models.model import empty_model, tiny_architecture
@@ -305,10 +302,7 @@ def _training(cfg: RunConfig) -> Work:
 
 
 def _played(cfg: RunConfig, episodes: Sequence[tuple[float, float]], group: int) -> Work:
-    """Return the engine's work for episodes.
-
-    episodes: (number of episodes, turns of one); group: number of episodes of one item.
-    """
+    """Return the engine's work. episodes: (number, turns of one); group: episodes of one item."""
     action, work = OF_TOKENS * cfg.rollout.max_new_tokens, Work(0, 0, 0, 0)
     for count, turns in episodes:
         sampled = turns * action
@@ -398,15 +392,14 @@ def _gain(threads: int) -> float:
     return 1 + THREAD_GAIN * (min(threads, os.cpu_count() or 1) - 1)
 
 
-def matrix_speed(hidden_size: int, mlp_size: int, tokens: int = 256) -> float:
-    """Measure for half a second and return FLOP/s of float32 products of this shape, one thread.
-    Torch keeps one thread afterwards.
-    """
+def matrix_speed(hidden_size: int, mlp_size: int) -> float:
+    """Measure FLOP/s of float32 products of this shape, in one thread, which torch then keeps."""
     import torch
 
     from agentgym.models.model import set_threads
 
     set_threads(1)
+    tokens = 256
     states, weights = torch.ones(tokens, hidden_size), torch.ones(hidden_size, mlp_size)
     count, began = 0, time.thread_time()
     while (passed := time.thread_time() - began) < 0.5 or count < 2:

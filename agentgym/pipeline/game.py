@@ -42,10 +42,7 @@ class Game:
 
 
 def play_games(cfg: RunConfig, game: Game, tell: Tell, ask: Ask) -> list[Trajectory]:
-    """Play games on new servers, show them by `tell`, and return their trajectories.
-
-    Errors: ConfigError before anything starts.
-    """
+    """Play games on new servers, shown by `tell`. Errors: ConfigError before anything starts."""
     protocol = _protocol(cfg, game)
     items = _items(cfg, protocol, game)
     invited = _invited(cfg, protocol, game, tell, ask)

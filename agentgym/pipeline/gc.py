@@ -1,6 +1,4 @@
-"""Garbage collection of a store: steps that neither the configured run nor its neighbours, DVC's
-pointers or the registry need.
-"""
+"""Garbage collection: steps that no run of interest, pointer of DVC or registry needs."""
 
 from __future__ import annotations
 
@@ -14,12 +12,11 @@ from pathlib import Path
 from agentgym.config import RunConfig
 from agentgym.evaluation.history import STEP as PROMOTIONS
 from agentgym.evaluation.record import STEP as EVALUATION
-from agentgym.pipeline.audited import STEP as AUDITS
+from agentgym.pipeline.stored_config import AUDITS
 from agentgym.pipeline.stored_config import STEP as RUNS
-from agentgym.pipeline.table import finished, key_of, open_store, steps_of
+from agentgym.pipeline.table import begun, open_store
 from agentgym.store.lease import LeaseHeld
 from agentgym.store.manifest import Manifest
-from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import tracker_of
 from agentgym.tracking.reaching import LedgerUnavailable, reaching
 
@@ -60,7 +57,7 @@ def survey(cfg: RunConfig, pointers: Path) -> list[Survey]:
             **_registered(cfg, heads),
             **_pointed_at(pointers),
             **{head.digest: FOR_EVER[head.step] for head in heads if head.step in FOR_EVER},
-            **dict.fromkeys(_configured(cfg, store), "of the configured run"),
+            **{head.digest: "of the configured run" for head in begun(cfg, store).values()},
         },
         live=live,
     )
@@ -86,35 +83,20 @@ def collect(cfg: RunConfig, garbage: Sequence[Manifest]) -> Iterator[Manifest]:
         yield head
 
 
-def _configured(cfg: RunConfig, store: RunStore) -> list[str]:
-    """Digests of this configuration's steps in the store, done or in progress."""
-    done = finished(cfg, store)
-    begun = [
-        store.head(name, key_of(step, cfg, done))
-        for name, step in steps_of(cfg).items()
-        if name not in done and all(parent in done for parent in step.parents)
-    ]
-    return [head.digest for head in (*done.values(), *begun) if head is not None]
-
-
 def _pointed_at(folder: Path) -> dict[str, str]:
     """Return digest -> reason, for each digest that a pointer names."""
     reasons = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
-            reasons[str(json.loads(path.read_bytes())["manifest"][0]["digest"])] = (
-                f"named by {path}"
-            )
+            digest = str(json.loads(path.read_bytes())["manifest"][0]["digest"])
+            reasons[digest] = f"named by {path}"
         except (ValueError, LookupError, TypeError):
             continue  # a file of metrics, or not from DVC
     return reasons
 
 
 def _registered(cfg: RunConfig, heads: Sequence[Manifest]) -> dict[str, str]:
-    """Return digest -> reason, for each registration whose model version exists.
-
-    If MLflow cannot be reached, the version counts as existing.
-    """
+    """Return digest -> reason for registrations whose version exists, or may, without MLflow."""
     reasons = {}
     for head in heads:
         if {"model", "version"} <= head.results.keys():
@@ -187,9 +169,8 @@ def kept(
     reasons: dict[str, str] = {}
     parent_digests = {parent for head in heads for parent in head.parents.values()}
     leaves = [head for head in heads if head.digest not in parent_digests]
-    newest = sorted(leaves, key=lambda head: head.created_at)[
-        len(leaves) - min(runs, len(leaves)) :
-    ]
+    leaves.sort(key=lambda head: head.created_at)
+    newest = leaves[max(0, len(leaves) - runs) :]
     for head in heads:
         if head.digest in pinned:
             reasons[head.digest] = pinned[head.digest]

@@ -1,10 +1,8 @@
-"""The plan of a run: which steps would run and why, and whether its model can be used.
-Nothing runs.
-"""
+"""The plan of a run: which steps would run and why, and whether its model can be used."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from agentgym.config import LoraConfig, ModelConfig, RunConfig
@@ -24,15 +22,9 @@ class PlannedStep:
     action: Literal["skip", "resume", "run"]
     why: str
 
-    def to_json(self) -> dict[str, str]:
-        return asdict(self)
-
 
 def plan(cfg: RunConfig) -> list[PlannedStep]:
-    """Return every step in order, with its action. Only the store is read.
-
-    Errors: ConfigError if the dataset is missing.
-    """
+    """Return all steps in order, with actions. Errors: ConfigError if the dataset is missing."""
     store = open_store(cfg)
     done = finished(cfg, store)
     return [_plan_step(step, cfg, store, done) for step in steps_of(cfg).values()]
@@ -48,9 +40,7 @@ def num_commits(cfg: RunConfig) -> int:
 
 
 def commit_bytes(cfg: RunConfig) -> int | None:
-    """Bytes of the largest recent commit of the newest stage or warm start with this model; None
-    before the first one.
-    """
+    """Bytes of the largest recent commit of a training step with this model; None without one."""
     training = {step.name for step in steps_of(cfg).values() if step.kind is Kind.TRAIN}
     tree, store = cfg.semantic(), open_store(cfg)
     known = [
@@ -94,11 +84,8 @@ def _plan_step(
         return PlannedStep(step.name, step.title, "run", f"after {_few(waiting)}{suffix}")
     head = store.head(step.name, key_of(step, cfg, done))
     if head is not None:
-        reached = (
-            head.state.get("global_step")
-            if step.stage
-            else head.state.get("sft_step", head.state.get("num_items"))
-        )
+        steps = head.state.get("sft_step", head.state.get("num_items"))
+        reached = head.state.get("global_step") if step.stage else steps
         return PlannedStep(step.name, step.title, "resume", f"at {reached} (commit {head.seq})")
     return PlannedStep(step.name, step.title, "run", _why_new(step, cfg, store, known, done))
 
@@ -132,10 +119,7 @@ def _differences(step: Step, cfg: RunConfig, before: Manifest) -> list[str]:
 
 
 def changed(now: Any, before: Any, path: str = "") -> list[str]:
-    """Return a line `path before -> now` for each value that differs.
-
-    A setting that only one of the two versions has gives `path is gone` or `path is new`.
-    """
+    """Return `path before -> now`, `path is gone` or `path is new` for each differing value."""
     if not (isinstance(now, dict) and isinstance(before, dict)):
         return [] if now == before else [f"{path.removesuffix('.')} {before} -> {now}"]
     lines = [f"{path}{key} is gone" for key in before if key not in now]

@@ -1,4 +1,4 @@
-"""Evaluation of any policy under a protocol, for `agentgym evaluate`, the flow and a DVC stage."""
+"""Evaluation of any policy under a protocol; results in the store, in files and in MLflow."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.data.items import parse_item_id
@@ -24,6 +25,10 @@ from agentgym.evaluation.evaluator import (
     slots_of,
 )
 from agentgym.evaluation.policies import PolicyKind, PolicyName, adaptations, recorded_contender
+from agentgym.evaluation.page import render
+from agentgym.evaluation.parquet import FILE as EPISODES
+from agentgym.evaluation.parquet import write_episodes
+from agentgym.evaluation.policies import PolicyKind, PolicyName, recorded_contender
 from agentgym.evaluation.protocol import (
     EvaluationProtocol,
     EvaluationRequest,
@@ -34,18 +39,41 @@ from agentgym.evaluation.protocol import (
 )
 from agentgym.evaluation.record import STEP, Ledger, Plan, attempts_of, find, read_plan
 from agentgym.evaluation.result import Result, digest_of
+from agentgym.evaluation.record import STEP, Ledger, attempts_of, examples_of, find, read_plan
+from agentgym.evaluation.result import RESULT, Result, digest_of
 from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.contenders import Invited, contender_of, invite, playing_config
-from agentgym.pipeline.evaluated import Evaluated, How, from_store, kept
 from agentgym.pipeline.table import open_store
 from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.players import NoHints, hints_of
 from agentgym.rollouts.pools import EnvPools
 from agentgym.steps.context import NoProgress, Progress
 from agentgym.store.manifest import Manifest, canonical_json
+from agentgym.store.runstore import RunStore
+from agentgym.tracking.deliver import tracker_of
+from agentgym.tracking.points import Point
+from agentgym.tracking.reaching import LedgerUnavailable, reaching
 from agentgym.types import Item
 
 logger = logging.getLogger(__name__)
+
+How = Literal["done", "resumed", "ran"]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The result of an evaluation, and its files."""
+
+    result: Result
+    manifest: Manifest
+    folder: Path  # with all files of the evaluation
+    how: How
+    stopped: str = ""  # why it ended before its last episode
+    changed: Sequence[tuple[str, str, str]] = ()  # slots graded differently: slot, before, now
+
+    @property
+    def is_valid(self) -> bool:
+        return bool(self.result.about["valid"])
 
 
 def evaluate_policy(
@@ -92,10 +120,7 @@ def answered(cfg: RunConfig, policy: str, protocol: EvaluationProtocol) -> Manif
 
 
 def protocol_for(cfg: RunConfig, request: EvaluationRequest) -> EvaluationProtocol:
-    """Return the protocol that a request names, else the run's, with the request's changes.
-
-    Errors: ConfigError.
-    """
+    """Return the request's protocol, else the run's, with its changes. Errors: ConfigError."""
     if request.protocol:
         protocol = load_protocol(request.protocol, request.changes)
         return protocol.only(request.envs) if request.envs else protocol
@@ -132,16 +157,14 @@ def _evaluate(
         digest = digest_of(identity)
         final = store.final(STEP, digest)
         if final is not None:
-            return from_store(cfg, store, final, "done")
+            return from_store(cfg, store, final)
         if contender.needs_hints and opened.pool is not None:
             opened.loop.run(_require_hints(opened.pool, items))
         with store.open(STEP, digest) as writer:
             before = writer.head
 
             def commit(*, wall_s: float, **parts: Any) -> Manifest:
-                return writer.commit(
-                    parents={}, config=identity, timings={"wall_s": wall_s}, **parts
-                )
+                return writer.commit(config=identity, timings={"wall_s": wall_s}, **parts)
 
             instructions, lines = invited.instructions(rules), invited.lines(rules)
             ledger = Ledger.open(
@@ -194,10 +217,7 @@ def _policy(
 
 
 def _tasks(env: EnvConfig, items: Sequence[Item]) -> list[str | None]:
-    """Return the identity of each item's task; None if the environment has none.
-
-    Errors: ConfigError.
-    """
+    """Return each item's task identity; None if the environment has none. Errors: ConfigError."""
     return list(_identities(env.model_dump_json(), tuple(item.task_id for item in items)))
 
 
@@ -256,3 +276,75 @@ def changed(before: Result, after: Result) -> list[tuple[str, str, str]]:
         if (old.counts, old.success, old.reward) != (new.counts, new.success, new.reward):
             changes.append((f"{old.item_id} #{old.sample}", texts[0], texts[1]))
     return changes
+
+
+def show(cfg: RunConfig, digest: str) -> Evaluated:
+    """Return an evaluation as far as it has come, and write its files again. Another process may
+    run it meanwhile.
+
+    digest: the first digits of its key. No episode is played and MLflow is not changed.
+    Errors: ConfigError if not exactly one evaluation has such a key.
+    """
+    store = open_store(cfg)
+    return from_store(cfg, store, find(store, digest), tell=False)
+
+
+def from_store(cfg: RunConfig, store: RunStore, head: Manifest, *, tell: bool = True) -> Evaluated:
+    """Return a stored evaluation, with its files written again. tell: deliver it to MLflow, too."""
+    return kept(cfg, store, head, stored_result(store, head), "done", "", tell=tell)
+
+
+def kept(
+    cfg: RunConfig,
+    store: RunStore,
+    manifest: Manifest,
+    result: Result,
+    how: How,
+    stopped: str,
+    *,
+    tell: bool = True,
+) -> Evaluated:
+    """Write the files of an evaluation to the state folder, and return it with their folder.
+
+    tell: deliver it to MLflow, too, if it has a committed result.
+    """
+    folder = cfg.state_dir / "evaluations" / manifest.key[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    result.save(folder)
+    commits = store.history(manifest.step, manifest.key)
+    write_episodes(folder / EPISODES, attempts_of(store, commits))
+    for name, content in render(result, examples_of(store, commits)).items():
+        (folder / name).write_bytes(content)
+    if tell and RESULT in manifest.blobs:
+        _deliver(cfg, manifest, result, folder)
+    return Evaluated(result, manifest, folder, how, stopped)
+
+
+def _deliver(cfg: RunConfig, manifest: Manifest, result: Result, folder: Path) -> None:
+    """Write an evaluation to its MLflow run and end the run; repeating it changes nothing.
+
+    folder: its artifacts. If MLflow cannot be reached, that is only logged.
+    """
+    about = result.about
+    metrics = {"eval/coverage": result.coverage}
+    for env, numbers in result.numbers.items():
+        rows = {
+            **numbers["summary"],
+            **({"reward": numbers["reward"]} if numbers["reward"] else {}),
+        }
+        metrics |= {f"eval/{env}/{name}": float(row["mean"]) for name, row in rows.items()}
+        metrics[f"eval/{env}/coverage"] = float(numbers["coverage"])
+    try:
+        with reaching(cfg.tracking_uri):
+            tracker = tracker_of(cfg)
+            run_id = tracker.evaluation_run(
+                result.digest,
+                f"evaluation of {about['policy']}"[:200],
+                params={"policy": about["policy"], "protocol": about["protocol"]},
+                tags={"digest": manifest.digest, "valid": str(about["valid"]).lower()},
+            )
+            tracker.deliver(run_id, [Point(0, int(manifest.created_at * 1000), metrics)])
+            tracker.log_artifacts(run_id, folder)
+            tracker.end_run(run_id)
+    except LedgerUnavailable as error:
+        logger.warning("MLflow does not have this evaluation yet: %s", error)

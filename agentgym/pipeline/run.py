@@ -1,11 +1,9 @@
-"""Running a step: Prefect tasks, `agentgym step` and tests all call `run_step`.
-
-It finds out whether the step is done, half done or new.
-"""
+"""Running a step, be it done, half done or new: tasks, commands and tests call `run_step`."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from agentgym.config import ConfigError, EnvConfig, RunConfig, is_elsewhere
 from agentgym.data.copies import keep_data
 from agentgym.defaults import keep_blocks, return_memory
 from agentgym.deploy.environment import environment_servers
-from agentgym.pipeline.stored_config import keep_run
+from agentgym.pipeline.stored_config import audit_for_gate, keep_run
 from agentgym.pipeline.table import (
     finished,
     key_of,
@@ -28,12 +26,11 @@ from agentgym.pipeline.table import (
     with_parents,
 )
 from agentgym.rollouts.policies.hosts import one_engine
-from agentgym.steps.context import METRICS, Environment, ForGate, NoProgress, Progress, StepContext
+from agentgym.steps.context import METRICS, Environment, NoProgress, Progress, StepContext
 from agentgym.steps.step import Kind, Outcome, Step
 from agentgym.store.lease import LeaseHeld, when_free
-from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, sha256
+from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, StepWriter, sha256
 from agentgym.store.runstore import RunStore
-from agentgym.store.writer import StepWriter
 from agentgym.tracking.deliver import Paced, close_dead, deliver_step, delivery_mark, tracker_of
 from agentgym.tracking.points import AlarmStop
 from agentgym.tracking.reaching import (
@@ -72,8 +69,7 @@ def run_step(
         raise ConfigError(f"unknown step {name!r}; this configuration has: {', '.join(table)}")
     step, store = table[name], open_store(cfg)
     done = finished(cfg, store)
-    missing = [parent for parent in step.parents if parent not in done]
-    if missing:
+    if missing := [parent for parent in step.parents if parent not in done]:
         raise ConfigError(
             f"step {name} needs {', '.join(missing)} first; run `agentgym step {missing[0]}`"
         )
@@ -104,7 +100,8 @@ def run_step(
             parents=parents,
             environment=environment or _own_servers(cfg),
             progress=progress or NoProgress(),
-            gate=_for_gate(cfg, progress),
+            play_anew=functools.partial(_play_anew, cfg, progress),
+            audited=functools.partial(audit_for_gate, cfg),
             on_commit=Paced(lambda manifest: deliver(cfg, store, step, manifest)),
             trained=[commit for stage, commit in done.items() if step.stage and table[stage].stage],
         )
@@ -119,9 +116,7 @@ _looked: set[tuple[str, str]] = set()  # (MLflow, store) pairs that this process
 
 
 def _prepare_process(cfg: RunConfig, store: RunStore) -> None:
-    """Bound the memory of a pretrained model; once per process, close the MLflow runs that earlier
-    processes left RUNNING.
-    """
+    """Bound a hub model's memory; once per process, close MLflow runs that others left RUNNING."""
     if cfg.model.source == "hub":
         gc.collect()  # the last step's models may be in reference cycles
         return_memory()
@@ -161,9 +156,7 @@ def _run_elsewhere(
 
 @contextlib.contextmanager
 def _with_servers(cfg: RunConfig, environment: Environment | None) -> Iterator[RunConfig]:
-    """Yield the configuration for a job, with the addresses of the servers on Kubernetes, which are
-    started from here.
-    """
+    """Yield a job's configuration with the addresses of servers that start here on Kubernetes."""
     if not any(env.deploy == "kubernetes" for env in cfg.envs):
         yield cfg
         return
@@ -185,9 +178,7 @@ def _own_servers(cfg: RunConfig) -> Environment:
 
 
 def _with_data(cfg: RunConfig, store: RunStore) -> RunConfig:
-    """Return the configuration for machines without the data folders: with the data's digest. The
-    data files are written to the store.
-    """
+    """Return the configuration with the data's digest; the store gets the data files."""
     if not is_elsewhere(cfg):
         return cfg
     kept = cfg.data.model_copy(update={"digest": keep_data(cfg, store)})
@@ -195,9 +186,7 @@ def _with_data(cfg: RunConfig, store: RunStore) -> RunConfig:
 
 
 def require_key(name: str, cfg: RunConfig, expected: str) -> None:
-    """Raise ConfigError unless the step has the expected key on this machine.
-    The keys differ if source, data or settings that change a result differ.
-    """
+    """Raise ConfigError unless source, data and settings give the step this key here, too."""
     table, done = steps_of(cfg), finished(cfg, open_store(cfg))
     if name in table and all(parent in done for parent in table[name].parents):
         key = key_of(table[name], cfg, done)
@@ -211,28 +200,14 @@ def require_key(name: str, cfg: RunConfig, expected: str) -> None:
         )
 
 
-def _for_gate(cfg: RunConfig, progress: Progress | None) -> ForGate:
-    """Return the functions that registration may call; each is imported when it is called, because
-    that takes seconds.
-    """
+def _play_anew(cfg: RunConfig, progress: Progress | None, policy: str) -> Any:
+    from agentgym.pipeline.versions import play_anew  # takes seconds
 
-    def play_anew(policy: str) -> Any:
-        from agentgym.pipeline.promote import play_anew
-
-        return play_anew(cfg, progress)(policy)
-
-    def audited(key: str) -> Any:
-        from agentgym.pipeline.audited import audit_for_gate
-
-        return audit_for_gate(cfg, key)
-
-    return ForGate(play_anew, audited)
+    return play_anew(cfg, progress)(policy)
 
 
 def _run_watched(ctx: StepContext) -> Manifest:
-    """Run the step unless an alarm on its commits stops it. If MLflow can be reached, it gets the
-    commit that raised the alarm.
-    """
+    """Run the step unless an alarm stops it; MLflow, if reachable, gets the alarm's commit."""
     try:
         if stop := ctx.watch.stop:
             raise stop
@@ -255,12 +230,10 @@ def _intact_head(store: RunStore, writer: StepWriter) -> Manifest | None:
             store.verify(writer.head)
             break
         except (DigestMismatch, BlobMissing) as error:
-            if not writer.has_earlier:
-                raise
             before = writer.fall_back()
-            logger.warning(
-                "%s; resuming from commit %d, the one before", error, before.seq if before else 0
-            )
+            if before is None:
+                raise
+            logger.warning("%s; resuming from commit %d, the one before", error, before.seq)
     return writer.head
 
 
@@ -282,10 +255,9 @@ def run_with_parents(
                 running.append(stack.enter_context(environment_servers(cfg, False, run_label(cfg))))
             return contextlib.nullcontext(running[0])
 
-        steps = with_parents(cfg, name)
         return [
             run_when_free(step, cfg, wait_s=wait_s, environment=environment, progress=progress)
-            for step in steps
+            for step in with_parents(cfg, name)
         ]
 
 
@@ -297,18 +269,14 @@ def run_when_free(
     environment: Environment | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Run a step once no other process runs it.
-    Errors: LeaseHeld if that takes more than `wait_s` seconds; those of `run_step`.
-    """
+    """Run a step once it is free. Errors: LeaseHeld after `wait_s` seconds; those of `run_step`."""
     return when_free(
         lambda: run_step(name, cfg, environment=environment, progress=progress), wait_s
     )
 
 
 def confirm(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
-    """Verify the content of a finished step, and bring MLflow up to date.
-    Errors: DigestMismatch.
-    """
+    """Verify a finished step's content, and bring MLflow up to date. Errors: DigestMismatch."""
     store.verify(manifest)
     deliver(cfg, store, step, manifest)
 

@@ -1,8 +1,8 @@
-"""The stored configuration of a run: the store has it under the run's key, and every command that
-takes a run's name reads it there.
+"""Records under a run's key: its configuration, which every command that takes a run's name reads,
+and the report of its last audit, for the promotion gate.
 
-The key is the digest of the record, so a changed record is detected. Addresses, secrets and paths
-(operational settings) are not in it: they come from the owner's own parameter file.
+The key is the digest of the configuration, so a changed one is detected. Addresses, secrets and
+paths (operational settings) are not in it: they come from the owner's own parameter file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentgym.config import (
     ConfigError,
@@ -23,6 +23,7 @@ from agentgym.config import (
     owned_env,
 )
 from agentgym.config.section import is_operational
+from agentgym.pipeline.child import run_command
 from agentgym.pipeline.plan import changed, plan
 from agentgym.pipeline.table import open_store, run_identity, run_key
 from agentgym.private import without_login
@@ -32,7 +33,12 @@ from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import delivered_steps
 from agentgym.trust import outward
 
+if TYPE_CHECKING:
+    from agentgym.evaluation.gate import Audited  # imports scipy, which is slow
+
 STEP = "runs"  # the name these records have among the steps of a store
+AUDITS, AUDIT = "audits", "audit.json"  # the same for audits, and their record
+NO_AUDIT: Audited = {"audit": "none", "audit_note": ""}
 PARAMS = "params.yaml"
 # sections that only training reads; later commands on the run do not need them
 WHILE_TRAINING = ("alarms", "pipeline")
@@ -46,16 +52,7 @@ def keep_run(cfg: RunConfig, store: RunStore) -> None:
     # LeaseHeld: another process writes the same
     with contextlib.suppress(LeaseHeld), store.open(STEP, key) as writer:
         if writer.head is None:
-            writer.commit(
-                done=True,
-                state={},
-                parents={},
-                config=run_identity(cfg),
-                blobs={},
-                records={},
-                results={},
-                timings={},
-            )
+            writer.commit(done=True, config=run_identity(cfg))
 
 
 def find_run(store: RunStore, name: str) -> Manifest | None:
@@ -102,10 +99,7 @@ def config_of_run(
 
 
 def _layer(semantic: Mapping[str, Any], cfg: RunConfig) -> dict[str, Any]:
-    """Return the run's settings as a layer of the configuration.
-
-    Addresses of environments and all other operational settings come from the owner alone.
-    """
+    """Return the run's settings as a layer; operational ones (addresses, ...) are the owner's."""
     semantic = _without_own(semantic, RunConfig)
     owned_envs = {env.name: env for env in cfg.envs}
 
@@ -137,10 +131,7 @@ def _without_own(tree: Mapping[str, Any], model: type[Section]) -> dict[str, Any
 
 
 def require_run(cfg: RunConfig, name: str) -> None:
-    """Raise ConfigError if configuration, data or source are not those of the run.
-
-    The error names the differences.
-    """
+    """Raise ConfigError that names how configuration, data or source differ from the run's."""
     key = run_key(cfg)
     if key.startswith(name.removeprefix("r")):
         return
@@ -252,3 +243,50 @@ def _is_own(model: type[Section], name: str) -> bool:
 def label(key: str) -> str:
     """Name of a run for people: r and the first 12 digits of its key."""
     return f"r{key[:12]}"
+
+
+def keep_audit(store: RunStore, report: Mapping[str, Any]) -> None:
+    """Store an audit's report, from `AuditReport.to_json`, for the gate. Errors: LeaseHeld."""
+    key = str(report["run_key"])
+    with store.open(AUDITS, key) as writer:
+        writer.commit(
+            done=False,
+            state={"ok": report["ok"], "seed": report["seed"]},
+            config={"run_key": key},
+            records={AUDIT: json.dumps(report, separators=(",", ":")).encode()},
+        )
+
+
+def audit_for_gate(cfg: RunConfig, run_key: str) -> Audited:
+    """Return the audit fields of the gate's evidence.
+
+    If `gate.require_audit` is set, an audit runs now in a process of its own; else the failures of
+    a stored audit count as long as the audited steps are in the store.
+    """
+    if not run_key:
+        return NO_AUDIT
+    if not cfg.gate.require_audit:
+        return _veto(open_store(cfg), run_key)
+    name = label(run_key)
+    try:
+        run_command(("audit", name), cfg, title=f"audit of {name}", place=f"audits/{name}")
+    except (ConfigError, RuntimeError) as error:
+        return {"audit": "failed", "audit_note": str(error)[:1000]}
+    return {"audit": "passed", "audit_note": ""}
+
+
+def _veto(store: RunStore, run_key: str) -> Audited:
+    head = store.head(AUDITS, run_key)
+    if head is None:
+        return NO_AUDIT
+    report = json.loads(store.read(head, AUDIT))
+    digests = {step.digest for step in store.heads()}
+    if not set(report.get("finals", {}).values()) <= digests:
+        return NO_AUDIT  # a step was run again since
+    failed = [check for check in report["checks"] if not check["ok"]]
+    if report["ok"] and not failed:
+        return NO_AUDIT  # a pass proves nothing: a person who can write to the store can forge it
+    note = "; ".join(
+        f"{check['name']}: {next(iter(check['failures']), 'failed')}"[:300] for check in failed
+    )
+    return {"audit": "failed", "audit_note": note}

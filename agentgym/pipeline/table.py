@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,8 +17,7 @@ from agentgym.steps.context import StepContext
 from agentgym.steps.step import Kind, Stage, Step, stages
 from agentgym.store.keys import environment_modules, source_digest, step_key
 from agentgym.store.manifest import Manifest
-from agentgym.store.place import StorePlace
-from agentgym.store.runstore import RunStore
+from agentgym.store.runstore import RunStore, StorePlace
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +37,7 @@ DEMONSTRATIONS = (
     "rollout.episode_timeout_s",
 )
 WARM_START = (*MODEL, "warm_start", "learner")
-TRAINING = (
-    *MODEL,
-    "rollout",
-    "algorithm",
-    "optimizer",
-    "lora",
-    "learner",
-    "horizon",
-    "validation",
-)
+TRAINING = (*MODEL, "rollout", "algorithm", "optimizer", "lora", "learner", "horizon", "validation")
 EVALUATION = (
     "deterministic",
     "compute_device",
@@ -79,7 +69,7 @@ def steps_of(cfg: RunConfig) -> dict[str, Step]:
             name="warm-start",
             title="warm start (SFT)",
             kind=Kind.TRAIN,
-            run=_warm_start,
+            run=_imported("agentgym.training.sft", "warm_start"),
             sections=(*WARM_START, *(("lora",) if cfg.model.source == "hub" else ())),
             modules=("agentgym.training.sft",),
             checkpoint=start,
@@ -111,7 +101,7 @@ def _preparation(cfg: RunConfig, servers: tuple[str, ...]) -> list[Step]:
         name=DEMONSTRATE,
         title="play demonstrations",
         kind=Kind.DEMONSTRATE,
-        run=_demonstrate,
+        run=_imported("agentgym.training.demonstrations", "record_demonstrations"),
         sections=DEMONSTRATIONS,
         modules=("agentgym.training.demonstrations", *servers),
         data=prepare.name,
@@ -121,7 +111,7 @@ def _preparation(cfg: RunConfig, servers: tuple[str, ...]) -> list[Step]:
         name="initialize",
         title="initial model",
         kind=Kind.INITIALIZE,
-        run=_initialize,
+        run=_imported("agentgym.training.initial", "initialize"),
         sections=("seed", "model") if is_drawn else ("model",),
         modules=("agentgym.training.initial",),
         # a tiny model's tokenizer is trained on them
@@ -131,14 +121,12 @@ def _preparation(cfg: RunConfig, servers: tuple[str, ...]) -> list[Step]:
 
 
 def _conclusion(cfg: RunConfig, steps: Sequence[Step]) -> tuple[Step, Step]:
-    """Return the registration and the report. steps: all steps before; the last one evaluates the
-    model that is registered.
-    """
+    """Return registration and report. steps: all before; the last evaluates the final model."""
 
     def register(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import register_policy
 
-        return register_policy(ctx, run_key(cfg), ctx.gate.play_anew)
+        return register_policy(ctx, run_key(cfg), ctx.play_anew)
 
     def report(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import write_report
@@ -172,21 +160,13 @@ def _conclusion(cfg: RunConfig, steps: Sequence[Step]) -> tuple[Step, Step]:
 
 
 def _evaluation(checkpoint: str, title: str, baseline: str, playing: tuple[str, ...]) -> Step:
-    """Return the evaluation step of a checkpoint.
-
-    baseline: the evaluation that it is paired with, if any.
-    """
-
-    def run(ctx: StepContext) -> Manifest:
-        from agentgym.evaluation.evaluator import evaluate
-
-        return evaluate(ctx)
+    """Return the evaluation step of a checkpoint, paired with `baseline` if that is not empty."""
 
     return Step(
         name=f"evaluate-{checkpoint}",
         title=title,
         kind=Kind.EVALUATE,
-        run=run,
+        run=_imported("agentgym.evaluation.evaluator", "evaluate"),
         sections=EVALUATION,
         modules=("agentgym.evaluation.evaluator", *playing),
         data="prepare",
@@ -206,9 +186,6 @@ def _training(
     """
     algorithm, loop = cfg.algorithm, cfg.algorithm.loop
 
-    def run(ctx: StepContext) -> Manifest:
-        return cast(Manifest, importlib.import_module(loop.trainer).train_stage(ctx, stage))
-
     turns = (
         " > ".join(map(str, cfg.horizon.max_turns))
         if cfg.horizon.kind == "adaptive"
@@ -220,7 +197,7 @@ def _training(
         name=stage.name,
         title=f"stage {stage.index}/{num_stages} · max_turns {turns}",
         kind=Kind.TRAIN,
-        run=run,
+        run=_imported(loop.trainer, "train_stage", stage),
         sections=TRAINING,
         modules=(loop.trainer, *playing, *recipe_modules(algorithm.recipe)),
         data="prepare",
@@ -231,6 +208,17 @@ def _training(
         is_continued=loop.keeps_optimizer and stage.index < num_stages,
         headline=True,
     )
+
+
+def _imported(module: str, function: str, *more: Stage) -> Callable[[StepContext], Manifest]:
+    """Return a step's function, which is imported when it runs: most of them need torch.
+    more: its arguments after the context.
+    """
+
+    def run(ctx: StepContext) -> Manifest:
+        return cast(Manifest, getattr(importlib.import_module(module), function)(ctx, *more))
+
+    return run
 
 
 def run_key(cfg: RunConfig) -> str:
@@ -277,10 +265,7 @@ def semantic_of(step: Step, cfg: RunConfig) -> dict[str, Any]:
 
 
 def finished(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
-    """Return the final manifests of this configuration's finished steps, in order.
-
-    A step counts only if its parents are finished.
-    """
+    """Return the final manifests of steps that are finished, with their parents, in order."""
     manifests: dict[str, Manifest] = {}
     for name, step in steps_of(cfg).items():
         if all(parent in manifests for parent in step.parents):
@@ -290,11 +275,20 @@ def finished(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
     return manifests
 
 
-def with_parents(cfg: RunConfig, *names: str) -> tuple[str, ...]:
-    """Return these steps and all their ancestors, in order.
+def begun(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
+    """Return the newest commits of this configuration's steps, finished or in progress."""
+    heads = finished(cfg, store)
+    done = dict(heads)
+    for name, step in steps_of(cfg).items():
+        if name not in done and all(parent in done for parent in step.parents):
+            head = store.head(name, key_of(step, cfg, done))
+            if head is not None:
+                heads[name] = head
+    return heads
 
-    Errors: ConfigError for an unknown name.
-    """
+
+def with_parents(cfg: RunConfig, *names: str) -> tuple[str, ...]:
+    """Return these steps and their ancestors, in order. Errors: ConfigError for an unknown name."""
     table = steps_of(cfg)
     needed = set(names)
     if unknown := needed - table.keys():
@@ -330,21 +324,3 @@ def _prepare(ctx: StepContext) -> Manifest:
             **({"trajectories": len(recorded)} if recorded else {}),
         },
     )
-
-
-def _demonstrate(ctx: StepContext) -> Manifest:
-    from agentgym.training.demonstrations import record_demonstrations
-
-    return record_demonstrations(ctx)
-
-
-def _initialize(ctx: StepContext) -> Manifest:
-    from agentgym.training.initial import initialize
-
-    return initialize(ctx)
-
-
-def _warm_start(ctx: StepContext) -> Manifest:
-    from agentgym.training.sft import warm_start
-
-    return warm_start(ctx)

@@ -1,6 +1,4 @@
-"""The context of a running step: its parameters, its parents, and the one way to make progress
-durable.
-"""
+"""The context of a running step: parameters, parents, and the way to make progress durable."""
 
 from __future__ import annotations
 
@@ -21,6 +19,9 @@ from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.place import StorePlace, Writable
 from agentgym.store.runstore import RunStore
 from agentgym.store.writer import PassedStep, StepWriter
+from agentgym.store.manifest import Blob, Manifest, PassedStep, StepWriter
+from agentgym.store.runstore import RunStore, StorePlace, Writable
+from agentgym.tracking.alarms import Watch
 from agentgym.tracking.deliver import committed_points
 from agentgym.tracking.points import Point, SystemMetrics, Watch, decode_points, encode_points
 from agentgym.types import Endpoints, Trajectory
@@ -44,7 +45,6 @@ class Progress(Protocol):
 
     def start(self, what: str, total: int) -> None:
         """Begin a part of `total` units and end the previous part."""
-        ...
 
     def advance(self, count: int = 1, note: str = "") -> None: ...
 
@@ -60,16 +60,6 @@ class NoProgress:
 def not_here(policy: str) -> Any:
     """Raise RuntimeError: the default if a context can neither evaluate nor audit."""
     raise RuntimeError(f"{policy} cannot be evaluated here")
-
-
-@dataclass(frozen=True)
-class ForGate:
-    """Functions that the promotion gate may call while a model is registered."""
-
-    # name of a policy for `agentgym evaluate` -> its Result by the gate's protocol
-    play_anew: Callable[[str], Any] = not_here
-    # key of a run -> result of its audit, as fields of the gate's evidence
-    audited: Callable[[str], Any] = not_here
 
 
 @dataclass(kw_only=True)
@@ -123,10 +113,7 @@ class StepReader:
         return policy_of(self.store, manifest)
 
     def adapter(self, manifest: Manifest) -> Adapter | None:
-        """Return the commit's adapter or a new one, to train; None if `lora` is off.
-
-        Errors: ConfigError, ValueError.
-        """
+        """Return its adapter or a new one; None without `lora`. Errors: ConfigError, ValueError."""
         from agentgym.models.checkpoint import adapter_for
 
         cfg = self.cfg
@@ -142,7 +129,10 @@ class StepContext(StepReader):
     environment: Environment
     progress: Progress = field(default_factory=NoProgress)
     on_commit: Callable[[Manifest], None] = lambda _: None
-    gate: ForGate = ForGate()
+    # what the promotion gate may call while a model is registered: name of a policy for `agentgym
+    # evaluate` -> its Result by the gate's protocol; key of a run -> audit fields of its evidence
+    play_anew: Callable[[str], Any] = not_here
+    audited: Callable[[str], Any] = not_here
     trained: Sequence[Manifest] = ()  # the stages before this one, in order
     _opened_at: float = field(default_factory=time.perf_counter)
     _wall_s: float = field(init=False)  # of this step, over all attempts

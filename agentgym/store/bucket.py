@@ -32,15 +32,11 @@ _connecting = threading.Lock()  # boto3's default session is not thread-safe
 
 
 class StoreUnreachable(ConnectionError):
-    """S3 did not answer, or only with errors, until all attempts were used up.
-    Earlier commits stay valid.
-    """
+    """S3 gave no answer, or errors, until all attempts were used up. Earlier commits stay valid."""
 
 
 def connect() -> Any:
-    """Return a boto3 client with deadlines and bounded retries.
-    Errors: ConfigError if boto3 is not installed or the AWS settings are invalid.
-    """
+    """Return a boto3 client with deadlines. Errors: ConfigError without boto3 or valid settings."""
     try:
         import boto3
         from botocore.config import Config
@@ -68,9 +64,7 @@ def connect() -> Any:
 
 
 def _retry_when_told_to_slow_down(response: Any, attempts: int, **_: Any) -> float | None:
-    """Return the seconds to wait after a plain 429, or None if the request is not repeated.
-    Proxies send it, and botocore's standard mode does not repeat it.
-    """
+    """Return seconds to wait after a plain 429, which botocore does not repeat; None: no retry."""
     if response is None or response[0].status_code != 429 or attempts >= MAX_ATTEMPTS:
         return None
     # spreads retries, keeps no secret
@@ -85,9 +79,7 @@ class Bucket:
         self._client = client
 
     def get(self, key: str) -> tuple[bytes, str, float]:
-        """Return content, ETag, and the seconds since it was written, all by the server's clock.
-        Errors: FileNotFoundError.
-        """
+        """Return content, ETag and age in s by the server's clock. Errors: FileNotFoundError."""
         data, response = self._read(key, lambda body: body.read())
         now = parsedate_to_datetime(response["ResponseMetadata"]["HTTPHeaders"]["date"])
         return data, response["ETag"], (now - response["LastModified"]).total_seconds()
@@ -104,10 +96,7 @@ class Bucket:
         return self._read(key, hashed)[0]
 
     def _read(self, key: str, consume: Callable[[Any], T], **how: Any) -> tuple[T, dict[str, Any]]:
-        """Get an object, with retries for responses that break off, which botocore does not repeat.
-
-        Result: (result of `consume` on the body, response).
-        """
+        """Return (`consume(body)`, response); retry broken responses, which botocore does not."""
         for attempt in range(1, MAX_ATTEMPTS + 1):
             with self._translated(key):
                 response = self._client.get_object(Bucket=self.name, Key=key, **how)
@@ -133,11 +122,8 @@ class Bucket:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             with self._translated(key):
                 try:
-                    return str(
-                        self._client.put_object(Bucket=self.name, Key=key, Body=data, **condition)[
-                            "ETag"
-                        ]
-                    )
+                    where = {"Bucket": self.name, "Key": key}
+                    return str(self._client.put_object(**where, Body=data, **condition)["ETag"])
                 except ClientError as error:
                     status = error.response["ResponseMetadata"]["HTTPStatusCode"]
                     if status == 412 or error.response["Error"]["Code"] == "NoSuchKey":
@@ -188,39 +174,32 @@ class Bucket:
 
     def names(self, prefix: str) -> list[str]:
         """Return the part of each key after `prefix`, up to the next slash."""
-        with self._translated(prefix):
-            pages = list(
-                self._client.get_paginator("list_objects_v2").paginate(
-                    Bucket=self.name, Prefix=prefix, Delimiter="/"
-                )
-            )
+        pages = self._pages("list_objects_v2", prefix, Delimiter="/")
         objects = [row["Key"] for page in pages for row in page.get("Contents", ())]
         folders = [row["Prefix"] for page in pages for row in page.get("CommonPrefixes", ())]
         return [name.removeprefix(prefix).rstrip("/") for name in (*objects, *folders)]
 
     def num_bytes(self, prefix: str) -> int:
         """Return the bytes of all objects below `prefix`."""
-        with self._translated(prefix):
-            pages = list(
-                self._client.get_paginator("list_objects_v2").paginate(
-                    Bucket=self.name, Prefix=prefix
-                )
-            )
+        pages = self._pages("list_objects_v2", prefix)
         return sum(row["Size"] for page in pages for row in page.get("Contents", ()))
 
     def abort_uploads(self, prefix: str) -> int:
         """Abort incomplete multi-part uploads below `prefix`. Return their number."""
-        with self._translated(prefix):
-            pages = self._client.get_paginator("list_multipart_uploads").paginate(
-                Bucket=self.name, Prefix=prefix
-            )
-            uploads = [upload for page in pages for upload in page.get("Uploads", ())]
+        pages = self._pages("list_multipart_uploads", prefix)
+        uploads = [upload for page in pages for upload in page.get("Uploads", ())]
         for upload in uploads:
             with contextlib.suppress(FileNotFoundError), self._translated(upload["Key"]):
                 self._client.abort_multipart_upload(
                     Bucket=self.name, Key=upload["Key"], UploadId=upload["UploadId"]
                 )
         return len(uploads)
+
+    def _pages(self, operation: str, prefix: str, **how: str) -> list[dict[str, Any]]:
+        """Return all pages of a listing."""
+        with self._translated(prefix):
+            paginator = self._client.get_paginator(operation)
+            return list(paginator.paginate(Bucket=self.name, Prefix=prefix, **how))
 
     @contextlib.contextmanager
     def _translated(self, key: str) -> Iterator[None]:
@@ -230,10 +209,8 @@ class Bucket:
         try:
             yield
         except ClientError as error:
-            code, message = (
-                error.response["Error"]["Code"],
-                error.response["Error"].get("Message", ""),
-            )
+            details = error.response["Error"]
+            code, message = details["Code"], details.get("Message", "")
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
             if code == "NoSuchBucket":
                 raise ConfigError(

@@ -116,10 +116,7 @@ def digest_files(files: Mapping[str, Path]) -> str:
 
 
 def package_folders(others: Collection[str] = ()) -> dict[str, Path]:
-    """Return package -> its folder (a single-file module: its file), without importing it.
-
-    Included are our own packages and `others`.
-    """
+    """Return our packages and `others` -> folder (a single-file module: its file), not imported."""
     folders = {}
     for name in {*PACKAGES, *others}:
         spec = importlib.util.find_spec(name)
@@ -157,7 +154,8 @@ def source_files(modules: Sequence[str], folders: Mapping[str, Path]) -> dict[st
             pages = [path.parent / folder for folder in SHOWN]
             shown = [file for folder in pages for file in _all_files(folder).values()]
             files |= {f"{module}/{file.relative_to(path.parent)}": file for file in shown}
-        waiting += [name for name in _imports(module, path) if not _is_state_only(name)]
+        imports = _imports(module, path, path.read_bytes())
+        waiting += [name for name in imports if not _is_state_only(name)]
     return dict(sorted(files.items()))
 
 
@@ -181,15 +179,9 @@ def _below(module: str, path: Path) -> Iterator[str]:
             yield ".".join([module, *(part for part in parts if part != "__init__")])
 
 
-def _imports(module: str, path: Path) -> tuple[str, ...]:
-    """Return every imported name that may be a module, with its packages.
-    Importing a.b.c runs a and a.b too.
-    """
-    return _imported(module, path, path.read_bytes())
-
-
 @functools.cache  # one file belongs to the sources of many steps
-def _imported(module: str, path: Path, source: bytes) -> tuple[str, ...]:
+def _imports(module: str, path: Path, source: bytes) -> tuple[str, ...]:
+    """Return imported names that may be modules; importing a.b.c runs a and a.b too."""
     names = list(_chain(module.rpartition(".")[0]))
     for node in _statements(ast.parse(source, filename=str(path))):
         if isinstance(node, ast.Import):

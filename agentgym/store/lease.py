@@ -4,6 +4,7 @@ higher epoch than the one before.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import secrets
@@ -45,9 +46,7 @@ def when_free(call: Callable[[], T], wait_s: float) -> T:
 
 
 class Fenced(RuntimeError):
-    """A newer holder took this step over; this writer must stop.
-    The newer holder's commits are untouched.
-    """
+    """A newer holder, whose commits are untouched, took this step over; this writer must stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +89,17 @@ class Holder:
 
     def refuse_if_alive(self, silent_s: float, *, ttl_s: float, what: str) -> None:
         """Raise LeaseHeld while this holder is alive, see `is_alive`."""
-        alive = self.is_alive(silent_s, ttl_s=ttl_s)
-        if self.is_near():
-            if alive:
-                raise LeaseHeld(f"{what} is held by {self}; wait for it or stop that process")
-            logger.info("%s: its last holder, %s, is gone; taking over", what, self)
-            return
-        if alive:
+        is_alive, is_near = self.is_alive(silent_s, ttl_s=ttl_s), self.is_near()
+        if is_alive and is_near:
+            raise LeaseHeld(f"{what} is held by {self}; wait for it or stop that process")
+        if is_alive:
             raise LeaseHeld(
                 f"{what} is held by {self}, heard of {max(0.0, silent_s):.1f}s ago; wait for it,"
                 " stop that process, or try again once it was silent for store.lease_ttl_s"
                 f" {ttl_s:g}"
             )
-        logger.info(
-            "%s: its last holder, %s, was silent for %.0fs; taking over", what, self, silent_s
-        )
+        end = "is gone" if is_near else f"was silent for {silent_s:.0f}s"
+        logger.info("%s: its last holder, %s, %s; taking over", what, self, end)
 
     def is_alive(self, silent_s: float, *, ttl_s: float) -> bool:
         """Return True if the holder runs or, if invisible from here, if silent_s < ttl_s."""
@@ -160,25 +155,18 @@ def reason_of(error: BaseException) -> str:
 
 
 def pid_space() -> str:
-    """Return the boot id and pid namespace; empty if unknown.
-
-    Processes with equal values see each other's pids. The host name is not enough: hosts may share
-    a name, and containers a machine.
+    """Return the boot id and pid namespace, equal for processes that see each other's pids; empty
+    if unknown. Hosts may share a name, and containers a machine.
     """
     try:
-        return (
-            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-            + "/"
-            + os.readlink("/proc/self/ns/pid")
-        )
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 
 
 def process_start(pid: int) -> str | None:
-    """Return the ticks from boot to the start of a running process.
-    None if it is gone, a zombie, or if there is no /proc.
-    """
+    """Return ticks from boot to a process's start; None if gone, a zombie, or without /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
@@ -187,9 +175,7 @@ def process_start(pid: int) -> str | None:
 
 
 class Lease(ABC):
-    """A lease that this process has.
-    A daemon thread renews it until `release`, by the back end's `_beat`.
-    """
+    """A lease of this process, which a daemon thread renews by `_beat` until `release`."""
 
     def __init__(self, holder: Holder, ttl_s: float, what: str) -> None:
         """Start the heartbeat. A back end's constructor calls this last."""
@@ -281,79 +267,66 @@ class Content(Protocol):
     @property
     def size(self) -> int:
         """Size in bytes."""
-        ...
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield the pieces in order, the same ones at every call."""
-        ...
+
+
+def digest_of(content: Content) -> str:
+    """sha256 of streamed content."""
+    digest = hashlib.sha256()
+    for piece in content.pieces():
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 class Folder(Protocol):
-    """One step's folder in a back end.
-    Reading methods raise FileNotFoundError for a missing name.
-    """
+    """One step's folder in a back end. Reading a missing name raises FileNotFoundError."""
 
     place: str  # for people
 
     def commits(self) -> dict[int, str]:
         """Return seq of each commit's first manifest -> name of its file, in order."""
-        ...
 
     def read(self, name: str) -> bytes: ...
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `start` on. Errors: EOFError."""
-        ...
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
-        ...
 
     def digest(self, name: str) -> str:
         """sha256 of a file's content, read once and streamed."""
-        ...
 
     def blobs(self) -> set[str]:
-        """Digests of all blobs, also of those that no manifest names.
-        The step must have had a lease before.
-        """
-        ...
+        """Digests of all blobs, also those of no manifest. The step must have had a lease."""
 
     def put(self, blob: Blob, data: bytes) -> None:
         """Store `data` whole under its digest. Errors: StoreFull."""
-        ...
 
     def stream(self, content: Content) -> Blob:
-        """Store content whole under its digest, with a few pieces at a time in memory.
-        Errors: StoreFull.
-        """
-        ...
+        """Store content whole, a few pieces at a time in memory. Errors: StoreFull."""
 
     def remove(self, digest: str) -> None:
         """Remove a blob, if it is there."""
-        ...
 
     def collected(self) -> bool:
         """Return True if `RunStore.collect` removed the commits and there is no new one."""
-        ...
 
     def num_bytes(self) -> int:
         """Return the bytes of all files. A file that n steps share counts 1/n here."""
-        ...
 
     def has_content(self) -> bool:
         """Return True if there is a file of a manifest or blob, even one of no commit."""
-        ...
 
     def tenure(self, ttl_s: float) -> Tenure | None:
         """Return the last tenure of the step's lease; None if there was none yet."""
-        ...
 
     def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
         """Take the step's lease; `what` names the step in messages, `parents` the manifests it
         builds on, by digest. Errors: LeaseHeld.
         """
-        ...
 
 
 class Backend(Protocol):
@@ -367,8 +340,3 @@ class Backend(Protocol):
 
     def map(self, function: Callable[[T], U], items: Iterable[T]) -> list[U]:
         """Apply `function` to the items; results in order. Concurrent if that is faster."""
-        ...
-
-
-def blob_name(blob: Blob) -> str:
-    return f"blobs/{blob.digest}"

@@ -1,4 +1,5 @@
-"""The RunStore on a POSIX file system: files that are created whole and never changed.
+"""The RunStore on a POSIX file system: files that are created whole and never changed, and the
+calls that write such files.
 
 root/steps/<step>-<key[:16]>/
     leases/<epoch>.json   the holder; never deleted, its modification time is the heartbeat
@@ -9,41 +10,30 @@ root/steps/<step>-<key[:16]>/
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from agentgym.store.files import (
-    TEMP_PREFIX,
-    create_exclusively,
-    discard,
-    make_folder,
-    sync_folder,
-    write_pieces,
-    write_temp,
-)
-from agentgym.store.lease import Content, Fenced, Holder, Lease, Tenure
+from agentgym.store.lease import Content, Fenced, Holder, Lease, Tenure, digest_of
 from agentgym.store.manifest import Blob, decode_commit
-from agentgym.store.runstore import RunStore, digest_of
 
 T = TypeVar("T")
 U = TypeVar("U")
+TEMP_PREFIX = ".tmp-"
+PROBE_BYTES = 1 << 16
 COLLECTED = "collected"  # while this file exists, a step has no commits
 SHARED_BYTES = 1 << 20  # content from here on is stored once for all keys of a step
 MANIFEST = re.compile(r"(?P<seq>\d{6,})\.json")
-
-
-def posix_store(root: Path, *, lease_ttl_s: float) -> RunStore:
-    """Return the store in folder `root`, which need not exist yet. lease_ttl_s: see RunStore."""
-    return RunStore(PosixBackend(root), lease_ttl_s=lease_ttl_s)
 
 
 class PosixBackend:
@@ -77,12 +67,8 @@ class PosixFolder:
             names = os.listdir(self._path / "manifests")
         except FileNotFoundError:
             return {}
-        pairs = (
-            (int(match["seq"]), f"manifests/{match.string}")
-            for name in names
-            if (match := MANIFEST.fullmatch(name))
-        )
-        return dict(sorted(pairs))
+        matches = filter(None, map(MANIFEST.fullmatch, names))
+        return dict(sorted((int(m["seq"]), f"manifests/{m.string}") for m in matches))
 
     def read(self, name: str) -> bytes:
         return (self._path / name).read_bytes()
@@ -103,9 +89,8 @@ class PosixFolder:
         return _sha256(self._path / name)
 
     def blobs(self) -> set[str]:
-        return {
-            name for name in os.listdir(self._path / "blobs") if not name.startswith(TEMP_PREFIX)
-        }
+        names = os.listdir(self._path / "blobs")
+        return {name for name in names if not name.startswith(TEMP_PREFIX)}
 
     def put(self, blob: Blob, data: bytes) -> None:
         if not self._has(blob):
@@ -134,9 +119,8 @@ class PosixFolder:
         others = self._path.parent.glob(f"{step}-*/blobs/{blob.digest}")
         for candidate in (path, *(others if blob.size >= SHARED_BYTES else ())):
             try:
-                is_whole = (
-                    candidate.stat().st_size == blob.size and _sha256(candidate) == blob.digest
-                )
+                size = candidate.stat().st_size
+                is_whole = size == blob.size and _sha256(candidate) == blob.digest
                 if is_whole and candidate != path:
                     _link(candidate, path)
             except OSError:  # pruned meanwhile, unreadable, or at its limit of hard links
@@ -297,14 +281,8 @@ def _link(content: Path, path: Path) -> None:
 
 def _newest_epoch(leases: Path) -> int:
     """Return the newest epoch; 0 if there was no holder yet."""
-    return max(
-        (
-            int(name[:-5])
-            for name in os.listdir(leases)
-            if name.endswith(".json") and name[:-5].isdigit()
-        ),
-        default=0,
-    )
+    names = (name for name in os.listdir(leases) if re.fullmatch(r"\d+\.json", name))
+    return max((int(name[:-5]) for name in names), default=0)
 
 
 def _lease(leases: Path, epoch: int) -> Path:
@@ -317,3 +295,107 @@ def _released(leases: Path, epoch: int) -> Path:
 
 def _read_holder(path: Path) -> Holder:
     return Holder.from_tree(json.loads(path.read_bytes()))
+
+
+class StoreFull(OSError):
+    """No space or quota left. Earlier commits stay valid."""
+
+
+def write_temp(folder: Path, data: bytes, *, mode: int = 0o666) -> Path:
+    """Return a new durable file in `folder`. mode: before the umask. Errors: StoreFull."""
+    return write_pieces(folder, [memoryview(data)], len(data), mode=mode)
+
+
+def write_pieces(
+    folder: Path, pieces: Iterable[memoryview], size: int, *, mode: int = 0o666
+) -> Path:
+    """Write pieces in order like `write_temp`. size: their bytes, for the error message."""
+    path = folder / f"{TEMP_PREFIX}{secrets.token_hex(8)}"
+    try:
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        discard(path)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFull(
+                error.errno,
+                f"no space left for {size} bytes ({os.strerror(error.errno)}); the last commit"
+                " stays valid, make room and run again",
+                str(folder),
+            ) from error
+        raise
+    return path
+
+
+@contextlib.contextmanager
+def full_disk_told(folder: Path) -> Iterator[None]:
+    """Raise StoreFull in place of any error inside if `folder` has no space left.
+
+    A server with its database in that folder fails with an error that does not name the full disk.
+    Errors: StoreFull; other errors pass unchanged.
+    """
+    try:
+        yield
+    except StoreFull:
+        raise
+    except Exception as error:
+        if folder.is_dir():
+            try:
+                discard(write_temp(folder, bytes(PROBE_BYTES)))
+            except StoreFull as full:
+                raise full from error
+        raise
+
+
+def create_exclusively(temp: Path, path: Path) -> bool:
+    """Link `temp` as `path`, durably, unless that name is taken. Return True if it was linked."""
+    try:
+        os.link(temp, path)
+    except FileExistsError:
+        # over NFS a lost reply makes a successful link look refused; the link count is reliable
+        if temp.stat().st_nlink != 2:
+            return False
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+            advice = "put store.path on a file system that has hard links"
+            raise OSError(
+                error.errno, f"cannot link a file ({os.strerror(error.errno)}); {advice}", str(path)
+            ) from error
+        raise
+    sync_folder(path.parent)
+    return True
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder` and its missing parents, durably."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Replace a file atomically and durably; a crash leaves old or new. mode: before the umask."""
+    make_folder(path.parent)
+    temporary = write_temp(path.parent, data, mode=mode)
+    try:
+        temporary.replace(path)
+    finally:
+        discard(temporary)
+
+
+def discard(path: Path) -> None:
+    path.unlink(missing_ok=True)

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import re
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
 
 from agentgym.store.lease import (
     Backend,
@@ -22,7 +25,6 @@ from agentgym.store.lease import (
     Lease,
     LeaseHeld,
     Tenure,
-    blob_name,
     reason_of,
 )
 from agentgym.store.manifest import (
@@ -33,9 +35,11 @@ from agentgym.store.manifest import (
     Manifest,
     ManifestDamaged,
     ManifestError,
+    StepWriter,
     decode_commit,
+    sha256,
 )
-from agentgym.store.writer import StepWriter
+from agentgym.store.posix import PosixBackend
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +51,13 @@ class RunStore:
     """Commits of steps in one back end. Reading needs no lease and takes none."""
 
     def __init__(self, backend: Backend, *, lease_ttl_s: float) -> None:
-        """Open a store.
-        lease_ttl_s: a holder on another host counts as dead after so many silent seconds.
-        """
+        """Open a store. lease_ttl_s: seconds of silence until a far holder counts as dead."""
         self.root = backend.root
         self.lease_ttl_s = lease_ttl_s
         self._backend = backend
 
     def head(self, step: str, key: str) -> Manifest | None:
-        """Return the newest commit; if its file is damaged, the one before, with a warning.
-        Errors: ManifestError.
-        """
+        """Return the newest undamaged commit; warn of damaged ones. Errors: ManifestError."""
         return _newest(self._folder(step, key), f"{step}-{key}")
 
     def final(self, step: str, key: str) -> Manifest | None:
@@ -113,57 +113,35 @@ class RunStore:
         return dict(zip(names, self._backend.map(mark, names), strict=True))
 
     def read(self, manifest: Manifest, name: str) -> bytes:
-        """Return verified content of a blob or record.
-        Errors: KeyError, BlobMissing, DigestMismatch.
-        """
-        folder, blob = self._locate(manifest, name)
-        try:
-            data = folder.read(blob_name(blob))
-        except FileNotFoundError:
-            raise self._missing(manifest, name) from None
-        self._compare(manifest, name, len(data), lambda: hashlib.sha256(data).hexdigest())
+        """Return verified content of a name. Errors: KeyError, BlobMissing, DigestMismatch."""
+        with self._located(manifest, name) as (folder, blob):
+            data = folder.read(blob.path)
+        self._compare(manifest, name, len(data), lambda: sha256(data))
         return data
 
     def read_into(self, manifest: Manifest, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of a blob from `start` on, unverified (see `verify`).
-        Errors: KeyError, BlobMissing, EOFError.
-        """
-        folder, blob = self._locate(manifest, name)
-        try:
-            folder.read_into(blob_name(blob), start, buffer)
-        except FileNotFoundError:
-            raise self._missing(manifest, name) from None
+        """Fill `buffer` from `start` on, unverified. Errors: KeyError, BlobMissing, EOFError."""
+        with self._located(manifest, name) as (folder, blob):
+            folder.read_into(blob.path, start, buffer)
 
     def add(self, step: str, key: str, content: Content) -> Blob:
-        """Store content that the holder of the step's lease is about to commit.
-        Other processes may call this: it needs no lease. Errors: StoreFull.
-        """
+        """Store content that the lease's holder will commit; needs no lease. Errors: StoreFull."""
         return self._folder(step, key).stream(content)
 
     def has(self, manifest: Manifest) -> bool:
         """Return True if all blobs of the manifest exist with their sizes."""
         folder = self._folder(manifest.step, manifest.key)
         try:
-            sizes = [folder.size(blob_name(blob)) for blob in manifest.blobs.values()]
+            return all(folder.size(blob.path) == blob.size for blob in manifest.blobs.values())
         except FileNotFoundError:
             return False
-        return sizes == [blob.size for blob in manifest.blobs.values()]
 
     def verify(self, manifest: Manifest, names: Sequence[str] | None = None) -> None:
-        """Verify a manifest's content by reading it once, all of it or these names.
-        Errors: BlobMissing, DigestMismatch.
-        """
+        """Read and verify content, all or these names. Errors: BlobMissing, DigestMismatch."""
         for name in (*manifest.blobs, *manifest.records) if names is None else names:
-            folder, blob = self._locate(manifest, name)
-            try:
-                self._compare(
-                    manifest,
-                    name,
-                    folder.size(blob_name(blob)),
-                    functools.partial(folder.digest, blob_name(blob)),
-                )
-            except FileNotFoundError:
-                raise self._missing(manifest, name) from None
+            with self._located(manifest, name) as (folder, blob):
+                digest = functools.partial(folder.digest, blob.path)
+                self._compare(manifest, name, folder.size(blob.path), digest)
 
     def is_collected(self, step: str, key: str) -> bool:
         """Return True if the commits of this step were collected and there is no new one."""
@@ -181,11 +159,8 @@ class RunStore:
         """Return the last tenure of each step's lease, by the name of the step's folder.
         folders: only these. A step that never had a holder is left out.
         """
-        names = [
-            name
-            for name in (self._backend.folders() if folders is None else folders)
-            if FOLDER.fullmatch(name)
-        ]
+        among = self._backend.folders() if folders is None else folders
+        names = [name for name in among if FOLDER.fullmatch(name)]
         tenures = self._backend.map(
             lambda name: self._backend.folder(name).tenure(self.lease_ttl_s), names
         )
@@ -193,9 +168,7 @@ class RunStore:
         return {name: tenure for name, tenure in pairs if tenure is not None}
 
     def collect(self, manifest: Manifest) -> None:
-        """Remove the commits of the manifest's step and key, with their content.
-        Errors: LeaseHeld; ValueError if the manifest is not the head.
-        """
+        """Remove a head's commits and content. Errors: LeaseHeld; ValueError if it is no head."""
         folder = self._folder(manifest.step, manifest.key)
         with self._held(folder, manifest.step) as lease:
             if self.head(manifest.step, manifest.key) != manifest:
@@ -245,7 +218,9 @@ class RunStore:
         folder = self._folder(step, key)
         with self._held(folder, step, parents) as lease:
             lease.begin_anew()
-            _drop_damaged(folder, lease, f"{step}-{key}")
+            head = self.head(step, key)
+            if head is not None and head.seq < max(folder.commits()):  # later ones are damaged
+                lease.drop(head.seq + 1)
             yield StepWriter(folder, lease, step, key, self._commits(step, key))
 
     def _folder(self, step: str, key: str) -> Folder:
@@ -260,10 +235,17 @@ class RunStore:
             )
         return self._folder(manifest.step, manifest.key), blob
 
+    @contextlib.contextmanager
+    def _located(self, manifest: Manifest, name: str) -> Iterator[tuple[Folder, Blob]]:
+        """Yield folder and blob of a name. Errors: KeyError; BlobMissing without the file."""
+        folder, blob = self._locate(manifest, name)
+        try:
+            yield folder, blob
+        except FileNotFoundError:
+            raise self._missing(manifest, name) from None
+
     def _compare(self, manifest: Manifest, name: str, size: int, digest: Callable[[], str]) -> None:
-        """Raise DigestMismatch unless size and digest are right.
-        `digest` is called only if the size is right.
-        """
+        """Raise DigestMismatch unless size and digest, which is called last, are right."""
         folder, blob = self._locate(manifest, name)
         if size != blob.size:
             expected, came = f"{blob.size} bytes", f"{size} bytes"
@@ -273,7 +255,7 @@ class RunStore:
             return
         raise DigestMismatch(
             f"{name} of step {manifest.step} commit {manifest.seq} is damaged:"
-            f" {folder.place}/{blob_name(blob)}: expected {expected}, got {came}; restore that"
+            f" {folder.place}/{blob.path}: expected {expected}, got {came}; restore that"
             f" file, or delete {folder.place} to run the step again"
         )
 
@@ -281,7 +263,7 @@ class RunStore:
         folder, blob = self._locate(manifest, name)
         message = (
             f"{name} of step {manifest.step} commit {manifest.seq} is not there:"
-            f" {folder.place}/{blob_name(blob)}"
+            f" {folder.place}/{blob.path}"
         )
         if folder.collected():
             return BlobMissing(f"{message}: `agentgym gc` collected it; run the step again")
@@ -296,12 +278,62 @@ class RunStore:
         )
 
 
-def digest_of(content: Content) -> str:
-    """sha256 of streamed content."""
-    sha256 = hashlib.sha256()
-    for piece in content.pieces():
-        sha256.update(piece)
-    return sha256.hexdigest()
+def store_at(root: str | Path, *, lease_ttl_s: float) -> RunStore:
+    """Return the store in a folder, which need not exist yet, or at `s3://bucket/prefix`, whose
+    bucket must exist. lease_ttl_s: see RunStore. No request is sent yet.
+    """
+    backend: Backend
+    if str(root).startswith("s3://"):
+        from agentgym.store.s3 import s3_backend
+
+        backend = s3_backend(str(root))
+    else:
+        backend = PosixBackend(Path(root))
+    return RunStore(backend, lease_ttl_s=lease_ttl_s)
+
+
+class StoreNotHere(ValueError):
+    """A store in a folder that this machine does not see."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlace:
+    """Root and lease time with which another process opens the same store."""
+
+    root: str  # a folder, or s3://bucket/prefix
+    lease_ttl_s: float
+
+    @classmethod
+    def of(cls, store: RunStore) -> Self:
+        root = store.root
+        if not root.startswith("s3://"):
+            root = str(Path(root).absolute())  # another process has another working directory
+        return cls(root, store.lease_ttl_s)
+
+    def open(self) -> RunStore:
+        """Open the store. Errors: ConfigError if S3 cannot be used with this setup."""
+        return store_at(self.root, lease_ttl_s=self.lease_ttl_s)
+
+    def visit(self, step: str, key: str) -> RunStore:
+        """Open the store of this step. Errors: StoreNotHere if its folder is not visible here."""
+        folder = Path(self.root) / "steps" / folder_name(step, key)
+        if not self.root.startswith("s3://") and not folder.is_dir():
+            raise StoreNotHere(
+                f"the store {self.root} is not on {socket.gethostname()}; every node of the"
+                " cluster must see it: give store.path a folder that all share, or set store.uri"
+            )
+        return self.open()
+
+
+class Writable(Protocol):
+    """A copy of weights and optimizers, in the processes that hold them."""
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+
+    def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
+        """Write into a step's folder. Return name -> blob for the commit. Errors: StoreFull."""
 
 
 def folder_name(step: str, key: str) -> str:
@@ -321,13 +353,6 @@ def _newest(folder: Folder, owner: str) -> Manifest | None:
                 raise
             logger.warning("%s; going by the commit before, %d", error, max(commits))
     return None
-
-
-def _drop_damaged(folder: Folder, lease: Lease, owner: str) -> None:
-    """Drop the newest commits if their files are damaged. Errors: ManifestError."""
-    head = _newest(folder, owner)
-    if head is not None and head.seq < max(folder.commits()):
-        lease.drop(head.seq + 1)
 
 
 def _load(folder: Folder, seq: int, name: str, owner: str) -> list[Manifest]:

@@ -25,9 +25,8 @@ from typing import Any, Self, TypeVar
 
 from agentgym.config import ConfigError
 from agentgym.store.bucket import NUM_CONNECTIONS, Bucket, StoreUnreachable, connect
-from agentgym.store.lease import Content, Fenced, Holder, Lease, Tenure
+from agentgym.store.lease import Content, Fenced, Holder, Lease, Tenure, digest_of
 from agentgym.store.manifest import Blob, ManifestError
-from agentgym.store.runstore import RunStore, digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +36,10 @@ MANIFEST = re.compile(r"(?P<seq>\d{6,})-(?P<epoch>\d+)\.json")
 NUM_REPLACEMENTS = 5  # attempts to replace the head before its changes count as an error
 
 
-def s3_store(uri: str, *, lease_ttl_s: float) -> RunStore:
-    """Return the store at `s3://bucket/prefix`; the bucket must exist. lease_ttl_s: see RunStore.
-    No request is sent yet.
-    """
+def s3_backend(uri: str) -> S3Backend:
+    """Return the back end at `s3://bucket/prefix`; no request is sent yet."""
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-    return RunStore(S3Backend(Bucket(bucket, connect()), prefix), lease_ttl_s=lease_ttl_s)
+    return S3Backend(Bucket(bucket, connect()), prefix)
 
 
 class S3Backend:
@@ -65,9 +62,7 @@ class S3Backend:
             return list(pool.map(function, items))
 
     def _prove_conditions(self) -> None:
-        """Write a test object to check that the service honors conditional writes, without which
-        a step could have two writers. Errors: ConfigError.
-        """
+        """Raise ConfigError unless conditional writes work: else a step could have two writers."""
         if self._proven:
             return
         key = f"{self._base}conditions"
@@ -137,10 +132,6 @@ def _ended_name(epoch: int) -> str:
     return f"ended/{epoch:06d}.txt"
 
 
-def _manifest_name(seq: int, epoch: int) -> str:
-    return f"manifests/{seq:06d}-{epoch}.json"
-
-
 class S3Folder:
     """The objects of one step, below its prefix."""
 
@@ -158,9 +149,7 @@ class S3Folder:
         return head.commits(self.bucket.names(f"{self.path}/manifests/"))
 
     def head(self) -> tuple[Head, str, float]:
-        """Return the head, its ETag, and seconds since it was written.
-        Errors: FileNotFoundError, ManifestError.
-        """
+        """Return head, ETag and seconds of its age. Errors: FileNotFoundError, ManifestError."""
         data, etag, age_s = self.bucket.get(f"{self.path}/head.json")
         return Head.from_bytes(data, f"{self.place}/head.json"), etag, age_s
 
@@ -190,12 +179,12 @@ class S3Folder:
         """Send the blob, also one that exists, so that a damaged one is replaced.
         The writer passes unchanged content as a `Blob` and does not call this.
         """
-        self.bucket.upload(f"{self.path}/blobs/{blob.digest}", data)
+        self.bucket.upload(f"{self.path}/{blob.path}", data)
 
     def stream(self, content: Content) -> Blob:
         """Hash content, then send it: S3 needs an object's name first."""
         blob = Blob(digest=digest_of(content), size=content.size)
-        self.bucket.upload_stream(f"{self.path}/blobs/{blob.digest}", content)
+        self.bucket.upload_stream(f"{self.path}/{blob.path}", content)
         return blob
 
     def remove(self, digest: str) -> None:
@@ -267,7 +256,7 @@ class S3Lease(Lease):
         self._read()
 
     def commit(self, first: int, last: int, data: bytes) -> None:
-        name = _manifest_name(first, self.holder.epoch)
+        name = f"manifests/{first:06d}-{self.holder.epoch}.json"
         key = f"{self._folder.path}/{name}"
         if self._folder.bucket.put_if(key, data, None) is None and self._folder.read(name) != data:
             raise Fenced(

@@ -123,17 +123,11 @@ class Rollouts:
     @property
     def learned(self) -> list[Trajectory]:
         """The trajectories that are learned from, in order."""
-        return [
-            trajectory
-            for trajectory, reason in zip(self.trajectories, self.reasons, strict=True)
-            if not reason
-        ]
+        pairs = zip(self.trajectories, self.reasons, strict=True)
+        return [trajectory for trajectory, reason in pairs if not reason]
 
     def staleness(self, *, most: int) -> int:
-        """Return the number of updates by which the oldest sampling weights lag behind.
-
-        Errors: RuntimeError if it exceeds `most`.
-        """
+        """Return by how many updates the oldest weights lag. Errors: RuntimeError above `most`."""
         played = [trajectory for trajectory in self.trajectories if trajectory.versions]
         if not played:
             return 0
@@ -195,10 +189,7 @@ def generation(
 
 
 def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollouts) -> None:
-    """Collect `items_per_step` groups of episodes into `rollouts`.
-
-    With dynamic sampling, as many are added as lack a signal, as often as the recipe allows.
-    """
+    """Collect `items_per_step` groups; dynamic sampling adds as many as lack a signal."""
     rollouts.before, began = engine.usage(), time.perf_counter()
     settings, algorithm = cfg.rollout, resolved(cfg)
     truncated, signal = algorithm.truncated or "zero", isinstance(algorithm, DynamicSamplingConfig)
@@ -217,11 +208,7 @@ def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollo
         )
         rollouts.trajectories += engine.collect(request)
         rollouts.reasons = why_not(rollouts.trajectories, truncated=truncated, signal=signal)
-        teaching = {
-            trajectory.item
-            for trajectory, reason in zip(rollouts.trajectories, rollouts.reasons, strict=True)
-            if not reason
-        }
+        teaching = {trajectory.item for trajectory in rollouts.learned}
         missing = settings.items_per_step - len(teaching)
         if missing <= 0:
             break
@@ -246,10 +233,7 @@ def resolved(cfg: RunConfig) -> PolicyGradientConfig:
 
 
 def reads_last(cfg: RunConfig) -> bool:
-    """Return True if the tokens of a truncated episode end with its last observation.
-
-    The critic's value of it then stands for the rewards to come.
-    """
+    """Return True if a truncated episode's tokens end with its last observation, for the critic."""
     is_rl = isinstance(cfg.algorithm, PolicyGradientConfig)
     return is_rl and resolved(cfg).truncated == "bootstrap"
 

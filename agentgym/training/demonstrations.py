@@ -86,12 +86,6 @@ def tokenized_demonstrations(
     return demos
 
 
-def demonstrations(ctx: StepContext, renderer: ChatRenderer) -> list[Trajectory]:
-    """Return the successful demonstrations, to imitate."""
-    demos = tokenized_demonstrations(ctx.cfg, ctx.store, ctx.demonstrations, renderer)
-    return [demo for demo in demos if demo.success]
-
-
 def _played(ctx: StepContext, splits: Splits) -> tuple[list[Trajectory], EpisodeSettings]:
     """Play the demonstrations; return them with the settings for their tokens.
 
@@ -153,10 +147,7 @@ def demonstrate(
 
 
 def demonstration_settings(cfg: RunConfig, instructions: Mapping[str, str]) -> EpisodeSettings:
-    """Return the settings under which demonstrations are tokenized.
-
-    instructions: opening text of episodes, by environment.
-    """
+    """Return settings to tokenize demonstrations. instructions: opening text, by environment."""
     return episode_settings(
         cfg,
         instructions=instructions,
@@ -176,10 +167,7 @@ def _without_clocks(played: Trajectory) -> Trajectory:
 
 
 def _require_success(cfg: RunConfig, demos: Sequence[Trajectory], subject: str) -> None:
-    """Raise ValueError for an environment without a successful demonstration.
-
-    subject: beginning of the error's text, to be formatted with the environment's name.
-    """
+    """Raise ValueError for an environment without success. subject: begins the text, with {}."""
     for env in cfg.envs:
         of_env = [demo for demo in demos if demo.item.env == env.name]
         if not any(demo.success for demo in of_env):
@@ -192,16 +180,12 @@ def _require_success(cfg: RunConfig, demos: Sequence[Trajectory], subject: str) 
 def expert_items(cfg: RunConfig, splits: Splits) -> list[Item]:
     """Return the train items that an expert plays: the first num_demos in a seeded order."""
     order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(len(splits.train))
-    return interleave([splits.train[index] for index in order], cfg.env_weights)[
-        : cfg.warm_start.num_demos
-    ]
+    items = interleave([splits.train[index] for index in order], cfg.env_weights)
+    return items[: cfg.warm_start.num_demos]
 
 
 def recorded_for(cfg: RunConfig, recorded: Sequence[Recorded]) -> list[Recorded]:
-    """Return the recorded trajectories that a run plays again, in its order.
-
-    A trajectory's `sample` is its index in the result.
-    """
+    """Return the recorded trajectories that a run replays, in order; `sample` is the index here."""
     order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(
         len({trajectory.item for trajectory in recorded})
     )
@@ -232,10 +216,7 @@ def tokenized(played: Trajectory, renderer: ChatRenderer, settings: EpisodeSetti
 
 
 def replies_of(recorded: Recorded, action_format: Literal["plain", "react"]) -> list[PlayerReply]:
-    """Return the replies of a recorded trajectory for replay.
-
-    action_format react keeps a react reply as it is; else only its action is replayed.
-    """
+    """Return replies for replay: whole react replies if action_format is react, else actions."""
     replies = []
     for reply in map(str.strip, recorded.replies):
         action = extract_action(reply, "react") if "Action:" in reply else reply

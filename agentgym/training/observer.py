@@ -1,6 +1,4 @@
-"""Numbers about training: metrics and times of an optimizer step, and the record of each episode,
-with the reason why it was left out or the update's numbers of each token.
-"""
+"""Numbers about training: metrics and times of a step, and the record of each episode."""
 
 from __future__ import annotations
 
@@ -85,9 +83,7 @@ def shown(cfg: RunConfig, num_tokens: Sequence[int], step: int) -> list[int]:
 
 
 def learned_of(experience: Experience, learner: Learner, sequences: Sequence[int]) -> list[Learned]:
-    """Return the update's numbers for these sequences of the batch, token by token.
-    The learner, after its update, scores these sequences again for the ratios.
-    """
+    """Return the update's numbers, token by token; ratios take a score after the update."""
     if not sequences:
         return []
     assert experience.advantages is not None
@@ -122,24 +118,20 @@ class Observer:
 
     def __init__(self, cfg: RunConfig, learner: Learner, engine: Engine) -> None:
         self._cfg, self._learner, self._engine = cfg, learner, engine
-        self._clock = clock_of(cfg, learner)
+        self.clock = clock_of(cfg, learner)
 
     def wait(self, ahead: Ahead[Rollouts]) -> Rollouts:
         """Begin a step: return its rollouts once they are generated. Errors: of `Ahead.take`."""
-        self._clock.lap("commit")  # of the previous step
+        self.clock.lap("commit")  # of the previous step
         self._cpu_began, usage = time.process_time(), self._engine.usage()
         rollouts = ahead.take()
-        self._clock.lap_rollouts(rollouts.after - usage)
-        self._clock.lap("other")
+        self.clock.lap_rollouts(rollouts.after - usage)
+        self.clock.lap("other")
         return rollouts
-
-    def lap(self, part: str) -> None:
-        """Assign the time since the last lap to this part of the step."""
-        self._clock.lap(part)
 
     def published(self, canary: float) -> None:
         """Note the end of a publish. canary: its difference, nats."""
-        self._clock.lap("publish")
+        self.clock.lap("publish")
         # CPU time of this process, without servers and validation
         self._publish = {
             "sync/canary_rms": canary,
@@ -157,7 +149,7 @@ class Observer:
         update: result of `Learner.update`, None if nothing was learned.
         validation: episodes that were played after the publish.
         """
-        self._clock.lap("validate")
+        self.clock.lap("validate")
         experience, updated = update or (None, {})
         staleness = rollouts.staleness(most=self._cfg.rollout.max_staleness)
         records = with_reasons(
@@ -181,7 +173,7 @@ class Observer:
             ),
             **update_metrics(records),
         }
-        metrics |= self._clock.step(experience.batch.num_tokens if experience else 0, metrics)
+        metrics |= self.clock.step(experience.batch.num_tokens if experience else 0, metrics)
         return Point(rollouts.step, now_ms(), metrics), [*records, *validation]
 
 
@@ -251,18 +243,14 @@ class StepClock:
 def clock_of(cfg: RunConfig, learner: Learner) -> StepClock:
     """Return the clock of a loop that trains this learner."""
     return StepClock(
-        peak_tflops=learner.peak_tflops(cfg.compute_peak_tflops),
-        accelerators=num_accelerators(cfg),
+        peak_tflops=learner.peak_tflops(cfg.compute_peak_tflops), accelerators=num_accelerators(cfg)
     )
 
 
 def rollout_speed(
     trajectories: Sequence[Trajectory], seconds: float, usage: EngineUsage
 ) -> dict[str, float]:
-    """Return the speed metrics of rollouts that took `seconds` and this engine usage.
-
-    If the engine reports no usage, only the rate of sampled tokens is known.
-    """
+    """Return speed metrics of rollouts; only the sampled tokens' rate without reported usage."""
     num_sampled = sum(sum(trajectory.action_mask) for trajectory in trajectories)
     metrics = {
         "time/rollouts_s": seconds,

@@ -32,7 +32,7 @@ from agentgym.steps.context import StepContext, now_ms
 from agentgym.steps.step import Stage
 from agentgym.store.manifest import Manifest
 from agentgym.tracking.points import Point
-from agentgym.training.demonstrations import demonstrations, tokenized_demonstrations
+from agentgym.training.demonstrations import tokenized_demonstrations
 from agentgym.training.observer import clock_of
 from agentgym.training.sft import demo_indices
 from agentgym.types import Item, Trajectory
@@ -114,21 +114,16 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
 
 def commits_at(cfg: RunConfig, stage: Stage, step: int) -> bool:
     """Return True if an optimizer step of the stage ends in a commit."""
-    return (
-        step == stage.last_step
-        or step % COMMIT_EVERY == 0
-        or bool(cfg.validation.every and step % cfg.validation.every == 0)
-    )
+    is_validated = bool(cfg.validation.every and step % cfg.validation.every == 0)
+    return is_validated or step == stage.last_step or step % COMMIT_EVERY == 0
 
 
 def optimizer_of(cfg: RunConfig) -> OptimizerConfig:
     """Return the recipe's optimizer settings; dpo has its own learning rate."""
     algorithm = cfg.algorithm
-    return (
-        cfg.optimizer.model_copy(update={"lr": algorithm.lr})
-        if isinstance(algorithm, PreferenceConfig)
-        else cfg.optimizer
-    )
+    if not isinstance(algorithm, PreferenceConfig):
+        return cfg.optimizer
+    return cfg.optimizer.model_copy(update={"lr": algorithm.lr})
 
 
 def first_rate_step(cfg: RunConfig, stage: Stage) -> int:
@@ -136,12 +131,13 @@ def first_rate_step(cfg: RunConfig, stage: Stage) -> int:
 
     The schedule begins anew with each stage, but imitation alone has one schedule for all stages.
     """
-    return stage.first_step - 1 if _explores(cfg) else 0
+    return stage.first_step - 1 if isinstance(cfg.algorithm, ExplorationConfig) else 0
 
 
 def rate_steps(cfg: RunConfig, stage: Stage) -> int:
     """Return the number of optimizer steps in the learning rate's schedule."""
-    return stage.num_steps if _explores(cfg) else sum(cfg.horizon.stage_steps)
+    explores = isinstance(cfg.algorithm, ExplorationConfig)
+    return stage.num_steps if explores else sum(cfg.horizon.stage_steps)
 
 
 def explored_items(cfg: RunConfig, splits: Splits, start: Manifest) -> list[Item]:
@@ -150,10 +146,6 @@ def explored_items(cfg: RunConfig, splits: Splits, start: Manifest) -> list[Item
     if not isinstance(algorithm, ExplorationConfig):
         return []
     return train_stream(cfg, splits, start.state).next(algorithm.num_items)
-
-
-def _explores(cfg: RunConfig) -> bool:
-    return isinstance(cfg.algorithm, ExplorationConfig)
 
 
 def preference_pairs(
@@ -180,10 +172,7 @@ def preference_pairs(
 
 
 def successes(trajectories: Sequence[Trajectory], *, per_item: int) -> list[Trajectory]:
-    """Return the first `per_item` successful episodes of each item.
-
-    The limit keeps easy items from crowding out the others.
-    """
+    """Return each item's first `per_item` successes, so that easy items do not crowd out others."""
     return [
         trajectory
         for group in _by_item(trajectories)
@@ -206,10 +195,8 @@ def dataset_of(
     algorithm = cfg.algorithm
     if not isinstance(algorithm, ExplorationConfig):
         return []
-    usable, others = (
-        learnable(source, truncated=algorithm.truncated or recipe_of(algorithm.recipe).truncated)
-        for source in (episodes, recorded)
-    )
+    truncated = algorithm.truncated or recipe_of(algorithm.recipe).truncated
+    usable, others = (learnable(those, truncated=truncated) for those in (episodes, recorded))
     if not algorithm.loop.prefers:
         return [(trajectory,) for trajectory in successes(usable, per_item=algorithm.per_item)]
     # a batch needs one temperature
@@ -224,18 +211,12 @@ def dataset_of(
 def exploration_metrics(
     episodes: Sequence[Trajectory], dataset: Sequence[tuple[Trajectory, ...]]
 ) -> dict[str, float]:
-    """Return metrics of a stage's own episodes and of its training set.
-
-    They are logged at the stage's first optimizer step.
-    """
+    """Return metrics of a stage's own episodes and training set, for its first optimizer step."""
     return rollout_metrics(episodes) | {"rollout/num_kept": float(len(dataset))}
 
 
 def _recorded(ctx: StepContext, renderer: ChatRenderer) -> list[Trajectory]:
-    """Return the recorded trajectories that dpo compares with.
-
-    Empty for an expert's demonstrations, and for agent_evol and sft, which imitate them.
-    """
+    """Return the recorded trajectories that dpo compares with; other recipes have none."""
     if not ctx.cfg.algorithm.loop.prefers or ctx.cfg.warm_start.source != "trajectories":
         return []
     return tokenized_demonstrations(ctx.cfg, ctx.store, ctx.demonstrations, renderer)
@@ -382,7 +363,9 @@ def _imitating(
     """Return the update of supervised learning on demonstrations and successes."""
     cfg, before = ctx.cfg, first_rate_step(ctx.cfg, stage)
     # learn at temperature 1, as in the warm start, also if the episodes were sampled at another
-    imitated = [*demonstrations(ctx, renderer), *(played for group in dataset for played in group)]
+    demos = tokenized_demonstrations(cfg, ctx.store, ctx.demonstrations, renderer)
+    imitated = [demo for demo in demos if demo.success]
+    imitated += [played for group in dataset for played in group]
     pool = to_batch([replace(trajectory, temperature=1.0) for trajectory in imitated])
     # as many episodes as a step of reinforcement learning
     size = cfg.rollout.items_per_step * cfg.rollout.group_size

@@ -1,6 +1,4 @@
-"""Multi-turn reinforcement learning: generate, prepare experience, train; one stage of the
-curriculum at a time.
-"""
+"""Multi-turn reinforcement learning of a stage: generate, prepare experience, train."""
 
 from __future__ import annotations
 
@@ -93,7 +91,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
 
                 # train
                 update = learner.update(experience, limited, step=step, seed=cfg.seed)
-            observer.lap("update")
+            observer.clock.lap("update")
             observer.published(engine.publish(learner, step))
             ahead.admit()
             is_due = cfg.validation.every and step % cfg.validation.every == 0
@@ -226,10 +224,7 @@ def plan_learner(ctx: StepReader, start: Manifest, checkpoint: Checkpoint) -> Le
 
 
 def with_limit(cfg: RunConfig, checkpoint: Checkpoint) -> PolicyGradientConfig:
-    """Return `resolved` with the limit of the distance between engine and learner.
-
-    Errors: ConfigError if the engine has no limit for weights of this dtype.
-    """
+    """Return `resolved` with the limit of the mismatch. Errors: ConfigError without a limit."""
     algorithm = resolved(cfg)
     limit = algorithm.max_mismatch_kl
     if limit is None:

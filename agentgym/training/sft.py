@@ -101,16 +101,12 @@ def batch_at(cfg: RunConfig, demos: Sequence[Trajectory], step: int) -> Batch:
 
 
 def demo_indices(seed: int, step: int, num_demos: int, batch_size: int) -> list[int]:
-    """Return the indices of the demonstrations for optimizer step 1, 2, ...
-
-    They follow epochs of seeded shuffles, as a pure function of the step.
-    """
+    """Return indices for optimizer step 1, 2, ...: seeded shuffles by epoch, pure in the step."""
     first = (step - 1) * batch_size
     indices: list[int] = []
     while len(indices) < batch_size:
         epoch, offset = divmod(first + len(indices), num_demos)
-        order = np.random.Generator(np.random.Philox(key=[seed, epoch + 1_000_000])).permutation(
-            num_demos
-        )
+        generator = np.random.Generator(np.random.Philox(key=[seed, epoch + 1_000_000]))
+        order = generator.permutation(num_demos)
         indices += order[offset : offset + batch_size - len(indices)].tolist()
     return indices

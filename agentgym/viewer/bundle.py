@@ -18,8 +18,8 @@ from fastapi.responses import Response, StreamingResponse
 
 from agentgym.pages import FOLDER, STATIC, Pages
 from agentgym.records import RecordError, to_json
-from agentgym.store.files import write_whole
 from agentgym.store.manifest import BlobMissing, DigestMismatch
+from agentgym.store.posix import write_whole
 from agentgym.viewer.bodies import address_of
 from agentgym.viewer.episode_page import MAX_TURNS, episode_page
 from agentgym.viewer.lists_page import list_page

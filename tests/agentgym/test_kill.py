@@ -333,10 +333,10 @@ def test_a_step_held_by_a_live_process_is_refused_with_who_holds_it(tmp_path, ti
     cfg = load_config(tiny_params(tmp_path))
     step = steps_of(cfg)["prepare"]
     hold = (
-        "import sys, time; from pathlib import Path; from agentgym.store.posix import posix_store; "
+        "import sys, time; from pathlib import Path; from agentgym.store.runstore import store_at; "
     )
     hold += (
-        "lease = posix_store(Path(sys.argv[1]), lease_ttl_s=30).open('prepare', sys.argv[2]);"
+        "lease = store_at(Path(sys.argv[1]), lease_ttl_s=30).open('prepare', sys.argv[2]);"
         " lease.__enter__(); "
     )
     hold += "print('held', flush=True); time.sleep(60)"

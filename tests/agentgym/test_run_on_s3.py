@@ -21,8 +21,8 @@ from tests.completed import completed
 
 HOLD = """
 import sys
-from agentgym.store.s3 import s3_store
-with s3_store(sys.argv[1], lease_ttl_s=30).open("stage-1", sys.argv[2]):
+from agentgym.store.runstore import store_at
+with store_at(sys.argv[1], lease_ttl_s=30).open("stage-1", sys.argv[2]):
     print("held", flush=True)
     sys.stdin.read()
 """

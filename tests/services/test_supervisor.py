@@ -5,7 +5,7 @@ That everything comes up, recovers and ends is in tests/flows/test_deployments.p
 import sys
 from pathlib import Path
 
-from agentgym.store.posix import posix_store
+from agentgym.store.runstore import store_at
 from services import supervisor
 from services.supervisor import MAX_RESTARTS, OVERDUE_CHECK_S, Service, Undertaker
 
@@ -47,7 +47,7 @@ def test_once_a_step_has_lost_its_process_dead_runs_are_closed_now_and_after_a_l
 
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(supervisor.subprocess, "Popen", Child)
-    store = posix_store(Path(".agentgym/store"), lease_ttl_s=30.0)
+    store = store_at(Path(".agentgym/store"), lease_ttl_s=30.0)
     undertaker = Undertaker()
     undertaker.look()  # for what was left before
     with store.open("stage-1", "ab" * 32):

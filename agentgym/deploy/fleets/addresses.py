@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from agentgym.deploy.kube.calls import NotFound
 from agentgym.deploy.kube.client import POD, Kind, Kube, Object
-from agentgym.store.files import write_whole
+from agentgym.store.posix import write_whole
 
 logger = logging.getLogger(__name__)
 

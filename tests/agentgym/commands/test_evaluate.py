@@ -10,7 +10,7 @@ from agentgym.cli import main
 from agentgym.commands import evaluate
 from agentgym.config import ConfigError
 from agentgym.evaluation.result import Outcome, Result, expected_slots
-from agentgym.pipeline.evaluated import Evaluated
+from agentgym.pipeline.policy_evaluation import Evaluated
 from agentgym.types import Item
 
 

@@ -7,7 +7,7 @@ from mlflow import MlflowClient
 
 from agentgym.cli import main
 from agentgym.config import load_config
-from agentgym.pipeline.audited import audit_for_gate, keep_audit
+from agentgym.pipeline.stored_config import audit_for_gate, keep_audit
 from agentgym.pipeline.table import finished, open_store, run_key
 
 

@@ -18,7 +18,7 @@ from agentgym.deploy.jobs import run_as_job
 from agentgym.deploy.kube.client import Kind, connect
 from agentgym.deploy.kuberay import RAY_CLUSTER, RAY_JOB, KubeRay, end_jobs, look_at, overlap
 from agentgym.deploy.rayjob import rayjob
-from agentgym.store.posix import posix_store
+from agentgym.store.runstore import store_at
 
 RUN_KEY, KEY = "ab12" * 16, "cd34" * 16
 IMAGE = "registry/agentgym:1"
@@ -94,7 +94,7 @@ def scene(namespace, tmp_path, tiny_params, monkeypatch, kubeconfig):
     monkeypatch.setattr(jobs, "LOG_END_S", 0.1)
     monkeypatch.setattr("agentgym.deploy.kuberay.LOST_S", 1.0)
     run_key = secrets.token_hex(32)  # tests do not meet each other's jobs
-    store = posix_store(tmp_path / "s", lease_ttl_s=0.1)
+    store = store_at(tmp_path / "s", lease_ttl_s=0.1)
     threads = []
 
     def config(*overrides):

@@ -13,6 +13,7 @@ from agentgym.evaluation.question import Question
 from agentgym.evaluation.registry import HOME, Promotions
 from agentgym.store.place import StorePlace
 from agentgym.store.posix import posix_store
+from agentgym.store.runstore import StorePlace, store_at
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.registry import model_tags
 from tests.registries import RULES, Registry
@@ -141,7 +142,7 @@ def test_a_copy_of_store_and_registry_decides_in_its_own_history(empty_ledger, t
             (folder / "mlflow.db").write_bytes(empty_ledger.read_bytes())
         uri = f"sqlite:///{folder / 'mlflow.db'}"
         tracker = Tracker(uri, "tests", folder / "artifacts")
-        found = Promotions(posix_store(folder / "store", lease_ttl_s=30.0), tracker, "own", "best")
+        found = Promotions(store_at(folder / "store", lease_ttl_s=30.0), tracker, "own", "best")
         if name == "first":
             Registry(tracker, folder, "own")
             version = tracker.client.create_model_version("own", "somewhere").version

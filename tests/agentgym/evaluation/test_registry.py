@@ -16,6 +16,10 @@ from agentgym.evaluation.gate import judged_again
 from agentgym.evaluation.history import DECISION, RECORD, History, OpenHistory, sentence, summary
 from agentgym.evaluation.registry import Promotions
 from agentgym.store.posix import posix_store
+from agentgym.evaluation.decision import DECISION, judged_again, sentence, summary
+from agentgym.evaluation.history import RECORD, History, OpenHistory
+from agentgym.evaluation.promotion import Promotions
+from agentgym.store.runstore import store_at
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.registry import version_tags
 from tests.forked import FORKS
@@ -96,9 +100,7 @@ def test_asked_again_what_was_decided_stands(registry):
 def promote(uri, folder, name, evidence, where=None):
     """Judge version 2 with this evidence as a process of its own would; die at `where`."""
     tracker = Tracker(uri, "tests", folder / "unused")
-    promotions = Promotions(
-        posix_store(folder / "store", lease_ttl_s=30.0), tracker, name, "champion"
-    )
+    promotions = Promotions(store_at(folder / "store", lease_ttl_s=30.0), tracker, name, "champion")
     places = {
         "history": (OpenHistory, "add"),
         "decision": (tracker, "log_artifacts"),

@@ -16,8 +16,8 @@ from agentgym.evaluation.record import PLAN
 from agentgym.evaluation.result import CLOCK, RESULT, outcome_table
 from agentgym.evaluation.stored import OUTCOMES, NumbersChanged, plan_of, stored_result
 from agentgym.pipeline.policy_evaluation import evaluate_policy, regrade
-from agentgym.pipeline.promote import play_anew
 from agentgym.pipeline.table import finished, open_store
+from agentgym.pipeline.versions import play_anew
 from agentgym.records import TRAJECTORIES
 from agentgym.store.manifest import Blob
 from agentgym.viewer.study_page import versus as viewed

@@ -8,8 +8,7 @@ from agentgym.commands.evaluate import INVALID, code_of
 from agentgym.evaluation.paired import align
 from agentgym.evaluation.record import read_episodes
 from agentgym.evaluation.result import Outcome
-from agentgym.pipeline.evaluated import show
-from agentgym.pipeline.policy_evaluation import evaluate_policy
+from agentgym.pipeline.policy_evaluation import evaluate_policy, show
 from tests.agentgym.pipeline.vendor import MAX_TURNS, Endpoint, ask
 
 pytestmark = pytest.mark.integration

@@ -9,7 +9,7 @@ from agentgym.cli import main
 from agentgym.config import load_config
 from agentgym.models import checkpoint
 from agentgym.models.checkpoint import WEIGHTS, load_checkpoint
-from agentgym.pipeline.export import export
+from agentgym.pipeline.contenders import export
 from agentgym.pipeline.table import finished, open_store, run_key
 
 pytestmark = pytest.mark.integration

@@ -19,8 +19,7 @@ from agentgym.evaluation.record import read_episodes
 from agentgym.evaluation.result import Result
 from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.contenders import invite
-from agentgym.pipeline.evaluated import show
-from agentgym.pipeline.policy_evaluation import evaluate_policy, protocol_for, regrade
+from agentgym.pipeline.policy_evaluation import evaluate_policy, protocol_for, regrade, show
 from agentgym.store.lease import LeaseHeld
 from envs.registry import load_spec
 from tests.agentgym.pipeline.vendor import OPTIONS, Endpoint, ask

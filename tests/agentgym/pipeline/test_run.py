@@ -14,9 +14,9 @@ from agentgym.config import load_config
 from agentgym.evaluation.history import History
 from agentgym.evaluation.record import attempts_of
 from agentgym.pipeline.dvc import pointer
-from agentgym.pipeline.promote import standing
 from agentgym.pipeline.run import _with_servers, run_step, run_with_parents
 from agentgym.pipeline.table import finished, key_of, open_store, semantic_of, steps_of
+from agentgym.pipeline.versions import standing
 from agentgym.steps.context import METRICS
 from agentgym.steps.step import Kind
 from agentgym.tracking.deliver import committed_points, tracker_of

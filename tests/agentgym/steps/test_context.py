@@ -9,9 +9,9 @@ from agentgym.models.tensorfiles import Snapshot
 from agentgym.records import TRAJECTORIES
 from agentgym.steps.context import METRICS, NoProgress, StepContext, scores
 from agentgym.steps.step import Kind, Step
-from agentgym.store.files import StoreFull
 from agentgym.store.manifest import BlobMissing
-from agentgym.store.posix import posix_store
+from agentgym.store.posix import StoreFull
+from agentgym.store.runstore import store_at
 from agentgym.tracking.points import Point, decode_points
 
 STEP = Step(
@@ -32,7 +32,7 @@ KEY = "ab" * 32
 @pytest.fixture
 def opening(tmp_path):
     """(overrides -> context of an open step, what was told of its commits)."""
-    told, store = [], posix_store(tmp_path, lease_ttl_s=30.0)
+    told, store = [], store_at(tmp_path, lease_ttl_s=30.0)
     parents = {}
     for name in ("prepare", "demonstrate", "initialize", "warm-start"):
         with store.open(name, KEY) as writer:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import boto3
 
-from agentgym.store.posix import posix_store
-from agentgym.store.s3 import s3_store
-from agentgym.store.writer import PassedStep
+from agentgym.store.manifest import PassedStep
+from agentgym.store.runstore import store_at
 
 KEY = "ab" * 32
 # what every child process begins with
@@ -31,8 +30,7 @@ def wait_for(path):
     sys.exit(f"waited in vain for {path}")
 
 root, ttl_s, scratch = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
-store = s3.s3_store(root, lease_ttl_s=ttl_s) if root.startswith("s3://") else \
-posix.posix_store(Path(root), lease_ttl_s=ttl_s)
+store = runstore.store_at(root, lease_ttl_s=ttl_s)
 """
 
 
@@ -46,9 +44,7 @@ class Place:
     scratch: Path  # a folder that this test and its children share
 
     def store(self, ttl_s=30.0):
-        if self.root.startswith("s3://"):
-            return s3_store(self.root, lease_ttl_s=ttl_s)
-        return posix_store(Path(self.root), lease_ttl_s=ttl_s)
+        return store_at(self.root, lease_ttl_s=ttl_s)
 
     @property
     def folder(self):

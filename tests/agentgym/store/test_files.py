@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from agentgym.store.files import (
+from agentgym.store.posix import (
     TEMP_PREFIX,
     StoreFull,
     create_exclusively,

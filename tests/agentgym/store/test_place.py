@@ -5,13 +5,12 @@ import pickle
 import pytest
 
 from agentgym.models.tensorfiles import Snapshot
-from agentgym.store.place import StoreNotHere, StorePlace
-from agentgym.store.posix import posix_store
+from agentgym.store.runstore import StoreNotHere, StorePlace, store_at
 
 
 def test_a_place_travels_and_opens_the_same_store(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    store = posix_store("store", lease_ttl_s=7.0)
+    store = store_at("store", lease_ttl_s=7.0)
     with store.open("prepare", "a" * 64):  # which makes its folder
         place = pickle.loads(pickle.dumps(StorePlace.of(store)))
     monkeypatch.chdir("/")  # as another process may be elsewhere

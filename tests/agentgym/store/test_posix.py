@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from agentgym.store.files import StoreFull, full_disk_told
 from agentgym.store.lease import Fenced
 from agentgym.store.manifest import Blob, DigestMismatch
-from agentgym.store.posix import SHARED_BYTES, PosixFolder, posix_store
+from agentgym.store.posix import SHARED_BYTES, PosixFolder, StoreFull, full_disk_told
+from agentgym.store.runstore import store_at
 
 KEY = "ab" * 32
 
@@ -33,7 +33,7 @@ def commit(writer, step, model=b""):
 
 @pytest.fixture
 def store(tmp_path):
-    return posix_store(tmp_path / "store", lease_ttl_s=30.0)
+    return store_at(tmp_path / "store", lease_ttl_s=30.0)
 
 
 @pytest.fixture

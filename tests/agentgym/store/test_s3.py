@@ -20,7 +20,8 @@ from agentgym.store import bucket, s3
 from agentgym.store.bucket import Bucket, StoreUnreachable, connect
 from agentgym.store.lease import Fenced
 from agentgym.store.manifest import ManifestError
-from agentgym.store.s3 import S3Backend, s3_store
+from agentgym.store.runstore import store_at
+from agentgym.store.s3 import S3Backend
 from tests.agentgym.store.steps import KEY, commit
 from tests.answering import Handler, http_server
 from tests.completed import completed
@@ -140,7 +141,7 @@ def test_a_service_that_ignores_conditions_is_refused_before_a_lease_is_taken(s3
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_requests_that_the_server_could_not_serve_are_made_again(s3_uri, link, status):
     link.fault = lambda method, path, number: status if number == 0 else None
-    store = s3_store(s3_uri, lease_ttl_s=30.0)
+    store = store_at(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         head = commit(writer, 1)
     store.verify(head)
@@ -154,7 +155,7 @@ def test_writes_whose_answers_are_lost_count_once(s3_uri, link):
     link.fault = lambda method, path, number: (
         "lost" if method == "PUT" and number % 2 == 0 else None
     )
-    store = s3_store(s3_uri, lease_ttl_s=30.0)
+    store = store_at(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         commits = [commit(writer, step) for step in range(3)]
     assert store.history("stage-1", KEY) == commits
@@ -166,7 +167,7 @@ def test_conditional_writes_that_met_others_are_made_again_and_not_forever(s3_ur
     link.fault = lambda method, path, number: (
         409 if method == "PUT" and number == 1 and path.endswith("head.json") else None
     )
-    store = s3_store(s3_uri, lease_ttl_s=30.0)
+    store = store_at(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         head = commit(writer, 1)
         assert store.head("stage-1", KEY) == head
@@ -181,7 +182,7 @@ def test_conditional_writes_that_met_others_are_made_again_and_not_forever(s3_ur
 
 def test_a_commit_whose_fate_is_unknown_is_not_made_twice(s3_uri, link, monkeypatch):
     monkeypatch.setattr(bucket, "MAX_ATTEMPTS", 1)
-    store = s3_store(s3_uri, lease_ttl_s=30.0)
+    store = store_at(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         link.fault = lambda method, path, number: (
             "lost" if method == "PUT" and path.endswith("head.json") else None
@@ -205,7 +206,7 @@ def test_a_commit_whose_fate_is_unknown_is_not_made_twice(s3_uri, link, monkeypa
 
 
 def test_an_answer_that_breaks_off_is_asked_for_again(s3_uri, link):
-    store = s3_store(s3_uri, lease_ttl_s=30.0)
+    store = store_at(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         head = commit(writer, 1, b"weights " * 1000)
     link.seen.clear()
@@ -227,18 +228,18 @@ def test_a_server_that_does_not_answer_is_an_error_in_time(s3_uri, link, monkeyp
             r" network"
         ),
     ):
-        s3_store(s3_uri, lease_ttl_s=30.0).head("stage-1", KEY)
+        store_at(s3_uri, lease_ttl_s=30.0).head("stage-1", KEY)
     assert time.monotonic() - began < 20
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(
         StoreUnreachable, match="cannot be reached: Could not connect to the endpoint URL"
     ):
-        s3_store(s3_uri, lease_ttl_s=30.0).head("stage-1", KEY)
+        store_at(s3_uri, lease_ttl_s=30.0).head("stage-1", KEY)
 
 
 def test_a_heart_that_cannot_beat_for_a_while_goes_on(s3_uri, link, monkeypatch):
     monkeypatch.setattr(bucket, "MAX_ATTEMPTS", 1)
-    with s3_store(s3_uri, lease_ttl_s=0.4).open("stage-1", KEY) as writer:
+    with store_at(s3_uri, lease_ttl_s=0.4).open("stage-1", KEY) as writer:
         link.fault = lambda *_: 503
         time.sleep(0.5)
         link.fault = lambda *_: None
@@ -253,9 +254,9 @@ def test_large_content_travels_in_parts_and_half_an_upload_is_pruned(s3_uri, mon
     weights = os.urandom(1 << 20) * 12
     script = """
 import os, signal, sys
-from agentgym.store import bucket, s3
+from agentgym.store import bucket, runstore
 bucket.PART_BYTES = 5 << 20
-store = s3.s3_store(sys.argv[1], lease_ttl_s=30.0)
+store = runstore.store_at(sys.argv[1], lease_ttl_s=30.0)
 with store.open("stage-1", "ab" * 32) as writer:
     writer._folder.bucket._client.meta.events.register(
         "before-call.s3.CompleteMultipartUpload", lambda **_: os.kill(os.getpid(), signal.SIGKILL)
@@ -274,7 +275,7 @@ records={}, results={}, timings={})
         )
 
     assert len(uploads()) == 1
-    store = s3_store(s3_uri, lease_ttl_s=30.0)
+    store = store_at(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         head = commit(writer, 1, weights)
         assert writer.prune(keep=1) == 1
@@ -284,7 +285,7 @@ records={}, results={}, timings={})
 
 
 def test_a_head_that_is_no_head_is_named(s3_uri):
-    store = s3_store(s3_uri, lease_ttl_s=30.0)
+    store = store_at(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         commit(writer, 1)
     key = f"{s3_uri.removeprefix('s3://tests/')}/steps/stage-1-{KEY[:16]}/head.json"
@@ -305,7 +306,7 @@ def test_a_head_that_is_no_head_is_named(s3_uri):
 
 
 def test_a_step_that_is_deleted_under_its_writer_is_told_so(s3_uri):
-    store = s3_store(s3_uri, lease_ttl_s=30.0)
+    store = store_at(s3_uri, lease_ttl_s=30.0)
     with store.open("stage-1", KEY) as writer:
         commit(writer, 1)
         boto3.resource("s3").Bucket("tests").objects.filter(
@@ -322,13 +323,13 @@ def test_settings_that_cannot_work_are_named(s3_uri, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"there is no bucket nowhere; create it, or correct store\.uri"
     ):
-        s3_store("s3://nowhere/x", lease_ttl_s=30.0).head("stage-1", KEY)
+        store_at("s3://nowhere/x", lease_ttl_s=30.0).head("stage-1", KEY)
     with pytest.raises(ConfigError, match="there is no bucket nowhere"):
-        s3_store("s3://nowhere/x", lease_ttl_s=30.0).open("stage-1", KEY).__enter__()
+        store_at("s3://nowhere/x", lease_ttl_s=30.0).open("stage-1", KEY).__enter__()
     child = """
-from agentgym.store.s3 import s3_store
+from agentgym.store.runstore import store_at
 try:
-    s3_store("s3://tests/x", lease_ttl_s=30.0).heads()
+    store_at("s3://tests/x", lease_ttl_s=30.0).heads()
 except ValueError as error:
     print(type(error).__name__, error)
 """

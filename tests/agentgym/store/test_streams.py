@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from agentgym.store import bucket
-from agentgym.store.files import TEMP_PREFIX, StoreFull
+from agentgym.store.lease import digest_of
 from agentgym.store.manifest import Blob, BlobMissing
-from agentgym.store.place import StorePlace
-from agentgym.store.runstore import RunStore, digest_of
+from agentgym.store.posix import TEMP_PREFIX, StoreFull
+from agentgym.store.runstore import RunStore, StorePlace
 
 STEP, KEY = "stage-1", "ab" * 32
 
@@ -135,7 +135,7 @@ def test_a_full_disk_is_told_and_costs_no_earlier_commit(tmp_path, monkeypatch):
         def full(handle):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("agentgym.store.files.os.fsync", full)
+        monkeypatch.setattr("agentgym.store.posix.os.fsync", full)
         with pytest.raises(StoreFull, match=r"no space left for 3000 bytes .* stays valid"):
             store.add(STEP, KEY, Pieces(3))
         monkeypatch.undo()

@@ -20,9 +20,9 @@ KEY, OTHER = "ab" * 32, "cd" * 32
 KILLED = """
 import sys, time
 from pathlib import Path
-from agentgym.store.posix import posix_store
+from agentgym.store.runstore import store_at
 
-with posix_store(Path(sys.argv[1]), lease_ttl_s=30.0).open("stage-1", "ab" * 32):
+with store_at(Path(sys.argv[1]), lease_ttl_s=30.0).open("stage-1", "ab" * 32):
     print("held", flush=True)
     time.sleep(300)
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentgym.store.posix import posix_store
+from agentgym.store.runstore import store_at
 from agentgym.tracking.deliver import StaleRun, deliver_committed
 from agentgym.tracking.mlflow import Tracker, local_path
 from agentgym.tracking.points import Point, encode_points
@@ -47,7 +47,7 @@ def test_a_database_is_there_whole_or_not_at_all_when_its_maker_is_killed(tmp_pa
 
 @pytest.fixture
 def store(tmp_path):
-    return posix_store(tmp_path / "store", lease_ttl_s=30.0)
+    return store_at(tmp_path / "store", lease_ttl_s=30.0)
 
 
 def commit(writer, points, *, done=False):

@@ -4,7 +4,7 @@ import pytest
 
 from agentgym.config import RunConfig, load_config
 from agentgym.records import TRAJECTORIES, encode_trajectories
-from agentgym.store.place import StorePlace
+from agentgym.store.runstore import StorePlace
 from agentgym.types import Item, Learned, Status, Trajectory, Turn
 from agentgym.viewer.viewer import Viewer
 

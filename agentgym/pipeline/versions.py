@@ -1,9 +1,10 @@
-"""The lineage of registered models: their steps, data, source, evaluations and decisions."""
+"""Registered versions: promotion, with the evaluations that the gate needs, and lineage."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from agentgym.config import ConfigError, RunConfig
@@ -14,6 +15,25 @@ from agentgym.evaluation.registry import Promotions, told_of_files
 from agentgym.evaluation.stored import is_evaluation
 from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import Manifest
+from agentgym.data.check import load_data
+from agentgym.evaluation.evidence import PlayAnew, own_results, paired_evidence
+from agentgym.evaluation.gate import Evidence
+from agentgym.evaluation.history import Entry, Version, champion_of
+from agentgym.evaluation.paired import Incomparable
+from agentgym.evaluation.promotion import Promotions, Standing
+from agentgym.evaluation.protocol import EvaluationRequest
+from agentgym.evaluation.publish import evidence_anew, promotions_of
+from agentgym.evaluation.question import question_asked
+from agentgym.evaluation.record import STEP as EVALUATION
+from agentgym.evaluation.result import Result
+from agentgym.evaluation.stored import is_evaluation
+from agentgym.evaluation.version_files import told_of_files
+from agentgym.pipeline.stored_config import audit_for_gate
+from agentgym.pipeline.table import open_store, semantic_of, steps_of
+from agentgym.steps.context import Progress
+from agentgym.steps.step import Kind
+from agentgym.store.manifest import Manifest, canonical_json, sha256
+from agentgym.tracking.inputs import LISTS
 from agentgym.tracking.reaching import reaching
 from agentgym.tracking.registry import all_versions, version_run_tags, version_tags
 from agentgym.tracking.step_data import LISTS
@@ -21,6 +41,110 @@ from agentgym.tracking.step_data import LISTS
 SHORT = 12
 # tags of a version's run that identify the source code
 SOURCE = ("mlflow.source.name", "mlflow.source.git.commit", "source.digest")
+
+
+def play_anew(cfg: RunConfig, progress: Progress | None = None) -> PlayAnew:
+    """Return a function that evaluates a policy by the gate's protocol.
+
+    Stored evaluations are not played again. It raises RuntimeError for one that stops early.
+    """
+
+    def play(policy: str) -> Result:
+        from agentgym.pipeline.policy_evaluation import evaluate_policy
+
+        request = EvaluationRequest.model_validate(
+            {"policy": policy, "protocol": cfg.gate.protocol}
+        )
+        evaluated = evaluate_policy(cfg, request, progress)
+        if evaluated.stopped:
+            raise RuntimeError(f"the evaluation of {policy} stopped: {evaluated.stopped}")
+        return evaluated.result
+
+    return play
+
+
+def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> Entry:
+    """Let the gate judge a registered version, record its decision, and move the alias if it
+    promotes. Missing evaluations are played first.
+
+    A repeated call returns the recorded decision, until the alias moves. Errors: ConfigError.
+    """
+    store, splits = open_store(cfg), load_data(cfg)
+    chosen_on = {item.item_id for item in (*splits.train, *splits.validation)}
+    with reaching(cfg.tracking_uri):
+        promotions = promotions_of(cfg, store)
+        candidate = promotions.version(number)
+        audit = audit_for_gate(cfg, candidate.run_key)
+
+        def evidence_for(champion: Version | None) -> Evidence:
+            evidence = _evidence(cfg, candidate, champion, progress)
+            items = {item for pair in evidence.pairs.values() for item in pair.items}
+            return replace(evidence, num_seen=len(items & chosen_on), **audit)
+
+        moves = sum(entry.moved for entry in promotions.history.entries())
+        # all of the run's evaluation steps have the same protocol
+        step = next(step for step in steps_of(cfg).values() if step.kind is Kind.EVALUATE)
+        question = question_asked(semantic_of(step, cfg), splits)
+        what = [
+            *("promote", number, candidate.checkpoint, cfg.gate.semantic(), dict(audit), moves),
+            question.to_json(),
+        ]
+        return promotions.consider(
+            candidate, cfg.gate, evidence_for, sha256(canonical_json(what)), question=question
+        )
+
+
+def _evidence(
+    cfg: RunConfig, candidate: Version, champion: Version | None, progress: Progress | None
+) -> Evidence:
+    """Return the evidence for the gate.
+
+    It is from the runs' own evaluations if the store has both and they are comparable; else both
+    models play by one protocol.
+    """
+    store = open_store(cfg)
+    final = candidate.evaluation_in(store)
+    if final is not None and champion is not None and not cfg.gate.protocol:
+        try:
+            return paired_evidence(*own_results(store, final, champion))
+        except (Incomparable, ValueError):
+            pass  # evaluate both by the same protocol
+    return evidence_anew(cfg, candidate, champion, play_anew(cfg, progress))
+
+
+def force(cfg: RunConfig, number: str, why: str) -> Entry:
+    """Move the alias without the gate and record a person's reason. Errors: ConfigError."""
+    if not why.strip():
+        raise ConfigError("--force needs --why: the history records why the gate was passed over")
+    with reaching(cfg.tracking_uri):
+        promotions = promotions_of(cfg, open_store(cfg))
+        return promotions.force(promotions.version(number), why)
+
+
+def roll_back(cfg: RunConfig, to: str | None, why: str) -> Entry:
+    """Move the alias to `to` (None: its last holder before) and record why. Errors: ConfigError."""
+    with reaching(cfg.tracking_uri):
+        return promotions_of(cfg, open_store(cfg)).roll_back(to, why)
+
+
+def standing(cfg: RunConfig) -> tuple[list[Entry], Standing]:
+    """Return the history, and the holder of the alias according to it and to MLflow."""
+    with reaching(cfg.tracking_uri):
+        promotions = promotions_of(cfg, open_store(cfg))
+        entries = promotions.history.entries()
+        return entries, promotions.standing(entries)
+
+
+def champion_files(cfg: RunConfig, now: Standing) -> tuple[bool, str]:
+    """Compare the files of the version that has the alias with those that were registered.
+
+    Result: (True if they were changed or are gone, a line to print); (False, "") without a version.
+    """
+    with reaching(cfg.tracking_uri):
+        promotions = promotions_of(cfg, open_store(cfg))
+        number = promotions.number_of(now.champion) if now.champion else None
+        changed, line = told_of_files(promotions, number) if number else (False, "")
+    return changed, f"version {number}: {line}" if line and not changed else line
 
 
 def lineage(cfg: RunConfig, of: str) -> dict[str, Any]:
@@ -50,6 +174,7 @@ def _of_version(
     promotions: Promotions, heads: Mapping[str, Manifest], version: Version
 ) -> dict[str, Any]:
     tags = version_tags(promotions.tracker, promotions.model, version.number)
+    source = version_run_tags(promotions.tracker, promotions.model, version.number)
     checkpoint = heads.get(version.checkpoint)
     made_of = list(_ancestors(heads, version.checkpoint))
     return {
@@ -60,17 +185,14 @@ def _of_version(
         "in_store": checkpoint is not None,
         "steps": [_step(head) for head in made_of],
         "data": next((head.results["digest"] for head in made_of if LISTS in head.blobs), None),
-        "source": _source(promotions, version),
+        "source": {name: source[name] for name in SOURCE if name in source},
         "evaluations": [_step(head) for head in _evaluations(heads, version, tags)],
         "decisions": _decisions(promotions, version),
     }
 
 
 def _back(promotions: Promotions, heads: Mapping[str, Manifest], of: str) -> dict[str, Any]:
-    """Return every version whose lineage has a digest or key that starts with `of`.
-
-    Errors: ConfigError if there is none.
-    """
+    """Return versions with a digest or key in their lineage that starts so. Errors: ConfigError."""
     versions = []
     for number in all_versions(promotions.tracker, promotions.model):
         version = promotions.version(number)
@@ -124,11 +246,6 @@ def _decisions(promotions: Promotions, version: Version) -> list[dict[str, Any]]
         for entry in promotions.history.entries()
         if entry.candidate.is_same(version) or version.is_same(entry.before)
     ]
-
-
-def _source(promotions: Promotions, version: Version) -> dict[str, str]:
-    tags = version_run_tags(promotions.tracker, promotions.model, version.number)
-    return {name: tags[name] for name in SOURCE if name in tags}
 
 
 def _step(head: Manifest) -> dict[str, Any]:
