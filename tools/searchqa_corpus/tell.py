@@ -4,6 +4,7 @@ The templates are in words.yaml.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.searchqa_corpus.lore import WORDS, Dice, Entity
@@ -16,7 +17,7 @@ class Relation:
     kind: str
     fact: str
     words: str
-    asks: tuple[str, ...]
+    asks: Sequence[str]
     bridge: str = ""
 
 
@@ -62,7 +63,7 @@ def answers(value: Entity | int | str) -> list[str]:
     return [value.name, value.name.removeprefix(short)] if short else [value.name]
 
 
-def _one_of(sentences: tuple[str, ...], entity: Entity, dice: Dice) -> str:
+def _one_of(sentences: Sequence[str], entity: Entity, dice: Dice) -> str:
     """Return a random one of the sentences, filled in; empty if it needs an unknown fact."""
     try:
         return _fill(dice.pick(sentences), entity)
