@@ -50,11 +50,8 @@ def check_decisions(
     registered = registration.final.results
     promotions = Promotions(store, tracker, str(registered["model"]), str(registered["alias"]))
     deciding = _deciding(promotions)
-    histories = {
-        history.began: history
-        for history in (deciding, promotions.own)
-        if history and history.began
-    }
+    both = (deciding, promotions.own)
+    histories = {history.began: history for history in both if history and history.began}
     entries = {began: _history(history, checks) for began, history in histories.items()}
     for began, history in histories.items():
         _check_history(promotions, history, entries[began], checks)
@@ -144,11 +141,8 @@ def _check_history(
     for entry in entries:
         with checks.guard(f"decision {entry.number}"):
             evidence_store = promotions.evidence_store(entry.decision)
-            stores = [
-                store
-                for store in (promotions.own.store, history.store, evidence_store)
-                if store is not None
-            ]
+            candidates = promotions.own.store, history.store, evidence_store
+            stores = [store for store in candidates if store is not None]
             _check_entry(stores, evidence_store is not None, entry, checks)
             _check_shown(promotions, history, entry, checks)
     for before, after in pairwise(entries):
@@ -250,9 +244,8 @@ def _check_shown(promotions: Promotions, history: History, entry: Entry, checks:
     if not path.is_file():
         checks.skip(f"decision {entry.number} in MLflow", "the registry was made anew")
         return
-    checks.expect(
-        f"decision {entry.number}", "as MLflow has it", entry.to_bytes(), path.read_bytes()
-    )
+    where = f"decision {entry.number}"
+    checks.expect(where, "as MLflow has it", entry.to_bytes(), path.read_bytes())
 
 
 def _artifacts(promotions: Promotions, number: str) -> Path | None:
@@ -286,20 +279,14 @@ def _check_tags(promotions: Promotions, entries: Sequence[Entry], checks: Checks
             tags = version_tags(promotions.tracker, promotions.model, number)
         except LookupError:
             continue
-        if DECISION in tags:
-            folder = _artifacts(promotions, number)
-            anothers = (
-                [
-                    sha256(path.read_bytes())
-                    for path in (folder / FOLDER).glob("*.json")
-                    if _is_anothers(path, entries)
-                ]
-                if folder
-                else []
-            )
-            if tags[DECISION] in anothers:
-                why = "an earlier release wrote it for another store"
-                checks.skip(f"tag of version {number}", why)
-                continue
-            where = f"{promotions.model} version {number}"
-            checks.expect(where, "its decision is in the history", True, tags[DECISION] in known)
+        if DECISION not in tags:
+            continue
+        folder = _artifacts(promotions, number)
+        files = (folder / FOLDER).glob("*.json") if folder else ()
+        others = {sha256(path.read_bytes()) for path in files if _is_anothers(path, entries)}
+        if tags[DECISION] in others:
+            why = "an earlier release wrote it for another store"
+            checks.skip(f"tag of version {number}", why)
+            continue
+        where = f"{promotions.model} version {number}"
+        checks.expect(where, "its decision is in the history", True, tags[DECISION] in known)

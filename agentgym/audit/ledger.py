@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgym.audit.findings import Checks
-from agentgym.audit.stored_steps import StepRecord
+from agentgym.audit.stored_steps import StepRecord, final_of
 from agentgym.config import RunConfig
 from agentgym.steps.step import Kind
 from agentgym.store.runstore import RunStore
@@ -45,21 +45,12 @@ def check_ledger(
         runs = [child for child in children if child.data.tags.get("step_key") == record.key]
         run = _one_run(runs, record.name, checks)
         if run is not None:
-            _check_points(tracker, run, f"run of {record.name}", [record], checks)
-            if record.final is not None:
-                checks.expect(
-                    f"run of {record.name}",
-                    "tag manifest",
-                    record.final.digest,
-                    run.data.tags.get(MANIFEST),
-                )
-                if record.final.follows is not None:  # else the records check reports it
-                    checks.expect(
-                        f"run of {record.name}",
-                        "tag records",
-                        record.final.records_digest,
-                        run.data.tags.get(RECORDS),
-                    )
+            where, final, tags = f"run of {record.name}", record.final, run.data.tags
+            _check_points(tracker, run, where, [record], checks)
+            if final is not None:
+                checks.expect(where, "tag manifest", final.digest, tags.get(MANIFEST))
+                if final.follows is not None:  # else the records check reports it
+                    checks.expect(where, "tag records", final.records_digest, tags.get(RECORDS))
     _check_artifacts(store, parent.info.artifact_uri, steps, checks)
     known = {record.key for record in steps}
     for run in children:
@@ -85,14 +76,7 @@ def _check_artifacts(
     store: RunStore, location: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
     """Check that the report in MLflow is the committed one."""
-    report = next(
-        (
-            record.final
-            for record in steps
-            if record.step.kind is Kind.REPORT and record.final is not None
-        ),
-        None,
-    )
+    report = final_of(steps, Kind.REPORT)
     if report is None:
         return
     folder = local_path(location)
@@ -152,10 +136,8 @@ def existing_ledger(cfg: RunConfig) -> Tracker | None:
 
     Neither is created.
     """
-    if (
-        cfg.tracking_uri.startswith("sqlite:")
-        and not Path(cfg.tracking_uri.removeprefix("sqlite:///")).is_file()
-    ):
+    uri = cfg.tracking_uri
+    if uri.startswith("sqlite:") and not Path(uri.removeprefix("sqlite:///")).is_file():
         return None
     tracker = tracker_of(cfg)
     return tracker if tracker.client.get_experiment_by_name(cfg.experiment) is not None else None
