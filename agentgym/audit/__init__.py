@@ -18,7 +18,7 @@ from agentgym.audit.excluded import check_excluded
 from agentgym.audit.findings import AuditReport, Check, Checks
 from agentgym.audit.ledger import check_ledger
 from agentgym.audit.logs import check_records
-from agentgym.audit.mlflow_pages import check_pages
+from agentgym.audit.mlflow_runs import check_pages
 from agentgym.audit.registered import check_registry
 from agentgym.audit.reported import Results, check_numbers, read_splits
 from agentgym.audit.sampling import check_sampling

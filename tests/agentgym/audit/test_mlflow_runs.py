@@ -6,7 +6,7 @@ import pytest
 
 from agentgym.audit import findings
 from agentgym.audit.ledger import check_ledger
-from agentgym.audit.mlflow_pages import check_pages
+from agentgym.audit.mlflow_runs import check_pages
 from agentgym.audit.registered import check_registry
 from agentgym.audit.stored_steps import read_steps
 from agentgym.config import load_config
