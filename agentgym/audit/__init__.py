@@ -11,8 +11,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-from agentgym.audit.decision_evidence import check_judged
-from agentgym.audit.decisions import check_decisions
+from agentgym.audit.decisions import check_decisions, check_judged
 from agentgym.audit.episodes import check_episodes, check_replay, check_tokens
 from agentgym.audit.excluded import check_excluded
 from agentgym.audit.findings import AuditReport, Check, Checks
