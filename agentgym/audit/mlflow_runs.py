@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentgym.audit.findings import Checks
-from agentgym.audit.ledger import existing_ledger, runs_with
+from agentgym.audit.ledger import all_pages, existing_ledger, runs_with
 from agentgym.audit.stored_steps import StepRecord, final_of
 from agentgym.config import RunConfig
 from agentgym.evaluation.decision import FOLDER
@@ -210,9 +210,8 @@ def _check_files(
     """Compare an MLflow run's artifacts with `wanted`; other files in `folders` are ignored."""
     root = local_path(run.info.artifact_uri)
     if root is None:
-        checks.skip(
-            f"files of the {where}", "its artifact store is on another machine", bool(wanted)
-        )
+        why = "its artifact store is on another machine"
+        checks.skip(f"files of the {where}", why, bool(wanted))
         return
     there = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
     for name, data in wanted.items():
@@ -255,13 +254,12 @@ def _check_model(
     if not checks.expect(where, "logged models of it", 1, len(models)):
         return
     (model,) = models
-    checks.expect(
-        where, "kind and state", ("checkpoint", "READY"), (model.model_type, model.status)
-    )
+    there = model.model_type, model.status
+    checks.expect(where, "kind and state", ("checkpoint", "READY"), there)
     checks.expect(where, "parameters", checkpoint_params(final), dict(model.params))
     tags = {STORE_KEY: final.parents[step], "step": step}
-    there = {name: text for name, text in model.tags.items() if name != "store"}
-    checks.expect(where, "tags", tags, there)
+    shown_tags = {name: text for name, text in model.tags.items() if name != "store"}
+    checks.expect(where, "tags", tags, shown_tags)
     if model.tags.get("store") != plain(store.root):
         checks.skip("tag store of a checkpoint", "the store is elsewhere now")
     # a checkpoint that another evaluation measured too has numbers of several runs
@@ -282,19 +280,6 @@ def _check_model(
     checks.skip(f"numbers of {where} of other runs", "these runs' audits compare them", len(others))
 
 
-def _traces(tracker: Tracker, run_id: str) -> list[Any]:
-    """All traces of a run, over all pages of the search."""
-    traces: list[Any] = []
-    token: str | None = None
-    while token is None or token:
-        page = tracker.client.search_traces(
-            locations=[tracker.experiment_id], run_id=run_id, max_results=PAGE, page_token=token
-        )
-        traces += page
-        token = page.token or ""
-    return traces
-
-
 def _check_traces(
     cfg: RunConfig,
     store: RunStore,
@@ -308,7 +293,13 @@ def _check_traces(
     If a run has traces, none of the drawn episodes may be missing.
     """
     assert record.final is not None
-    traces = _traces(tracker, run_id)
+    traces = list(
+        all_pages(
+            lambda token: tracker.client.search_traces(
+                locations=[tracker.experiment_id], run_id=run_id, max_results=PAGE, page_token=token
+            )
+        )
+    )
     commit, episodes = episodes_of(store, record.final)
     committed = {trace_id_of(commit, episode): episode for episode in episodes}
     chosen = drawn(episodes, record.final.key, cfg.tracking.traces)
