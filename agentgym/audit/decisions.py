@@ -204,7 +204,8 @@ def _check_entry(
         results = (_result(store, version, question, entry.candidate) for store in stores)
         result = next((stored for stored in results if stored is not None), None)
         if result is None:
-            if any(_is_collected(store, version) for store in stores):
+            ran = version.evaluation
+            if ran and any(store.is_collected(ran["step"], ran["key"]) for store in stores):
                 checks.skip(what, "it was collected by `agentgym gc`")
             elif must_be_there:
                 checks.fail(f"{where}: {what} is in no store")
@@ -233,11 +234,6 @@ def _result(store: RunStore, version: Version, question: str, candidate: Version
     if final is None or candidate.evaluation_in(store) is None:
         return None
     return stored_result(store, final)
-
-
-def _is_collected(store: RunStore, version: Version) -> bool:
-    evaluation = version.evaluation
-    return bool(evaluation) and store.is_collected(evaluation["step"], evaluation["key"])
 
 
 def _check_shown(promotions: Promotions, history: History, entry: Entry, checks: Checks) -> None:

@@ -183,23 +183,20 @@ def _check_report(
             checks.skip(f"{name} of the report", f"{there[:60]!r} drew it and {here!r} is here")
         else:
             checks.expect(where, f"{name}, made again", True, ours == theirs)
-    if page != shown and (again := _ran_again(record, final)):
-        page, shown = (TIMES.sub(_without_seconds, text) for text in (page, shown))
-        checks.skip("seconds in the report's section Time", f"{again} ran again after it")
+    # steps whose last commit is later than the report about them
+    parents = record.parents.items()
+    ran_again = [name for name, parent in parents if parent.created_at > final.created_at]
+    if page != shown and ran_again:
+        page, shown = (
+            TIMES.sub(lambda section: SECONDS.sub(b">", section[0]), text) for text in (page, shown)
+        )
+        checks.skip(
+            "seconds in the report's section Time", f"{', '.join(ran_again)} ran again after it"
+        )
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(page, shown, strict=False))
     at = sum(1 for _ in equal)
     part = slice(0 if page == shown else max(0, at - 40), at + 100)
     checks.expect(where, f"{PAGE}, made again, from byte {part.start}", page[part], shown[part])
-
-
-def _ran_again(record: StepRecord, report: Manifest) -> str:
-    """Names of the steps whose last commit is later than the report about them."""
-    parents = record.parents.items()
-    return ", ".join(name for name, parent in parents if parent.created_at > report.created_at)
-
-
-def _without_seconds(section: re.Match[bytes]) -> bytes:
-    return SECONDS.sub(b">", section[0])
 
 
 def _check_demonstrations(

@@ -128,12 +128,8 @@ class Names:
     def place(self, twin_of: str) -> str:
         """Return an unused town's name; one in eight is made of `twin_of`, another town's name."""
         if twin_of and self._dice.chance(0.125):
-            name = self.unused(
-                *(
-                    f"{word} {twin_of}"
-                    for word in self._dice.shuffled(("New", "Upper", "Lower", "Old"))
-                )
-            )
+            words = self._dice.shuffled(("New", "Upper", "Lower", "Old"))
+            name = self.unused(*(f"{word} {twin_of}" for word in words))
             if name is not None:
                 return name
         return self.coined(ends=WORDS["town_ends"])
@@ -265,11 +261,8 @@ class World:
         for profession, count in WORDS["professions"].items():
             for _ in range(count):
                 pronoun = dice.pick(("she", "he"))
-                born = (
-                    dice.between(1_560, 1_630)
-                    if profession == "scholar"
-                    else dice.between(1_640, 1_890)
-                )
+                years = (1_560, 1_630) if profession == "scholar" else (1_640, 1_890)
+                born = dice.between(*years)
                 facts: dict[str, Entity | int | str] = {
                     "profession": profession,
                     "pronoun": pronoun,
@@ -296,48 +289,50 @@ class World:
         partners = [
             p
             for p in self.of("person", person.split, pronoun=others[str(person.facts["pronoun"])])
-            if abs(p.number("born") - born) <= 9
-            and "spouse" not in p.facts
-            and "married" not in p.facts
+            if abs(p.number("born") - born) <= 9 and "married" not in p.facts
         ]
         if partners and "married" not in person.facts and dice.chance(0.6):
             partner = dice.pick(partners)
-            person.facts["spouse"] = partner
-            person.facts["married"] = partner.facts["married"] = max(
-                born, partner.number("born")
-            ) + dice.between(20, 29)
+            year = max(born, partner.number("born")) + dice.between(20, 29)
+            person.facts.update(spouse=partner, married=year)
+            partner.facts["married"] = year
 
     def _grown(self, person: Entity) -> int:
         """Return a year of the person's working life."""
         born = person.number("born")
         return self.dice.between(born + 24, min(person.number("died") - 1, born + 66))
 
+    def _someone(self, split: str, profession: str) -> Entity:
+        return self.dice.pick(self.of("person", split, profession=profession))
+
+    def _somewhere(self, split: str) -> Entity:
+        return self.dice.pick(self.of("town", split))
+
     def _deeds(self, province: Entity) -> None:
-        dice, names, split = self.dice, self.names, province.split
-
-        def someone(profession: str) -> Entity:
-            return dice.pick(self.of("person", split, profession=profession))
-
-        def somewhere() -> Entity:
-            return dice.pick(self.of("town", split))
-
+        split = province.split
         for mountain in [m for m in self.of("mountain", split) if m.facts["province"] is province]:
-            climber = someone("mountaineer")
+            climber = self._someone(split, "mountaineer")
             mountain.facts.update(climber=climber, climbed=self._grown(climber))
         for number in range(20):
             form = tuple(WORDS["forms"])[number % len(WORDS["forms"])]
-            maker = someone(WORDS["forms"][form]["profession"])
+            maker = self._someone(split, WORDS["forms"][form]["profession"])
             self._add(
                 "work",
-                names.title(),
+                self.names.title(),
                 split,
                 form=form,
                 maker=maker,
                 year=self._grown(maker),
-                setting=somewhere(),
+                setting=self._somewhere(split),
             )
+        self._institutions(split)
+        self._events(split)
+        self._inventions(split)
+
+    def _institutions(self, split: str) -> None:
+        dice, names = self.dice, self.names
         for what in WORDS["buildings"]:
-            architect = someone("architect")
+            architect = self._someone(split, "architect")
             name = names.coined(after=f" {what}")
             self._add(
                 "building",
@@ -345,11 +340,11 @@ class World:
                 split,
                 what=what,
                 architect=architect,
-                town=somewhere(),
+                town=self._somewhere(split),
                 opened=self._grown(architect),
             )
         for branch, products in WORDS["products"].items():
-            founder = someone("merchant")
+            founder = self._someone(split, "merchant")
             product = dice.pick(products)
             name = names.coined(ends=("a", "ex", "ano", "ix"), after=f" {branch}")
             self._add(
@@ -357,12 +352,12 @@ class World:
                 name,
                 split,
                 founder=founder,
-                seat=somewhere(),
+                seat=self._somewhere(split),
                 founded=self._grown(founder),
                 product=product,
             )
         for what in ("Academy", "College", "Institute"):
-            scholar = someone("scholar")
+            scholar = self._someone(split, "scholar")
             founded = min(self._grown(scholar), scholar.number("born") + 50)
             name = names.coined(after=f" {what}")
             self._add(
@@ -370,15 +365,23 @@ class World:
                 name,
                 split,
                 founder=scholar,
-                town=somewhere(),
+                town=self._somewhere(split),
                 founded=founded,
                 field=dice.word("fields"),
             )
+
+    def _events(self, split: str) -> None:
+        dice, names = self.dice, self.names
         for terrain in ("Ford", "Hill"):
-            victor = someone("general")
+            victor = self._someone(split, "general")
             name = names.coined("Battle of ", after=f" {terrain}")
             self._add(
-                "battle", name, split, victor=victor, town=somewhere(), year=self._grown(victor)
+                "battle",
+                name,
+                split,
+                victor=victor,
+                town=self._somewhere(split),
+                year=self._grown(victor),
             )
         for _ in range(3):
             honoured = dice.pick(self.of("person", split))
@@ -388,11 +391,14 @@ class World:
                 names.phrase("Festival"),
                 split,
                 honours=honoured,
-                town=somewhere(),
+                town=self._somewhere(split),
                 begun=begun,
             )
+
+    def _inventions(self, split: str) -> None:
+        dice, names = self.dice, self.names
         for _ in range(4):
-            finder = someone("botanist")
+            finder = self._someone(split, "botanist")
             name = names.coined(after=f" {dice.word('plants')}")
             mountain = dice.pick(self.of("mountain", split))
             self._add(
@@ -405,7 +411,7 @@ class World:
                 bloom=dice.word("bloom"),
             )
         for _ in range(3):
-            inventor = someone("inventor")
+            inventor = self._someone(split, "inventor")
             what = dice.pick(tuple(WORDS["machines"]))
             name = names.coined(ends=("on", "ic", "o"), after=f" {what}")
             self._add(
@@ -414,7 +420,7 @@ class World:
                 split,
                 what=what,
                 inventor=inventor,
-                town=somewhere(),
+                town=self._somewhere(split),
                 year=self._grown(inventor),
                 use=WORDS["machines"][what],
             )
@@ -425,7 +431,7 @@ class World:
                 "club",
                 name,
                 split,
-                town=somewhere(),
+                town=self._somewhere(split),
                 ground=ground,
                 founded=dice.between(1_862, 1_921),
                 colours=dice.word("colours"),
