@@ -14,9 +14,8 @@ DRAWING = (ROOT / "docs/architecture.md").read_text()
 # number is the most that each may have
 LONG = {
     "agentgym/audit/__init__.py audit": 82,
-    "agentgym/audit/episodes.py check_tokens": 76,
-    "agentgym/data/published.py import_dataset": 68,
-    "agentgym/data/trajectories.py _check_messages": 62,
+    "agentgym/audit/episodes.py check_tokens": 66,
+    "agentgym/data/trajectories.py _check_messages": 61,
     "agentgym/training/offline.py train_stage": 70,
     "envs/__main__.py _parser": 69,
     "envs/server.py make_app": 144,

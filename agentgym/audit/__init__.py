@@ -11,14 +11,13 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-from agentgym.audit.decision_evidence import check_judged
-from agentgym.audit.decisions import check_decisions
+from agentgym.audit.decisions import check_decisions, check_judged
 from agentgym.audit.episodes import check_episodes, check_replay, check_tokens
 from agentgym.audit.excluded import check_excluded
 from agentgym.audit.findings import AuditReport, Check, Checks
 from agentgym.audit.ledger import check_ledger
 from agentgym.audit.logs import check_records
-from agentgym.audit.mlflow_pages import check_pages
+from agentgym.audit.mlflow_runs import check_pages
 from agentgym.audit.registered import check_registry
 from agentgym.audit.reported import Results, check_numbers, read_splits
 from agentgym.audit.sampling import check_sampling

@@ -1,19 +1,25 @@
 """Check that each promotion decision follows from its evaluations, and that the alias is where the
 decisions put it.
+
+The evaluations behind a decision are audited like a run's own: each is played, rendered and scored
+again under the weights of the version that it measured.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from agentgym.audit.episodes import check_replay, check_tokens
 from agentgym.audit.findings import Checks
 from agentgym.audit.ledger import existing_ledger
+from agentgym.audit.sampling import check_sampling
 from agentgym.audit.stored_steps import StepRecord
 from agentgym.config import RunConfig
 from agentgym.evaluation.gate import Evidence, judged_again
@@ -29,18 +35,23 @@ from agentgym.evaluation.history import (
     summary,
 )
 from agentgym.evaluation.paired import align
+from agentgym.evaluation.promotion import Promotions
+from agentgym.evaluation.protocol import EnvProtocol, EvaluationProtocol, owned_protocol
 from agentgym.evaluation.record import STEP as EVALUATION
 from agentgym.evaluation.registry import Promotions
 from agentgym.evaluation.result import Result
-from agentgym.evaluation.stored import stored_result
-from agentgym.pipeline.table import open_store
+from agentgym.evaluation.stored import plan_of, stored_result
+from agentgym.pipeline.table import open_store, steps_of
+from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.steps.step import Kind
-from agentgym.store.manifest import sha256
+from agentgym.store.manifest import Manifest, canonical_json, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import tracker_of
 from agentgym.tracking.mlflow import local_path
 from agentgym.tracking.reaching import has_file, reaching
 from agentgym.tracking.registry import alias_version, all_models, version_run, version_tags
+
+WEIGHTS = "weights"  # the parent under which an evaluation's record has the version's checkpoint
 
 
 def check_decisions(
@@ -59,11 +70,8 @@ def check_decisions(
     registered = registration.final.results
     promotions = Promotions(store, tracker, str(registered["model"]), str(registered["alias"]))
     deciding = _deciding(promotions)
-    histories = {
-        history.began: history
-        for history in (deciding, promotions.own)
-        if history and history.began
-    }
+    both = (deciding, promotions.own)
+    histories = {history.began: history for history in both if history and history.began}
     entries = {began: _history(history, checks) for began, history in histories.items()}
     for began, history in histories.items():
         _check_history(promotions, history, entries[began], checks)
@@ -153,11 +161,8 @@ def _check_history(
     for entry in entries:
         with checks.guard(f"decision {entry.number}"):
             evidence_store = promotions.evidence_store(entry.decision)
-            stores = [
-                store
-                for store in (promotions.own.store, history.store, evidence_store)
-                if store is not None
-            ]
+            candidates = promotions.own.store, history.store, evidence_store
+            stores = [store for store in candidates if store is not None]
             _check_entry(stores, evidence_store is not None, entry, checks)
             _check_shown(promotions, history, entry, checks)
     for before, after in pairwise(entries):
@@ -209,7 +214,8 @@ def _check_entry(
         results = (_result(store, version, question, entry.candidate) for store in stores)
         result = next((stored for stored in results if stored is not None), None)
         if result is None:
-            if any(_is_collected(store, version) for store in stores):
+            ran = version.evaluation
+            if ran and any(store.is_collected(ran["step"], ran["key"]) for store in stores):
                 checks.skip(what, "it was collected by `agentgym gc`")
             elif must_be_there:
                 checks.fail(f"{where}: {what} is in no store")
@@ -240,11 +246,6 @@ def _result(store: RunStore, version: Version, question: str, candidate: Version
     return stored_result(store, final)
 
 
-def _is_collected(store: RunStore, version: Version) -> bool:
-    evaluation = version.evaluation
-    return bool(evaluation) and store.is_collected(evaluation["step"], evaluation["key"])
-
-
 def _check_shown(promotions: Promotions, history: History, entry: Entry, checks: Checks) -> None:
     """Check that MLflow shows the decision as it is in the history."""
     number = promotions.number_of(entry.candidate)
@@ -259,9 +260,8 @@ def _check_shown(promotions: Promotions, history: History, entry: Entry, checks:
     if not path.is_file():
         checks.skip(f"decision {entry.number} in MLflow", "the registry was made anew")
         return
-    checks.expect(
-        f"decision {entry.number}", "as MLflow has it", entry.to_bytes(), path.read_bytes()
-    )
+    where = f"decision {entry.number}"
+    checks.expect(where, "as MLflow has it", entry.to_bytes(), path.read_bytes())
 
 
 def _artifacts(promotions: Promotions, number: str) -> Path | None:
@@ -295,20 +295,113 @@ def _check_tags(promotions: Promotions, entries: Sequence[Entry], checks: Checks
             tags = version_tags(promotions.tracker, promotions.model, number)
         except LookupError:
             continue
-        if DECISION in tags:
-            folder = _artifacts(promotions, number)
-            anothers = (
-                [
-                    sha256(path.read_bytes())
-                    for path in (folder / FOLDER).glob("*.json")
-                    if _is_anothers(path, entries)
-                ]
-                if folder
-                else []
-            )
-            if tags[DECISION] in anothers:
-                why = "an earlier release wrote it for another store"
-                checks.skip(f"tag of version {number}", why)
+        if DECISION not in tags:
+            continue
+        folder = _artifacts(promotions, number)
+        files = (folder / FOLDER).glob("*.json") if folder else ()
+        others = {sha256(path.read_bytes()) for path in files if _is_anothers(path, entries)}
+        if tags[DECISION] in others:
+            why = "an earlier release wrote it for another store"
+            checks.skip(f"tag of version {number}", why)
+            continue
+        where = f"{promotions.model} version {number}"
+        checks.expect(where, "its decision is in the history", True, tags[DECISION] in known)
+
+
+def check_judged(
+    cfg: RunConfig,
+    store: RunStore,
+    entry: Entry,
+    draws: tuple[int | None, int | None, int],
+    checks: Mapping[str, Checks],
+) -> None:
+    """Check the evaluations by the gate's protocol that a decision names. Their episodes are played
+    again on new servers; runs' own evaluations are left out.
+
+    draws: (episodes to play again, episodes to score again, seed), as in `audit`.
+    """
+    num_episodes, num_rescored, seed = draws
+    evidence = Evidence.from_json(entry.decision["evidence"])
+    for version, question in zip((entry.candidate, entry.before), evidence.questions, strict=True):
+        final = store.final(EVALUATION, question) if len(question) == 64 else None
+        if version is None or final is None:
+            continue  # a run's own evaluation, or missing, which the decisions check reports
+        where = f"evaluation {final.key[:12]} of version {version.number}"
+        with checks["numbers"].guard(where):
+            result = stored_result(store, final)
+            checks["numbers"].expect(where, "its digest", final.key, result.digest)
+            protocol = EvaluationProtocol.model_validate(result.about["settings"])
+            settings_asked = json.loads(canonical_json(protocol.semantic()))
+            settings_recorded = json.loads(canonical_json(result.identity["protocol"]))
+            checks["numbers"].expect(where, "its settings", settings_asked, settings_recorded)
+        weights = _weights(store, version)
+        for settings, record in _records(cfg, store, final, weights):
+            instructions: dict[str, str] = {}
+            with checks["replay"].guard(where):
+                instructions = check_replay(
+                    settings, [record], num_episodes, seed, checks["replay"]
+                )
+            if weights is None:
+                for name in ("tokens", "rescore", "sampling"):
+                    weighs = version is entry.candidate
+                    checks[name].skip(where, "its weights are not in this store", weighs=weighs)
                 continue
-            where = f"{promotions.model} version {number}"
-            checks.expect(where, "its decision is in the history", True, tags[DECISION] in known)
+            with checks["tokens"].guard(where):
+                check_tokens(settings, store, record, instructions, checks["tokens"])
+            with checks["rescore"].guard(where):
+                judges = checks["rescore"], checks["sampling"]
+                check_sampling(settings, store, record, num_rescored, seed, *judges)
+
+
+def _weights(store: RunStore, version: Version) -> Manifest | None:
+    """Return the commit whose weights were registered; None if the store lacks it."""
+    heads = (head for head in store.heads() if head.digest == version.checkpoint)
+    head = next(heads, None)
+    # an evaluation of a registered version counts no optimizer steps
+    return head and head.model_copy(update={"state": {**head.state, "global_step": 0}})
+
+
+def _records(
+    cfg: RunConfig, store: RunStore, final: Manifest, weights: Manifest | None
+) -> Iterator[tuple[RunConfig, StepRecord]]:
+    """Yield (configuration, episodes as the record of a step) for each evaluated environment."""
+    commits = store.history(final.step, final.key)
+    protocol = owned_protocol(plan_of(store, commits).about["settings"], cfg.envs)
+    episodes = {
+        commit.seq: decode_trajectories(store.read(commit, TRAJECTORIES))
+        for commit in commits
+        if TRAJECTORIES in commit.records
+    }
+    parents = {WEIGHTS: weights} if weights is not None else {}
+    evaluation = next(step for step in steps_of(cfg).values() if step.kind is Kind.EVALUATE)
+    step = replace(
+        evaluation, name=EVALUATION, title=EVALUATION, data="", baseline="", checkpoint=WEIGHTS
+    )
+    for settings in protocol.envs:
+        record = StepRecord(step, final.key, parents, commits)
+        record.episodes = {
+            seq: [episode for episode in logged if episode.item.env == settings.env.name]
+            for seq, logged in episodes.items()
+        }
+        yield _settings_of(cfg, protocol, settings), record
+
+
+def _settings_of(cfg: RunConfig, protocol: EvaluationProtocol, settings: EnvProtocol) -> RunConfig:
+    rollout = {
+        "max_new_tokens": settings.max_new_tokens,
+        "instructions": settings.instructions,
+        "examples": settings.examples,
+        "action_format": settings.action_format,
+        "concurrency": protocol.concurrency,
+        "max_attempts": settings.max_attempts,
+    }
+    evaluation = {"seed": protocol.seed, "max_turns": settings.max_turns}
+    return cfg.model_copy(
+        update={
+            "env": settings.env,
+            "mix": (),
+            "rollout": cfg.rollout.model_copy(update=rollout),
+            "model": cfg.model.model_copy(update={"context_tokens": settings.context_tokens}),
+            "evaluation": cfg.evaluation.model_copy(update=evaluation),
+        }
+    )

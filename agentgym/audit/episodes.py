@@ -73,19 +73,16 @@ def _check_evaluated(cfg: RunConfig, record: StepRecord, splits: Splits, checks:
     version = int(record.checkpoint.state["global_step"]) if record.checkpoint else -1
     by_id = {item.item_id: item for items in items_of_step(cfg, splits).values() for item in items}
     open_slots = {(item, sample) for item in by_id for sample in range(settings.num_samples + 1)}
-    for commit in record.commits:
-        for episode in record.episodes.get(commit.seq, ()):
-            where = place(record.at(commit), episode)
-            slot = (episode.item.item_id, episode.sample)
-            if not checks.expect(
-                where, "a slot that was asked for, once", True, slot in open_slots
-            ):
-                continue
-            if episode.status.is_valid:
-                open_slots.remove(slot)
-            temperature = settings.temperature if episode.sample else 0.0
-            wanted = (version, by_id[slot[0]], slot[1], 0, settings.max_turns, temperature)
-            _check_one(cfg, where, wanted, episode, checks)
+    for commit, episode in record.logged:
+        where = place(record.at(commit), episode)
+        slot = (episode.item.item_id, episode.sample)
+        if not checks.expect(where, "a slot that was asked for, once", True, slot in open_slots):
+            continue
+        if episode.status.is_valid:
+            open_slots.remove(slot)
+        temperature = settings.temperature if episode.sample else 0.0
+        wanted = (version, by_id[slot[0]], slot[1], 0, settings.max_turns, temperature)
+        _check_one(cfg, where, wanted, episode, checks)
 
 
 def _check_one(
@@ -99,12 +96,8 @@ def _check_one(
     fit = versions == sorted(versions) and all(
         version - lag <= turn_version <= version for turn_version in versions
     )
-    checks.expect(
-        where,
-        "versions of the weights",
-        [version] * len(versions),
-        versions if not fit else [version] * len(versions),
-    )
+    newest = [version] * len(versions)
+    checks.expect(where, "versions of the weights", newest, newest if fit else versions)
     outcome = sum(turn.reward for turn in episode.turns) if episode.status.is_valid else None
     checks.expect(where, "reward as the sum of its turns'", outcome, episode.reward)
     _check_end(cfg, where, episode, checks)
@@ -117,26 +110,14 @@ def _check_end(cfg: RunConfig, where: str, episode: Trajectory, checks: Checks) 
         Status.TERMINATED: 0 < len(episode.turns) <= max_turns,
         Status.MAX_TURNS: len(episode.turns) == max_turns,
     }.get(episode.status, len(episode.turns) < max_turns)
-    checks.expect(
-        where,
-        f"a number of turns that fits {episode.status} under max_turns {max_turns}",
-        True,
-        fits,
-    )
+    what = f"a number of turns that fits {episode.status} under max_turns {max_turns}"
+    checks.expect(where, what, True, fits)
     if episode.status.is_valid:
         checks.expect(where, "error", None, episode.error)
-        checks.expect(
-            where,
-            f"attempts within rollout.max_attempts {attempts}",
-            True,
-            1 <= episode.num_attempts <= attempts,
-        )
-        checks.expect(
-            where,
-            "success of an episode that the environment did not end",
-            False,
-            episode.success and episode.status.is_truncated,
-        )
+        what = f"attempts within rollout.max_attempts {attempts}"
+        checks.expect(where, what, True, 1 <= episode.num_attempts <= attempts)
+        what = "success of an episode that the environment did not end"
+        checks.expect(where, what, False, episode.success and episode.status.is_truncated)
     else:
         checks.expect(where, "success of an episode that is left out", False, episode.success)
         checks.expect(
@@ -164,62 +145,53 @@ def check_tokens(
     checks.notes += [note for note in renderer.notes if note not in checks.notes]
     bootstraps = record.stage is not None and reads_last(cfg)
     start, bridge, text = cache(renderer.start), cache(renderer.bridge), cache(renderer.text)
-    for commit in record.commits:
-        for episode in record.episodes.get(commit.seq, ()):
-            where = place(record.at(commit), episode)
-            ended = episode.status.is_valid
-            # the environment failed before a session was open
-            if not ended and not episode.first_observation and not episode.turns:
-                checks.expect(
-                    where, "token ids of an episode that did not begin", (), episode.input_ids
-                )
-                continue
-            rebuilt = list(start(episode.first_observation, instructions.get(episode.item.env, "")))
-            mask = [False] * len(rebuilt)
-            for number, turn in enumerate(episode.turns, 1):
-                ids, at = episode.input_ids[turn.start : turn.end], f"{where} turn {number}"
-                checks.expect(at, "start of its action", len(rebuilt), turn.start)
-                action = extract_action(
-                    text(ids), cfg.rollout.action_format, opens_thought=renderer.opens_thought
-                )
-                checks.expect(at, "action", action, turn.action)
-                rebuilt += ids
-                mask += [True] * len(ids)
-                answer = bridge(turn.observation, stopped=renderer.ends_turn(ids))
-                room = cfg.model.context_tokens - len(rebuilt) - len(answer)
-                is_last = ended and number == len(episode.turns)
-                if is_last and episode.status is Status.MAX_TOKENS:
-                    checks.expect(where, "context used up", True, room < cfg.rollout.max_new_tokens)
-                read_last = (
-                    bootstraps
-                    and episode.status.is_truncated
-                    and episode.item.split == "train"
-                    and room >= 0
-                )
-                if not is_last or read_last:
-                    rebuilt += answer
-                    mask += [False] * len(answer)
-            if not ended:  # the environment may have failed on one more action
-                pending = episode.input_ids[len(rebuilt) :][: cfg.rollout.max_new_tokens]
-                rebuilt += pending
-                mask += [True] * len(pending)
-            checks.expect(where, "token ids as rendered", tuple(rebuilt), episode.input_ids)
-            checks.expect(where, "action mask", tuple(mask), episode.action_mask)
-            outside = [
-                value for value, sampled in zip(episode.logprobs, mask, strict=False) if not sampled
-            ]
-            checks.expect(
-                where,
-                "log-probabilities, one per token",
-                len(episode.input_ids),
-                len(episode.logprobs),
+    for commit, episode in record.logged:
+        where = place(record.at(commit), episode)
+        ended = episode.status.is_valid
+        # the environment failed before a session was open
+        if not ended and not episode.first_observation and not episode.turns:
+            what = "token ids of an episode that did not begin"
+            checks.expect(where, what, (), episode.input_ids)
+            continue
+        rebuilt = list(start(episode.first_observation, instructions.get(episode.item.env, "")))
+        mask = [False] * len(rebuilt)
+        for number, turn in enumerate(episode.turns, 1):
+            ids, at = episode.input_ids[turn.start : turn.end], f"{where} turn {number}"
+            checks.expect(at, "start of its action", len(rebuilt), turn.start)
+            action = extract_action(
+                text(ids), cfg.rollout.action_format, opens_thought=renderer.opens_thought
             )
-            checks.expect(
-                where,
-                "log-probabilities outside actions other than 0",
-                [],
-                [value for value in outside if value],
+            checks.expect(at, "action", action, turn.action)
+            rebuilt += ids
+            mask += [True] * len(ids)
+            answer = bridge(turn.observation, stopped=renderer.ends_turn(ids))
+            room = cfg.model.context_tokens - len(rebuilt) - len(answer)
+            is_last = ended and number == len(episode.turns)
+            if is_last and episode.status is Status.MAX_TOKENS:
+                checks.expect(where, "context used up", True, room < cfg.rollout.max_new_tokens)
+            read_last = (
+                bootstraps
+                and episode.status.is_truncated
+                and episode.item.split == "train"
+                and room >= 0
             )
+            if not is_last or read_last:
+                rebuilt += answer
+                mask += [False] * len(answer)
+        if not ended:  # the environment may have failed on one more action
+            pending = episode.input_ids[len(rebuilt) :][: cfg.rollout.max_new_tokens]
+            rebuilt += pending
+            mask += [True] * len(pending)
+        checks.expect(where, "token ids as rendered", tuple(rebuilt), episode.input_ids)
+        checks.expect(where, "action mask", tuple(mask), episode.action_mask)
+        num_ids, num_logprobs = len(episode.input_ids), len(episode.logprobs)
+        checks.expect(where, "log-probabilities, one per token", num_ids, num_logprobs)
+        outside = [
+            value
+            for value, sampled in zip(episode.logprobs, mask, strict=False)
+            if value and not sampled
+        ]
+        checks.expect(where, "log-probabilities outside actions other than 0", [], outside)
 
 
 def replay_sample(
@@ -302,36 +274,22 @@ async def _replay(
             ):
                 return
             for number, turn in enumerate(episode.turns, 1):
+                at = f"{where} turn {number}"
                 if ended:
-                    checks.fail(
-                        f"{where} turn {number}: the environment had ended the task at turn"
-                        f" {number - 1}"
-                    )
+                    checks.fail(f"{at}: the environment had ended the task at turn {number - 1}")
                     return
                 reply = await session.step(turn.action)
                 ended = ending(reply)
                 success = ended is not None and reply.success
-                if not checks.expect(
-                    f"{where} turn {number}",
-                    "(observation, reward)",
-                    (reply.observation, reply.reward),
-                    (turn.observation, turn.reward),
-                ):
+                now, logged = (reply.observation, reply.reward), (turn.observation, turn.reward)
+                if not checks.expect(at, "(observation, reward)", now, logged):
                     return
                 if has_info:
-                    checks.expect(
-                        f"{where} turn {number}",
-                        "info that results are made of",
-                        _counted(reply.info),
-                        _counted(turn.info),
-                    )
+                    counted, was = _counted(reply.info), _counted(turn.info)
+                    checks.expect(at, "info that results are made of", counted, was)
         if not episode.status.is_valid:
-            checks.expect(
-                where,
-                f"{episode.status} of an episode that the environment ended",
-                False,
-                ended is not None,
-            )
+            what = f"{episode.status} of an episode that the environment ended"
+            checks.expect(where, what, False, ended is not None)
             return
         cut = Status.MAX_TURNS if len(episode.turns) >= episode.max_turns else Status.MAX_TOKENS
         checks.expect(where, "status", ended or cut, episode.status)

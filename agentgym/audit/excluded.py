@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from agentgym.audit.findings import Checks
 from agentgym.audit.sampling import weights_of_versions
@@ -47,7 +46,8 @@ def check_excluded(
     failed_note = ", ".join(f"{counts[status]} {status}" for status in kinds)
     checks.notes.append(f"{failed_note} of {counts.total()} episodes")
     for record in steps:
-        if record.checkpoint is not None and _left_out(record):
+        all_valid = all(episode.status.is_valid for _, episode in record.logged)
+        if record.checkpoint is not None and not all_valid:
             if not engine_class(cfg.rollout.engine).repeats_draws:
                 checks.notes.append(
                     f"{record.name}: not played again, engine {cfg.rollout.engine} does not repeat"
@@ -79,37 +79,12 @@ def _check_share(
         )
 
 
-def _left_out(record: StepRecord) -> list[Trajectory]:
-    return [
-        episode
-        for logged in record.episodes.values()
-        for episode in logged
-        if not episode.status.is_valid
-    ]
-
-
-@dataclass
-class _Again:
-    """Outcomes of one step's failed episodes when played again."""
-
-    failed_again: int = 0
-    # logged status -> item -> success of each episode
-    outcomes: dict[Status, dict[str, list[bool]]] = field(default_factory=dict)
-
-    def add(self, was: Trajectory, now: Trajectory) -> None:
-        if now.status.is_valid:
-            self.outcomes.setdefault(was.status, {}).setdefault(was.item.item_id, []).append(
-                now.success
-            )
-        else:
-            self.failed_again += 1
-
-
 def _play_again(
     cfg: RunConfig, store: RunStore, record: StepRecord, checkpoint: Manifest, checks: Checks
 ) -> None:
-    sources, again = weights_of_versions(cfg, record, checkpoint), _Again()
-    left_out, is_stage = _left_out(record), record.stage is not None
+    sources, is_stage = weights_of_versions(cfg, record, checkpoint), record.stage is not None
+    valid = [episode for _, episode in record.logged if episode.status.is_valid]
+    left_out = [episode for _, episode in record.logged if not episode.status.is_valid]
     by_version: dict[int, list[Trajectory]] = {}
     for episode in left_out:
         version = int(checkpoint.state["global_step"])
@@ -119,6 +94,10 @@ def _play_again(
         if len(versions) == 1:  # an episode that spans an update has two sets of weights
             by_version.setdefault(version, []).append(episode)
     num_pruned = len(left_out) - sum(map(len, by_version.values()))
+    # logged status -> item -> success of each episode when played again
+    outcomes_of: dict[Status, dict[str, list[bool]]] = {}
+    results: list[bool] = []
+    num_failed_again = 0
     for version, episodes in by_version.items():
         weights = load(store, sources[version]) if version in sources else None
         if weights is None:
@@ -126,28 +105,15 @@ def _play_again(
             continue
         seed = cfg.seed if is_stage else cfg.evaluation.seed
         for was, now in _played(cfg, weights, version, seed, episodes):
-            again.add(was, now)
-    valid = [
-        episode
-        for logged in record.episodes.values()
-        for episode in logged
-        if episode.status.is_valid
-    ]
-    for status, outcomes in again.outcomes.items():
-        _check_chance(
-            record.name,
-            status,
-            outcomes,
-            [episode for episode in left_out if episode.status is status],
-            valid,
-            checks,
-        )
-    results = [
-        success
-        for outcomes in again.outcomes.values()
-        for successes in outcomes.values()
-        for success in successes
-    ]
+            if not now.status.is_valid:
+                num_failed_again += 1
+                continue
+            results.append(now.success)
+            by_item = outcomes_of.setdefault(was.status, {})
+            by_item.setdefault(was.item.item_id, []).append(now.success)
+    for status, outcomes in outcomes_of.items():
+        alike = [episode for episode in left_out if episode.status is status]
+        _check_chance(record.name, status, outcomes, alike, valid, checks)
     checks.skip(
         f"real end of episodes of {record.name} that were left out",
         "their weights were pruned (store.keep_checkpoints)",
@@ -155,17 +121,13 @@ def _play_again(
     )
     checks.notes.append(
         f"{record.name}: of {len(left_out)} left out, played again {sum(results)} succeed,"
-        f" {len(results) - sum(results)} do not, {again.failed_again} fail again, {num_pruned}"
+        f" {len(results) - sum(results)} do not, {num_failed_again} fail again, {num_pruned}"
         f" cannot be (weights pruned); {_bounds(valid, left_out)}"
     )
 
 
 def _played(
-    cfg: RunConfig,
-    checkpoint: Checkpoint,
-    version: int,
-    seed: int,
-    episodes: Sequence[Trajectory],
+    cfg: RunConfig, checkpoint: Checkpoint, version: int, seed: int, episodes: Sequence[Trajectory]
 ) -> list[tuple[Trajectory, Trajectory]]:
     """Play episodes again on new servers, under the same weights and random numbers.
 
@@ -217,13 +179,11 @@ def _check_chance(
     turns = sum(1 + len(episode.turns) for episode in alike)
     share = (1 + sum(1 + len(episode.turns) for episode in alike if episode.success)) / (2 + turns)
     checks.counted += 1
+    num_succeeded = sum(any(successes) for successes in outcomes.values())
+    num_failed = sum(not all(successes) for successes in outcomes.values())
     for what, num_hits, rate in (
-        ("would have succeeded", sum(any(successes) for successes in outcomes.values()), share),
-        (
-            "would have failed",
-            sum(not all(successes) for successes in outcomes.values()),
-            1 - share,
-        ),
+        ("would have succeeded", num_succeeded, share),
+        ("would have failed", num_failed, 1 - share),
     ):
         chance = at_most(num_hits, len(outcomes), rate)
         if chance < MAX_CHANCE:

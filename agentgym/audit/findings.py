@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 MAX_FAILURES = 10  # named per check; all are counted
+UNREADABLE = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, OSError)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,6 @@ class Checks:
 
     name: str
     counted: int = 0
-    skipped: int = 0
     failures: list[str] = field(default_factory=list)
     num_failures: int = 0
     num_unproven: int = 0
@@ -105,13 +105,8 @@ class Checks:
         num: number of comparisons; equal entries add up. weighs: a decision depends on them.
         """
         if num:
-            self.skipped += num
             self.num_unproven += weighs
             self.left_out[what, why] += num
-
-    @property
-    def num_left_out(self) -> int:
-        return sum(self.left_out.values())
 
     def fail(self, message: str) -> None:
         self.num_failures += 1
@@ -123,22 +118,14 @@ class Checks:
         """Record an exception in the block as a failure of this check; the audit continues."""
         try:
             yield
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            RuntimeError,
-            OSError,
-        ) as error:
+        except UNREADABLE as error:
             self.fail(f"{where}: cannot be checked: {type(error).__name__}: {error}")
 
     def check(self) -> Check:
-        self.skip("comparisons", "the check gives no reason", self.skipped - self.num_left_out)
         return Check(
             self.name,
             self.counted,
-            self.skipped,
+            self.left_out.total(),
             tuple(self.failures),
             self.num_failures,
             "; ".join(self.notes),

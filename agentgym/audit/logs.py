@@ -31,33 +31,23 @@ def check_records(
 
     A person who can write to the store can forge all of its records, but not a pointer in git.
     """
-    unpinned = [
-        record.name for record in steps if any(commit.follows is None for commit in record.commits)
-    ]
+    what = "records digest of the commit before"
+    num_unpinned = 0
     for record in steps:
         before = ""
         for commit in record.commits:
             if commit.follows is not None:
-                checks.expect(
-                    record.at(commit), "records digest of the commit before", before, commit.follows
-                )
+                checks.expect(record.at(commit), what, before, commit.follows)
             before = commit.records_digest
-    if unpinned:
-        checks.skip(
-            "the order of a step's records",
-            "they were written before manifests had a records digest",
-            len(unpinned),
-        )
-    pointer_kinds = (
-        {record.name: _compare(run_key, record, pointers, checks) for record in steps}
-        if pointers and pointers.is_dir()
-        else {}
-    )
-    checks.notes.append(
-        f"{list(pointer_kinds.values()).count(OWN)} pointers in {pointers} compared"
-        if pointer_kinds
-        else "no pointers of DVC to compare with"
-    )
+        num_unpinned += any(commit.follows is None for commit in record.commits)
+    why = "they were written before manifests had a records digest"
+    checks.skip("the order of a step's records", why, num_unpinned)
+    pointer_kinds: dict[str, str | None] = {}
+    if pointers and pointers.is_dir():
+        pointer_kinds = {r.name: _compare(run_key, r, pointers, checks) for r in steps}
+    num_own = list(pointer_kinds.values()).count(OWN)
+    compared = f"{num_own} pointers in {pointers} compared"
+    checks.notes.append(compared if pointer_kinds else "no pointers of DVC to compare with")
     for other in OTHERS:
         names = [name for name, kind in pointer_kinds.items() if kind == other]
         if names:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from agentgym.audit.findings import Checks
 from agentgym.audit.ledger import existing_ledger
@@ -72,10 +73,8 @@ def check_registry(
         checks.fail(f"{where}: {error.message}")
         return
     evaluation = registration.parents[registration.step.evaluation]
-    wanted = {
-        tag: plain(text)
-        for tag, text in tags_of_version(cfg, store, checkpoint, evaluation, key).items()
-    }
+    tags = tags_of_version(cfg, store, checkpoint, evaluation, key)
+    wanted = {tag: plain(text) for tag, text in tags.items()}
     if version.tags.get("run_key") != key:
         checks.skip(f"{where}: its evaluation", "another run that reached it speaks of its own")
         wanted = {tag: text for tag, text in wanted.items() if not tag.startswith(OF_RUN)}
@@ -119,7 +118,9 @@ def _check_shown(
     try:
         history = promotions.history
         entries = [
-            entry for entry in history.entries() if _is_on(promotions, entry, version.version)
+            entry
+            for entry in history.entries()
+            if promotions.number_of(entry.candidate) == str(version.version)
         ]
         note = note_of(entries[-1], artifact(history, entries[-1])) if entries else ""
         shown = decision_tags(entries[-1]) if entries else {}
@@ -135,10 +136,6 @@ def _check_shown(
             checks.expect(where, f"tag {tag}", wanted[tag], version.tags.get(tag))
         elif not tag.startswith(OF_RUN):
             checks.skip(f"tag {tag} of {where}", "nothing of this run writes it")
-
-
-def _is_on(promotions: Promotions, entry: Entry, number: str) -> bool:
-    return promotions.number_of(entry.candidate) == str(number)
 
 
 def _check_files(
@@ -171,9 +168,8 @@ def _check_files(
         if both and not same and packages != others and not path.endswith(SAME_BY_ALL):
             checks.skip(f"{where}: {path}", f"{others} wrote it and {packages} is here")
         else:
-            checks.expect(
-                where, f"{path} as {checkpoint.step} commit {checkpoint.seq} exports it", True, same
-            )
+            what = f"{path} as {checkpoint.step} commit {checkpoint.seq} exports it"
+            checks.expect(where, what, True, same)
     if logged is not None and MLMODEL in theirs:
         tree = yaml.safe_load((there / MLMODEL).read_bytes())
         names = tuple(tree.get(name) for name in ("model_id", "model_uuid", "run_id"))
@@ -186,14 +182,12 @@ def _packages(folder: Path) -> str:
     try:
         tree = yaml.safe_load((folder / MLMODEL).read_bytes())
         flavors = tree["flavors"]
-        versions = (
-            tree["mlflow_version"],
-            flavors["transformers"]["transformers_version"],
-            flavors["python_function"]["python_version"],
-        )
+        transformers = flavors["transformers"]["transformers_version"]
+        python = flavors["python_function"]["python_version"]
+        mlflow = tree["mlflow_version"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         return "something that no MLmodel names"
-    return plain("MLflow {} with transformers {} and Python {}".format(*versions))[:100]
+    return plain(f"MLflow {mlflow} with transformers {transformers} and Python {python}")[:100]
 
 
 def _are_near(ours: Path, theirs: Path, is_merged: bool) -> bool:
@@ -210,14 +204,11 @@ def _are_near(ours: Path, theirs: Path, is_merged: bool) -> bool:
     except SafetensorError:
         return False
     rounding = 4 if is_merged else 0
-    return a.keys() == b.keys() and all(
-        a[name].shape == b[name].shape
-        and a[name].dtype == b[name].dtype
-        and bool(
-            (
-                (a[name] - b[name]).abs()
-                <= rounding * torch.finfo(a[name].dtype).eps * float(a[name].abs().max())
-            ).all()
-        )
-        for name in a
-    )
+
+    def near(ours: Tensor, theirs: Tensor) -> bool:
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return False
+        limit = rounding * torch.finfo(ours.dtype).eps * float(ours.abs().max())
+        return bool(((ours - theirs).abs() <= limit).all())
+
+    return a.keys() == b.keys() and all(near(a[name], b[name]) for name in a)

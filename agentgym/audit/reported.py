@@ -11,10 +11,10 @@ from itertools import takewhile
 from typing import Any
 
 from agentgym.audit.findings import Checks
-from agentgym.audit.stored_steps import StepRecord, load
+from agentgym.audit.stored_steps import StepRecord, final_of, load, place
 from agentgym.config import RunConfig
 from agentgym.data.check import load_data, load_recorded
-from agentgym.data.items import Splits, splits_from_json
+from agentgym.data.items import SPLITS, Splits, splits_from_json
 from agentgym.data.trajectories import RECORDED, Recorded, decode
 from agentgym.evaluation.evaluator import (
     about,
@@ -69,7 +69,7 @@ def read_splits(
 
     None if there are none, or if they cannot be read.
     """
-    prepare = next((record.final for record in steps if record.step.kind is Kind.PREPARE), None)
+    prepare = final_of(steps, Kind.PREPARE)
     if prepare is None:
         return None
     try:
@@ -77,25 +77,16 @@ def read_splits(
     except (LookupError, ValueError):
         return None  # the content check reports it
     loaded = load_data(cfg)
-    for name in ("train", "validation", "test"):
-        checks.expect(
-            "prepare commit 0", f"{name} items", getattr(loaded, name), getattr(recorded, name)
-        )
-        checks.expect(
-            "prepare commit 0",
-            f"number of {name} items",
-            len(getattr(loaded, name)),
-            prepare.results.get(name),
-        )
+    where, results = "prepare commit 0", prepare.results
+    for name in SPLITS:
+        items = getattr(loaded, name)
+        checks.expect(where, f"{name} items", items, getattr(recorded, name))
+        checks.expect(where, f"number of {name} items", len(items), results.get(name))
     if cfg.warm_start.source == "trajectories":
         imported = decode(store.read(prepare, RECORDED))
-        checks.expect("prepare commit 0", "trajectories of others", load_recorded(cfg), imported)
-        checks.expect(
-            "prepare commit 0",
-            "number of trajectories",
-            len(imported),
-            prepare.results.get("trajectories"),
-        )
+        checks.expect(where, "trajectories of others", load_recorded(cfg), imported)
+        num_imported = results.get("trajectories")
+        checks.expect(where, "number of trajectories", len(imported), num_imported)
     return recorded
 
 
@@ -128,18 +119,12 @@ def check_numbers(
     elif kind is Kind.EVALUATE and record.final is not None:
         _check_evaluation(cfg, store, record, splits, results, checks)
     elif kind is Kind.REPORT and record.final is not None:
-        known = [
-            other.final.results
-            for other in steps
-            if other.step.kind is Kind.EVALUATE and other.final
-        ]
+        evaluations = [other.final for other in steps if other.step.kind is Kind.EVALUATE]
+        known = [final.results for final in evaluations if final]
         for side in ("before", "after"):
-            checks.expect(
-                record.at(record.final),
-                f"results {side}, as one of the evaluations'",
-                True,
-                record.final.results[side] in known,
-            )
+            what = f"results {side}, as one of the evaluations'"
+            is_known = record.final.results[side] in known
+            checks.expect(record.at(record.final), what, True, is_known)
         _check_report(cfg, store, record, record.final, checks)
 
 
@@ -169,9 +154,8 @@ def check_alarms(record: StepRecord, steps: Sequence[StepRecord], checks: Checks
             checks.expect(where, f"{ALARM}{name} breaks its limit {limit}", True, broken)
         checks.expect(where, "alarms that there are not", [], sorted(logged))
         cost = {name: value for name, value in point.metrics.items() if name.startswith(PROGRESS)}
-        checks.expect(
-            where, "turns and tokens so far", progressed(history[: index - 1], point), cost
-        )
+        so_far = progressed(history[: index - 1], point)
+        checks.expect(where, "turns and tokens so far", so_far, cost)
 
 
 def _check_report(
@@ -184,13 +168,7 @@ def _check_report(
 
     where = record.at(final)
     try:
-        remade = report_files(
-            cfg,
-            store,
-            record.parents,
-            run_key(cfg),
-            steps_of(cfg),
-        )
+        remade = report_files(cfg, store, record.parents, run_key(cfg), steps_of(cfg))
         stored = {name: store.read(final, name) for name in remade}
     except (LookupError, ValueError, StopIteration, TypeError) as error:
         checks.fail(f"{where}: it cannot be made again: {type(error).__name__}: {error}")
@@ -204,23 +182,20 @@ def _check_report(
             checks.skip(f"{name} of the report", f"{there[:60]!r} drew it and {here!r} is here")
         else:
             checks.expect(where, f"{name}, made again", True, ours == theirs)
-    if page != shown and (again := _ran_again(record, final)):
-        page, shown = (TIMES.sub(_without_seconds, text) for text in (page, shown))
-        checks.skip("seconds in the report's section Time", f"{again} ran again after it")
+    # steps whose last commit is later than the report about them
+    parents = record.parents.items()
+    ran_again = [name for name, parent in parents if parent.created_at > final.created_at]
+    if page != shown and ran_again:
+        page, shown = (
+            TIMES.sub(lambda section: SECONDS.sub(b">", section[0]), text) for text in (page, shown)
+        )
+        checks.skip(
+            "seconds in the report's section Time", f"{', '.join(ran_again)} ran again after it"
+        )
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(page, shown, strict=False))
     at = sum(1 for _ in equal)
     part = slice(0 if page == shown else max(0, at - 40), at + 100)
     checks.expect(where, f"{PAGE}, made again, from byte {part.start}", page[part], shown[part])
-
-
-def _ran_again(record: StepRecord, report: Manifest) -> str:
-    """Names of the steps whose last commit is later than the report about them."""
-    parents = record.parents.items()
-    return ", ".join(name for name, parent in parents if parent.created_at > report.created_at)
-
-
-def _without_seconds(section: re.Match[bytes]) -> bytes:
-    return SECONDS.sub(b">", section[0])
 
 
 def _check_demonstrations(
@@ -256,14 +231,11 @@ def _check_recorded(
     commit, episodes = record.commits[0], record.episodes.get(0, [])
     for trajectory, episode in zip(recorded, episodes, strict=False):
         actions = [reply.action for reply in replies_of(trajectory, cfg.rollout.action_format)]
-        where = f"{record.at(commit)} {episode.item.item_id} sample {episode.sample}"
         played = [turn.action for turn in episode.turns]
-        checks.expect(
-            where,
-            "actions as imported",
-            actions[: len(played)] if episode.status is Status.TERMINATED else actions,
-            played,
-        )
+        if episode.status is Status.TERMINATED:
+            actions = actions[: len(played)]
+        where = place(record.at(commit), episode)
+        checks.expect(where, "actions as imported", actions, played)
 
 
 def _check_warm_start(cfg: RunConfig, store: RunStore, record: StepRecord, checks: Checks) -> None:
@@ -271,23 +243,16 @@ def _check_warm_start(cfg: RunConfig, store: RunStore, record: StepRecord, check
     shown = record.parents[record.step.demonstrations]
     num_too_long = int(shown.results["num_played"]) - len(_tokenized(cfg, store, record))
     for commit in record.commits:
+        where, last = record.at(commit), None
         for point in record.points.get(commit.seq, ()):
             step += 1
-            checks.expect(record.at(commit), "step of a point", step, point.step)
+            checks.expect(where, "step of a point", step, point.step)
             rate = learning_rate(settings.optimizer, step, settings.steps)
-            checks.expect(
-                f"{record.at(commit)} step {step}", "sft/lr", rate, point.metrics.get("sft/lr")
-            )
-        checks.expect(record.at(commit), "steps so far", step, commit.state["sft_step"])
-        last = (
-            record.points[commit.seq][-1].metrics.get("sft/loss")
-            if record.points.get(commit.seq)
-            else None
-        )
-        checks.expect(record.at(commit), "loss", last, commit.results["loss"])
-        checks.expect(
-            record.at(commit), "num_too_long", num_too_long, commit.results["num_too_long"]
-        )
+            checks.expect(f"{where} step {step}", "sft/lr", rate, point.metrics.get("sft/lr"))
+            last = point.metrics.get("sft/loss")
+        checks.expect(where, "steps so far", step, commit.state["sft_step"])
+        checks.expect(where, "loss", last, commit.results["loss"])
+        checks.expect(where, "num_too_long", num_too_long, commit.results["num_too_long"])
 
 
 def _tokenized(cfg: RunConfig, store: RunStore, record: StepRecord) -> list[Trajectory]:
@@ -333,12 +298,8 @@ def _check_offline_stage(
     compares = cfg.warm_start.source == "trajectories"
     compares = compares and record.step.demonstrations in record.parents
     recorded = _tokenized(cfg, store, record) if compares else []
-    logs = [episode for commit in record.commits for episode in record.episodes.get(commit.seq, ())]
-    explored = [episode for episode in logs if episode.item.split == "train"]
-    step, rate = (
-        stage.first_step - 1,
-        ("dpo/lr" if cfg.algorithm.loop.prefers else "sft/lr"),
-    )
+    explored = [episode for _, episode in record.logged if episode.item.split == "train"]
+    step, rate = stage.first_step - 1, "dpo/lr" if cfg.algorithm.loop.prefers else "sft/lr"
     for commit in record.commits:
         for point in record.points.get(commit.seq, ()):
             step += 1
@@ -402,16 +363,11 @@ def _check_evaluation(
         all_instructions = {**dict.fromkeys(items, ""), **instructions}
         identity = identity_of(protocol, items, tasks, contender.identity, all_instructions)
         for name in sorted(identity.keys() | plan.identity.keys()):
-            checks.expect(
-                where,
-                f"what is asked, {name}",
-                _without_packages(identity.get(name)),
-                _without_packages(plan.identity.get(name)),
-            )
+            ours, theirs = (_without_packages(of.get(name)) for of in (identity, plan.identity))
+            checks.expect(where, f"what is asked, {name}", ours, theirs)
         description = {**about(protocol, contender, instructions, ()), "valid": True}
-        checks.expect(
-            where, "its own description", json.loads(json.dumps(description)), stored.about
-        )
+        description = json.loads(json.dumps(description))
+        checks.expect(where, "its own description", description, stored.about)
     expected = json.loads(json.dumps(expected)) | {
         "checkpoint": step.checkpoint,
         "num_items": sum(map(len, items.values())),

@@ -57,11 +57,7 @@ def check_sampling(
             " for its tokens",
         )
     sources = weights_of_versions(cfg, record, record.checkpoint)
-    logged = [
-        (place(record.at(commit), episode), episode)
-        for commit in record.commits
-        for episode in record.episodes.get(commit.seq, ())
-    ]
+    logged = [(place(record.at(commit), episode), episode) for commit, episode in record.logged]
     random_seed = cfg.seed if record.stage is not None else cfg.evaluation.seed
     groups: dict[int, list[tuple[str, Trajectory]]] = {}
     for where, episode in logged:
@@ -76,15 +72,15 @@ def check_sampling(
             _skip_pruned(len(episodes), rescore, sampling)
             continue
         chosen = episodes if count is None else draw(episodes, count, seed, record.name, version)
-        judge = _Judge(cfg, checkpoint, random_seed, logged)
+        judge = _Judge(cfg, checkpoint, random_seed, logged, rescore, sampling)
         if judge.tolerance is None:
             reason = f"no tolerance is stated for weights of {checkpoint.dtype}"
             for checks in (rescore, sampling):
                 checks.skip(f"tokens of {record.name}", reason)
             continue
-        for where, episode, turns in judge.turns_of(chosen, version, rescore):
-            judge.compare(where, episode, turns, rescore, sampling)
-        judge.close(rescore, sampling)
+        for where, episode, turns in judge.turns_of(chosen, version):
+            judge.compare(where, episode, turns)
+        judge.close()
 
 
 def _skip_pruned(num: int, *checks: Checks) -> None:
@@ -183,14 +179,13 @@ class _Judge:
         checkpoint: Checkpoint,
         seed: int,
         logged: Sequence[tuple[str, Trajectory]],
+        rescore: Checks,
+        sampling: Checks,
     ) -> None:
-        self._model = checkpoint.model.eval()
-        self._stop_ids, self._seed, self._max_new_tokens = (
-            checkpoint.renderer.stop_ids,
-            seed,
-            cfg.rollout.max_new_tokens,
-        )
-        self._logged = logged
+        self._model, self._seed, self._logged = checkpoint.model.eval(), seed, logged
+        self._rescore, self._sampling = rescore, sampling
+        self._stop_ids = checkpoint.renderer.stop_ids
+        self._max_new_tokens = cfg.rollout.max_new_tokens
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
         engine = engine_class(cfg.rollout.engine)
         self._repeats_draws = engine.repeats_draws
@@ -201,7 +196,7 @@ class _Judge:
             self._below = _Deviations(self.tolerance.nats, self.tolerance)
 
     def turns_of(
-        self, episodes: Sequence[tuple[str, Trajectory]], version: int, rescore: Checks
+        self, episodes: Sequence[tuple[str, Trajectory]], version: int
     ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
         """Yield (place, episode, turns that `version` sampled), several episodes in one forward.
 
@@ -210,13 +205,13 @@ class _Judge:
         sound: list[tuple[str, Trajectory]] = []
         for where, episode in episodes:
             if not all(0 <= token < self._vocabulary for token in episode.input_ids):
-                rescore.fail(f"{where}: token ids outside 0 .. {self._vocabulary - 1}")
+                self._rescore.fail(f"{where}: token ids outside 0 .. {self._vocabulary - 1}")
             elif any(
                 not 0 < turn.start < turn.end <= len(episode.input_ids) for turn in episode.turns
             ):
-                rescore.fail(f"{where}: an action of no token, or outside of its episode")
+                self._rescore.fail(f"{where}: an action of no token, or outside of its episode")
             elif len(episode.logprobs) != len(episode.input_ids):
-                rescore.fail(
+                self._rescore.fail(
                     f"{where}: {len(episode.logprobs)} log-probabilities of"
                     f" {len(episode.input_ids)} tokens"
                 )
@@ -254,12 +249,12 @@ class _Judge:
         """Return True if a token is beyond a hard bound."""
         for turn in turns:
             logged = torch.tensor(episode.logprobs[turn.start : turn.start + len(turn.drawn)])
-            off = [self._gaps.is_beyond(turn.logprobs - logged)]
+            if self._gaps.is_beyond(turn.logprobs - logged):
+                return True
             if self._repeats_draws:
                 drawn = turn.outside if episode.temperature else turn.below
-                off.append((self._outside if episode.temperature else self._below).is_beyond(drawn))
-            if any(off):
-                return True
+                if (self._outside if episode.temperature else self._below).is_beyond(drawn):
+                    return True
         return False
 
     @torch.inference_mode()
@@ -284,13 +279,8 @@ class _Judge:
                     positions.append(starts[sequence] + np.arange(turn.start, turn.end))
                     numbers.append(uniforms(key, length))
                     temperatures += [episode.temperature] * length
-        judged = self._head(
-            hidden,
-            ids,
-            torch.tensor(np.concatenate(positions)),
-            np.concatenate(numbers),
-            temperatures,
-        )
+        at = torch.tensor(np.concatenate(positions))
+        judged = self._head(hidden, ids, at, np.concatenate(numbers), temperatures)
         by_sequence: dict[int, list[_Turn]] = {}
         for (sequence, index, start, _), *parts in zip(
             spans, *(torch.split(part, [span[3] for span in spans]) for part in judged), strict=True
@@ -310,32 +300,16 @@ class _Judge:
         """Return (log-probabilities, tokens drawn, outside, below) at `positions`, each [n]."""
         size = max(1, HEAD_ELEMENTS // self._vocabulary)
         parts = []
-        for chunk, uniform, temperature in zip(
-            *(
-                torch.split(tensor, size)
-                for tensor in (positions, torch.tensor(numbers), torch.tensor(temperatures))
-            ),
-            strict=True,
-        ):
+        tensors = positions, torch.tensor(numbers), torch.tensor(temperatures)
+        chunks = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
+        for chunk, uniform, temperature in chunks:
             logits, tokens = head_logits(self._model, hidden[chunk - 1]).float(), ids[chunk]
             distribution = Distribution(logits, temperature)
-            parts.append(
-                (
-                    distribution.logprobs(tokens),
-                    distribution.draw(uniform),
-                    *distribution.distance(uniform, tokens),
-                )
-            )
+            logprobs, drawn = distribution.logprobs(tokens), distribution.draw(uniform)
+            parts.append((logprobs, drawn, *distribution.distance(uniform, tokens)))
         return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
 
-    def compare(
-        self,
-        where: str,
-        episode: Trajectory,
-        turns: Sequence[_Turn],
-        rescore: Checks,
-        sampling: Checks,
-    ) -> None:
+    def compare(self, where: str, episode: Trajectory, turns: Sequence[_Turn]) -> None:
         honest = True
         for turn in turns:
             ids = episode.input_ids[turn.start : turn.start + len(turn.drawn)]
@@ -349,48 +323,42 @@ class _Judge:
                     f" {episode.logprobs[token]:.6f}"
                 )
 
-            rescore.counted += 1
+            self._rescore.counted += 1
             if failure := self._gaps.add((turn.logprobs - logged).abs(), described):
-                rescore.fail(failure)
+                self._rescore.fail(failure)
             # tokens after a forged turn were sampled from another context
             if honest and self._repeats_draws:
-                sampling.counted += len(ids)
-                honest = self._is_drawn(where, episode, turn, ids, sampling)
+                self._sampling.counted += len(ids)
+                honest = self._is_drawn(where, episode, turn, ids)
 
-    def close(self, rescore: Checks, sampling: Checks) -> None:
+    def close(self) -> None:
         """Record the failures of all turns together. Call after the last turn."""
-        self._gaps.close(rescore)
-        self._outside.close(sampling)
-        self._below.close(sampling)
+        self._gaps.close(self._rescore)
+        self._outside.close(self._sampling)
+        self._below.close(self._sampling)
 
-    def _is_drawn(
-        self, where: str, episode: Trajectory, turn: _Turn, ids: Sequence[int], sampling: Checks
-    ) -> bool:
+    def _is_drawn(self, where: str, episode: Trajectory, turn: _Turn, ids: Sequence[int]) -> bool:
         at = f"{where} turn {turn.number}"
 
         def described(index: int) -> str:
-            far = (
-                f"{float(turn.below[index]):.3g} nats"
-                if not episode.temperature
-                else f"{float(turn.outside[index]):.3g} of the probability"
-            )
+            far = f"{float(values[index]):.3g} {unit}"
             return (
                 f"{at} token {turn.start + index} (id {ids[index]}): the random numbers of this"
                 f" sample draw id {int(turn.drawn[index])}, {far} away{self._twins(where, episode)}"
             )
 
-        off, values = (
-            (self._outside, turn.outside) if episode.temperature else (self._below, turn.below)
-        )
+        off, values, unit = self._outside, turn.outside, "of the probability"
+        if not episode.temperature:
+            off, values, unit = self._below, turn.below, "nats"
         if failure := off.add(values, described):
-            sampling.fail(failure)
+            self._sampling.fail(failure)
         elif not set(ids[:-1]).isdisjoint(self._stop_ids) or len(ids) > self._max_new_tokens:
-            sampling.fail(
+            self._sampling.fail(
                 f"{at}: {len(ids)} tokens that continue after a stop token or"
                 f" rollout.max_new_tokens {self._max_new_tokens}"
             )
         elif ids[-1] not in self._stop_ids and len(ids) < self._max_new_tokens:
-            sampling.fail(
+            self._sampling.fail(
                 f"{at}: it ends after {len(ids)} tokens without a stop token; the engine continues"
                 f" to {self._max_new_tokens}"
             )

@@ -19,7 +19,7 @@ from agentgym.pipeline.table import key_of, semantic_of, steps_of
 from agentgym.records import DEMOS, TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.collect import success_share
 from agentgym.steps.context import METRICS
-from agentgym.steps.step import Stage, Step, advance, max_turns
+from agentgym.steps.step import Kind, Stage, Step, advance, max_turns
 from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, ManifestError
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.points import Point, decode_points
@@ -56,6 +56,15 @@ class StepRecord:
     def stage(self) -> Stage | None:
         """The stage of the curriculum that this step trains, if any."""
         return self.step.stage
+
+    @property
+    def logged(self) -> list[tuple[Manifest, Trajectory]]:
+        """(commit, episode) for all readable episodes, in order."""
+        return [
+            (commit, episode)
+            for commit in self.commits
+            for episode in self.episodes.get(commit.seq, ())
+        ]
 
     def at(self, commit: Manifest) -> str:
         return f"{self.name} commit {commit.seq}"
@@ -128,12 +137,7 @@ def check_lineage(
     for index, commit in enumerate(record.commits):
         where = record.at(commit)
         checks.expect(where, "commit number", index, commit.seq)
-        checks.expect(
-            where,
-            "done",
-            index + 1 == len(record.commits) and record.final is not None,
-            commit.done,
-        )
+        checks.expect(where, "done", commit is record.final, commit.done)
         checks.expect(where, "digests of its parents", parents, commit.parents)
         checks.expect(where, "configuration", semantic_of(record.step, cfg), commit.config)
         if stage is None or splits is None or not cfg.algorithm.loop.samples_every_step:
@@ -202,24 +206,16 @@ def _check_offline_stage(
     """
     assert record.checkpoint is not None
     items = [item.item_id for item in explored_items(cfg, splits, record.checkpoint)]
-    begin, explored, step = (
-        int(record.checkpoint.state.get("stream_position", 0)),
-        0,
-        stage.first_step - 1,
-    )
+    begin = int(record.checkpoint.state.get("stream_position", 0))
+    explored, step = 0, stage.first_step - 1
     for commit in record.commits:
         # empty once all were played
         chunk = items[explored : explored + max(1, len(commit.state.get("consumed", ())))]
         explored += len(chunk)
         if not chunk:
-            step = next(
-                (
-                    later
-                    for later in range(step + 1, stage.last_step)
-                    if commits_at(cfg, stage, later)
-                ),
-                stage.last_step,
-            )
+            step = min(step + 1, stage.last_step)
+            while step < stage.last_step and not commits_at(cfg, stage, step):
+                step += 1
         expected = {
             "global_step": step,
             "stream_position": begin + explored,
@@ -233,16 +229,19 @@ def _check_offline_stage(
         )
 
 
+def final_of(steps: Sequence[StepRecord], kind: Kind) -> Manifest | None:
+    """Return the last commit of the run's finished step of this kind, if there is one."""
+    return next((record.final for record in steps if record.step.kind is kind), None)
+
+
 def draw(episodes: Sequence[Any], count: int | None, seed: int, step: str, seq: int) -> list[Any]:
     """Draw `count` episodes at random and return them in their order; None: all.
 
     The choice cannot be predicted without the seed.
     """
     salt = int.from_bytes(step.encode(), "little") % 2**63 + seq + 1
-    drawn = np.random.Generator(np.random.Philox(key=[seed, salt])).permutation(len(episodes))[
-        :count
-    ]
-    return [episodes[index] for index in sorted(drawn)]
+    order = np.random.Generator(np.random.Philox(key=[seed, salt])).permutation(len(episodes))
+    return [episodes[index] for index in sorted(order[:count])]
 
 
 def load(store: RunStore, manifest: Manifest | None, *, weights: bool = True) -> Checkpoint | None:

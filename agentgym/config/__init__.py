@@ -4,7 +4,6 @@ Every number that changes a result is written in that file and nowhere else.
 
 from agentgym.config.algorithm import (
     ActorCriticConfig,
-    AlgorithmConfig,
     DiscountedConfig,
     DynamicSamplingConfig,
     ExplorationConfig,
@@ -33,7 +32,6 @@ from agentgym.config.sections import (
     EvaluationConfig,
     HorizonConfig,
     ModelConfig,
-    RolloutConfig,
     VllmConfig,
     asked_of,
     owned_env,
@@ -43,7 +41,6 @@ __all__ = [
     "RENAMED",
     "ActorCriticConfig",
     "AlarmsConfig",
-    "AlgorithmConfig",
     "ChatConfig",
     "ConfigError",
     "DiscountedConfig",
@@ -61,7 +58,6 @@ __all__ = [
     "OptimizerConfig",
     "PolicyGradientConfig",
     "PreferenceConfig",
-    "RolloutConfig",
     "RunConfig",
     "Section",
     "Setting",

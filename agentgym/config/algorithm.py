@@ -41,6 +41,16 @@ class AlgorithmConfig(Section):
     loop: ClassVar[Loop]
     recipe: str = setting(DEFAULT_RECIPE, "algorithm: a row of agentgym/algorithms/recipe.py")
 
+    @model_validator(mode="after")
+    def _check_bootstrap(self) -> Self:
+        truncated = getattr(self, "truncated", None)
+        if truncated == "bootstrap" and not isinstance(self, ActorCriticConfig):
+            raise ValueError(
+                f"algorithm.truncated bootstrap needs a critic, and recipe {self.recipe}"
+                " has none; use zero or mask, or ppo"
+            )
+        return self
+
 
 class PolicyGradientConfig(AlgorithmConfig):
     """Settings of recipes that sample episodes for every optimizer step."""
@@ -99,10 +109,8 @@ class PolicyGradientConfig(AlgorithmConfig):
     @model_validator(mode="after")
     def _check_kl(self) -> Self:
         recipe = recipe_of(self.recipe)
-        kl_place, estimator = (
-            self.kl_place or recipe.kl_place,
-            self.kl_estimator or recipe.kl_estimator,
-        )
+        kl_place = self.kl_place or recipe.kl_place
+        estimator = self.kl_estimator or recipe.kl_estimator
         if kl_place == "loss" and estimator == "k1":
             raise ValueError(
                 f"algorithm.kl_estimator k1 with kl_place loss (recipe {self.recipe}) has no"
@@ -115,11 +123,6 @@ class PolicyGradientConfig(AlgorithmConfig):
                 " deviation of each group: in a group of equal outcomes the noise of the KL"
                 " becomes advantages of +-1; use kl_place loss, or a recipe that does not divide"
                 " (rloo)"
-            )
-        if self.truncated == "bootstrap" and not isinstance(self, ActorCriticConfig):
-            raise ValueError(
-                f"algorithm.truncated bootstrap needs a critic, and recipe {self.recipe}"
-                " has none; use zero or mask, or ppo"
             )
         return self
 
@@ -245,15 +248,6 @@ class ExplorationConfig(AlgorithmConfig):
     )
     per_item: PositiveInt = setting(4, "most pairs or successes of one item")
     chunk_items: PositiveInt = operational(64, "items committed at a time")
-
-    @model_validator(mode="after")
-    def _check_truncated(self) -> Self:
-        if self.truncated == "bootstrap":
-            raise ValueError(
-                f"algorithm.truncated bootstrap needs a critic, and recipe {self.recipe}"
-                " has none; use zero or mask, or ppo"
-            )
-        return self
 
 
 class PreferenceConfig(ExplorationConfig):

@@ -168,11 +168,9 @@ def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
     base = tree.pop("extends", None)
-    return (
-        tree
-        if base is None
-        else merge(read_tree(path.parent / str(base), (*extended_by, path.resolve())), tree)
-    )
+    if base is None:
+        return tree
+    return merge(read_tree(path.parent / str(base), (*extended_by, path.resolve())), tree)
 
 
 def _read_yaml(text: str) -> Any:
@@ -256,9 +254,8 @@ def first_line(error: ValidationError, root: type[BaseModel] = RunConfig) -> str
     if where and where[-1].startswith("literal["):  # one of several kinds: the last part names it
         same = [other["msg"] for other in problems if other["loc"][:-1] == problem["loc"][:-1]]
         path = ".".join(where[:-1])
-        message = " or ".join(
-            [message, *(text.removeprefix("Input should be ") for text in same[1:])]
-        )
+        others = [text.removeprefix("Input should be ") for text in same[1:]]
+        message = " or ".join([message, *others])
     if problem["type"] == "extra_forbidden":
         known, name = _known_keys(where[:-1], root), where[-1]
         return unknown_key(where[:-1], name, known, sought=RENAMED.get(name, ""))

@@ -172,10 +172,6 @@ class RunConfig(Section):
                 f" of rollout.max_new_tokens {self.rollout.max_new_tokens} + observation_tokens"
                 f" {self.rollout.observation_tokens} = {needed}; raise it or shorten the horizon"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_examples(self) -> Self:
         if self.rollout.examples and not self.rollout.instructions:
             raise ValueError(
                 f"rollout.examples {self.rollout.examples} follow the instructions; set"
@@ -244,14 +240,8 @@ class RunConfig(Section):
                 f"ray.address {self.ray.address} is a dashboard; compute ray joins host:port or"
                 " auto, compute ray-job takes URLs"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_kuberay(self) -> Self:
-        """Check that a pod has room for the workers and ranks that Ray places there."""
-        if self.compute != "kuberay":
-            return self
-        for name in ("worker", "rank"):
+        # a pod must have room for the workers and ranks that Ray places there
+        for name in ("worker", "rank") if self.compute == "kuberay" else ():
             for kind, limit in (("cpus", "worker_cpus"), ("gpus", "worker_gpus")):
                 request, room = getattr(self.ray, f"{name}_{kind}"), getattr(self.kuberay, limit)
                 if request > room:
@@ -291,12 +281,10 @@ class RunConfig(Section):
     @property
     def data_folders(self) -> dict[str, Path]:
         """Folders of data this run reads, by the setting that names them."""
-        recorded = (
-            {"data.trajectories": self.data.trajectories}
-            if self.warm_start.source == "trajectories"
-            else {}
-        )
-        return {"data.path": self.data.path, **recorded}
+        folders = {"data.path": self.data.path}
+        if self.warm_start.source == "trajectories":
+            folders["data.trajectories"] = self.data.trajectories
+        return folders
 
     @property
     def envs(self) -> tuple[EnvConfig, ...]:
@@ -352,8 +340,12 @@ def is_elsewhere(cfg: RunConfig) -> bool:
     return cfg.compute == "ray-job" and not (cfg.ray.shared_paths or is_here(cfg.ray.address))
 
 
-def local_there(cfg: RunConfig) -> list[str]:
-    """Return a line with a remedy per setting that is of no use, or unsafe, on other machines."""
+def refused_elsewhere(cfg: RunConfig) -> str | None:
+    """Return the error text, with a remedy each, for settings that are of no use, or unsafe, for
+    steps on other machines, or None.
+    """
+    if not is_elsewhere(cfg):
+        return None
     problems = []
     if not cfg.store.uri:
         problems.append("store.uri '': name s3://bucket/prefix")
@@ -371,20 +363,11 @@ def local_there(cfg: RunConfig) -> list[str]:
     name = cfg.model.name
     if cfg.model.source == "hub" and (Path(name).is_dir() or name.startswith(("/", ".", "~"))):
         problems.append(f"model.name {name}: name a repository of the Hub")
-    return problems
-
-
-def refused_elsewhere(cfg: RunConfig) -> str | None:
-    """Return the error text for settings that steps on other machines cannot use, or None."""
-    local = local_there(cfg) if is_elsewhere(cfg) else []
-    if not local:
+    if not problems:
         return None
-    shared = (
-        "; where the cluster has the same paths, set ray.shared_paths"
-        if cfg.compute == "ray-job"
-        else ""
-    )
+    is_job = cfg.compute == "ray-job"
+    shared = "; where the cluster has the same paths, set ray.shared_paths" if is_job else ""
     return (
         f"compute {cfg.compute} sends steps to other machines, where this would be local:"
-        f" {'; '.join(local)}{shared}"
+        f" {'; '.join(problems)}{shared}"
     )

@@ -46,7 +46,9 @@ def defaults(tree: Mapping[str, Any]) -> dict[str, Default]:
     tree: a mapping shaped like params.yaml. The defaults depend on its environments, horizons,
     action format and lora; invalid values are left for the validation to name.
     """
-    envs = [_section(tree, "env"), *(env for env in _items(tree.get("mix")) if _is_map(env))]
+    mix = tree.get("mix")
+    others = mix if isinstance(mix, (list, tuple)) else ()
+    envs = [_section(tree, "env"), *(env for env in others if isinstance(env, Mapping))]
     names = [str(env.get("name", "babyai")) for env in envs]
     lengths = [LENGTHS.get(name, OTHER_LENGTHS) for name in names]
     rollout, lora = _section(tree, "rollout"), _section(tree, "lora")
@@ -99,7 +101,7 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
         *sections, name = path.split(".")
         inner = result
         for section in sections:
-            if not _is_map(inner.get(section, {})):
+            if not isinstance(inner.get(section, {}), Mapping):
                 break
             inner[section] = dict(inner.get(section, {}))
             inner = inner[section]
@@ -114,7 +116,7 @@ def without_sizes(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     def copied(inner: Mapping[str, Any], at: str) -> dict[str, Any]:
         return {
-            key: copied(value, f"{at}{key}.") if _is_map(value) else value
+            key: copied(value, f"{at}{key}.") if isinstance(value, Mapping) else value
             for key, value in inner.items()
             if f"{at}{key}" not in paths
         }
@@ -145,11 +147,3 @@ def _longest(tree: Mapping[str, Any]) -> int | None:
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = tree.get(name)
     return value if isinstance(value, Mapping) else {}
-
-
-def _items(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else []
-
-
-def _is_map(value: Any) -> bool:
-    return isinstance(value, Mapping)

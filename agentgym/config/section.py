@@ -52,9 +52,8 @@ def operational(default: Any, description: str, **constraints: Any) -> Any:
 
 
 def is_operational(info: FieldInfo) -> bool:
-    return isinstance(info.json_schema_extra, dict) and bool(
-        info.json_schema_extra.get("operational")
-    )
+    extra = info.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("operational"))
 
 
 class Section(BaseModel):
@@ -69,10 +68,8 @@ class Section(BaseModel):
             value = getattr(self, name)
             if isinstance(value, tuple) and value and isinstance(value[0], Section):
                 result[name] = [section.semantic() for section in value]
+            elif isinstance(value, Section):
+                result[name] = value.semantic()
             else:
-                result[name] = (
-                    value.semantic()
-                    if isinstance(value, Section)
-                    else json.loads(json.dumps(value))
-                )
+                result[name] = json.loads(json.dumps(value))
         return result

@@ -8,12 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import (
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from agentgym.config.optimization import OptimizerConfig
 from agentgym.config.section import ConfigError, Section, Seed, operational, setting
@@ -402,9 +397,8 @@ def owned_env(env: EnvConfig, owner_envs: Sequence[EnvConfig]) -> EnvConfig:
             f"{env.name} as on record would use {asked_of(env)}, which your configuration does not"
             f" name; if you trust that, add --set {override}"
         )
-    same = [
-        owned for owned in same_name if (owned.options, owned.dialect) == (env.options, env.dialect)
-    ]
+    asked = env.options, env.dialect
+    same = [owned for owned in same_name if (owned.options, owned.dialect) == asked]
     base = same[0] if same else EnvConfig(name=env.name)
     settings = {"options": env.options, "dialect": env.dialect, "weight": env.weight}
     return base.model_copy(update=settings)

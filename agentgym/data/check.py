@@ -26,27 +26,21 @@ TASKS = "tasks.json"  # name of a blob of the data, see `tasks_json`
 def load_data(cfg: RunConfig) -> Splits:
     """Return the configured items, checked against the run's settings. Errors: ConfigError."""
     splits = mix_splits(cfg.env_weights, list(splits_by_env(cfg).values()))
-    if (
-        isinstance(cfg.algorithm, ExplorationConfig)
-        and cfg.algorithm.num_items > len(splits.train) // 3
-    ):
+    algorithm = cfg.algorithm
+    if isinstance(algorithm, ExplorationConfig) and algorithm.num_items > len(splits.train) // 3:
         raise ConfigError(
-            f"algorithm.num_items {cfg.algorithm.num_items} is more than a third of the"
+            f"algorithm.num_items {algorithm.num_items} is more than a third of the"
             f" {len(splits.train)} train items of {cfg.env_names}, so that one stage could meet an"
             " item twice; lower it"
         )
-    for key, num_items, name, items in (
-        (
-            "evaluation.num_items",
-            cfg.evaluation.num_items,
-            cfg.evaluation.split,
-            getattr(splits, cfg.evaluation.split),
-        ),
-        ("rollout.items_per_step", cfg.rollout.items_per_step, "train", splits.train),
+    for key, num_items, name in (
+        ("evaluation.num_items", cfg.evaluation.num_items, cfg.evaluation.split),
+        ("rollout.items_per_step", cfg.rollout.items_per_step, "train"),
     ):
-        if num_items > len(items):
+        num_there = len(getattr(splits, name))
+        if num_items > num_there:
             raise ConfigError(
-                f"{key} {num_items} is more than the {len(items)} {name} items of {cfg.env_names};"
+                f"{key} {num_items} is more than the {num_there} {name} items of {cfg.env_names};"
                 " lower it"
             )
     _check_draws(cfg, splits)
@@ -120,9 +114,8 @@ def _check_draws(cfg: RunConfig, splits: Splits) -> None:
         raise ConfigError(
             f"rollout.items_per_step {items_per_step}{refills} is more than the {max_items} items"
             f" that {len(splits.train)} train items of {cfg.env_names} give without one twice (a"
-            " third"
-            " of a pass): the same item twice in a step has the same samples, token for token;"
-            f" lower it to {max_items // rounds}, or add items"
+            " third of a pass): the same item twice in a step has the same samples, token for"
+            f" token; lower it to {max_items // rounds}, or add items"
         )
 
 

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,36 +75,42 @@ def data_digest(path: Path, *envs: str) -> str:
     """sha256 over the bytes of the environments' item lists, without parsing them.
     Errors: DataError if a file is missing.
     """
-    digest = hashlib.sha256()
-    for file in (path / pattern.format(env=env) for env in envs for pattern in _FILES.values()):
+    files = [path / pattern.format(env=env) for env in envs for pattern in _FILES.values()]
+    for file in files:
         if not file.is_file():
             raise _not_there(path, file)
+    return digest_of_files(files)
+
+
+def digest_of_files(files: Iterable[Path]) -> str:
+    """sha256 over the sha256 of each file's bytes."""
+    digest = hashlib.sha256()
+    for file in files:
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 
 def _not_there(path: Path, file: Path) -> DataError:
     """Return the error for a missing file: no dataset at all, or no lists of an environment."""
-    if not path.is_dir() and path == PUBLISHED and not Path(f"{path}.dvc").is_file():
+    if path.is_dir():
+        lists = path.glob("train/*_train.json")
+        envs = sorted(train.name.removesuffix("_train.json") for train in lists)
         return DataError(
-            f"dataset not imported: {file} does not exist; run `agentgym data import --rev main`,"
-            " or set data.path to a folder of lists"
+            f"{file} does not exist; {path} has lists for: {', '.join(envs) or 'no environment'}"
         )
-    if not path.is_dir() and not Path(f"{path}.dvc").is_file():
-        return DataError(
-            f"{path} does not exist, and there is no {path}.dvc to pull it by; set data.path to a"
-            " folder of lists"
-        )
-    if not path.is_dir():
+    if Path(f"{path}.dvc").is_file():
         return DataError(
             f"dataset not pulled: {file} does not exist; run `dvc pull {path}.dvc`, or set"
             " data.path to its folder"
         )
-    envs = sorted(
-        train.name.removesuffix("_train.json") for train in path.glob("train/*_train.json")
-    )
+    if path == PUBLISHED:
+        return DataError(
+            f"dataset not imported: {file} does not exist; run `agentgym data import --rev main`,"
+            " or set data.path to a folder of lists"
+        )
     return DataError(
-        f"{file} does not exist; {path} has lists for: {', '.join(envs) or 'no environment'}"
+        f"{path} does not exist, and there is no {path}.dvc to pull it by; set data.path to a"
+        " folder of lists"
     )
 
 
@@ -121,16 +127,11 @@ def mix_splits(weights: Mapping[str, float], parts: Sequence[Splits]) -> Splits:
         name: tuple(interleave([item for part in parts for item in getattr(part, name)], weights))
         for name in SPLITS
     }
-    digest = (
-        hashlib.sha256("".join(part.digest for part in parts).encode()).hexdigest()
-        if len(parts) > 1
-        else parts[0].digest
-    )
-    return Splits(
-        **items,
-        digest=digest,
-        warnings=tuple(warning for part in parts for warning in part.warnings),
-    )
+    digest = parts[0].digest
+    if len(parts) > 1:
+        digest = hashlib.sha256("".join(part.digest for part in parts).encode()).hexdigest()
+    warnings = tuple(warning for part in parts for warning in part.warnings)
+    return Splits(**items, digest=digest, warnings=warnings)
 
 
 def interleave(items: Sequence[Item], weights: Mapping[str, float]) -> list[Item]:
@@ -195,9 +196,9 @@ def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) 
     return Splits(tuple(train), tuple(validation), tuple(test), digest, _count_warnings(env, ids))
 
 
-def first_of(names: Sequence[str]) -> str:
+def first_of(names: Sequence[str], separator: str = ", ") -> str:
     more = f" and {len(names) - _MAX_CULPRITS} more" if len(names) > _MAX_CULPRITS else ""
-    return f"{', '.join(names[:_MAX_CULPRITS])}{more}"
+    return f"{separator.join(names[:_MAX_CULPRITS])}{more}"
 
 
 def parse_item_id(item_id: str) -> tuple[str, int]:
@@ -256,13 +257,11 @@ class ItemStream:
         # each of k environments is less than 1 turn ahead of its share, so each is less than k - 1
         # behind it: two positions differ by less than k turns
         slack = len(shares) if len(shares) > 1 else 0
-        return max(
-            0,
-            min(
-                int((stream.num_items // 3 - slack) / shares[env])
-                for env, stream in self._streams.items()
-            ),
-        )
+        bounds = [
+            int((stream.num_items // 3 - slack) / shares[env])
+            for env, stream in self._streams.items()
+        ]
+        return max(0, min(bounds))
 
     def next(self, n: int) -> list[Item]:
         """Draw the next `n` items."""
@@ -284,15 +283,11 @@ class _Epochs:
     """Endless order of one environment's items: a new shuffle for every epoch."""
 
     def __init__(self, items: Sequence[Item], *, seed: int, position: int) -> None:
-        self.position = position
+        self.position, self.num_items = position, len(items)
         self._items = tuple(items)
         self._seed = seed
         self._epoch = -1
         self._order: list[int] = []
-
-    @property
-    def num_items(self) -> int:
-        return len(self._items)
 
     def next(self) -> Item:
         epoch, index = divmod(self.position, len(self._items))
@@ -326,9 +321,9 @@ def load_ids(path: Path, env: str) -> list[str]:
     """Read the item ids of one environment from any file, in its order.
     Errors: DataError, also for an id that occurs twice.
     """
-    if not path.is_file() and PUBLISHED in path.parents:
-        raise _not_there(PUBLISHED, path)
     if not path.is_file():
+        if PUBLISHED in path.parents:
+            raise _not_there(PUBLISHED, path)
         raise DataError(
             f"{path} does not exist; items.file is read from where the command is typed"
         )

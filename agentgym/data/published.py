@@ -24,6 +24,7 @@ from agentgym.config import ConfigError
 from agentgym.data.items import LFS_POINTER, DataError
 from agentgym.deploy.owned import owned_process
 from agentgym.store.posix import discard, write_temp
+from agentgym.store.files import discard, write_whole
 
 HUB_URL = "https://huggingface.co/datasets/AgentGym/AgentGym-RL-Data-ID"
 IMPORT_TIMEOUT_S = 1800.0
@@ -73,11 +74,7 @@ def run_dvc(*arguments: str, timeout_s: float) -> str:
                 ) from None
         output = log.read_text(errors="replace", encoding="utf-8").strip()
     if code:
-        errors = [
-            line.removeprefix("ERROR: ")
-            for line in output.splitlines()
-            if line.startswith("ERROR: ")
-        ]
+        errors = re.findall(r"^ERROR: (.*)", output, re.MULTILINE)
         raise DvcError(f"`{shown}` failed ({code}): {' | '.join(errors) or output[-500:]}")
     return output
 
@@ -108,18 +105,8 @@ def import_dataset(url: str, rev: str, out: Path) -> Imported:
         out.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
         try:
-            run_dvc(
-                "import",
-                "--rev",
-                sha,
-                "--force",
-                "--out",
-                str(out),
-                "--",
-                url,
-                ".",
-                timeout_s=IMPORT_TIMEOUT_S,
-            )
+            options = ("--rev", sha, "--force", "--out", str(out))
+            run_dvc("import", *options, "--", url, ".", timeout_s=IMPORT_TIMEOUT_S)
             _refuse_lfs_pointers(out, pointer, url)
         except DvcError as error:
             if not out.exists():
@@ -137,14 +124,8 @@ def import_dataset(url: str, rev: str, out: Path) -> Imported:
     elif not out.is_dir():
         run_dvc("pull", str(pointer), timeout_s=IMPORT_TIMEOUT_S)
     check_pin(out)
-    licence = next(
-        (
-            licence
-            for name, licence in LICENCES.items()
-            if url.removesuffix(".git").endswith(f"/{name}")
-        ),
-        None,
-    )
+    bare_url = url.removesuffix(".git")
+    licence = next((spdx for name, spdx in LICENCES.items() if bare_url.endswith(f"/{name}")), None)
     if licence is not None:
         _note_licence(pointer, licence)
     discard(marker)
@@ -163,11 +144,7 @@ def track_folder(out: Path, write: Callable[[Path], T], *, pattern: str) -> tupl
     """
     _check_project(out)
     pointer, marker = out.with_name(f"{out.name}.dvc"), out.with_name(f".{out.name}.importing")
-    others = (
-        sorted(path.name for path in out.rglob("*") if not path.match(pattern))
-        if out.is_dir()
-        else []
-    )
+    others = sorted(path.name for path in out.rglob("*") if not path.match(pattern))
     if others:
         raise ConfigError(
             f"{out} holds {others[0]}, which is none of {pattern}; name another folder with --out"
@@ -247,11 +224,8 @@ def _refuse_lfs_pointers(out: Path, pointer: Path, url: str) -> None:
     Errors: DvcError, after `pointer` was deleted, so that nothing is pinned.
     """
     for file in sorted(out.rglob("*")):
-        if (
-            file.is_file()
-            and file.stat().st_size < 1024
-            and file.read_bytes().startswith(LFS_POINTER)
-        ):
+        is_small = file.is_file() and file.stat().st_size < 1024
+        if is_small and file.read_bytes().startswith(LFS_POINTER):
             discard(pointer)
             raise DvcError(
                 f"{file.relative_to(out)} of {url} is in Git LFS, and its content could not be"
@@ -323,13 +297,9 @@ def _resolve(url: str, rev: str) -> str:
     for name in (f"refs/tags/{rev}^{{}}", f"refs/tags/{rev}", f"refs/heads/{rev}"):
         if name in refs:
             return refs[name]
-    known = sorted(
-        {
-            name.split("/", 2)[2].removesuffix("^{}")
-            for name in refs
-            if name.startswith(("refs/heads/", "refs/tags/"))
-        }
-    )
+    kinds = ("refs/heads/", "refs/tags/")
+    named = [name.split("/", 2)[2].removesuffix("^{}") for name in refs if name.startswith(kinds)]
+    known = sorted(set(named))
     raise ConfigError(
         f"{url} has no branch or tag {rev!r}; it has {', '.join(known[:8]) or 'none'}; a commit id"
         " must have all of its 40 digits"
@@ -340,10 +310,4 @@ def _note_licence(pointer: Path, licence: str) -> None:
     """Write the license into the `.dvc` file's `meta`, which DVC preserves, unless it has one."""
     if "meta" in _read_pointer(pointer):
         return
-    temporary = write_temp(
-        pointer.parent, pointer.read_bytes() + f"meta:\n  license: {licence}\n".encode()
-    )
-    try:
-        temporary.replace(pointer)
-    finally:
-        discard(temporary)
+    write_whole(pointer, pointer.read_bytes() + f"meta:\n  license: {licence}\n".encode())

@@ -22,6 +22,8 @@ from agentgym.data.items import (
     DataError,
     Splits,
     data_digest,
+    digest_of_files,
+    first_of,
     has_lists,
     interleave,
     load_splits,
@@ -34,7 +36,6 @@ RECORDED = "trajectories.json"  # name of a run's copy of them
 FILE = "{env}_trajectories.json"
 MAX_FILE_BYTES = 1 << 30
 MAX_REPLY_CHARS = 16_384  # an environment server's limit for an action
-_SHOWN = 5  # refused rows in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,43 +129,26 @@ def outside(recorded: Sequence[Recorded], splits: Mapping[str, Splits]) -> list[
     """Return refusals for trajectories of items outside the train lists: test or unlisted items.
     splits: by environment.
     """
-    refusals = []
+    refusals: list[Refusal] = []
     tests = {item.item_id for part in splits.values() for item in part.test}
     known = {item.item_id for part in splits.values() for item in (*part.train, *part.validation)}
     for trajectory in recorded:
-        if trajectory.item.env not in splits:
-            refusals.append(
-                Refusal(
-                    trajectory.file,
-                    trajectory.row,
-                    f"there are no item lists of {trajectory.item.env}",
-                )
-            )
-        elif trajectory.item.item_id in tests:
-            refusals.append(
-                Refusal(
-                    trajectory.file,
-                    trajectory.row,
-                    f"{trajectory.item.item_id} is a test item; learning from it, the test is not"
-                    " held out",
-                )
-            )
-        elif trajectory.item.item_id not in known:
-            refusals.append(
-                Refusal(
-                    trajectory.file,
-                    trajectory.row,
-                    f"{trajectory.item.item_id} is not in the train list of {trajectory.item.env}",
-                )
-            )
+        item, reason = trajectory.item, ""
+        if item.env not in splits:
+            reason = f"there are no item lists of {item.env}"
+        elif item.item_id in tests:
+            reason = f"{item.item_id} is a test item; learning from it, the test is not held out"
+        elif item.item_id not in known:
+            reason = f"{item.item_id} is not in the train list of {item.env}"
+        if reason:
+            refusals.append(Refusal(trajectory.file, trajectory.row, reason))
     return refusals
 
 
 def _refuse(refusals: Sequence[Refusal], advice: str) -> None:
     """Raise DataError with the first refusals, if there are any."""
     if refusals:
-        more = f" and {len(refusals) - _SHOWN} more" if len(refusals) > _SHOWN else ""
-        raise DataError(f"{'; '.join(map(str, refusals[:_SHOWN]))}{more}; {advice}")
+        raise DataError(f"{first_of([str(refusal) for refusal in refusals], '; ')}; {advice}")
 
 
 def load_trajectories(folder: Path, splits: Mapping[str, Splits]) -> list[Recorded]:
@@ -197,24 +181,13 @@ def load_trajectories(folder: Path, splits: Mapping[str, Splits]) -> list[Record
     return result
 
 
-def trajectories_digest(folder: Path, *envs: str) -> str:
-    """sha256 over the bytes of the environments' trajectory files, without parsing them.
-    Errors: DataError if a file is missing.
-    """
-    digest = hashlib.sha256()
-    for env in envs:
-        digest.update(hashlib.sha256(_file_of(folder, env).read_bytes()).digest())
-    return digest.hexdigest()
-
-
 def input_digest(cfg: RunConfig) -> str:
-    """sha256 over all data files a run reads. Errors: DataError if one is missing."""
+    """sha256 over all data files a run reads, unparsed. Errors: DataError if one is missing."""
     lists = data_digest(cfg.data.path, *cfg.env_weights)
     if cfg.warm_start.source != "trajectories":
         return lists
-    return hashlib.sha256(
-        f"{lists}{trajectories_digest(cfg.data.trajectories, *cfg.env_weights)}".encode()
-    ).hexdigest()
+    files = [_file_of(cfg.data.trajectories, env) for env in cfg.env_weights]
+    return hashlib.sha256(f"{lists}{digest_of_files(files)}".encode()).hexdigest()
 
 
 def _file_of(folder: Path, env: str) -> Path:
@@ -352,11 +325,8 @@ def _check_rows(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         ),
         "replies": lambda row: "holds no reply of the agent",
     }
-    return {
-        index: describe[check](rows[index])
-        for check in reversed(describe)
-        for index in _failures(schema, table, check)
-    }
+    failures = _failures(schema, table, list(describe))
+    return {index: describe[check](rows[index]) for index, check in failures.items()}
 
 
 def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
@@ -415,9 +385,8 @@ def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
             "is an action with loss false; every action of a trajectory is learned from"
         ),
     }
-    failures = [(at, check) for check in describe for at in _failures(schema, table, check)]
     reasons: dict[int, str] = {}
-    for at, check in sorted(failures, key=lambda failure: failure[0]):
+    for at, check in _failures(schema, table, list(describe)).items():
         index, turn, message = messages[at]
         reasons.setdefault(index, f"message {turn} {describe[check](message)}")
     return reasons
@@ -437,13 +406,17 @@ def _length(value: Any) -> int:
         return -1
 
 
-def _failures(schema: Any, table: Any, check: str) -> list[int]:
-    """Return the indices of rows that fail the check of this name."""
+def _failures(schema: Any, table: Any, names: list[str]) -> dict[int, str]:
+    """Return row index -> the first of `names` whose check the row fails, in the table's order."""
     import pandera.pandas as pa
 
+    first: dict[int, str] = {}
     try:
         schema.validate(table, lazy=True)
     except pa.errors.SchemaErrors as error:
         cases = error.failure_cases
-        return sorted(set(cases.loc[cases["check"].eq(check), "index"].astype(int)))
-    return []
+        cases = cases[cases["check"].isin(names)]
+        failed = zip(cases["index"].astype(int), map(names.index, cases["check"]), strict=True)
+        for index, number in sorted(failed):
+            first.setdefault(index, names[number])
+    return first

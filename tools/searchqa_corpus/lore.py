@@ -8,9 +8,12 @@ can occur in an eval question.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
 
 T = TypeVar("T")
 
@@ -18,185 +21,9 @@ SEED = 20_250_910
 NUM_PROVINCES = 24
 EVAL_EVERY = 4  # provinces 3, 7, 11, ... belong to split eval
 
-_ONSETS = (
-    "b",
-    "br",
-    "d",
-    "dr",
-    "f",
-    "g",
-    "gl",
-    "h",
-    "k",
-    "kr",
-    "l",
-    "m",
-    "n",
-    "p",
-    "r",
-    "s",
-    "sk",
-    "st",
-    "t",
-    "th",
-    "tr",
-    "v",
-    "w",
-    "z",
+WORDS: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("words.yaml").read_text(encoding="utf-8")
 )
-_VOWELS = ("a", "e", "i", "o", "u", "ae", "ei")
-_CODAS = ("l", "n", "r", "s", "m", "nd", "rk", "lt", "sk", "v", "th", "rn")
-# stems that are rude or common English words
-_AVOIDED = (
-    "bum",
-    "dum",
-    "kum",
-    "kun",
-    "pen",
-    "pis",
-    "vul",
-    "has",
-    "her",
-    "him",
-    "his",
-    "this",
-    "was",
-    "work",
-)
-_TOWN_ENDS = ("holt", "wick", "stead", "mere", "ford", "gate", "haven", "field", "brook", "moor")
-_NAME_ENDS = (
-    "eld",
-    "elt",
-    "mark",
-    "rosk",
-    "vane",
-    "vant",
-    "thorn",
-    "sen",
-    "dall",
-    "dell",
-    "wyn",
-    "stry",
-    "quist",
-    "lund",
-)
-_PROVINCE_ENDS = ("mar", "oria", "and", "ovia", "esse", "anth")
-_HER_ENDS = ("a", "ea", "ys", "wen", "ine", "ith")
-_HIS_ENDS = ("or", "an", "ek", "in", "ard", "ov")
-
-_ADJECTIVES = """
-    Amber Ashen Borrowed Broken Burning Copper Crooked Distant Drowned Empty Faithful Folded \
-Forgotten Frozen Gilded Hidden Hollow Idle
-    Iron Ivory Last Leaden Lonely Marble Midnight Nameless Northern Painted Patient Quiet Restless \
-Salted Scarlet Seventh Silent Silver
-    Sleeping Thirteenth Twilight Unlit Wandering Waxen Whispering Wooden
-    """.split()  # noqa: SIM905  (a list of single words reads worse)
-_NOUNS = """
-    Almanac Anchor Apiary Archer Balcony Baker Banner Bellringer Bridge Candle Cartographer Chapel \
-Clock Compass Crown Ferry Fiddler
-    Garden Granary Harbour Harvest Heron Horizon Inkwell Judge Kiln Ladder Lantern Ledger Library \
-Locksmith Loom Meadow Messenger
-    Millstone Mirror Notary Orchard Organist Pilgrim Procession Quarry Raven Regent Sailmaker \
-Shepherd Staircase Tailor Tide Tollhouse
-    Umbrella Veil Vineyard Watchman Weathercock Window
-    """.split()  # noqa: SIM905
-_PROFESSIONS = (
-    ("novelist", 5),
-    ("composer", 4),
-    ("painter", 4),
-    ("poet", 3),
-    ("playwright", 3),
-    ("architect", 4),
-    ("inventor", 3),
-    ("botanist", 2),
-    ("mountaineer", 2),
-    ("general", 1),
-    ("merchant", 2),
-    ("scholar", 3),
-)
-# who makes what
-FORMS = {
-    "novel": "novelist",
-    "opera": "composer",
-    "painting": "painter",
-    "poem": "poet",
-    "play": "playwright",
-}
-_CRAFTS = (
-    *(
-        "bell founding",
-        "glass blowing",
-        "lace making",
-        "clock making",
-        "rope making",
-        "paper milling",
-        "saddlery",
-        "candle making",
-    ),
-    *(
-        "cheese making",
-        "barrel making",
-        "dyeing",
-        "boat building",
-        "basket weaving",
-        "tile making",
-        "salt boiling",
-        "honey trading",
-    ),
-    *("felt making", "organ building"),
-)
-_PRODUCTS = {
-    "Instruments": "barometers|telescopes|sextants|surveying chains",
-    "Foundry": "church bells|cast iron stoves|ship propellers|printing presses",
-    "Mills": "linen sheets|sail cloth|wallpaper|blotting paper",
-    "Provisions": "pickled plums|rye biscuits|smoked eel|pear cider",
-    "Works": "fountain pens|bicycles|oil lamps|piano strings",
-}
-_BUILDINGS = ("Bridge", "Lighthouse", "Theatre", "Library", "Observatory", "Town Hall")
-_PLANTS = (
-    "bellwort",
-    "saxifrage",
-    "gentian",
-    "thistle",
-    "orchid",
-    "sorrel",
-    "lupin",
-    "campion",
-    "primrose",
-    "heather",
-)
-_BLOOM = (
-    "pale blue",
-    "deep violet",
-    "cream white",
-    "orange",
-    "dark red",
-    "lemon yellow",
-    "rose pink",
-    "greenish white",
-)
-_MACHINES = {
-    "pump": "draining mines",
-    "loom": "weaving ribbons",
-    "plough": "breaking heavy clay",
-    "press": "printing maps",
-    "crane": "unloading barges",
-    "dynamo": "lighting streets",
-    "lathe": "turning brass screws",
-}
-_CLUBS = ("Rovers", "Athletic", "Wanderers", "United", "Harriers")
-_COLOURS = (
-    "green and white",
-    "black and gold",
-    "sky blue",
-    "red and grey",
-    "purple",
-    "maroon and cream",
-    "orange and black",
-)
-_FISH = ("char", "perch", "pike", "whitefish", "trout", "bream", "burbot")
-_EXPORTS = ("barley", "slate", "wool", "amber", "timber", "copper ore", "cider", "hemp")
-_FIELDS = ("medicine", "navigation", "law", "music", "astronomy", "mining", "drawing", "rhetoric")
 
 
 @dataclass(slots=True, eq=False)
@@ -237,6 +64,10 @@ class Dice:
     def pick(self, items: Sequence[T]) -> T:
         return items[self.below(len(items))]
 
+    def word(self, table: str) -> str:
+        """Return a random word of a table of words.yaml."""
+        return self.pick(WORDS[table])
+
     def chance(self, share: float) -> bool:
         return self._random.random() < share
 
@@ -256,21 +87,22 @@ class Names:
         self._taken: set[str] = set()
         stems = [self.stem() for _ in range(70)]
         self._surnames = [
-            stem.title() + end for stem in stems for end in dice.shuffled(_NAME_ENDS)[:4]
+            stem.title() + end for stem in stems for end in dice.shuffled(WORDS["name_ends"])[:4]
         ]
         self._first = {
-            "she": [
-                stem.title() + end for stem in stems[:40] for end in dice.shuffled(_HER_ENDS)[:2]
-            ],
-            "he": [
-                stem.title() + end for stem in stems[30:] for end in dice.shuffled(_HIS_ENDS)[:2]
-            ],
+            pronoun: [
+                stem.title() + end for stem in chosen for end in dice.shuffled(WORDS[ends])[:2]
+            ]
+            for pronoun, chosen, ends in (
+                ("she", stems[:40], "her_ends"),
+                ("he", stems[30:], "his_ends"),
+            )
         }
 
     def stem(self) -> str:
         while (
-            stem := self._dice.pick(_ONSETS) + self._dice.pick(_VOWELS) + self._dice.pick(_CODAS)
-        ) in _AVOIDED:
+            stem := self._dice.word("onsets") + self._dice.word("vowels") + self._dice.word("codas")
+        ) in WORDS["avoided"]:
             pass
         return stem
 
@@ -282,40 +114,35 @@ class Names:
                 return name
         return None
 
+    def _unused_of(self, draw: Callable[[], str]) -> str:
+        """Draw names until one is unused."""
+        while (name := self.unused(draw())) is None:
+            pass
+        return name
+
     def coined(self, before: str = "", ends: Sequence[str] = ("",), after: str = "") -> str:
-        while True:
-            name = self.unused(f"{before}{(self.stem() + self._dice.pick(ends)).title()}{after}")
-            if name is not None:
-                return name
+        return self._unused_of(
+            lambda: f"{before}{(self.stem() + self._dice.pick(ends)).title()}{after}"
+        )
 
     def place(self, twin_of: str) -> str:
         """Return an unused town's name; one in eight is made of `twin_of`, another town's name."""
         if twin_of and self._dice.chance(0.125):
-            name = self.unused(
-                *(
-                    f"{word} {twin_of}"
-                    for word in self._dice.shuffled(("New", "Upper", "Lower", "Old"))
-                )
-            )
+            words = self._dice.shuffled(("New", "Upper", "Lower", "Old"))
+            name = self.unused(*(f"{word} {twin_of}" for word in words))
             if name is not None:
                 return name
-        return self.coined(ends=_TOWN_ENDS)
+        return self.coined(ends=WORDS["town_ends"])
 
     def person(self, pronoun: str) -> str:
-        while True:
-            name = self.unused(
-                f"{self._dice.pick(self._first[pronoun])} {self._dice.pick(self._surnames)}"
-            )
-            if name is not None:
-                return name
+        return self._unused_of(
+            lambda: f"{self._dice.pick(self._first[pronoun])} {self._dice.pick(self._surnames)}"
+        )
 
     def title(self) -> str:
         while True:
-            adjective, noun, other = (
-                self._dice.pick(_ADJECTIVES),
-                self._dice.pick(_NOUNS),
-                self._dice.pick(_NOUNS),
-            )
+            adjective, noun = self._dice.word("adjectives"), self._dice.word("nouns")
+            other = self._dice.word("nouns")
             shapes = (
                 f"The {adjective} {noun}",
                 f"The {noun} and the {other}",
@@ -326,10 +153,9 @@ class Names:
                 return name
 
     def phrase(self, after: str) -> str:
-        while True:
-            name = self.unused(f"{self._dice.pick(_ADJECTIVES)} {self._dice.pick(_NOUNS)} {after}")
-            if name is not None:
-                return name
+        return self._unused_of(
+            lambda: f"{self._dice.word('adjectives')} {self._dice.word('nouns')} {after}"
+        )
 
 
 class World:
@@ -344,7 +170,8 @@ class World:
             for number in range(NUM_PROVINCES)
         ]
         provinces = [
-            self._add("province", self.names.coined(ends=_PROVINCE_ENDS), split) for split in splits
+            self._add("province", self.names.coined(ends=WORDS["province_ends"]), split)
+            for split in splits
         ]
         for province in provinces:
             self._land(province)
@@ -384,14 +211,14 @@ class World:
 
     def _land(self, province: Entity) -> None:
         dice, split = self.dice, province.split
-        province.facts.update(export=dice.pick(_EXPORTS), area=dice.between(31, 240) * 100)
+        province.facts.update(export=dice.word("exports"), area=dice.between(31, 240) * 100)
         lake = self._add(
             "lake",
             self.names.coined("Lake "),
             split,
             province=province,
             depth=dice.between(18, 290),
-            fish=dice.pick(_FISH),
+            fish=dice.word("fish"),
         )
         mountains = [
             self._add(
@@ -424,21 +251,18 @@ class World:
                 province=province,
                 river=dice.pick(rivers),
                 founded=dice.between(1_080, 1_540),
-                craft=dice.pick(_CRAFTS),
+                craft=dice.word("crafts"),
                 population=dice.between(21, 940) * 100,
             )
 
     def _people(self, province: Entity) -> None:
         dice, split = self.dice, province.split
         towns = [town for town in self.of("town", split) if town.facts["province"] is province]
-        for profession, count in _PROFESSIONS:
+        for profession, count in WORDS["professions"].items():
             for _ in range(count):
                 pronoun = dice.pick(("she", "he"))
-                born = (
-                    dice.between(1_560, 1_630)
-                    if profession == "scholar"
-                    else dice.between(1_640, 1_890)
-                )
+                years = (1_560, 1_630) if profession == "scholar" else (1_640, 1_890)
+                born = dice.between(*years)
                 facts: dict[str, Entity | int | str] = {
                     "profession": profession,
                     "pronoun": pronoun,
@@ -465,49 +289,50 @@ class World:
         partners = [
             p
             for p in self.of("person", person.split, pronoun=others[str(person.facts["pronoun"])])
-            if abs(p.number("born") - born) <= 9
-            and "spouse" not in p.facts
-            and "married" not in p.facts
+            if abs(p.number("born") - born) <= 9 and "married" not in p.facts
         ]
         if partners and "married" not in person.facts and dice.chance(0.6):
             partner = dice.pick(partners)
-            person.facts["spouse"] = partner
-            person.facts["married"] = partner.facts["married"] = max(
-                born, partner.number("born")
-            ) + dice.between(20, 29)
+            year = max(born, partner.number("born")) + dice.between(20, 29)
+            person.facts.update(spouse=partner, married=year)
+            partner.facts["married"] = year
 
     def _grown(self, person: Entity) -> int:
         """Return a year of the person's working life."""
         born = person.number("born")
         return self.dice.between(born + 24, min(person.number("died") - 1, born + 66))
 
+    def _someone(self, split: str, profession: str) -> Entity:
+        return self.dice.pick(self.of("person", split, profession=profession))
+
+    def _somewhere(self, split: str) -> Entity:
+        return self.dice.pick(self.of("town", split))
+
     def _deeds(self, province: Entity) -> None:
-        dice, names, split = self.dice, self.names, province.split
-
-        def someone(profession: str) -> Entity:
-            return dice.pick(self.of("person", split, profession=profession))
-
-        def somewhere() -> Entity:
-            return dice.pick(self.of("town", split))
-
+        split = province.split
         for mountain in [m for m in self.of("mountain", split) if m.facts["province"] is province]:
-            climber = someone("mountaineer")
+            climber = self._someone(split, "mountaineer")
             mountain.facts.update(climber=climber, climbed=self._grown(climber))
         for number in range(20):
-            form = tuple(FORMS)[number % len(FORMS)]
-            maker = someone(FORMS[form])
+            form = tuple(WORDS["forms"])[number % len(WORDS["forms"])]
+            maker = self._someone(split, WORDS["forms"][form]["profession"])
             self._add(
                 "work",
-                names.title(),
+                self.names.title(),
                 split,
                 form=form,
                 maker=maker,
                 year=self._grown(maker),
-                setting=somewhere(),
+                setting=self._somewhere(split),
             )
-        for number in range(6):
-            architect = someone("architect")
-            what = _BUILDINGS[number % len(_BUILDINGS)]
+        self._institutions(split)
+        self._events(split)
+        self._inventions(split)
+
+    def _institutions(self, split: str) -> None:
+        dice, names = self.dice, self.names
+        for what in WORDS["buildings"]:
+            architect = self._someone(split, "architect")
             name = names.coined(after=f" {what}")
             self._add(
                 "building",
@@ -515,24 +340,24 @@ class World:
                 split,
                 what=what,
                 architect=architect,
-                town=somewhere(),
+                town=self._somewhere(split),
                 opened=self._grown(architect),
             )
-        for branch in _PRODUCTS:
-            founder = someone("merchant")
-            product = dice.pick(_PRODUCTS[branch].split("|"))
+        for branch, products in WORDS["products"].items():
+            founder = self._someone(split, "merchant")
+            product = dice.pick(products)
             name = names.coined(ends=("a", "ex", "ano", "ix"), after=f" {branch}")
             self._add(
                 "company",
                 name,
                 split,
                 founder=founder,
-                seat=somewhere(),
+                seat=self._somewhere(split),
                 founded=self._grown(founder),
                 product=product,
             )
         for what in ("Academy", "College", "Institute"):
-            scholar = someone("scholar")
+            scholar = self._someone(split, "scholar")
             founded = min(self._grown(scholar), scholar.number("born") + 50)
             name = names.coined(after=f" {what}")
             self._add(
@@ -540,15 +365,23 @@ class World:
                 name,
                 split,
                 founder=scholar,
-                town=somewhere(),
+                town=self._somewhere(split),
                 founded=founded,
-                field=dice.pick(_FIELDS),
+                field=dice.word("fields"),
             )
+
+    def _events(self, split: str) -> None:
+        dice, names = self.dice, self.names
         for terrain in ("Ford", "Hill"):
-            victor = someone("general")
+            victor = self._someone(split, "general")
             name = names.coined("Battle of ", after=f" {terrain}")
             self._add(
-                "battle", name, split, victor=victor, town=somewhere(), year=self._grown(victor)
+                "battle",
+                name,
+                split,
+                victor=victor,
+                town=self._somewhere(split),
+                year=self._grown(victor),
             )
         for _ in range(3):
             honoured = dice.pick(self.of("person", split))
@@ -558,12 +391,15 @@ class World:
                 names.phrase("Festival"),
                 split,
                 honours=honoured,
-                town=somewhere(),
+                town=self._somewhere(split),
                 begun=begun,
             )
+
+    def _inventions(self, split: str) -> None:
+        dice, names = self.dice, self.names
         for _ in range(4):
-            finder = someone("botanist")
-            name = names.coined(after=f" {dice.pick(_PLANTS)}")
+            finder = self._someone(split, "botanist")
+            name = names.coined(after=f" {dice.word('plants')}")
             mountain = dice.pick(self.of("mountain", split))
             self._add(
                 "plant",
@@ -572,11 +408,11 @@ class World:
                 finder=finder,
                 mountain=mountain,
                 found=self._grown(finder),
-                bloom=dice.pick(_BLOOM),
+                bloom=dice.word("bloom"),
             )
         for _ in range(3):
-            inventor = someone("inventor")
-            what = dice.pick(tuple(_MACHINES))
+            inventor = self._someone(split, "inventor")
+            what = dice.pick(tuple(WORDS["machines"]))
             name = names.coined(ends=("on", "ic", "o"), after=f" {what}")
             self._add(
                 "machine",
@@ -584,21 +420,21 @@ class World:
                 split,
                 what=what,
                 inventor=inventor,
-                town=somewhere(),
+                town=self._somewhere(split),
                 year=self._grown(inventor),
-                use=_MACHINES[what],
+                use=WORDS["machines"][what],
             )
         for _ in range(4):
-            name = names.coined(ends=_TOWN_ENDS, after=f" {dice.pick(_CLUBS)}")
+            name = names.coined(ends=WORDS["town_ends"], after=f" {dice.word('clubs')}")
             ground = names.coined(after=f" {dice.pick(('Park', 'Road', 'Green'))}")
             self._add(
                 "club",
                 name,
                 split,
-                town=somewhere(),
+                town=self._somewhere(split),
                 ground=ground,
                 founded=dice.between(1_862, 1_921),
-                colours=dice.pick(_COLOURS),
+                colours=dice.word("colours"),
             )
 
     def _education(self, person: Entity) -> None:

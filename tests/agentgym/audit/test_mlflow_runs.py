@@ -6,7 +6,7 @@ import pytest
 
 from agentgym.audit import findings
 from agentgym.audit.ledger import check_ledger
-from agentgym.audit.mlflow_pages import check_pages
+from agentgym.audit.mlflow_runs import check_pages
 from agentgym.audit.registered import check_registry
 from agentgym.audit.stored_steps import read_steps
 from agentgym.config import load_config
@@ -168,6 +168,8 @@ def edited(copy_run, tmp_path_factory, tiny_params, forger_of):
     tree["data"][0][1] = 1.0 - tree["data"][0][1]
     table.write_text(json.dumps(tree))
     (table.parent / "better.html").write_text("all solved")
+    for report in (path / "mlflow-artifacts").rglob("report.html"):
+        report.write_text("all solved")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(findings, "MAX_FAILURES", 1000)
         return checked(forger)
@@ -206,3 +208,7 @@ def test_a_table_of_outcomes_that_was_edited_is_found_and_a_file_beside_it_named
     assert (
         "file better.html of the run of evaluate-stage-2, nothing of this run writes it" in left_out
     )
+
+
+def test_a_report_that_was_edited_is_found(edited):
+    assert "parent run: report.html, made again: expected True, got False" in edited[0]

@@ -57,10 +57,11 @@ def test_half_precision_beyond_a_hard_bound_is_judged_by_float32_arithmetic(forg
     assert checkpoint.dtype == torch.bfloat16
 
     def seen(usual):
-        judge = _Judge(forger.cfg, checkpoint, forger.cfg.seed, [])
+        checks = Checks("rescore"), Checks("sampling")
+        judge = _Judge(forger.cfg, checkpoint, forger.cfg.seed, [], *checks)
         judge._gaps = judge._outside = _Deviations(usual, judge.tolerance)
         version = episode.turns[0].version
-        ((_, _, turns),) = judge.turns_of([("here", episode)], version, Checks("rescore"))
+        ((_, _, turns),) = judge.turns_of([("here", episode)], version)
         return torch.cat([turn.logprobs for turn in turns])
 
     ids = torch.tensor(episode.input_ids)
