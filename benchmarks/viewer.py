@@ -33,9 +33,6 @@ set_process_defaults()
 
 from agentgym.records import TRAJECTORIES, decode_trajectories, encode_trajectories  # noqa: E402
 from agentgym.store.manifest import sha256  # noqa: E402
-from agentgym.store.posix import posix_store  # noqa: E402
-from agentgym.store.runstore import RunStore  # noqa: E402
-from agentgym.store.manifest import Manifest, sha256  # noqa: E402
 from agentgym.store.runstore import RunStore, store_at  # noqa: E402
 from agentgym.types import Item, Learned, Status, Trajectory, Turn  # noqa: E402
 from envs.registry import load_spec  # noqa: E402

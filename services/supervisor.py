@@ -24,10 +24,8 @@ from agentgym.private import STATE, new_login, with_login, write_private
 from agentgym.rollouts.policies.engines import HOSTED
 from agentgym.rollouts.policies.hosts import KEPT, host_command, host_environment, new_folder
 from agentgym.store.lease import process_start
-from agentgym.store.place import StorePlace
-from services import mlflow_server
 from agentgym.store.runstore import StorePlace
-from services import mlflow_server, viewer_server
+from services import mlflow_server
 from services.applied import client_environment, set_up
 from services.overdue import bring_back, opened
 from services.state import (

@@ -14,8 +14,6 @@ from agentgym.comparison.described import Comparison
 from agentgym.comparison.matrix import Cell, run_cell
 from agentgym.comparison.results import write_comparison
 from agentgym.comparison.tables import literal, table_markdown
-from tasks.retries import may_help
-from agentgym.comparison.shown import table_markdown
 from tasks.retries import retried
 
 

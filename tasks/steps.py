@@ -12,8 +12,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
 from agentgym.config import EnvConfig, RunConfig
-from agentgym.deploy.environment import environment_servers
-from agentgym.deploy.keepers import KeptServer, end_all, keep
+from agentgym.deploy.environment import KeptServer, end_all, environment_servers, keep
 from agentgym.deploy.kubernetes import end_kept, keep_up, of_fleets
 from agentgym.pipeline.child import run_command
 from agentgym.pipeline.run import run_step

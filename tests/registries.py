@@ -7,7 +7,6 @@ from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.paired import Pair
 from agentgym.evaluation.question import TAG as QUESTION
 from agentgym.evaluation.registry import Promotions
-from agentgym.store.posix import posix_store
 from agentgym.store.runstore import store_at
 from agentgym.tracking.registry import alias_version
 

@@ -35,7 +35,6 @@ from agentgym.evaluation.history import (
     summary,
 )
 from agentgym.evaluation.paired import align
-from agentgym.evaluation.promotion import Promotions
 from agentgym.evaluation.protocol import EnvProtocol, EvaluationProtocol, owned_protocol
 from agentgym.evaluation.record import STEP as EVALUATION
 from agentgym.evaluation.registry import Promotions

@@ -16,16 +16,7 @@ from agentgym.config import RunConfig
 from agentgym.evaluation.history import FOLDER
 from agentgym.steps.step import Kind
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.deliver import (
-    PACKAGES,
-    RECORDS,
-    delivery_tags,
-    run_tags,
-    run_title,
-)
-from agentgym.tracking.mlflow import Tracker, flat_params, local_path, pipeline_name
-from agentgym.tracking.points import raised
-from agentgym.tracking.inputs import OF_MACHINE, OURS, DatasetInput, inputs_of
+from agentgym.tracking.deliver import PACKAGES, RECORDS, delivery_tags, run_tags, run_title
 from agentgym.tracking.mlflow import (
     CONTEXT,
     SOURCE_RUN,
@@ -36,8 +27,20 @@ from agentgym.tracking.mlflow import (
     pipeline_name,
     profile_of,
 )
+from agentgym.tracking.points import raised
 from agentgym.tracking.saved_view import tags_of_experiment
-from agentgym.tracking.step_data import OF_MACHINE, OURS
+from agentgym.tracking.step_data import (
+    OF_MACHINE,
+    OURS,
+    DatasetInput,
+    EpisodeTrace,
+    digest_of_spans,
+    drawn,
+    inputs_of,
+    spans_of,
+    trace_id_of,
+    trace_of,
+)
 from agentgym.tracking.step_page import (
     EVALUATED,
     MANIFEST,
@@ -51,14 +54,6 @@ from agentgym.tracking.step_page import (
     note_tags,
     table_of,
     table_tags,
-)
-from agentgym.tracking.traces import (
-    EpisodeTrace,
-    digest_of_spans,
-    drawn,
-    spans_of,
-    trace_id_of,
-    trace_of,
 )
 from envs.plain import plain
 
@@ -324,7 +319,7 @@ def _check_trace(
 ) -> None:
     info = trace.info
     spans = [span.to_dict() for span in trace.data.spans]
-    checks.expect(where, "what it shows", expected.digest, digest_of_spans(spans))
+    checks.expect(where, "what it shows", digest_of_spans(expected.spans), digest_of_spans(spans))
     checks.expect(where, "spans", spans_of(expected.spans), spans_of(spans))
     wanted = {**expected.tags, TRACE_NAME: expected.name}
     for name in sorted({*wanted, *info.tags} - {*OF_MLFLOW}):

@@ -21,7 +21,6 @@ from agentgym.evaluation.history import (
     DECISION,
     VERDICT,
     WHY,
-    Entry,
     HistoryElsewhere,
     artifact,
     decision_tags,

@@ -135,9 +135,6 @@ def _compare_results(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     Errors: ConfigError if they answer different questions.
     """
     from agentgym.comparison.versus import files, find_result, lines, table_markdown, versus
-    from agentgym.store.files import write_whole
-    from agentgym.comparison.versus import find_result, versus
-    from agentgym.comparison.versus_report import files, lines, table_markdown
     from agentgym.store.posix import write_whole
 
     level = arguments.confidence

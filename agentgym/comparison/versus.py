@@ -30,7 +30,6 @@ from agentgym.evaluation.report import GRID, MUTED, drawn, panels, png_of
 from agentgym.evaluation.result import RESULT, Result, ResultError, Slot
 from agentgym.evaluation.stored import NumbersChanged, stored_result
 from agentgym.pages import gain, percent, points, single_page
-from agentgym.pipeline.export import commit_of
 from agentgym.pipeline.contenders import commit_of
 from agentgym.pipeline.table import open_store
 from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest

@@ -19,7 +19,6 @@ from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.rollouts.engine import RolloutRequest
 from agentgym.rollouts.policies.engines import why_merged
-from agentgym.store.runstore import Writable
 from agentgym.types import Endpoints, EngineUsage, Item, Trajectory
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ import yaml
 from agentgym.config import ConfigError
 from agentgym.data.items import LFS_POINTER, DataError
 from agentgym.deploy.owned import owned_process
-from agentgym.store.posix import discard, write_temp
-from agentgym.store.files import discard, write_whole
+from agentgym.store.posix import discard, write_whole
 
 HUB_URL = "https://huggingface.co/datasets/AgentGym/AgentGym-RL-Data-ID"
 IMPORT_TIMEOUT_S = 1800.0

@@ -167,7 +167,6 @@ def _endpoint(request: EvaluationRequest) -> Endpoint:
 def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
     """Copy a version's unchanged files below `folder`; return the model's. Errors: ConfigError."""
     from agentgym.evaluation.registry import Promotions, fetch_registered
-    from agentgym.tracking.deliver import tracker_of
     from agentgym.tracking.reaching import reaching
     from agentgym.tracking.registry import ModelChanged, version_meant
 

@@ -25,10 +25,6 @@ from agentgym.evaluation.evaluator import (
     slots_of,
 )
 from agentgym.evaluation.policies import PolicyKind, PolicyName, adaptations, recorded_contender
-from agentgym.evaluation.page import render
-from agentgym.evaluation.parquet import FILE as EPISODES
-from agentgym.evaluation.parquet import write_episodes
-from agentgym.evaluation.policies import PolicyKind, PolicyName, recorded_contender
 from agentgym.evaluation.protocol import (
     EvaluationProtocol,
     EvaluationRequest,
@@ -37,9 +33,18 @@ from agentgym.evaluation.protocol import (
     owned_protocol,
     protocol_of_run,
 )
-from agentgym.evaluation.record import STEP, Ledger, Plan, attempts_of, find, read_plan
-from agentgym.evaluation.result import Result, digest_of
-from agentgym.evaluation.record import STEP, Ledger, attempts_of, examples_of, find, read_plan
+from agentgym.evaluation.record import (
+    EPISODES,
+    STEP,
+    Ledger,
+    Plan,
+    attempts_of,
+    examples_of,
+    find,
+    read_plan,
+    write_episodes,
+)
+from agentgym.evaluation.report import render
 from agentgym.evaluation.result import RESULT, Result, digest_of
 from agentgym.evaluation.stored import stored_result
 from agentgym.pipeline.contenders import Invited, contender_of, invite, playing_config

@@ -8,32 +8,28 @@ from dataclasses import replace
 from typing import Any
 
 from agentgym.config import ConfigError, RunConfig
-from agentgym.evaluation.history import Version, champion_of
-from agentgym.evaluation.publish import promotions_of
-from agentgym.evaluation.record import STEP as EVALUATION
-from agentgym.evaluation.registry import Promotions, told_of_files
-from agentgym.evaluation.stored import is_evaluation
-from agentgym.pipeline.table import open_store
-from agentgym.store.manifest import Manifest
 from agentgym.data.check import load_data
-from agentgym.evaluation.evidence import PlayAnew, own_results, paired_evidence
 from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import Entry, Version, champion_of
 from agentgym.evaluation.paired import Incomparable
-from agentgym.evaluation.promotion import Promotions, Standing
 from agentgym.evaluation.protocol import EvaluationRequest
-from agentgym.evaluation.publish import evidence_anew, promotions_of
+from agentgym.evaluation.publish import (
+    PlayAnew,
+    evidence_anew,
+    own_results,
+    paired_evidence,
+    promotions_of,
+)
 from agentgym.evaluation.question import question_asked
 from agentgym.evaluation.record import STEP as EVALUATION
+from agentgym.evaluation.registry import Promotions, Standing, told_of_files
 from agentgym.evaluation.result import Result
 from agentgym.evaluation.stored import is_evaluation
-from agentgym.evaluation.version_files import told_of_files
 from agentgym.pipeline.stored_config import audit_for_gate
 from agentgym.pipeline.table import open_store, semantic_of, steps_of
 from agentgym.steps.context import Progress
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest, canonical_json, sha256
-from agentgym.tracking.inputs import LISTS
 from agentgym.tracking.reaching import reaching
 from agentgym.tracking.registry import all_versions, version_run_tags, version_tags
 from agentgym.tracking.step_data import LISTS

@@ -15,13 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from agentgym.config import RunConfig
 from agentgym.records import TRAJECTORIES, encode_trajectories
 from agentgym.steps.step import Kind, Step
-from agentgym.store.manifest import Blob, Manifest
-from agentgym.store.place import StorePlace, Writable
-from agentgym.store.runstore import RunStore
-from agentgym.store.writer import PassedStep, StepWriter
 from agentgym.store.manifest import Blob, Manifest, PassedStep, StepWriter
 from agentgym.store.runstore import RunStore, StorePlace, Writable
-from agentgym.tracking.alarms import Watch
 from agentgym.tracking.deliver import committed_points
 from agentgym.tracking.points import Point, SystemMetrics, Watch, decode_points, encode_points
 from agentgym.types import Endpoints, Trajectory

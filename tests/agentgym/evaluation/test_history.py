@@ -11,8 +11,6 @@ from agentgym.evaluation.gate import judged_again
 from agentgym.evaluation.history import History, HistoryElsewhere, Home
 from agentgym.evaluation.question import Question
 from agentgym.evaluation.registry import HOME, Promotions
-from agentgym.store.place import StorePlace
-from agentgym.store.posix import posix_store
 from agentgym.store.runstore import StorePlace, store_at
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.registry import model_tags

@@ -15,10 +15,6 @@ from agentgym.config import ConfigError, GateConfig
 from agentgym.evaluation.gate import judged_again
 from agentgym.evaluation.history import DECISION, RECORD, History, OpenHistory, sentence, summary
 from agentgym.evaluation.registry import Promotions
-from agentgym.store.posix import posix_store
-from agentgym.evaluation.decision import DECISION, judged_again, sentence, summary
-from agentgym.evaluation.history import RECORD, History, OpenHistory
-from agentgym.evaluation.promotion import Promotions
 from agentgym.store.runstore import store_at
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.registry import version_tags

@@ -8,7 +8,7 @@ import pytest
 from agentgym.config import RunConfig
 from agentgym.data.items import Splits
 from agentgym.store.manifest import Manifest
-from agentgym.store.posix import posix_store
+from agentgym.store.runstore import store_at
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.step_data import (
     LISTS,
@@ -29,7 +29,7 @@ CFG = RunConfig()
 
 @pytest.fixture
 def store(tmp_path):
-    return posix_store(tmp_path / "store", lease_ttl_s=30.0)
+    return store_at(tmp_path / "store", lease_ttl_s=30.0)
 
 
 def committed(store, step, config, parents=None, blobs=None):
