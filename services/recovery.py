@@ -157,7 +157,7 @@ def begin_attempt() -> None:
     """Send our logs to the flow run, end with the worker, tidy up after a killed attempt."""
     # for the run's logs; the handlers decide what reaches a terminal
     logging.getLogger("agentgym").setLevel(logging.INFO)
-    # a process worker holds the other end of stdin: a run that goes on without it could not be
+    # a process worker holds the other end of stdin: a run that continues without it could not be
     # cancelled; a terminal and a container have no pipe there
     if runtime.deployment.id is not None and stat.S_ISFIFO(os.fstat(0).st_mode):
         end_with_owner(END_GRACE_S)

@@ -109,10 +109,10 @@ def _reading(table: Table) -> str:
         "Success in percent, mean ± sample standard deviation over seeds"
         f" {', '.join(map(str, seeds))}; {settings['num_items']} {settings['split']} items per"
         f" seed, {settings['max_turns']} turns, one greedy episode and {settings['num_samples']}"
-        f" samples at temperature {settings['temperature']:g} per item, unless a row says"
+        f" samples at temperature {settings['temperature']:g} per item, unless a row states"
         " otherwise. Gains are over the row's own start, in points. Brackets:"
         f" {100 * table['confidence']:g} % intervals over {sources(table)}, paired item by"
-        " item and seed by seed (coverage.json says how often they hold). A contrast is at a"
+        " item and seed by seed (coverage.json has how often they hold). A contrast is at a"
         f" ceiling where both rows are within {100 * CEILING:g} points of 100: there little can"
         " show. Validation success (one sample per item) is of other items than the test. CPU-s:"
         " of the training process, mean over seeds, without environment servers, validation and"
@@ -328,8 +328,8 @@ def _grid_reading(table: Table) -> str:
             " training and two evaluations as `agentgym evaluate` makes them, of the checkpoint it"
             " began with and of its last one. Brackets:"
             f" {100 * table['confidence']:g} % intervals over"
-            + (" seeds and items alike," if several else " items, or their families where told,")
-            + " paired item by item where they are of a difference.",
+            + (" seeds and items alike," if several else " items, or their families if known,")
+            + " paired item by item for a difference.",
             *sorted(whys),
         ]
     )

@@ -341,5 +341,5 @@ def sentence(registered: Mapping[str, Any]) -> str:
     verdict = f"{decision['verdict']}: " if decision.get("verdict") in ("HOLD", "REJECT") else ""
     if decision["moved"]:
         return f"moves to version {registered['version']}: {decision['why']}"
-    holder = f"stays with version {decision['over']}" if decision["over"] else "is given to nobody"
+    holder = f"stays with version {decision['over']}" if decision["over"] else "has no version"
     return f"{holder}: {verdict}{decision['why']}"

@@ -338,8 +338,8 @@ def adaptations(
     openings: Mapping[str, str],
     instructions: Mapping[str, str],
 ) -> dict[str, dict[str, Any]]:
-    """Return token limits and digest of the instructions, by environment, where they differ from
-    the protocol's. They are part of the policy's identity, so that results stay comparable.
+    """Return token limits and digest of the instructions, by environment, if they differ from the
+    protocol's. They are part of the policy's identity, so that results stay comparable.
 
     changed: the protocol as this policy gets it; openings: the text that other policies get;
     instructions: the text that this policy gets.

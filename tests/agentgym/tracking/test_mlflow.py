@@ -97,11 +97,11 @@ def test_runs_are_found_again_by_their_keys(tracker):
 
 
 def test_a_kill_between_creating_a_run_and_describing_it_leaves_no_second_run(tracker, monkeypatch):
-    def killed(*_):
+    def killed(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(tracker, "_log_missing_params", killed)
+        patch.setattr(tracker.client, "log_batch", killed)
         with pytest.raises(KeyboardInterrupt):
             tracker.parent_run(RUN_KEY, params={"seed": 0}, tags={})
     parent = tracker.parent_run(RUN_KEY, params={"seed": 0}, tags={})
