@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict
 
 from agentgym.commands.parser import Commands
-from agentgym.config import RunConfig, settings
+from agentgym.config import RunConfig, Setting, settings
 from agentgym.console.ending import say
 
 MEANINGS_AT = 40  # column of `agentgym config`
@@ -47,8 +47,17 @@ def _config(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         if len(shown) >= MEANINGS_AT:
             say(shown)
             shown = ""
-        say(f"{shown:<{MEANINGS_AT}}{row.description}")
+        say(f"{shown:<{MEANINGS_AT}}{_meaning(row)}")
     return 0
+
+
+def _meaning(row: Setting) -> str:
+    """Return the description with what it leaves out of choices and example."""
+    missing = [choice for choice in row.choices if str(choice) not in row.description]
+    choices = f"; one of {', '.join(map(str, row.choices))}" if missing else ""
+    shows = row.example != row.default and not choices
+    example = f"; for example {json.dumps(row.example)}" if shows else ""
+    return f"{row.description}{choices}{example}"
 
 
 def _doctor(cfg: RunConfig, arguments: argparse.Namespace) -> int:

@@ -59,13 +59,16 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     truncated: Truncated | None = setting(
         None,
-        "what a cut episode counts as; None: the recipe's own; bootstrap needs a critic",
+        "what a cut episode counts as; null: the recipe's own; bootstrap needs a critic",
+        examples=["mask"],
     )
     aggregation: Aggregation | None = setting(
-        None, "how token losses become one; None: the recipe's own"
+        None, "how token losses become one; null: the recipe's own", examples=["token"]
     )
     constant_length: PositiveInt | None = setting(
-        None, "aggregation constant: action tokens; None: of the longest possible episode"
+        None,
+        "aggregation constant: action tokens; null: of the longest possible episode",
+        examples=[2048],
     )
     clip_low: PositiveFloat = setting(
         0.2, "the ratio of new to old probability is clipped at 1 minus this"
@@ -80,11 +83,14 @@ class PolicyGradientConfig(AlgorithmConfig):
     )
     kl_estimator: KlEstimator | None = setting(
         None,
-        "estimator of the KL penalty; None: the recipe's own; k3 is low_var_kl of verl: each"
+        "estimator of the KL penalty; null: the recipe's own; k3 is low_var_kl of verl: each"
         " token's is clamped to +-10, without gradient beyond",
+        examples=["k3"],
     )
     kl_place: KlPlace | None = setting(
-        None, "whether the KL penalty is in the loss or in the reward; None: the recipe's own"
+        None,
+        "whether the KL penalty is in the loss or in the reward; null: the recipe's own",
+        examples=["loss"],
     )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", ge=0)
     shuffle_rewards: bool = setting(
@@ -102,8 +108,9 @@ class PolicyGradientConfig(AlgorithmConfig):
     importance_floor: float = setting(0.0, "masks: smallest importance weight", ge=0)
     max_mismatch_kl: PositiveFloat | None = setting(
         None,
-        "nats per token between engine and learner, above which the run stops; None: what the"
+        "nats per token between engine and learner, above which the run stops; null: what the"
         " engine states for the dtype of the weights, of batches that older ones had no part in",
+        examples=[0.01],
     )
 
     @model_validator(mode="after")
@@ -241,7 +248,7 @@ class ExplorationConfig(AlgorithmConfig):
     """Settings of recipes that learn from episodes sampled when a stage begins."""
 
     truncated: Truncated | None = setting(
-        None, "what a cut episode counts as: zero or mask; None: the recipe's own"
+        None, "what a cut episode counts as: zero or mask; null: the recipe's own"
     )
     num_items: PositiveInt = setting(
         128, "train items sampled at the start of a stage, rollout.group_size times each"

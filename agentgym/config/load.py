@@ -8,7 +8,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -108,6 +109,8 @@ class Setting:
     default: Any
     changes_results: bool
     description: str
+    choices: tuple[Any, ...]  # all values it may have, if they are a fixed set
+    example: Any  # a value you could give it; the default unless that is empty
 
 
 def settings(cfg: RunConfig) -> Iterator[Setting]:
@@ -131,9 +134,21 @@ def _settings(values: Section, defaults: Section, section: tuple[str, ...]) -> I
             usual[name],
             not is_operational(info),
             info.description or "",
+            choices_of(info.annotation),
+            info.examples[0] if info.examples else usual[name],
         )
     for arguments in inner:
         yield from _settings(*arguments)
+
+
+def choices_of(annotation: Any) -> tuple[Any, ...]:
+    """Return the values of a Literal, also of an optional one; empty for any other type."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    if get_origin(annotation) not in (Union, UnionType):
+        return ()
+    parts = [part for part in get_args(annotation) if part is not NoneType]
+    return choices_of(parts[0]) if len(parts) == 1 else ()
 
 
 def config_digest(semantic: dict[str, Any]) -> str:

@@ -36,6 +36,7 @@ class RegistryConfig(Section):
         " the names of the environments",
         pattern=r"^$|^[\w-][\w -]*$",
         max_length=256,
+        examples=["my-agent"],
     )
     alias: str = setting(
         "champion",
@@ -56,10 +57,14 @@ class RegistryConfig(Section):
 
 class TrackingConfig(Section):
     uri: str = operational(
-        "", "address of the MLflow server; empty: an SQLite file next to the store"
+        "",
+        "address of the MLflow server; empty: an SQLite file next to the store",
+        examples=["https://mlflow.example.com"],
     )
     experiment: str = operational(
-        "", "name of MLflow's experiment; empty: agentgym- and the names of the environments"
+        "",
+        "name of MLflow's experiment; empty: agentgym- and the names of the environments",
+        examples=["my-experiment"],
     )
     traces: NonNegativeInt = operational(
         4, "episodes of each finished step that are sent to MLflow as traces; 0: none"
@@ -75,6 +80,7 @@ class StoreConfig(Section):
         "",
         "s3://bucket/prefix to keep results on S3; empty: the folder `path`",
         pattern=r"^$|^s3://[a-z0-9][a-z0-9.-]+(/[\w.-]+)*$",
+        examples=["s3://my-bucket/runs"],
     )
     commit_every: PositiveInt = operational(
         1,
@@ -110,7 +116,9 @@ class KubernetesConfig(Section):
     that kubectl uses: KUBECONFIG, ~/.kube/config, or the service account of this process's pod.
     """
 
-    context: str = operational("", "context of the kubeconfig; empty: its current context")
+    context: str = operational(
+        "", "context of the kubeconfig; empty: its current context", examples=["kind-agentgym"]
+    )
     namespace: str = operational(
         "agentgym-fleets",
         "namespace of fleets and RayJobs; k8s/base prepares it",
@@ -120,7 +128,7 @@ class KubernetesConfig(Section):
         "kind", "folder of k8s/overlays that describes the servers", pattern="^[a-z0-9-]+$"
     )
     components: tuple[Annotated[str, Field(pattern="^[a-z0-9-]+(/[a-z0-9-]+)*$")], ...] = (
-        operational((), "folders of k8s/components to add to the overlay, for example autoscale")
+        operational((), "folders of k8s/components to add to the overlay", examples=[["autoscale"]])
     )
     ready_timeout_s: PositiveFloat = operational(
         600.0, "seconds until every server of a fleet must be ready, including the image pull"
@@ -148,7 +156,8 @@ class RayConfig(Section):
         "",
         "compute ray: GCS address of a cluster that this machine is a node of (host:port, or"
         " auto); empty: a local cluster that ends with the step. compute ray-job: dashboard of a"
-        " cluster, http://host:8265",
+        " cluster",
+        examples=["http://10.0.0.5:8265"],
     )
     num_workers: PositiveInt = operational(1, "rollout workers: processes that play episodes")
     num_ranks: PositiveInt = operational(
@@ -211,14 +220,22 @@ class KubeRayConfig(Section):
         "resource name of GPUs on the nodes, and key of their taint",
         pattern="^[a-z0-9./-]+$",
     )
-    node_labels: dict[str, str] = operational({}, "labels that a node must have to run workers")
+    node_labels: dict[str, str] = operational(
+        {},
+        "labels that a node must have to run workers",
+        examples=[{"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}],
+    )
     queue: str = operational(
         "",
         "LocalQueue of Kueue that admits the whole job at once; empty: no Kueue",
         pattern="^[a-z0-9.-]*$",
+        examples=["gpu-queue"],
     )
     priority: str = operational(
-        "", "WorkloadPriorityClass of Kueue; empty: the queue's default", pattern="^[a-z0-9.-]*$"
+        "",
+        "WorkloadPriorityClass of Kueue; empty: the queue's default",
+        pattern="^[a-z0-9.-]*$",
+        examples=["low"],
     )
     queue_timeout_s: PositiveFloat = operational(
         24 * 3600.0, "seconds that a job may wait in the queue"
@@ -263,6 +280,7 @@ class GateConfig(Section):
         "",
         "protocol of `agentgym evaluate` that judges both models on the gate's items; empty: the"
         " run's own evaluation",
+        examples=["gate.yaml"],
     )
     confidence: float = setting(0.95, "level of every one-sided bound", gt=0.5, lt=1)
     min_gain: float = setting(
@@ -276,7 +294,9 @@ class GateConfig(Section):
         lt=1,
     )
     margin: float = setting(0.05, "success that one of several environments may lose", ge=0, lt=1)
-    margins: dict[str, float] = setting({}, "the same, of single environments")
+    margins: dict[str, float] = setting(
+        {}, "the same, of single environments", examples=[{"babyai": 0.02}]
+    )
     family_margin: float = setting(
         0.1, "success that a family of items may be shown to lose", ge=0, lt=1
     )
@@ -291,7 +311,9 @@ class GateConfig(Section):
         2.0, "tokens generated in an episode, relative to the champion's; null: any"
     )
     max_reference_kl: NonNegativeFloat | None = setting(
-        None, "nats per action token from the reference at the end of training; null: any"
+        None,
+        "nats per action token from the reference at the end of training; null: any",
+        examples=[0.1],
     )
     max_looks: PositiveInt = setting(
         20, "candidates that one set of items may judge; after that it is used up"

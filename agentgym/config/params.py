@@ -54,7 +54,8 @@ class RunConfig(Section):
     compute_peak_tflops: PositiveFloat | None = operational(
         None,
         "dense bfloat16 TFLOP/s of one device, which model FLOPs utilization (perf/mfu) is a share"
-        " of; None: derived from the device's name, nothing on a CPU",
+        " of; null: derived from the device's name, nothing on a CPU",
+        examples=[989.0],
     )
     compute: Literal["inline", "ray", "ray-job", "kuberay"] = operational(
         "inline",
@@ -62,7 +63,9 @@ class RunConfig(Section):
     )
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
-    mix: tuple[EnvConfig, ...] = setting((), "further environments of the same run")
+    mix: tuple[EnvConfig, ...] = setting(
+        (), "further environments of the same run", examples=[[{"name": "textcraft"}]]
+    )
     model: ModelConfig = ModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -30,6 +30,7 @@ class DataConfig(Section):
         "sha256 of the data files, 64 hex digits; if the folders are missing, these files are"
         " fetched from the store. `agentgym data keep` stores them",
         pattern="^$|^[0-9a-f]{64}$",
+        examples=["e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"],
     )
     validation_fraction: float = setting(
         0.1, "share of the training items that is set aside for validation", gt=0, lt=0.5
@@ -39,7 +40,9 @@ class DataConfig(Section):
 class EnvConfig(Section):
     name: str = setting("babyai", "name of the environment", pattern="^[a-z0-9-]+$")
     options: dict[str, Any] = setting(
-        {}, "options of the environment, see its README; those left out have its defaults"
+        {},
+        "options of the environment, see its README; those left out have its defaults",
+        examples=[{"levels": ["GoToObj"]}],
     )
     weight: PositiveFloat = setting(
         1.0, "share of the items, relative to the weights of the run's other environments"
@@ -60,6 +63,7 @@ class EnvConfig(Section):
         (),
         "URLs of running servers; a host name stands for all its addresses. Empty: the run starts"
         " the servers",
+        examples=[["http://10.0.0.5:8000"]],
     )
     dialect: Literal["native", "agentgym", "openenv"] = setting(
         "native",
@@ -130,10 +134,10 @@ class ModelConfig(Section):
         " model.name names",
     )
     name: str = setting(
-        "", "source hub: repository or folder, for example Qwen/Qwen2.5-7B-Instruct"
+        "", "source hub: repository or folder", examples=["Qwen/Qwen2.5-7B-Instruct"]
     )
     revision: str | None = setting(
-        None, "source hub: branch, tag or commit; null: the default branch"
+        None, "source hub: branch, tag or commit; null: the default branch", examples=["main"]
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
@@ -222,8 +226,9 @@ class RolloutConfig(Section):
     )
     engine_python: str = operational(
         "",
-        "Python interpreter for vLLM, for example .venv-vllm/bin/python; set it if vLLM is"
-        " installed in another environment. Empty, and always in Ray's workers: this interpreter",
+        "Python interpreter for vLLM; set it if vLLM is installed in another environment. Empty,"
+        " and always in Ray's workers: this interpreter",
+        examples=[".venv-vllm/bin/python"],
     )
     engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "dtype in which vLLM computes; auto: the dtype of the learner's weights"

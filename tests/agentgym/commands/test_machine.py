@@ -4,6 +4,12 @@ import json
 from pathlib import Path
 
 from agentgym.cli import main
+from agentgym.config import load_config
+
+NEEDED = {
+    "lora.target_modules": ["lora.rank=16"],
+    "kuberay.priority": ["kuberay.queue=gpu-queue"],
+}  # what else an example of a setting needs
 
 
 def test_the_command_prints_what_was_changed_beside_its_default(tmp_path, capsys):
@@ -22,3 +28,21 @@ def test_the_command_prints_what_was_changed_beside_its_default(tmp_path, capsys
     assert values["rollout", "group_size"]["value"] == 4
     assert values["rollout", "group_size"]["changes_results"]
     assert not values["store", "path"]["changes_results"]
+
+
+def test_each_setting_is_described_with_its_choices_and_one_without_a_value_has_an_example(capsys):
+    assert main(["config", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows if not row["description"]] == []
+    assert [row["name"] for row in rows if row["example"] in (None, "", [], {})] == []
+    (truncated,) = (row for row in rows if row["name"] == "truncated")
+    assert truncated["choices"] == ["zero", "mask", "bootstrap"]
+    for row in rows:  # an example is a value that you can set
+        if row["example"] != row["default"]:
+            path = ".".join(filter(None, (row["section"], row["name"])))
+            load_config(
+                "params.yaml", [f"{path}={json.dumps(row['example'])}", *NEEDED.get(path, ())]
+            )
+    assert main(["config"]) == 0
+    printed = capsys.readouterr().out
+    assert "one of zero, mask, bootstrap" in printed
