@@ -52,6 +52,9 @@ def named():
             for text in texts(ast.parse(path.read_text(encoding="utf-8"))):
                 for command in re.findall(f"`({PROGRAM})`", text):
                     found.setdefault(" ".join(command.split()), path.relative_to(ROOT))
+    for path in sorted((ROOT / "agentgym/pages/templates").glob("*.html")):
+        for command in re.findall(f"<code>({PROGRAM[:-5]}[^<]+)</code>", path.read_text()):
+            found.setdefault(command, path.relative_to(ROOT))
     for path in PAGES:
         text = path.read_text(encoding="utf-8")
         lines = [
