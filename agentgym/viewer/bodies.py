@@ -152,7 +152,7 @@ class Bodies:
         commit = self._index.reader.execute(
             "SELECT files FROM commits WHERE step_id = ? AND seq = ?", (step["id"], seq)
         ).fetchone()
-        digest, size = json.loads(commit["files"])[name]
+        digest, size = json.loads(commit["files"] if commit else "{}")[name]
         assert FOLDER.fullmatch(step["folder"])
         read = self._held if size <= _MAX_HELD else self._content
         return read(step["name"], step["key"], seq, name, digest, size)

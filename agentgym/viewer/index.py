@@ -178,7 +178,7 @@ def _texts(record: Mapping[str, Any]) -> Iterator[str]:
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 3  # increment when the tables change: an older file is rebuilt
+SCHEMA = 4  # increment when the tables change: an older file is rebuilt
 CACHE_KIB = 4_096  # per connection
 _TYPES = {
     **dict.fromkeys(("reward", "advantage", "temperature", "began", "wall"), "REAL"),

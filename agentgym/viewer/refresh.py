@@ -10,6 +10,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 
+from agentgym.evaluation.record import PLAN
 from agentgym.pipeline.stored_config import STEP as RUNS
 from agentgym.records import DAMAGE, RecordError, checked_row, lines_of
 from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, ManifestError
@@ -120,7 +121,7 @@ class Refresher:
         blobs = {**commit.blobs, **commit.records}
         files = {
             name: [blobs[name].digest, blobs[name].size]
-            for name in (*FILES, TOKENIZER, DECISION)
+            for name in (*FILES, TOKENIZER, DECISION, PLAN)
             if name in blobs
         }
         count = 0

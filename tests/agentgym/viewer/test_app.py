@@ -232,6 +232,23 @@ def test_decisions_lead_to_the_episodes_that_made_them(made, view):
     assert f'href="{link}"' in page.text
 
 
+def test_two_evaluations_of_runs_are_compared_by_what_their_plans_ask(made, view):
+    """The settings of their steps differ in what no episode depends on."""
+    for key, steps, num_items in (("a", 10, 2), ("b", 20, 2), ("c", 20, 4)):
+        plan = {"about": {}, "identity": {"num_items": num_items}, "slots": []}
+        config = {"env": TRAINING["env"], "evaluation": {"steps": steps}}
+        records = {"plan.json": json.dumps(plan).encode()}
+        made.add([episode(0)], step="evaluate-stage-1", key=key, config=config, records=records)
+    client = TestClient(make_app(view()))
+
+    def compared(a, b):
+        folders = (f"evaluate-stage-1-{key * 16}" for key in (a, b))
+        return check(client.get("/compare?a={}&b={}".format(*folders))).text
+
+    assert "different questions" not in compared("a", "b")
+    assert "num_items: 2 and 4" in compared("b", "c")
+
+
 def test_left_out_episodes_are_counted_and_never_a_failure(made, view):
     made.add([episode(0), failed(1, status=Status.ENV_ERROR, reward=None, error="it broke")])
     client = TestClient(make_app(view()))
