@@ -179,7 +179,7 @@ class AgentGymPool(ForeignPool):
             await self._http.close()
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
-        """Check that all servers greet as those of this environment; two environments share "ok".
+        """Check that servers answer `GET /` as this environment's do; two environments are alike.
         Result: an empty guide, because these servers have none. `allow_expert` has no effect.
         Errors: EnvError; ValueError naming the endpoint.
         """

@@ -46,7 +46,7 @@ class OpenSession(Protocol):
 
 
 class PlayerReply(NamedTuple):
-    """A player's reply in its turn."""
+    """A player's reply in one turn."""
 
     text: str
     action: str | None = None  # None: extract it from the text by the action format
@@ -326,7 +326,7 @@ def extract_action(
 
 
 class EngineStalled(RuntimeError):
-    """The engine gave no reply in time. This is no environment failure: the run ends."""
+    """Error if the engine gave no reply within REPLY_S. It fails the run, not only the episode."""
 
 
 class TokenPlayer:

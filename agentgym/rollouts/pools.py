@@ -56,7 +56,7 @@ class EnvPool:
         """Prepare a pool.
 
         endpoints: URLs. A host name with several addresses stands for a server at each address and
-        is looked up repeatedly. An endpoint with a listing stands for the servers in that file.
+        is looked up repeatedly. If an endpoint has a listing file, the servers are those in it.
         patience_s: while no server of the pool opens a session, `session` keeps trying for at
         least this long: a server may be restarting.
         Errors: ValueError without an endpoint.
@@ -132,7 +132,7 @@ class EnvPool:
 
         If the server is full, draining or unreachable, wait and try again, perhaps on another one.
         A lost reply may leave an unused session on a server, which its reaper ends.
-        Errors: EnvError, for a refusal after the retries and the patience, else at once.
+        Errors: EnvError; after such a failure only once all retries and the patience are used up.
         """
         attempt = 0
         while True:
@@ -199,7 +199,7 @@ class EnvPool:
         return dict.fromkeys(addresses, name) or self._known(endpoint)
 
     def _is_gone(self, endpoint: str) -> bool:
-        """Return True if there are listings and all name only other servers: it is gone."""
+        """Return True if there are listings, all name servers, and none names this endpoint."""
         listings = [listed(path) for path in self._listings.values()]
         return bool(listings) and all(
             listing and listing[0] and endpoint not in listing[0] for listing in listings

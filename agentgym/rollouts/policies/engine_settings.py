@@ -93,7 +93,7 @@ def write_model(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def first_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the weights that are sent to a new engine: the adapter's, empty for a new one, or
+    """Return name -> weight, as sent to a new engine: the adapter's, none if the adapter is new;
     without an adapter the model's. Errors: DigestMismatch, BlobMissing.
     """
     if checkpoint.adapter is not None:

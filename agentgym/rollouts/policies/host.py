@@ -74,7 +74,7 @@ class Host:
         self.ending: asyncio.Task[None] | None = None
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection, from its first frame to its end."""
+        """Serve one connection to its end; refuse a client of another protocol or source."""
         session = Session(self, writer)
         try:
             here = door()

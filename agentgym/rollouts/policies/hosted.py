@@ -281,7 +281,7 @@ class HostedModel:
     async def _post(
         self, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> tuple[int, float | None, bytes]:
-        """Return (status, seconds to wait if the endpoint asks for it, body).
+        """Send a request; return (status, seconds to wait if the endpoint asks for it, body).
         Errors: ValueError if the body is too long; aiohttp's exceptions.
         """
         assert self._session is not None, "use it as `async with`"

@@ -37,7 +37,7 @@ from agentgym.rollouts.policies.host_protocol import (
     receive,
 )
 
-if TYPE_CHECKING:  # done steps need no torch; the import puts the host's source into keys
+if TYPE_CHECKING:  # done steps load no torch, but keys include the source of these imports
     from agentgym.rollouts.policies import host as host
     from agentgym.rollouts.policies.engine_settings import EngineSettings
 
@@ -78,8 +78,8 @@ class Connection:
 def connect(folder: Path, lost: Callable[[], str], python: str) -> Connection:
     """Connect to the host that listens in a folder.
 
-    python: the interpreter it has to run in. Errors: HostLost; ConfigError if it has other versions
-    than this process or that interpreter.
+    lost: returns the error's text if the host is gone. python: the interpreter it has to run in.
+    Errors: HostLost; ConfigError if it has other versions than this process or that interpreter.
     """
     connection = socket.socket(socket.AF_UNIX)
     try:

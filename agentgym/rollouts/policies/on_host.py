@@ -29,7 +29,7 @@ from agentgym.types import Completion, Delivery, EngineUsage, Sampling
 
 logger = logging.getLogger(__name__)
 
-SLACK_S = 30.0  # beyond the host's own limit for its engine
+SLACK_S = 30.0  # added to the host's own time limit for its engine
 
 
 class HostPolicy:
@@ -78,7 +78,9 @@ class HostPolicy:
         await self._call("wake")
 
     async def close(self) -> None:
-        """Fail waiting calls; leave the engine to the next session, or end this session's own."""
+        """Fail waiting calls; leave the engine to the next session, or end it if it was started for
+        this one alone.
+        """
         self._fail(RuntimeError("the engine was closed"))
         if self._reading is not None:
             self._reading.cancel()

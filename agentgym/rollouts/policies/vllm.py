@@ -257,7 +257,7 @@ class VllmPolicy:
                 shutil.rmtree(self._folder / FIRST_ADAPTER, ignore_errors=True)
             if not await self._within("reset_prefix_cache", self._engine.reset_prefix_cache()):
                 raise RuntimeError("its prefix cache could not be emptied")
-        except BaseException as error:  # cancelled, too: the old version has new weights
+        except BaseException as error:  # also if cancelled: weights may be new, the version old
             self._failure = RuntimeError(
                 f"vLLM did not change to weights version {version}: {error}; it may hold a part of"
                 " them, so it generates nothing any more"
