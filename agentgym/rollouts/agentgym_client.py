@@ -1,4 +1,4 @@
-"""A client of AgentGym's own servers: their routes and shapes, behind the same sessions as ours.
+"""A client of the environment servers of the project AgentGym, behind the same sessions as ours.
 
 The client does not emulate features that their protocol lacks:
 A step has no number, so a lost reply ends the attempt, and the episode is played again in a new
@@ -103,9 +103,9 @@ class AgentGymSession:
         self._total = 0.0
 
     async def step(self, action: str) -> StepReply:
-        """Send one action, never twice, and return the scored answer. Errors: EnvError.
+        """Send one action, never twice; return observation, reward and end. Errors: EnvError.
 
-        Without part credit a positive reward counts as success and end of the episode: their
+        Without part credit a positive reward counts as success and end of the episode: AgentGym's
         servers would continue and pay it again.
         Part credit (`Shape.full`) is scaled to 0..1, a failure to 0.
         """
@@ -179,8 +179,9 @@ class AgentGymPool(ForeignPool):
             await self._http.close()
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
-        """Refuse servers with another environment's greeting; two environments greet with OK alone.
-        Result: an empty guide, as they have none. Errors: EnvError; ValueError naming the endpoint.
+        """Check that servers answer `GET /` as this environment's do; two environments are alike.
+        Result: an empty guide, because these servers have none. `allow_expert` has no effect.
+        Errors: EnvError; ValueError naming the endpoint.
         """
         for endpoint in self.endpoints:
             greeting = str(await self._asked(endpoint, "/", None, texts=True))

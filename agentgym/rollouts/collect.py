@@ -1,5 +1,5 @@
-"""Episodes in bulk: free-running, or in lock-step if a run must be repeatable to the bit; and the
-numbers about finished ones, which the audit recomputes from the stored episodes.
+"""Play many episodes: independently, or in lock-step if a run must be repeatable to the bit. Also
+compute their metrics, which the audit computes again from the stored episodes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Lockstep:
         self._waiting: list[tuple[SampleKey, asyncio.Future[None]]] = []
 
     async def wait(self, key: SampleKey) -> None:
-        """Return when all live episodes wait, in the order of their keys."""
+        """Wait until all live episodes wait here; they then continue in the order of their keys."""
         loop = asyncio.get_running_loop()
         entry = (key, loop.create_future())
         self._waiting.append(entry)
@@ -73,7 +73,7 @@ class Lockstep:
 
 
 class PlaysEpisodes(Protocol):
-    """Anything that plays episodes, in this process or in another."""
+    """Interface of objects that play episodes, in this process or in another."""
 
     async def play(
         self,
@@ -88,7 +88,7 @@ class PlaysEpisodes(Protocol):
 
 @dataclass
 class Attempts:
-    """A player of whole episodes, repeated until an attempt is valid or none is left."""
+    """Runner of whole episodes, with up to `max_attempts` attempts at each until one is valid."""
 
     pool: EnvPool | EnvPools
     player_of: PlayerOf
@@ -106,8 +106,9 @@ class Attempts:
         barrier: Lockstep | None = None,
         failed: Callable[[Trajectory], None] = lambda _: None,
     ) -> Trajectory:
-        """Return the first valid attempt, or the last one.
-        failed: called with every failed attempt that is repeated.
+        """Play an episode; return the trajectory of the first valid attempt, else of the last one.
+        Failures are logged and added to `failures`. barrier: awaited before each turn.
+        failed: called with the trajectory of every failed attempt that is repeated.
         """
         settings = self.settings
         for attempt in range(1, self.max_attempts + 1):
@@ -173,9 +174,10 @@ async def collect(
     deterministic: bool = False,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Trajectory]:
-    """Play every (item, sample) and return the trajectories in admission order.
+    """Play every (item, sample); return the trajectories in the same order, failed ones too.
     Taking those that finish first instead would favor the successful ones.
 
+    concurrency: episodes at a time. deterministic: these play in lock-step, see `in_lockstep`.
     progress: called with 1 for each finished episode.
     Errors: RolloutError if more than `max_env_error_frac` of the episodes failed after
     `max_attempts` tries each.
@@ -219,6 +221,7 @@ async def in_lockstep(
 ) -> list[Trajectory]:
     """Play all (item, sample) together, turn by turn, and return the trajectories in order.
     Equal waves give the engine equal batches, whenever they are played.
+    progress: called with 1 for each finished episode. failed: see `Attempts.play`.
     """
     barrier = Lockstep(len(wave))
 
@@ -241,7 +244,7 @@ def samples(items: Sequence[Item], num_samples: int) -> list[tuple[Item, int]]:
 def require_valid(
     trajectories: Sequence[Trajectory], *, max_attempts: int, max_env_error_frac: float
 ) -> int:
-    """Return the number of failed episodes, after `max_attempts` tries each.
+    """Return the number of failed episodes. max_attempts: tries at each, for the error's text.
     Errors: RolloutError if their share exceeds `max_env_error_frac`.
     """
     failed = [trajectory for trajectory in trajectories if not trajectory.status.is_valid]
@@ -256,7 +259,7 @@ def require_valid(
 
 
 async def in_order(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
-    """Gather results in order; the first failure cancels the rest and is raised unchanged."""
+    """Run all together; return results in order. The first error cancels the rest and is raised."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
@@ -267,8 +270,8 @@ async def in_order(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> lis
 
 
 def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return `validation/success` and, with several environments, `validation/ENV/success`.
-    A figure without a valid episode is missing.
+    """Return the share of successes of one or more episodes as `validation/success` and, with
+    several environments, `validation/ENV/success`. A key without a valid episode is missing.
     """
     metrics = rollout_metrics(trajectories)
     return {
@@ -285,9 +288,11 @@ def success_share(trajectories: Sequence[Trajectory]) -> float:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return name -> count, share or mean over at least one episode. Failed episodes count only in
-    `num_episodes` and `env_error_frac`; without a valid one, other shares and means are missing.
-    With several environments, there are also figures by environment.
+    """Return metrics of one or more episodes by name, for example `rollout/success`.
+
+    Failed episodes count only in `num_episodes` and `env_error_frac`. If all failed, there are
+    only these two and `max_turns`. With several environments, there are also metrics of the valid
+    episodes of each one, for example `rollout/babyai/success`.
     """
     valid = [trajectory for trajectory in trajectories if trajectory.status.is_valid]
     total = len(trajectories)

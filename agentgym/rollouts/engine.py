@@ -1,5 +1,5 @@
-"""A policy, its environments and one event loop: everything an episode needs, opened and closed
-together; and the proof that the weights it samples with are the learner's.
+"""The engine of a run: a policy, pools of environment servers and an event loop, opened and closed
+together; and the canary, which checks that the policy samples with the learner's weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """Request to an engine: episodes of these items, `num_samples` of each."""
+    """Request to an engine to play `num_samples` episodes of each item."""
 
     items: Sequence[Item]
     _: KW_ONLY
@@ -89,8 +89,11 @@ class LocalEngine:
     def collect(
         self, request: RolloutRequest, progress: Callable[[int], None] = lambda _: None
     ) -> list[Trajectory]:
-        """Collect trajectories in admission order, see `agentgym.rollouts.collect.collect`.
-        The policy wakes for it and sleeps afterwards if it shares a device with the learner.
+        """Play the requested episodes; return their trajectories, failed ones too, item by item.
+
+        progress: called with 1 for each finished episode. A policy that shares a device with the
+        learner is woken before and put to sleep afterwards.
+        Errors: RolloutError if too many episodes failed, see `agentgym.rollouts.collect.collect`.
         """
         rollout = self.cfg.rollout
         if shares_device(self.cfg):
@@ -115,8 +118,9 @@ class LocalEngine:
         return trajectories
 
     def publish(self, learner: HasWeights, version: int) -> float:
-        """Hand the learner's weights to the engine and prove that they arrived.
-        Result: the canary's difference, nats. Errors: EngineMismatch.
+        """Copy the learner's weights to the policy, as this version, and check that they arrived.
+        Return the root mean square difference of their log-probabilities, in nats.
+        Errors: EngineMismatch; ValueError if the version does not grow or the weights do not fit.
         """
         delivery = InProcess(learner.weights(), version)
         self.loop.run(self.policy.publish(delivery))
@@ -132,10 +136,11 @@ class LocalEngine:
 
 
 def shares_device(cfg: RunConfig) -> bool:
-    """Return True if an engine sleeps between rollouts, to leave its memory to a learner.
+    """Return True if an engine sleeps between rollouts, to leave its memory to the learner.
 
-    It does if both are in one process, or if Ray may place a rank and a worker on one GPU. With
-    `max_staleness` it never sleeps, because it samples while the learner updates.
+    It does if `compute` is not "ray", or if Ray may place a learner's rank and a rollout worker on
+    one GPU, because each uses a fraction of a GPU. With `max_staleness` it never sleeps, because it
+    samples while the learner updates.
     """
     if cfg.rollout.max_staleness:
         return False
@@ -157,7 +162,9 @@ def canary_of(cfg: RunConfig, checkpoint: Checkpoint) -> Canary:
 def episode_settings(
     cfg: RunConfig, *, instructions: Mapping[str, str], **collection: Any
 ) -> EpisodeSettings:
-    """Return an episode's settings: those of the configuration, and those in `collection`."""
+    """Return settings of episodes: token limits and action format are those of the configuration.
+    collection: the other fields of `EpisodeSettings`.
+    """
     return EpisodeSettings(
         max_new_tokens=cfg.rollout.max_new_tokens,
         context_tokens=cfg.model.context_tokens,
@@ -168,7 +175,8 @@ def episode_settings(
 
 
 def openings(cfg: RunConfig, guides: Mapping[str, Guide]) -> dict[str, str]:
-    """Return the opening text of episodes by environment; empty if they begin with the observation.
+    """Return environment -> instructions and worked examples that its episodes begin with.
+    Empty without `rollout.instructions`: episodes then begin with the observation.
     Errors: ConfigError if an environment offers too few worked examples.
     """
     rollout = cfg.rollout
@@ -184,7 +192,8 @@ def openings(cfg: RunConfig, guides: Mapping[str, Guide]) -> dict[str, str]:
 def open_engine(
     cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
 ) -> Iterator[LocalEngine]:
-    """Open an engine for the block; it takes over the checkpoint's model.
+    """Yield an engine that takes over the checkpoint's model; close it after the block, which
+    cancels running episodes. version: number of the checkpoint's weights.
     Errors: those of `open_policy`; those of `EnvPools.check` if a server is unfit for training.
     """
     with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, guides):
@@ -198,6 +207,7 @@ def open_engine(
 
 def open_policy(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Policy:
     """Open the policy that `rollout.engine` names; vLLM has its own process, started if necessary.
+    num_slots: episodes played at a time. version: number of the checkpoint's weights.
     Errors: ConfigError; those of the engine.
     """
     if cfg.rollout.engine not in HOSTED:
@@ -212,8 +222,9 @@ def open_policy(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, versi
 def open_pool(
     cfg: RunConfig, endpoints: Endpoints, *, allow_expert: bool
 ) -> Iterator[tuple[EnvPools, LoopThread, dict[str, Guide]]]:
-    """Yield (pool, its event loop, environment -> guide) for the block, once the servers passed
-    the check. Errors: those of `EnvPools.check`.
+    """Yield (pool, its event loop, environment -> guide) once the servers passed
+    `EnvPools.check`; close pool and loop after the block.
+    allow_expert: accept servers that offer their expert. Errors: those of `EnvPools.check`.
     """
     loop = LoopThread()
     try:
@@ -253,7 +264,7 @@ class LoopThread:
             future.cancel()
 
     def cancel(self) -> None:
-        """Cancel all running tasks and wait for their end. Errors: TimeoutError."""
+        """Cancel all tasks and wait for their end. Errors: TimeoutError after CLOSE_TIMEOUT_S."""
 
         async def finish() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -264,7 +275,9 @@ class LoopThread:
         self.run(finish())
 
     def close(self) -> None:
-        """Cancel all tasks and end the thread; wait at most CLOSE_TIMEOUT_S for either."""
+        """Cancel all tasks and end the thread; wait at most CLOSE_TIMEOUT_S for each.
+        Errors: TimeoutError if a task does not end. A thread that does not end is left running.
+        """
         try:
             self.cancel()
             self.run(self._loop.shutdown_asyncgens())
@@ -275,8 +288,8 @@ class LoopThread:
                 self._loop.close()
 
 
-STALE_SHARE = 0.1  # of the limit: a smaller change of the learner may be noise
-NUM_TEXTS, TEXT_TOKENS = 4, 128  # of the run's own text, which is used if noise is high
+STALE_SHARE = 0.1  # share of the limit; a smaller change of the learner may be noise
+NUM_TEXTS, TEXT_TOKENS = 4, 128  # trajectories that the canary also scores, and tokens of each
 
 # Share of the learner's change that must have arrived: 1 if the weights are the learner's, 0 if
 # they are the old ones, 0.5 to 0.7 if half of the tensors were taken (SmolLM2-135M, bfloat16).
@@ -302,7 +315,7 @@ class Canary:
     ) -> None:
         """Build the fixed sequences.
 
-        limit: nats, see `agentgym.models.fidelity`.
+        limit: largest root mean square difference, nats; see `agentgym.models.fidelity`.
         takes_text: score the run's own text, too, on which an update changes most. In half
         precision, changes on any other text are smaller than rounding.
         """
@@ -312,8 +325,8 @@ class Canary:
         self.sequences = canary_sequences(tokenizer)
 
     def sent(self, digest: str, version: int) -> None:
-        """Log if a publish has the same weights as the one before, to the bit: then no comparison
-        can show if they arrived. digest: of the weights.
+        """Remember the digest of published weights. Log if it equals the one before: no comparison
+        can then show that the weights arrived.
         """
         if digest == self._digest:
             logger.log(
@@ -325,7 +338,9 @@ class Canary:
         self._digest = digest
 
     def take(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add the beginnings of the first episodes that a run played, once, if `takes_text`."""
+        """Extend `sequences` by the first tokens of NUM_TEXTS trajectories, once, if `takes_text`.
+        Later calls, and calls without trajectories, do nothing.
+        """
         if self._takes_text and trajectories:
             first = trajectories[:NUM_TEXTS]
             texts = [list(trajectory.input_ids[:TEXT_TOKENS]) for trajectory in first]
@@ -335,7 +350,7 @@ class Canary:
 
     def score(self, learner: Any, sequences: list[list[int]] | None = None) -> Tensor:
         """Return the learner's log-probabilities [N] of every token but each sequence's first.
-        sequences: those that the engine scores; default: the present ones.
+        sequences: token ids; None for the present `sequences`.
         """
         sequences = self.sequences if sequences is None else sequences
         tokens = torch.tensor([token for sequence in sequences for token in sequence])
@@ -358,10 +373,11 @@ class Canary:
     ) -> EngineComparison:
         """Compare the scores of learner and engine after a publish; return the comparison.
 
-        ours: [N] of the learner. theirs: N of the engine, in pieces. before: an earlier comparison.
+        ours: [N] of the learner. theirs: N of the engine, in pieces. engine: its name in errors.
+        before: the result of an earlier call, None for none.
         Errors: EngineMismatch if the scores differ by more than the limit, which allows for the
-        noise of the engine's kernels; if the learner's scores changed and the engine's not by a
-        bit; if the engine's scores followed only a part of the learner's change.
+        noise of the engine's kernels; if the learner's scores changed and the engine's are those
+        of before; if the engine's scores followed only a part of the learner's change.
         """
         whole = torch.cat(theirs)
         comparison = EngineComparison(ours, whole, _rms(ours - whole))
@@ -379,7 +395,7 @@ class Canary:
                     f"weights version {version} did not reach {engine}: it scores canary prompts as"
                     f" before to the bit, the learner by up to {change:.3g} nats otherwise"
                 )
-            return replace(comparison, ours=before.ours)  # small changes add up
+            return replace(comparison, ours=before.ours)  # so that small changes add up
         share = arrived_share(before, comparison)
         if share is not None and not share >= ARRIVED:
             raise EngineMismatch(
@@ -407,7 +423,7 @@ def _rms(values: Tensor) -> float:
 
 
 def canary_sequences(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return four sequences of 16 tokens; they depend on the size of the vocabulary alone."""
+    """Return four sequences of 16 token ids; they depend on the size of the vocabulary alone."""
     size = len(tokenizer)
     return [
         [(7 * sequence + 13 * column) % size for column in range(1, 17)] for sequence in range(4)

@@ -49,7 +49,7 @@ MAX_BACKOFF_S = 5.0  # also the longest Retry-After of a server that is respecte
 CLOSE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 10.0
 BATCHED = ("/step", "/create", "/close")  # routes whose requests a batch may contain
-BUNDLES = 2  # in flight to one server: it works on one while the answers to the other are read
+BUNDLES = 2  # batches in flight to a server: it works on one while we read the other's answers
 BUNDLE_BYTES = 96 * 1024  # size of one batch; its last action may exceed this
 REFUSED_FOR_NOW = (ErrorKind.FULL, ErrorKind.DRAINING, ErrorKind.NOT_READY)
 
@@ -60,7 +60,7 @@ class EnvError(RuntimeError):
     """
 
     def __init__(self, endpoint: str, route: str, session_id: str, kind: str, message: str) -> None:
-        # the whole id is a credential for the session
+        # shorten the id, because the whole one is a credential for the session
         session = f" session {session_id[:8]}" if session_id else ""
         message = plain(message)
         super().__init__(f"{endpoint}{route}{session}: {kind}: {message}")
@@ -105,7 +105,7 @@ class EnvClient:
             total=request_timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, request_timeout_s)
         )
         self._http: aiohttp.ClientSession | None = None
-        # for servers that take batches: requests for the next one, and the bundles in flight
+        # for servers that take batches: requests for the next batch, and the batches in flight
         self._waiting: defaultdict[str, Bundle] = defaultdict(list)
         self._under_way: defaultdict[str, dict[asyncio.Task[None], Bundle]] = defaultdict(dict)
 
@@ -142,6 +142,7 @@ class EnvClient:
     ) -> M:
         """Send one request and return its answer; repeat it, at most `max_retries` times, after
         lost connections, timeouts and 503, unless its server is gone. Errors: EnvError.
+        body: None for a GET. max_retries: None for the client's. session_id: for the error's text.
         """
         attempt = 0
         while True:
@@ -162,7 +163,9 @@ class EnvClient:
         body: Message | None = None,
         session_id: str = "",
     ) -> M:
-        """Send one request once and return its answer. Errors: Retryable, EnvError."""
+        """Send one request once, perhaps in a batch, and return its answer; arguments as in `ask`.
+        Errors: Retryable if it may be sent again, else EnvError.
+        """
         data = None if body is None else body.model_dump_json().encode()
         known = self.known.get(endpoint)
         if data is not None and route in BATCHED and known is not None and known.takes_batches:
@@ -179,10 +182,10 @@ class EnvClient:
         raise EnvError(endpoint, route, session_id, answer.kind, answer.message)
 
     async def _bundle(self, endpoint: str, data: bytes) -> Message:
-        """Send a request in the server's next batch and return its answer. One round trip for
-        many requests saves most of the time of a quick step.
+        """Send a request in the server's next batch and return its answer, perhaps an ErrorReply.
+        One round trip for many requests saves most of the time of a quick step.
 
-        Errors: those of the batch.
+        Errors: Retryable, EnvError if the whole batch failed.
         """
         loop, waiting = asyncio.get_running_loop(), self._waiting[endpoint]
         answered: asyncio.Future[Message] = loop.create_future()
@@ -212,8 +215,8 @@ class EnvClient:
         self._send_bundles(endpoint)
 
     async def _deliver(self, endpoint: str, bundle: Bundle) -> None:
-        """Send the bundle once and resolve the futures that were not cancelled; if it fails, all
-        with the same error.
+        """Send the bundle once and resolve its futures, except cancelled ones: with the answers or,
+        if the request fails, with its error.
         """
         data = b'{"requests":[' + b",".join(request for request, _ in bundle) + b"]}"
         try:
@@ -294,7 +297,7 @@ class EnvSession:
         return reply.action
 
     async def hints(self) -> list[str]:
-        """Return the actions the simulator would carry out now.
+        """Return the actions that are possible now.
         Errors: EnvError, also for an environment that does not list them.
         """
         path = f"/hints?session_id={self._id}"
@@ -302,7 +305,7 @@ class EnvSession:
         return reply.actions
 
     async def render(self) -> tuple[str, bytes]:
-        """Return (media type, bytes) of the present state. Errors: EnvError."""
+        """Return a picture or text of the present state: (media type, bytes). Errors: EnvError."""
         reply = await self._client.ask(
             self.endpoint, f"/render?session_id={self._id}", RenderReply, session_id=self._id
         )
@@ -311,7 +314,7 @@ class EnvSession:
         return reply.media_type, data
 
     async def close(self) -> None:
-        """Close the session, tried once; a failure is only logged: the server reaps the session."""
+        """Close the session, tried once. A failure is only logged: servers end idle sessions."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._client.ask(
@@ -355,13 +358,13 @@ def request_headers(token: str) -> dict[str, str]:
 
 
 def give_up(endpoint: str, route: str, session_id: str, attempt: int, error: Retryable) -> NoReturn:
-    """Raise EnvError with the number of attempts."""
+    """Raise EnvError after the last attempt failed with `error`. attempt: its number, from 0."""
     message = f"{error} (tried {attempt + 1} times)"
     raise EnvError(endpoint, route, session_id, error.kind, message) from error
 
 
 def sendable(action: str) -> str:
-    """Return an action without lone surrogates, cut to MAX_ACTION_CHARS: no environment reads
-    further.
+    """Return an action cut to MAX_ACTION_CHARS, the most that an environment reads, with `?` for
+    lone surrogates.
     """
     return action[:MAX_ACTION_CHARS].encode("utf-8", "replace").decode()

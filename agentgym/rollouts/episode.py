@@ -1,5 +1,5 @@
-"""One episode: a conversation and, for players with tokens, their append-only record; the player
-with an engine's tokens; and the text that episodes begin with.
+"""One episode: the loop between a player and a session, the record that it appends to, the player
+that samples tokens from an engine, and the instructions that episodes begin with.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class OpenSession(Protocol):
 
 
 class PlayerReply(NamedTuple):
-    """A player's reply in its turn."""
+    """A player's reply in one turn."""
 
     text: str
     action: str | None = None  # None: extract it from the text by the action format
@@ -56,7 +56,7 @@ class PlayerReply(NamedTuple):
 
 
 class Player(Protocol):
-    """A player of one episode: an engine's tokens, an expert, a hosted model, a script."""
+    """A player of one episode, for example an engine, an expert, a hosted model or a script."""
 
     def begin(self, episode: Episode) -> bool:
         """Read the instructions and the first observation. Result: True if there is room to act."""
@@ -80,7 +80,7 @@ PlayerOf = Callable[[Item, int], Player]  # (item, sample) -> a new player; it p
 
 
 class ContextFull(Exception):
-    """Error of a player that finds only when it acts that its context is full."""
+    """Error of `Player.act` if the context is full and the player could not know this before."""
 
 
 class PlayerFailed(RuntimeError):
@@ -119,7 +119,7 @@ class EpisodeSettings:
 
 @dataclass(slots=True)
 class Episode:
-    """A live episode: the conversation and, if its player has tokens, their append-only record."""
+    """A running episode: the conversation and, if its player has tokens, their record."""
 
     item: Item
     sample: int
@@ -137,7 +137,9 @@ class Episode:
     async def step(
         self, session: OpenSession, message: PlayerReply, generate_s: float
     ) -> StepReply:
-        """Take the message's action, record the turn and return the reply. Errors: EnvError."""
+        """Send the message's action, record the turn and return the environment's reply.
+        generate_s: seconds that the player took. Errors: EnvError.
+        """
         action, format = message.action, self.settings.action_format
         if action is None:
             action = extract_action(message.text, format)
@@ -167,7 +169,7 @@ class Episode:
         self.logprobs += [0.0] * len(ids)
 
     def act(self, completion: Completion) -> None:
-        """Append exactly what the engine sampled."""
+        """Append the tokens that the engine sampled and their log-probabilities."""
         self.input_ids += completion.ids
         self.action_mask += [True] * len(completion.ids)
         self.logprobs += completion.logprobs
@@ -175,7 +177,7 @@ class Episode:
     def finish(
         self, status: Status, *, num_attempts: int = 1, error: str | None = None
     ) -> Trajectory:
-        """Return the episode as a record; without a reward if the status is not valid."""
+        """Return the trajectory. If the status is not valid, its reward is None, success False."""
         return Trajectory(
             item=self.item,
             sample=self.sample,
@@ -213,13 +215,13 @@ class Episode:
         return hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).hexdigest()
 
 
-# limit of the environment's time, of the episode that this task plays
+# time limit of the episode that this asyncio task plays, see `environment_time`
 _deadline: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=None)
 
 
 @asynccontextmanager
 async def environment_time(seconds: float) -> AsyncIterator[None]:
-    """Limit the block's time outside of `environment_waits`. Errors: TimeoutError."""
+    """Limit the seconds of the block, except inside `environment_waits`. Errors: TimeoutError."""
     async with asyncio.timeout(seconds) as deadline:
         token = _deadline.set(deadline)
         try:
@@ -230,8 +232,8 @@ async def environment_time(seconds: float) -> AsyncIterator[None]:
 
 @contextmanager
 def environment_waits() -> Iterator[None]:
-    """Stop the clock of `environment_time` while the episode waits for an engine, a person or
-    other episodes.
+    """Stop the clock of `environment_time`, if there is one, for the block, in which the episode
+    waits for an engine, a person or other episodes.
     """
     deadline = _deadline.get()
     if deadline is None or (ends_at := deadline.when()) is None:
@@ -257,9 +259,9 @@ async def run_episode(
     pace: Callable[[SampleKey], Awaitable[None]] = no_pace,
 ) -> Status:
     """Play until the environment ends the task, the horizon or the context is used up, or the
-    player gives up (counted as reaching the horizon). Return its status.
+    player gives up (counted as reaching the horizon). Fill `episode` and return its status.
 
-    pace: awaited before each turn.
+    pace: awaited with the sample's key before each turn. Errors: PlayerFailed, EnvError.
     """
     settings = episode.settings
     if not player.begin(episode):
@@ -292,7 +294,7 @@ async def run_episode(
 def ending(reply: StepReply) -> Status | None:
     """Return the status with which the environment ended the episode; None if it continues.
 
-    If a reply is both terminated and truncated, the task has ended: there is no future to value.
+    A reply that is both terminated and truncated counts as terminated.
     """
     if reply.terminated:
         return Status.TERMINATED
@@ -300,7 +302,7 @@ def ending(reply: StepReply) -> Status | None:
 
 
 def reply_naming(action: str, action_format: Literal["plain", "react"]) -> str:
-    """Return a demonstrator's reply that takes an action: the inverse of `extract_action`."""
+    """Return the reply that names an action in this format: the inverse of `extract_action`."""
     return action if action_format == "plain" else f"Action: {action}"
 
 
@@ -324,7 +326,7 @@ def extract_action(
 
 
 class EngineStalled(RuntimeError):
-    """The engine gave no reply in time. This is no environment failure: the run ends."""
+    """Error if the engine gave no reply within REPLY_S. It fails the run, not only the episode."""
 
 
 class TokenPlayer:
@@ -384,8 +386,8 @@ class Guide:
     examples: tuple[Example, ...] = ()
 
     def opening(self, env: str, num_examples: int, action_format: Literal["plain", "react"]) -> str:
-        """Return the instructions with the first worked examples.
-        Errors: ConfigError if the servers offer fewer.
+        """Return the instructions, then `num_examples` worked examples with replies in this format.
+        env: its name in errors. Errors: ConfigError if the servers offer fewer examples.
         """
         if num_examples > len(self.examples):
             raise ConfigError(

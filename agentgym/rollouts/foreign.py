@@ -1,4 +1,4 @@
-"""Parts that the clients of foreign servers share: choice of server, retries, parsing, errors."""
+"""Parts shared by the clients of AgentGym's and OpenEnv's servers: retries, parsing, errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN = 200  # characters of an answer in an error
 
 
 class ForeignPool:
-    """Base of the pools of foreign servers of one environment. Use as `async with`."""
+    """Base of the pools of servers that speak another protocol than ours. Use as `async with`."""
 
     def __init__(self, endpoints: Sequence[str], *, max_retries: int) -> None:
         self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
@@ -49,8 +49,9 @@ class ForeignPool:
         first_s: float = BACKOFF_S,
         patience_s: float = 0.0,
     ) -> T:
-        """Return the result of an attempt at opening a session. Repeat it while servers are full
-        or unreachable, `max_retries` times and at least for `patience_s`. Errors: EnvError.
+        """Return the result of `attempt`. If servers are full or unreachable, repeat it, at least
+        `max_retries` times and for at least `patience_s`; wait `first_s`, then longer, in between.
+        Errors: EnvError.
         """
         number, until = 0, time.monotonic() + patience_s
         while True:
@@ -74,25 +75,21 @@ class ForeignPool:
 
 
 def text_of(answer: Any) -> str:
-    """Return a text of a server's answer, with lone surrogates replaced.
-    Errors: TypeError if it is no text.
-    """
+    """Return a server's text with lone surrogates replaced. Errors: TypeError if it is no text."""
     if not isinstance(answer, str):
         raise TypeError(f"{type(answer).__name__} is no text")
     return whole(answer)
 
 
 def flag_of(answer: Any) -> bool:
-    """Return a boolean of a server's answer; the string "false" is refused, not read as true.
-    Errors: TypeError.
-    """
+    """Return a server's boolean. Errors: TypeError for other values, also the string "false"."""
     if not isinstance(answer, bool):
         raise TypeError(f"{type(answer).__name__} is no flag")
     return answer
 
 
 def number_of(answer: Any) -> float:
-    """Return a finite number of a server's answer. Errors: TypeError, ValueError."""
+    """Return a server's number. Errors: TypeError if it is none, ValueError if it is not finite."""
     if not isinstance(answer, int | float):
         raise TypeError(f"{type(answer).__name__} is no number")
     if not math.isfinite(answer):
@@ -105,6 +102,6 @@ def unreachable(endpoint: str, route: str, error: Exception) -> EnvError:
 
 
 def unexpected(endpoint: str, route: str, answer: Any) -> EnvError:
-    """Return the error for an unexpected answer. answer: JSON types."""
+    """Return the error for an unexpected answer, which it quotes. answer: as parsed from JSON."""
     excerpt = json.dumps(answer)[:_SHOWN]
     return EnvError(endpoint, route, "", "protocol", f"unexpected answer {excerpt}")

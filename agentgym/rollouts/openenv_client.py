@@ -81,12 +81,12 @@ class OpenEnvSession:
         self._total = 0.0
 
     async def reset(self, task_id: int, episode_id: str) -> None:
-        """Start the episode of a task. Errors: EnvError."""
+        """Start a task's episode; its first observation is then `observation`. Errors: EnvError."""
         data = await self._ask("reset", {"seed": task_id, "episode_id": episode_id})
         self.observation = self._text(data)
 
     async def step(self, action: str) -> StepReply:
-        """Send one action, never twice, and return the scored answer. Errors: EnvError."""
+        """Send one action, never twice; return observation, reward and end. Errors: EnvError."""
         data = await self._ask("step", {self._fields.action: sendable(action)})
         observation = self._text(data)
         metadata = data.get("metadata") or data["observation"].get("metadata") or {}
@@ -113,8 +113,8 @@ class OpenEnvSession:
         )
 
     async def close(self) -> None:
-        """Close the session (best effort): the server ends the connection once it has released
-        the environment, so that its slot is free.
+        """Close the session; wait up to CLOSE_TIMEOUT_S until the server has released its slot and
+        ends the connection. Errors are suppressed; the connection is closed in any case.
         """
         with contextlib.suppress(WebSocketException, OSError, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -123,7 +123,7 @@ class OpenEnvSession:
         self._socket.transport.abort()
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message and return the data of the observation that answers it.
+        """Send a message and return the data of the answer. kind: reset or step.
         Errors: EnvError; the session cannot be used after one.
         """
         try:
@@ -178,10 +178,8 @@ class OpenEnvPool(ForeignPool):
         self._fields: dict[str, Fields] = {}  # by endpoint
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
-        """Refuse servers without exactly one text field for actions and one for observations, or
-        whose fields differ.
-        Result: an empty guide; these servers have none.
-
+        """Check that all servers have the same text fields, one of actions, one of observations.
+        Result: an empty guide, because these servers have none. `allow_expert` has no effect.
         Errors: EnvError; ValueError naming the endpoint.
         """
         for endpoint in self.endpoints:
@@ -207,7 +205,7 @@ class OpenEnvPool(ForeignPool):
                 await session.close()
 
     async def _begin(self, endpoint: str, task_id: int, episode_id: str) -> OpenEnvSession:
-        """Connect to a server and reset. A session that fails is closed, never acted in."""
+        """Connect to a server, start the task's episode, return the session. Close it on errors."""
         fields = self._fields.get(endpoint) or await self._fields_of(endpoint)
         session = OpenEnvSession(endpoint, fields, await self._connect(endpoint), self._timeout_s)
         try:

@@ -36,7 +36,7 @@ class ExpertPlayer(TextPlayer):
 
 
 class ScriptedPlayer(TextPlayer):
-    """A player of prepared lines; it gives up after the last one."""
+    """A player that replies with prepared lines, in order; it gives up after the last one."""
 
     def __init__(self, lines: Sequence[PlayerReply]) -> None:
         self._lines = iter(lines)
@@ -46,7 +46,7 @@ class ScriptedPlayer(TextPlayer):
 
 
 class NoHints(PlayerFailed):
-    """The environment offers no list of possible actions to draw from."""
+    """Error of `RandomPlayer` if a server does not list the possible actions; it is final."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(
@@ -69,7 +69,7 @@ async def hints_of(session: Any) -> list[str]:
 
 
 class RandomPlayer(TextPlayer):
-    """A player that draws uniformly from the possible actions; equal keys give equal actions.
+    """A player that draws uniformly from the possible actions; the sample's key decides the draw.
     It gives up if there are none. Errors: NoHints if the server does not list them.
     """
 

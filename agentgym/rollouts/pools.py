@@ -56,7 +56,7 @@ class EnvPool:
         """Prepare a pool.
 
         endpoints: URLs. A host name with several addresses stands for a server at each address and
-        is looked up repeatedly. An endpoint with a listing has the servers in it.
+        is looked up repeatedly. If an endpoint has a listing file, the servers are those in it.
         patience_s: while no server of the pool opens a session, `session` keeps trying for at
         least this long: a server may be restarting.
         Errors: ValueError without an endpoint.
@@ -94,8 +94,8 @@ class EnvPool:
         await self.client.__aexit__()
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
-        """Refuse servers that do not match the configuration; later ones must match these.
-        Errors: as `check_endpoints`.
+        """Check that the servers match the configuration; return their instructions and examples.
+        A server that appears later must match these. Errors: those of `check_endpoints`.
         """
         await self._resolve()
         replies = await check_endpoints(
@@ -128,10 +128,11 @@ class EnvPool:
             await session.close()
 
     async def _create(self, request: CreateRequest) -> tuple[str, CreateReply]:
-        """Open a session on some server. If one is full, draining or unreachable, try another; if
-        all are, wait and retry.
+        """Open a session on some server; return (endpoint, reply).
 
+        If the server is full, draining or unreachable, wait and try again, perhaps on another one.
         A lost reply may leave an unused session on a server, which its reaper ends.
+        Errors: EnvError; after such a failure only once all retries and the patience are used up.
         """
         attempt = 0
         while True:
@@ -153,7 +154,7 @@ class EnvPool:
 
     async def _choose(self) -> str:
         """Return the less loaded of two servers drawn at random.
-        Errors: EnvError if the server came after the others were checked and differs.
+        Errors: EnvError if it appeared after the check and differs; those of `_resolve`.
         """
         await self._resolve()
         pair = self._random.sample(self.endpoints, min(2, len(self.endpoints)))
@@ -165,8 +166,8 @@ class EnvPool:
         return chosen
 
     async def _resolve(self) -> None:
-        """Look up the servers: listings every LISTED_S, host names at most once in RESOLVE_S.
-        An endpoint that cannot be resolved keeps its addresses.
+        """Update `endpoints`: read listings at most once in LISTED_S, look up host names at most
+        once in RESOLVE_S. An endpoint that cannot be resolved keeps its addresses.
 
         Errors: EnvError if a listing reports that its servers may not be used any more.
         """
@@ -184,7 +185,8 @@ class EnvPool:
         self.endpoints = tuple(resolved)
 
     def _listed(self, endpoint: str) -> dict[str, str] | None:
-        """Return address -> host name from the endpoint's listing; None if none is on this machine.
+        """Return URL -> host name for the servers in the endpoint's listing, those known so far if
+        it is empty; None if the endpoint has no listing that can be read.
         Errors: EnvError with the trouble that the listing reports.
         """
         path = self._listings.get(endpoint)
@@ -197,7 +199,7 @@ class EnvPool:
         return dict.fromkeys(addresses, name) or self._known(endpoint)
 
     def _is_gone(self, endpoint: str) -> bool:
-        """Return True if all listings name servers but not this one: it is lost, or drains."""
+        """Return True if there are listings, all name servers, and none names this endpoint."""
         listings = [listed(path) for path in self._listings.values()]
         return bool(listings) and all(
             listing and listing[0] and endpoint not in listing[0] for listing in listings
@@ -233,7 +235,7 @@ class EnvPool:
         return dict.fromkeys(urls, parts.netloc)
 
     def _known(self, endpoint: str) -> dict[str, str]:
-        """Return URL -> host name of the endpoint as last looked up; without any, the endpoint."""
+        """Return URL -> host name as last looked up for the endpoint; {endpoint: ""} if never."""
         name = urlsplit(endpoint).netloc
         known = {url: host for url, host in self.client.hosts.items() if host == name}
         return known or {endpoint: ""}
@@ -251,8 +253,8 @@ class EnvPool:
         self.client.known[endpoint] = info
 
     async def _refresh_load(self, endpoint: str) -> None:
-        """Ask for the load at most once in LOAD_AGE_S; the pool adds our own sessions meanwhile.
-        Without an answer the load is infinite.
+        """Ask a server for its number of open sessions, at most once in LOAD_AGE_S; in between, the
+        pool counts its own. Without an answer the load is infinite.
         """
         now = time.monotonic()
         if now - self._load_seen_at[endpoint] < LOAD_AGE_S:
@@ -268,7 +270,7 @@ class EnvPool:
 
 
 def _is_address(host: str) -> bool:
-    """Return True for a host that needs no lookup."""
+    """Return True for a host that needs no lookup: an IP address or localhost."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -277,7 +279,7 @@ def _is_address(host: str) -> bool:
 
 
 class AnyPool(AbstractAsyncContextManager[Any], Protocol):
-    """Servers of one environment, in any dialect."""
+    """Interface of the pools of one environment's servers, in any dialect."""
 
     def session(self, item: Item, request_key: str) -> AbstractAsyncContextManager[Any]: ...
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide: ...
@@ -302,7 +304,7 @@ class EnvPools:
     @classmethod
     def of(cls, envs: Sequence[EnvConfig], endpoints: Endpoints) -> Self:
         """Make the pool of each environment.
-        endpoints: the configured ones, which speak the configured dialect, or servers of ours.
+        endpoints: by environment; others than the configured ones speak our own protocol.
         """
         return cls({env.name: _pool(env, endpoints[env.name]) for env in envs})
 
@@ -311,8 +313,8 @@ class EnvPools:
         return self._pools[item.env].session(item, request_key)
 
     async def check(self, envs: Sequence[EnvConfig], *, allow_expert: bool) -> dict[str, Guide]:
-        """Refuse servers that do not match the configuration; return environment -> its guide.
-        Errors: as `check_endpoints`.
+        """Check that all servers match the configuration; return environment -> its guide.
+        Errors: EnvError; ValueError naming the endpoint.
         """
         return {
             env.name: await self._pools[env.name].check(env, allow_expert=allow_expert)
@@ -344,10 +346,11 @@ async def check_endpoints(
     allow_expert: bool,
     expect_options: dict[str, Any] | None = None,
 ) -> list[InfoReply]:
-    """Refuse servers that do not match the configuration; return their /info.
+    """Check that all servers match the configuration and each other; return their /info, in order.
 
+    allow_expert: accept servers that offer their expert.
     expect_options: the configured options; each must be served with this value.
-    Errors: EnvError; ValueError naming the endpoint.
+    Errors: EnvError if a server does not answer; ValueError naming the endpoint with a mismatch.
     """
     try:
         replies = await pool.info()

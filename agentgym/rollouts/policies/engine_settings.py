@@ -1,5 +1,5 @@
-"""Settings and first weights of an engine, as values that can be sent to another process, and what
-vLLM is started with.
+"""An engine's settings, as plain values that can be sent to another process, its first weights, and
+the arguments and environment variables that vLLM is started with.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EngineSettings:
 
     @property
     def kind(self) -> str:
-        """sha256 of all settings but the sizes; equal for engines that can replace each other."""
+        """sha256 of all settings except context_tokens and num_slots, which `serves` compares."""
         return sha256(canonical_json(asdict(replace(self, context_tokens=0, num_slots=0))))
 
     def serves(self, other: EngineSettings) -> bool:
@@ -83,7 +83,7 @@ def settings_of(cfg: RunConfig, checkpoint: Checkpoint, num_slots: int) -> Engin
 
 
 def write_model(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write the files that an engine reads when it starts: the architecture, and for an adapter the
+    """Write the files that an engine reads when it starts: config.json and, for an adapter, the
     base weights. Errors: DigestMismatch, BlobMissing.
     """
     (folder / ARCHITECTURE).write_text(checkpoint.architecture, encoding="utf-8")
@@ -93,8 +93,8 @@ def write_model(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def first_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the weights that an engine begins with; none for an adapter that is new.
-    Errors: DigestMismatch, BlobMissing.
+    """Return name -> weight, as sent to a new engine: the adapter's, none if the adapter is new;
+    without an adapter the model's. Errors: DigestMismatch, BlobMissing.
     """
     if checkpoint.adapter is not None:
         stored = checkpoint.adapter.stored
@@ -113,7 +113,7 @@ def first_digest(checkpoint: Checkpoint) -> str:
     return weights_digest(first_weights(checkpoint))
 
 
-MOST_BATCHED = 8192  # tokens of one forward; at least a context
+MOST_BATCHED = 8192  # tokens of one forward; a longer context raises the limit
 # variables for vLLM's processes; a variable that is already set keeps its value
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",  # send nothing out
@@ -128,7 +128,7 @@ ENVIRONMENT = {
 
 @contextmanager
 def engine_environment(settings: EngineSettings, folder: Path) -> Iterator[None]:
-    """Set the variables with which vLLM starts its processes, for the block.
+    """Set the environment variables of vLLM's processes; after the block, restore all variables.
 
     folder: for their sockets, which vLLM does not remove.
     """
@@ -152,7 +152,7 @@ def engine_environment(settings: EngineSettings, folder: Path) -> Iterator[None]
 
 
 def engine_arguments(settings: EngineSettings, folder: Path) -> Any:
-    """Return the arguments that vLLM is started with."""
+    """Return vLLM's AsyncEngineArgs. folder: of `write_model`; without weights, random ones."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     vllm, context = VllmConfig(**settings.vllm), settings.context_tokens

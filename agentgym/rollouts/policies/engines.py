@@ -1,5 +1,5 @@
 """Engines by name: the built-in ones, and those that installed packages offer under the entry point
-group `agentgym.engines`, and what they count. Other modules do not name engines.
+group `agentgym.engines`; and the meter of their work. Other modules do not name engines.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class EngineClass(Policy, Protocol):
     def open(cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Self:
         """Open a policy on `cfg.compute_device`; it takes over the checkpoint's model.
 
-        num_slots: episodes at a time. If the checkpoint has an adapter, only that is published;
-        it has one only if `why_merged` allows it.
+        num_slots: episodes at a time. version: number of the checkpoint's weights. If it has an
+        adapter, only that is published; it has one only if `why_merged` allows it.
         """
         ...
 
@@ -148,7 +148,7 @@ def _asked(python: str, expression: str, *arguments: str) -> Any:
 
 
 def start_timeout_s(cfg: RunConfig) -> float:
-    """Seconds that an engine may take to start, in addition to the start of its process."""
+    """Seconds that vLLM may take to start after its process has started; 0 for other engines."""
     return cfg.vllm.start_timeout_s if cfg.rollout.engine == "vllm" else 0.0
 
 
@@ -236,7 +236,7 @@ class Meter:
         self._cached_tokens += num_cached
 
     def usage(self) -> EngineUsage:
-        """Usage from the start until now."""
+        """Return the usage since the meter was made."""
         self.requests(running=self._num_running, waiting=self._num_waiting)
         return EngineUsage(
             self._prompt_tokens, self._cached_tokens, self._busy_s, dict(self._depth_s)

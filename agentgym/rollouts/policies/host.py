@@ -2,7 +2,8 @@
 
 Started by its owner as `python -m agentgym.rollouts.policies.host FOLDER MODULE:CLASS KEEP_S`, it
 listens on a socket in a folder that only its user can enter, holds one engine, and ends when the
-owner does, even if that is killed. Each connection is a session; one has the engine at a time.
+owner does, even if that is killed. KEEP_S: seconds after which it ends an unused engine; 0: never.
+Each connection is a session of the host; one session at a time uses the engine.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Host:
         self.ending: asyncio.Task[None] | None = None
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection, from its first frame to its end."""
+        """Serve one connection to its end; refuse a client of another protocol or source."""
         session = Session(self, writer)
         try:
             here = door()
@@ -111,7 +112,7 @@ class Host:
 
 
 class Session:
-    """The calls of one client, until it leaves: each name in CALLS is a method here."""
+    """One client's connection; each name in CALLS is a method that the client may call."""
 
     def __init__(self, host: Host, writer: asyncio.StreamWriter) -> None:
         self._host, self._out = host, Outbox(writer)
@@ -125,7 +126,7 @@ class Session:
         self.name = f"process {struct.unpack('3i', credentials)[0]}"  # at the other end
 
     def take(self, call: dict[str, Any]) -> None:
-        """Begin a call, or cancel one."""
+        """Start a call {"id", "do", "given"} as a task; cancel a running one for {"cancel": id}."""
         if "cancel" in call:
             if task := self._running.get(call["cancel"]):
                 task.cancel()
@@ -188,9 +189,9 @@ class Session:
         """Take the engine once the session before leaves; end an engine that these settings do
         not fit.
 
-        Result: what the client must send next: "model" (call `start`), "weights" (call `first`), or
-        "" if the engine has these weights.
-        Errors: HostBusy.
+        digest, version: of the weights; an empty digest stands for a new adapter.
+        Result: the client's next call: "model" for `start`, "weights" for `first`, or "" for none,
+        because the engine has these weights. Errors: HostBusy after `wait_s` seconds.
         """
         host = self._host
         try:
@@ -285,7 +286,7 @@ async def _run(folder: Path, host: Host) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a host. arguments: folder of the socket; MODULE:CLASS of a `HostedEngine`; keep_s."""
+    """Run a host until SIGTERM; return 0. arguments: those of the command line, see the module."""
     end_with_owner()
     folder, (kind, keep_s) = Path(arguments[0]), arguments[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")

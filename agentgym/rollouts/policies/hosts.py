@@ -1,4 +1,4 @@
-"""Start, find and end the processes that hold engines.
+"""Start, find and end hosts, the processes that contain an engine.
 
 A run has one, started by the first step that needs it. It is a child that reads a pipe of its
 owner and ends with it. PR_SET_PDEATHSIG would not do: it fires when the thread that started the
@@ -37,7 +37,7 @@ from agentgym.rollouts.policies.host_protocol import (
     receive,
 )
 
-if TYPE_CHECKING:  # done steps need no torch; the import puts the host's source into keys
+if TYPE_CHECKING:  # done steps load no torch, but keys include the source of these imports
     from agentgym.rollouts.policies import host as host
     from agentgym.rollouts.policies.engine_settings import EngineSettings
 
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 ADDRESS = "AGENTGYM_ENGINE_HOST"  # variable with the folder of an engine that child processes use
 KEPT = "engine"  # in the state folder: a link to the folder of the host that `make up` keeps
-QUEUE_S = 10.0  # time for the session before to leave the engine of this process's host
+QUEUE_S = 10.0  # limit of the wait until the session before has left this process's host
 POLL_S = 0.05
 PREFIX, SWEEP_S = "agentgym-engine-", 60.0  # a younger folder may not be in use yet
 DOOR_S = 30.0
@@ -78,8 +78,8 @@ class Connection:
 def connect(folder: Path, lost: Callable[[], str], python: str) -> Connection:
     """Connect to the host that listens in a folder.
 
-    python: the interpreter it has to run in. Errors: HostLost; ConfigError if it has other versions
-    than this process or that interpreter.
+    lost: returns the error's text if the host is gone. python: the interpreter it has to run in.
+    Errors: HostLost; ConfigError if it has other versions than this process or that interpreter.
     """
     connection = socket.socket(socket.AF_UNIX)
     try:
@@ -105,7 +105,7 @@ class OwnHost:
     """A host that this process starts when it is first needed, and again if it died."""
 
     def __init__(self, cfg: RunConfig) -> None:
-        """Prepare a host, not started yet. cfg: the run's; the engine gets at least its sizes."""
+        """Prepare a host, not started yet. cfg: the engine gets at least the sizes in it."""
         self._cfg = cfg
         self._stack = contextlib.ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
@@ -191,14 +191,16 @@ def _log_path(cfg: RunConfig) -> Path:
 
 
 def host_command(cfg: RunConfig, folder: Path, keep_s: float = 0.0) -> list[str]:
-    """Command that starts a host. keep_s: it ends an unused engine after this time; 0: never."""
+    """Command that starts a host, which ends an unused engine after keep_s seconds; 0: never."""
     entry = engine_entry(cfg.rollout.engine).value
     module = "agentgym.rollouts.policies.host"
     return [engine_python(cfg), "-m", module, str(folder), entry, f"{keep_s:g}"]
 
 
 def host_environment(cfg: RunConfig) -> dict[str, str]:
-    """Variables for a host: this checkout, if it is one, and the programs of its environment."""
+    """Environment variables of a host: PATH with its interpreter's folder, PYTHONPATH with this
+    checkout, if it is one.
+    """
     programs = str(Path(engine_python(cfg)).parent)
     variables = {"PATH": os.pathsep.join([programs, os.environ.get("PATH", "")])}
     if (ROOT / "pyproject.toml").is_file():
@@ -248,8 +250,9 @@ class Taken:
 
 
 def take(cfg: RunConfig, begin: Callable[[Connection, float], str]) -> Taken:
-    """Begin a session: with the run's engine, with one of the parent process, or with a new one for
-    this session alone.
+    """Begin a session with the first engine that accepts it, and return it. The order: the one of
+    `one_engine` if it runs; else those of the parent process and of `make up`, then that of
+    `one_engine`, started now; at last a new one for this session alone.
 
     begin: called with a connection and the seconds to wait for its engine; see `Session.begin`.
     Errors: HostLost; ConfigError.

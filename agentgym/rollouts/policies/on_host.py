@@ -29,14 +29,14 @@ from agentgym.types import Completion, Delivery, EngineUsage, Sampling
 
 logger = logging.getLogger(__name__)
 
-SLACK_S = 30.0  # beyond the host's own limit for its engine
+SLACK_S = 30.0  # added to the host's own time limit for its engine
 
 
 class HostPolicy:
     """Policy with an engine in another process, its host, for one session."""
 
     def __init__(self, taken: Taken, settings: EngineSettings, version: int) -> None:
-        """Wrap a session that has begun."""
+        """Wrap a session that `take` has begun. version: number of the engine's weights."""
         self._connection, self._release = taken.connection, taken.close
         self._context, self._limit_s = settings.context_tokens, settings.publish_timeout_s
         self._ids = itertools.count(1)
@@ -78,7 +78,9 @@ class HostPolicy:
         await self._call("wake")
 
     async def close(self) -> None:
-        """Leave the engine to the next session; end it if it was started for this one."""
+        """Fail waiting calls; leave the engine to the next session, or end it if it was started for
+        this one alone.
+        """
         self._fail(RuntimeError("the engine was closed"))
         if self._reading is not None:
             self._reading.cancel()
@@ -89,7 +91,7 @@ class HostPolicy:
         await asyncio.to_thread(self._release)
 
     async def _call(self, do: str, *given: Any) -> Any:
-        """Call the host and return its answer. Errors: HostLost; the call's own."""
+        """Call a method of `host.Session` and return its result. Errors: HostLost; the method's."""
         if self._out is None and self._failure is None:
             await self._attach()
         if self._failure is not None:

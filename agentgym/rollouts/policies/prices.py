@@ -39,7 +39,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Tariff:
-    """The price of one model."""
+    """The price of one model, and its currency."""
 
     price: Price
     currency: str

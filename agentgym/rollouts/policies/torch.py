@@ -1,5 +1,5 @@
-"""The built-in engine: a continuously batched key-value loop over Hugging Face weights, and
-reproducible sampling: from a `SampleKey` and logits to a token.
+"""The built-in engine: continuous batching with a key-value cache over a Hugging Face model, and
+reproducible sampling: a token is a function of a `SampleKey` and logits.
 
 Every forward takes all admitted requests: a fresh prompt, the tail of a grown one, the last token
 of a running one.
@@ -61,7 +61,7 @@ class _Request:
     logprobs: list[float] = field(default_factory=list)
 
     def tokens(self, start: int) -> list[int]:
-        """Tokens of prompt and action from `start` on."""
+        """Return the tokens of prompt and action from index `start` on."""
         first = start - len(self.prompt)
         return self.ids[first:] if first >= 0 else self.prompt[start:] + self.ids
 
@@ -161,7 +161,7 @@ class TorchPolicy:
         return self._meter.usage()
 
     async def sleep(self) -> None:
-        """Free the cache of keys and values, and the float32 copies of weights."""
+        """Wait for running actions; then free the key-value cache and float32 copies of weights."""
         self._awake.clear()
         await self._idle()
         self._forget()
@@ -220,7 +220,7 @@ class TorchPolicy:
         self._meter.requests(running=len(self._active), waiting=len(self._waiting))
 
     async def _idle(self) -> None:
-        """Wait until no action is running, nor a forward whose actions were cancelled."""
+        """Wait until no action is running, and no forward whose actions were cancelled."""
         while True:  # each pass lets the engine do one forward
             if self._forwarding is not None:
                 await asyncio.wait([self._forwarding])
@@ -229,7 +229,7 @@ class TorchPolicy:
             await asyncio.sleep(0)
 
     def _fail(self, failure: RuntimeError, cause: BaseException | None = None) -> None:
-        """Fail every request, running or waiting: callers would otherwise wait forever."""
+        """Fail every request: callers would otherwise wait forever. Mark every slot as empty."""
         failure.__cause__ = cause
         for request in [*self._active, *self._waiting]:
             if not request.done.done():
@@ -247,8 +247,8 @@ class TorchPolicy:
         """Give waiting requests a slot: the episode's own if it still has one, else the one unused
         for longest.
 
-        Requests wait until they are at least as many as the running ones, or the engine is free:
-        a forward of few sequences costs little less than one of many.
+        None is admitted during sleep or publishing, or if fewer wait than run: a forward of few
+        sequences costs little less than one of many.
         A prompt that shares a prefix with one that begins now waits until the prefix is computed.
         """
         is_held = self._num_publishing or not self._awake.is_set()
@@ -348,7 +348,7 @@ class TorchPolicy:
     def _forward(
         self, active: list[_Request], fed: list[list[int]], cached: list[int]
     ) -> tuple[list[int], list[float]]:
-        """Return the sampled token and its log-probability by request.
+        """Return (sampled tokens, their log-probabilities), one for each active request.
 
         fed: the uncached tokens of each request; cached: the number of cached ones.
         """

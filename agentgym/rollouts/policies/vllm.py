@@ -51,11 +51,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LOWEST = 0.01  # lowest temperature above 0
-FIRST_ADAPTER = "adapter"  # folder of the adapter that it begins with
+FIRST_ADAPTER = "adapter"  # folder of the adapter that the engine begins with
 
 
 def _parameters(**options: Any) -> Any:
-    """Return vLLM's parameters for a request with one answer, at its end, in tokens only."""
+    """Return vLLM's SamplingParams for a request that is answered once, at its end, in tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -66,7 +66,7 @@ def _parameters(**options: Any) -> Any:
 
 def _of_tokens(logprobs: Any, ids: Sequence[int]) -> list[float]:
     """Return the log-probability of each token in `ids`, which are the last positions of vLLM's
-    flat lists. Leave out a prompt's first token, which has no log-probability.
+    flat lists. Pass a prompt without its first token, which has no log-probability.
 
     Errors: RuntimeError if the first entry of a position is of another token.
     """
@@ -80,7 +80,7 @@ def _of_tokens(logprobs: Any, ids: Sequence[int]) -> list[float]:
 
 
 def seed_of(key: SampleKey) -> int:
-    """Return 64 bits of the key's digest, signed: a seed for an engine that samples by itself."""
+    """Return a seed for vLLM's own sampler: 64 bits of the key's digest as a signed integer."""
     return int.from_bytes(key_digest(key, 0)[:8], "little", signed=True)
 
 
@@ -112,7 +112,7 @@ class VllmPolicy:
         cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int
     ) -> VllmPolicy:
         """Start an engine on `cfg.compute_device`, in child processes, with a checkpoint's weights.
-        Errors: those of vLLM if it cannot serve the model.
+        version: their number. Errors: those of vLLM if it cannot serve the model.
         """
         folder = Path(tempfile.mkdtemp(prefix="agentgym-vllm-"))
         adapter, weights = checkpoint.adapter, checkpoint.weights
@@ -257,7 +257,7 @@ class VllmPolicy:
                 shutil.rmtree(self._folder / FIRST_ADAPTER, ignore_errors=True)
             if not await self._within("reset_prefix_cache", self._engine.reset_prefix_cache()):
                 raise RuntimeError("its prefix cache could not be emptied")
-        except BaseException as error:  # cancelled, too: the old version has new weights
+        except BaseException as error:  # also if cancelled: weights may be new, the version old
             self._failure = RuntimeError(
                 f"vLLM did not change to weights version {version}: {error}; it may hold a part of"
                 " them, so it generates nothing any more"
@@ -270,8 +270,8 @@ class VllmPolicy:
     def _request(self) -> Any:
         """Return vLLM's request for the next adapter, under a new number.
 
-        A process that lacks this adapter looks for it in the folder of the first one; that folder
-        is removed, so the engine ends and cannot sample with the wrong adapter.
+        A process that lacks this adapter looks for it in the folder of the first one. A switch
+        removes that folder, so this process fails instead of sampling with a wrong adapter.
         """
         from vllm.lora.request import LoRARequest
 
@@ -357,7 +357,9 @@ class VllmPolicy:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Count a request as running during the block; wait while weights change."""
+        """Count a request as running during the block. Before it, wait while weights change or the
+        engine sleeps. Errors: RuntimeError if the engine failed or was closed.
+        """
         async with self._changed:
             while not (self._failure or (self._awake and not self._num_publishing)):
                 self._measure(waiting=1)
@@ -376,7 +378,9 @@ class VllmPolicy:
                 self._changed.notify_all()
 
     def _measure(self, *, running: int = 0, waiting: int = 0) -> None:
-        """Record more or fewer requests for `usage`. vLLM runs as many of them as it has slots."""
+        """Change the numbers of requests and record them for `usage`. Requests beyond vLLM's slots
+        count as waiting.
+        """
         self._num_running += running
         self._num_waiting += waiting
         begun = min(self._num_running, self._num_slots)
@@ -385,7 +389,9 @@ class VllmPolicy:
 
     @asynccontextmanager
     async def _between_turns(self) -> AsyncIterator[None]:
-        """Let no request run or begin during the block; one such block at a time."""
+        """Wait until no request runs; let none begin during the block. One such block at a time.
+        Errors: RuntimeError if the engine failed or was closed.
+        """
         async with self._one_change:
             self._num_publishing += 1
             try:

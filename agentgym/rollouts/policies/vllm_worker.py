@@ -39,14 +39,16 @@ class WeightReceiver:
     staged: tuple[str, dict[str, torch.Tensor]] | None = None  # digest, weights
 
     def stage_file(self, path: str, like: str) -> str:
-        """Stage the weights of a safetensors file. like: the sender's digest. Result: ours."""
+        """Stage a safetensors file's weights; return their digest, UNREADABLE for a broken file.
+        like: the sender's digest.
+        """
         digest, weights = read_weights(Path(path), like)
         self.staged = digest, weights
         return digest
 
     def stage_shared(self, shared: dict[str, Any], like: str) -> tuple[str, str]:
         """Stage weights that lie on a GPU of this machine, see `shared_of`; the switch copies them.
-        Result: (their digest, reason if they cannot be opened).
+        Result: (their digest, ""), or ("", the reason) if they cannot be opened.
         """
         try:
             return self._stage(opened(shared), like), ""
@@ -57,7 +59,8 @@ class WeightReceiver:
         """Receive weights by broadcast and stage them.
 
         delivery: a `Broadcast` with the rank of the engine's first process.
-        Result: (their digest, reason if it broke). An error would lose its class in vLLM.
+        Result: (their digest, ""), or ("", the reason) if it broke: vLLM passes errors on without
+        their class.
         """
         first = Broadcast(**delivery)
         here = first.at(first.rank + self.rank)
@@ -74,7 +77,8 @@ class WeightReceiver:
     def switch_weights(self, digest: str) -> list[str]:
         """Load the staged weights into the model. No request may run meanwhile.
 
-        Result: parameters that were not among them. Errors: RuntimeError if others are staged.
+        digest: of the staged weights. Result: sorted names of parameters that were not among them.
+        Errors: RuntimeError if other weights are staged.
         """
         model, weights = self.model_runner.model, self._taken(digest)
         loaded = model.load_weights(weights.items())
