@@ -23,12 +23,11 @@ class Batch:
     input_ids: Tensor  # [N] int64
     starts: Tensor  # [B + 1] int64
     action_mask: Tensor  # [N] bool, true on tokens the policy sampled
-    # [N] float32: the outcome on the last action token, or each turn's reward on its own
+    # [N] float32: the outcome on the last action token, or each turn's reward on its last token
     rewards: Tensor
     logprobs: Tensor  # [N] float32, of the sampling policy; 0 where action_mask is false
     group_ids: Tensor  # [B] int64, equal for samples of one item
-    # [B] bool, true if a limit ended the episode (horizon, context, the simulator's own), not the
-    # task
+    # [B] bool, true if a limit cut the episode (horizon, context or the simulator's own)
     truncated: Tensor
     temperature: float  # of sampling
     # [B] int64, equal for sequences of one environment; None: all are of one

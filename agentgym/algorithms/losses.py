@@ -68,7 +68,7 @@ def cispo(actions: Actions, algorithm: Clipping) -> tuple[Tensor, dict[str, Tens
     """REINFORCE with a clipped importance weight: -sg(clip(rho)) A log pi (sg: no gradient), so
     that every token keeps a gradient. `ppo_clip` gives no gradient to clipped tokens.
 
-    Metrics: clip_frac_low and clip_frac_high, true if rho is below or above the bounds; clip_frac.
+    Metrics: clip_frac_low and clip_frac_high, true if rho is beyond the bound; clip_frac: either.
     Set `clip_low` to 1 for the published loss without a lower bound. Source: arXiv:2506.13585.
     """
     ratio = (actions.logprobs.detach() - actions.old_logprobs).exp()

@@ -61,7 +61,7 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {
     # DeepSeekMath, arXiv:2402.03300; token-mean over the global batch as in DAPO, arXiv:2503.14476
     "grpo": Recipe("grpo", "ppo_clip", needs_groups=True),
-    # arXiv:2503.20783: no division by a deviation, none by a length
+    # arXiv:2503.20783: no division by a standard deviation or a sequence's length
     "dr_grpo": Recipe("dr_grpo", "ppo_clip", needs_groups=True, aggregation="constant"),
     # arXiv:2503.14476
     "dapo": Recipe("grpo", "ppo_clip", needs_groups=True, settings="dynamic_sampling"),
@@ -94,7 +94,7 @@ RECIPES: dict[str, Recipe] = {
         kl_estimator="k1",
         kl_place="reward",
     ),
-    # PPO over turns: one action is one decision, and its reward comes with the observation
+    # PPO with turns as time steps: an action is one decision, rewarded with the observation
     "turn_ppo": Recipe(
         "turn_gae",
         "dual_clip",
@@ -103,7 +103,7 @@ RECIPES: dict[str, Recipe] = {
         kl_estimator="k1",
         kl_place="reward",
     ),
-    # more supervised learning on the demonstrations: the gain of further imitation alone
+    # more supervised learning on the demonstrations, to measure the gain of imitation alone
     "sft": Recipe("", "", needs_groups=False, settings="imitation"),
     # arXiv:2305.18290, pairs of trajectories of one item as in ETO, arXiv:2403.02502
     "dpo": Recipe("", "", needs_groups=True, settings="preference"),
@@ -174,7 +174,7 @@ REWARD_TOLERANCE = 1e-6  # a float32 sum keeps six digits; no environment gives 
 def differ(low: Any, high: Any) -> Any:
     """Return True if high is above low by more than rounding.
 
-    low, high: floats, or tensors of one shape; then the result is a bool tensor of that shape.
+    low, high: floats, or tensors of one shape, for which the result is a bool tensor.
     The tolerance grows with the rewards as their rounding does: for rewards up to 1, 1e-6 to 3e-6.
     """
     return high - low > REWARD_TOLERANCE * (1 + abs(low) + abs(high))

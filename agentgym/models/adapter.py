@@ -50,7 +50,7 @@ class Adapter:
 
     @property
     def policy(self) -> StoredTensors:
-        """Weights of the adapted model, merged while reading; without matrices the frozen ones."""
+        """Merged weights of the adapted model; the frozen weights if no matrices are stored."""
         if self.stored is None:
             return self.base
         stored = self.stored
@@ -90,7 +90,7 @@ class Adapter:
 
     def new_matrices(self, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, float32 values) for each matrix of `like`, by name. `lora_A` is drawn from
-        the seed as peft draws; `lora_B` is zero, so that the adapter changes nothing yet.
+        the seed, distributed as in peft; `lora_B` is zero: the adapter changes nothing yet.
         """
         draw = torch.Generator().manual_seed(self.seed)
         for name in sorted(like):

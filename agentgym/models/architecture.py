@@ -143,7 +143,7 @@ def _without_code(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def unsupported(config: PretrainedConfig) -> Iterator[str]:
-    """Yield an error text for each unsupported feature that shows only on long sequences."""
+    """Yield an error text for each unsupported feature that a test with short sequences misses."""
     text = config.get_text_config(decoder=True)
     for kind in sorted(set(getattr(text, "layer_types", None) or ()) - set(LAYERS)):
         yield f"layers of type {kind!r} are not supported"

@@ -37,7 +37,7 @@ finally:
     transformers.utils.is_sklearn_available = _has_sklearn
 
 RAGGED = "agentgym_ragged"
-GROUP_SEQUENCES = 16  # attended to at once; fewer need less padding, more need fewer calls
+GROUP_SEQUENCES = 16  # attended to in one call; fewer need less padding, more need fewer calls
 
 
 class Layout(Protocol):
@@ -128,7 +128,7 @@ def attend_padded(
     query [R, H, T, D]; key, value [R, KV, L, D]; mask: bool, broadcast to [R, 1, T, L], true where
     a token may look; None: causal (L = T), not with a softcap. Result: [R, H, T, D].
     """
-    if is_emulated(query):  # takes a half to a quarter of the time, and rounds only once
+    if is_emulated(query):  # float32 takes a quarter to half of the time, and rounds only once
         wide = attend_padded(query.float(), key.float(), value.float(), mask, variant)
         return wide.to(query.dtype)
     grouped = query.shape[1] != key.shape[1]
@@ -155,7 +155,7 @@ def attend_padded(
 
 @cache
 def _takes_groups(kernel: Callable[..., Any]) -> bool:
-    """Return True if a kernel takes `enable_gqa` (for H > KV); that of torch 2.11 needs no flag."""
+    """Return True if a kernel has the flag `enable_gqa` (for H > KV). Torch 2.11 needs no flag."""
     return "enable_gqa" in signature(kernel).parameters
 
 
@@ -174,7 +174,7 @@ def has_kernel(query: Tensor, variant: Variant) -> bool:
 
 
 def within_window(mask: Tensor, query_position: Tensor, window: int | None) -> Tensor:
-    """Return mask [..., T, L] without the keys that are a window or more before the query."""
+    """Return mask [..., T, L] without keys `window` or more before the query; None: unchanged."""
     if window is None:
         return mask
     keys = torch.arange(mask.shape[-1], device=mask.device)
@@ -268,7 +268,7 @@ class PackedSequences:
 
     @cached_property
     def _padding(self) -> tuple[list[_PaddedRows], Tensor]:
-        """Return (padded groups, [M] index of each computed token in their queries end to end)."""
+        """Return (padded groups, [M] index of each computed token in the results of all groups)."""
         groups, first, begins = [], 0, np.empty_like(self._begins)
         for sequences in self._groups():
             num_own = self._own[sequences]
@@ -341,4 +341,4 @@ class _PaddedRows:
 
     queries: Tensor  # [R, T] indices of computed tokens
     keys: Tensor  # [R, L] indices of computed tokens
-    position: Tensor | None  # [R, 1, T] index of each query among the keys; None: the same
+    position: Tensor | None  # [R, 1, T] index of each query among the keys; None: 0, 1, ...

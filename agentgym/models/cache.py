@@ -54,7 +54,7 @@ class KeyValueCache:
         if self.size == before:
             return
         for layers in (self.keys, self.values):
-            for layer, previous in enumerate(layers):  # one at a time: never twice the whole
+            for layer, previous in enumerate(layers):  # one at a time, to save memory
                 layers[layer] = self._like.new_zeros((*self.size, *self._head))
                 layers[layer][:slots, :tokens] = previous
 

@@ -163,7 +163,7 @@ _REASON = "Thought: 12 + 3?\n\nAction: "
 
 def _probe(count: int, before: str = "", system: str = "", user: str = "{}") -> Conversation:
     """Make a conversation of `count` (odd) messages; the first and the last are a user's.
-    before: text at the beginning of each action. user: text around each observation, {}.
+    before: text at the beginning of each action. user: text around each observation, the {}.
     """
     roles = zip(itertools.cycle(_ROLES), _CONTENTS[:count], strict=False)
     messages = [
@@ -241,7 +241,7 @@ class Turns:
 
     def spoken(self, action: str) -> str:
         """Return a demonstrator's action as a policy writes it: after the blanks that the template
-        shows before actions or, if the prompt opened a thought, with the thought's end.
+        shows before actions. If the prompt opened a thought, the result ends it.
         """
         if self.opens_thought:
             if action.startswith(THINK):

@@ -132,7 +132,7 @@ def load_hub(
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Switch off progress bars of transformers and the Hub in a block: they precede error texts."""
+    """Switch off progress bars of transformers and the Hub in a block: they clutter error texts."""
     from transformers.utils import logging as transformers_logging
 
     was_enabled = transformers_logging.is_progress_bar_enabled()
@@ -146,8 +146,8 @@ def no_progress_bar() -> Iterator[None]:
 
 def _published_model(config: ModelConfig, architecture: PretrainedConfig) -> PreTrainedModel:
     """Load a published model; float16 weights become float32, with a warning.
-    Errors: ConfigError naming tensors that are missing, unexpected, of another shape or tied to
-    another value: transformers would draw weights at random or drop them. As `from_config`.
+    Errors: ConfigError as `from_config`, or naming tensors that are missing, unexpected, of another
+    shape or tied to another value: transformers would draw weights at random or drop them.
     """
     from transformers import AutoModelForCausalLM
 
@@ -281,7 +281,7 @@ def load_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> TokenizerFiles:
-    """Return name -> text of a fast tokenizer's files (TOKENIZER_NAMES)."""
+    """Return name -> text of a fast tokenizer's files, as far as TOKENIZER_NAMES lists them."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return {
@@ -356,7 +356,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
 
 def change_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter by `change` of its tensor; one of several layers stays shared."""
+    """Replace each parameter by `change(tensor)`; a parameter of several layers stays shared."""
     changed: dict[nn.Parameter, nn.Parameter] = {}
     for layer in module.modules():
         for name, old in list(layer.named_parameters(recurse=False, remove_duplicate=False)):

@@ -43,8 +43,8 @@ class Prefixes:
         self._sequences = [ids[start:end] for start, end in pairwise(starts.tolist())]
 
     def shared(self, before: int, sequence: int) -> int:
-        """Return the number of tokens at its start that sequence `sequence` (an index) shares with
-        sequence `before`; 0 if it is less than SHARED_FRAC of its tokens.
+        """Return the length of the prefix that the sequences with the indices `before` and
+        `sequence` share; 0 if it is less than SHARED_FRAC of the latter's tokens.
         """
         ids = self._sequences[sequence]
         common = common_tokens(self._sequences[before], ids)

@@ -24,7 +24,7 @@ from agentgym.store.runstore import RunStore, StorePlace
 
 PIECE_BYTES = 16 << 20  # largest part of a file in memory at one time
 PARTS = "parts"  # key of a header's metadata: {tensor: [shape of the whole, first row]}
-# raised by an untrusted header
+# errors that reading an untrusted header can raise
 HEADER_ERRORS = (
     ValueError,
     KeyError,
@@ -34,7 +34,7 @@ HEADER_ERRORS = (
     OverflowError,
     RecursionError,
 )
-# in the order in which the library writes them, widest first
+# in the order in which the safetensors library writes them, widest first
 DTYPES = {
     "I64": torch.int64,
     "F64": torch.float64,
@@ -57,7 +57,7 @@ class Part:
 
 
 class TensorFile:
-    """A safetensors file to be written: its header and tensors in memory; a `Content` of stores."""
+    """A safetensors file to be written: its header and tensors, in memory; a store's `Content`."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         """Order the parts and build the header. Errors: ValueError for an unsupported dtype."""
@@ -96,7 +96,7 @@ def pieces_of(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _header(parts: Mapping[str, Part]) -> bytes:
-    """Return a file's bytes before the tensors: length of the header, header. parts: in order."""
+    """Return a file's header, after its length, as bytes. parts: in the order of their bytes."""
     tree: dict[str, Any] = {}
     split = {
         name: [part.shape, part.first_row]
@@ -177,7 +177,7 @@ class StoredTensors:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """Name -> shape, dtype and location of each tensor, from the files' headers, by name.
+        """Name -> dtype, shape and locations of each tensor, read from the files' headers.
         Errors: ValueError if a file is no safetensors file, or rows are missing; BlobMissing.
         """
         parts_of: dict[str, list[tuple[torch.dtype, tuple[int, ...], StoredPart]]] = {}

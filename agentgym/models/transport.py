@@ -59,7 +59,7 @@ def weights_digest(weights: Mapping[str, Tensor], like: str = "") -> str:
     like: the digest to compare with, which decides the kind; "": the tensors' device decides.
     """
     if like.startswith(SUMS) or (not like and is_on_gpu(weights)):
-        sums = [_sums(weights[name]) for name in sorted(weights)]  # one wait for the device
+        sums = [_sums(weights[name]) for name in sorted(weights)]  # `tolist` waits once for all
         layout = json.dumps([layout_of(weights), torch.stack(sums).tolist()], sort_keys=True)
         return SUMS + hashlib.sha256(layout.encode()).hexdigest()[:32]
     digest = hashlib.sha256()
@@ -82,13 +82,13 @@ def _sums(tensor: Tensor) -> Tensor:
     """
     content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if content.numel() % 4 or content.storage_offset() % 4:
-        content = pad(content, (0, -content.numel() % 4))  # a copy, which begins a storage
+        content = pad(content, (0, -content.numel() % 4))  # the copy has offset 0
     words, device = content.view(torch.int32), content.device
     num_blocks = len(words) // WORDS
     inner = _factors(WORDS, (0, 1), device)
     outer = _factors(1 << num_blocks.bit_length(), (2, 3), device)
     total = torch.zeros(2, dtype=torch.int64, device=device)
-    at_once = BLOCKS_OF_GPU if tensor.is_cuda else 1  # a CPU's cache holds one
+    at_once = BLOCKS_OF_GPU if tensor.is_cuda else 1  # one fits into a CPU's cache
     for first in range(0, num_blocks, at_once):
         last = min(num_blocks, first + at_once)
         wide = words[first * WORDS : last * WORDS].long().view(-1, WORDS)
@@ -174,7 +174,7 @@ def shared_of(weights: Mapping[str, Tensor]) -> dict[str, list[Any]]:
 
 
 def opened(shared: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
-    """Open the GPU tensors of `shared_of`, uncopied. Errors: RuntimeError if the driver refuses."""
+    """Open the GPU tensors of `shared_of`, not copied. Errors: RuntimeError if the driver fails."""
     return {
         name: rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
             Tensor, size, stride, offset, TypedStorage, DTYPES[dtype], *handles
@@ -187,7 +187,7 @@ class InProcess:
     """A `Delivery` to an engine of the learner's process, which gets a copy."""
 
     def __init__(self, weights: Mapping[str, Tensor], version: int) -> None:
-        self.held, self.version = weights, version  # the learner's own
+        self.held, self.version = weights, version  # the learner's tensors, not copied
         self.digest = weights_digest(weights)
 
     async def weights(self) -> dict[str, Tensor]:
@@ -289,7 +289,7 @@ class Broadcast:
     layout: dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype as safetensors has it, shape
     backend: str  # gloo or nccl
     timeout_s: float  # of the whole exchange, from the start of the meeting
-    rank: int = 0  # 0: the sender; for an engine, of its first process, the others follow
+    rank: int = 0  # 0: the sender; for an engine that of its first process, the others follow
     size: int = 0
     host: str = ""  # address at which rank 0 opened a meeting place
     port: int = 0
