@@ -1,7 +1,7 @@
 """Advantage functions: pure, tensors in, tensors out.
 
-Each returns, for an `Experience`, ([n] advantages of action tokens, [n] critic's targets or None).
-"Next", "discount" and "sum" refer to action tokens; observations between them are skipped.
+Each returns ([n] advantages of the n action tokens of an `Experience`, [n] targets of the critic,
+None without a critic). Sums and discounts run over action tokens; observations are skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EPS = 1e-6
 
 
 class Algorithm(Protocol):
-    """Every section `algorithm`."""
+    """Setting that every section `algorithm` of the configuration has."""
 
     recipe: str
 
@@ -42,9 +42,10 @@ AdvantageFunction = Callable[[Experience, Any], tuple[Tensor, Tensor | None]]
 
 
 def with_advantages(experience: Experience, algorithm: Algorithm) -> Experience:
-    """Return the experience with the advantages of the recipe, and targets if it has a critic.
+    """Return the experience with the recipe's advantages, and targets if the recipe has a critic.
 
-    Errors: ValueError if the recipe's function does not return one finite number per token.
+    Errors: ValueError if its function does not return one finite number per action token; as
+    `recipe_of` and `named`.
     """
     function: AdvantageFunction = named(ADVANTAGES, recipe_of(algorithm.recipe).advantages)
     advantages, targets = function(experience, algorithm)
@@ -62,7 +63,7 @@ def with_advantages(experience: Experience, algorithm: Algorithm) -> Experience:
 def grpo(experience: Experience, _: object) -> tuple[Tensor, None]:
     """Standardize each return within its group: [n], equal for all action tokens of a sequence.
 
-    The deviation is the sample one (n - 1).
+    The standard deviation has the divisor k - 1 for k members; EPS is added to it.
     A group whose returns are all equal gets zeros. So does a group with one member left, because
     there is nothing to compare it with.
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2.
@@ -75,13 +76,13 @@ def grpo(experience: Experience, _: object) -> tuple[Tensor, None]:
 
 
 def dr_grpo(experience: Experience, _: object) -> tuple[Tensor, None]:
-    """Each return minus its group's mean: [n]. Source: arXiv:2503.20783."""
+    """Subtract the group's mean from each return: [n]. Source: arXiv:2503.20783."""
     return _centred(experience)[0][experience.sequence], None
 
 
 def rloo(experience: Experience, _: object) -> tuple[Tensor, None]:
-    """Each return minus the mean of the others in its group: [n]; a group of one gets zero.
-    Source: arXiv:2402.14740.
+    """Subtract the mean of the group's other returns from each return: [n]; a group of one gets
+    zero. Source: arXiv:2402.14740.
     """
     centred, sizes = _centred(experience)
     group_sizes = sizes[experience.batch.group_ids]
@@ -89,8 +90,8 @@ def rloo(experience: Experience, _: object) -> tuple[Tensor, None]:
 
 
 def reinforce_plus_plus(experience: Experience, algorithm: Discounting) -> tuple[Tensor, None]:
-    """Discounted sum of the rewards from each token on, whitened over the global batch: [n].
-    Source: arXiv:2501.03262.
+    """Sum the discounted rewards from each action token on: [n], whitened over all action tokens
+    of an environment in the global batch. Source: arXiv:2501.03262.
     """
     num_sequences = experience.batch.num_sequences
     following = _backwards(experience.sequence, num_sequences, experience.rewards, algorithm.gamma)
@@ -98,15 +99,15 @@ def reinforce_plus_plus(experience: Experience, algorithm: Discounting) -> tuple
 
 
 def reinforce_plus_plus_baseline(experience: Experience, _: object) -> tuple[Tensor, None]:
-    """Each return minus its group's mean, whitened over the global batch's tokens: [n].
-    Source: arXiv:2501.03262.
+    """Subtract the group's mean from each return: [n], whitened over all action tokens of an
+    environment in the global batch. Source: arXiv:2501.03262.
     """
     return _whitened(experience, _centred(experience)[0][experience.sequence]), None
 
 
 def gae(experience: Experience, algorithm: Estimating) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation over action tokens, whitened: [n]; the critic's targets
-    are advantage + value, not whitened: [n].
+    """Generalized advantage estimation over action tokens, whitened by environment: [n].
+    The critic's targets are the value plus the advantage before whitening: [n].
 
     Source: arXiv:1506.02438. Errors: ValueError if there are no values.
     """
@@ -116,12 +117,11 @@ def gae(experience: Experience, algorithm: Estimating) -> tuple[Tensor, Tensor]:
 
 
 def turn_gae(experience: Experience, algorithm: Estimating) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation over turns, equal for all tokens of a turn, whitened over
-    tokens: [n]; the critic's targets: [n].
+    """Generalized advantage estimation with a turn as the time step: [n], equal for all tokens of
+    a turn, whitened over the tokens of each environment; the critic's targets: [n].
 
-    A turn's reward is the sum of its tokens' rewards. Its state is the one in which its first token
-    is chosen; the next turn's state follows it. All its tokens have the state's target, advantage
-    + value.
+    A turn's reward is the sum of its tokens' rewards. Its value is that of its first token. The
+    target of all its tokens is this value plus the turn's advantage before whitening.
     Errors: ValueError if there are no values.
     """
     values, ends = _values(experience)
@@ -143,19 +143,19 @@ def _values(experience: Experience) -> tuple[Tensor, Tensor]:
 def _gae(
     sequence: Tensor, rewards: Tensor, values: Tensor, ends: Tensor, algorithm: Estimating
 ) -> Tensor:
-    """Generalized advantage estimates of m time steps: [m].
+    """Generalized advantage estimates of m time steps (action tokens or turns): [m].
 
-    sequence: [m] int64, ascending; rewards, values: [m]; ends: [B].
+    sequence: [m] int64, ascending; rewards, values: [m]; ends: [B] values after the last steps.
     """
     last = sequence.new_ones(1, dtype=torch.bool)
-    is_last = torch.cat([sequence[1:] != sequence[:-1], last])  # step of its sequence, [m]
+    is_last = torch.cat([sequence[1:] != sequence[:-1], last])  # [m] last step of a sequence
     following = torch.where(is_last, ends[sequence], values.roll(-1))
     deltas = rewards + algorithm.gamma * following - values
     return _backwards(sequence, len(ends), deltas, algorithm.gamma * algorithm.gae_lambda)
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Shift and scale [n] values to mean 0 and sample deviation (n - 1) 1.
+    """Shift and scale [n] values to mean 0 and standard deviation 1 (divisor n - 1).
 
     Zeros if all values are equal (see `differ`) or there is only one.
     """
@@ -165,7 +165,9 @@ def whiten(values: Tensor) -> Tensor:
 
 
 def _whitened(experience: Experience, values: Tensor) -> Tensor:
-    """Whiten [n] values by environment: one's reward scale must not set another's step size."""
+    """Whiten [n] values, each environment's apart: the scale of one environment's rewards must not
+    change the step size of another.
+    """
     if experience.batch.env_ids is None:
         return whiten(values)
     result, env_ids = torch.zeros_like(values), experience.batch.env_ids[experience.sequence]

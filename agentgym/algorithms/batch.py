@@ -18,17 +18,16 @@ T = TypeVar("T", "Batch", "Experience")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B trajectories, N tokens in all. Row b is tokens starts[b]:starts[b + 1]."""
+    """B trajectories, N tokens in all. Trajectory b is tokens starts[b]:starts[b + 1]."""
 
     input_ids: Tensor  # [N] int64
     starts: Tensor  # [B + 1] int64
     action_mask: Tensor  # [N] bool, true on tokens the policy sampled
-    # [N] float32: the outcome on the last action token, or each turn's reward on its own
+    # [N] float32: the outcome on the last action token, or each turn's reward on its last token
     rewards: Tensor
     logprobs: Tensor  # [N] float32, of the sampling policy; 0 where action_mask is false
     group_ids: Tensor  # [B] int64, equal for samples of one item
-    # [B] bool, true if a limit ended the episode (horizon, context, the simulator's own), not the
-    # task
+    # [B] bool, true if a limit cut the episode (horizon, context or the simulator's own)
     truncated: Tensor
     temperature: float  # of sampling
     # [B] int64, equal for sequences of one environment; None: all are of one
@@ -56,9 +55,10 @@ class Batch:
 
     @property
     def turn(self) -> Tensor:
-        """[N] int64: the turn of each action token, 0, 1, ... over the whole batch.
+        """[N] int64: the turn of each action token, counted from 0 over the whole batch.
 
-        An observation lies between two turns of a sequence, so a run of action tokens is one turn.
+        A run of action tokens within a sequence is one turn. An observation token has the number
+        of the turn before it, -1 before the first turn of the batch.
         """
         begins = self.action_mask.clone()
         begins[1:] &= ~self.action_mask[:-1]
@@ -67,7 +67,7 @@ class Batch:
 
     @property
     def returns(self) -> Tensor:
-        """[B] float32: undiscounted outcome of each sequence, read back from its tokens."""
+        """[B] float32: undiscounted sum of the rewards on each sequence's action tokens."""
         return self.rewards.new_zeros(self.num_sequences).index_add_(
             0, self.sequence, self.rewards * self.action_mask
         )
@@ -122,7 +122,7 @@ def learnable(
 def why_not(
     trajectories: Sequence[Trajectory], *, truncated: Truncated, signal: bool = False
 ) -> list[str]:
-    """Return for each trajectory why it must not be learned from; empty: it may.
+    """Return for each trajectory the reason why it must not be learned from; "" if it may.
 
     All learning code uses this function. Excluded are failed environments and sequences without an
     action; with truncated "mask" also episodes cut by horizon, context or simulator.
@@ -144,7 +144,7 @@ def why_not(
 
 
 def _telling(trajectories: Sequence[Trajectory]) -> set[str]:
-    """Ids of items whose rewards differ from sample to sample."""
+    """Return the ids of items whose trajectories have different rewards."""
     rewards: dict[str, list[float]] = {}
     for trajectory in trajectories:
         if trajectory.reward is not None:
@@ -155,7 +155,8 @@ def _telling(trajectories: Sequence[Trajectory]) -> set[str]:
 def overlong_penalty(
     trajectory: Trajectory, *, context_tokens: int, buffer: float, penalty: float
 ) -> float:
-    """Penalty that grows from 0 to -`penalty` over the last `buffer` (a share, 0 .. 1) of a budget.
+    """Return a penalty <= 0: 0 until only `buffer` (a share, above 0 and at most 1) of a budget is
+    left, then falling linearly to -`penalty` where the budget ends.
 
     The budget is that of turns or of tokens, whichever is closer to its end. DAPO
     (arXiv:2503.14476) counts the tokens of one answer; an episode of many turns has two budgets.
@@ -175,7 +176,8 @@ def to_batch(
     """Pack trajectories that may be learned from (see `learnable`), in order.
 
     penalty: added to each outcome, on the last action token.
-    turn_rewards: put each turn's reward on the turn's last token, not the outcome on the last one.
+    turn_rewards: True puts each turn's reward on its last token, False the outcome on the
+    trajectory's last action token.
     Errors: ValueError if there is no trajectory, one may not be learned from, or temperatures
     differ; AssertionError if rewards of turns do not sum to the outcome.
     """
@@ -239,7 +241,7 @@ def _last_action(trajectory: Trajectory) -> int:
 
 
 def _starts(lengths: Sequence[int]) -> Tensor:
-    """First token of each trajectory, and the end of the last: [B + 1] int64."""
+    """Index of each trajectory's first token, then the number of all tokens: [B + 1] int64."""
     return torch.cumsum(torch.tensor([0, *lengths], dtype=torch.int64), 0)
 
 
@@ -255,7 +257,7 @@ def _moved(record: T, device: torch.device) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """A batch of B sequences; inputs of advantages and losses for its n action tokens, in order."""
+    """A batch of B sequences, with the inputs of advantages and losses for its n action tokens."""
 
     batch: Batch
     # [n] float32: the batch's rewards plus rewards per token, for example a KL penalty
@@ -286,7 +288,7 @@ class Experience:
 
     @property
     def returns(self) -> Tensor:
-        """[B] undiscounted sum of each sequence's rewards."""
+        """[B] undiscounted sum of each sequence's rewards, penalties included."""
         none = self.rewards.new_zeros(self.batch.num_sequences)
         return none.index_add_(0, self.sequence, self.rewards)
 
@@ -295,7 +297,9 @@ class Experience:
 
     @property
     def critic_metrics(self) -> dict[str, float]:
-        """Metrics of how well the critic's values explain its targets; empty without a critic."""
+        """Mean of the critic's values, and share of the targets' variance that they explain, as
+        `critic/value_mean` and `critic/explained_variance`; {} without values or targets.
+        """
         if self.values is None or self.targets is None:
             return {}
         spread = float(self.targets.var()) if len(self.targets) > 1 else 0.0

@@ -57,7 +57,7 @@ def gspo(actions: Actions, algorithm: Clipping) -> tuple[Tensor, dict[str, Tenso
 
     s = exp(mean_t (log pi - log pi_old)); each token's loss is -min(s A, clip(s) A), so that the
     mean over a sequence (aggregation `sequence`) is the published loss of the sequence.
-    Source: arXiv:2507.18071.
+    Metrics: as `clipped`, with s for the ratio. Source: arXiv:2507.18071.
     """
     log_ratio = sequence_mean(actions.logprobs - actions.old_logprobs, actions.sequence)
     alike = replace(actions, logprobs=log_ratio, old_logprobs=torch.zeros_like(log_ratio))
@@ -68,7 +68,8 @@ def cispo(actions: Actions, algorithm: Clipping) -> tuple[Tensor, dict[str, Tens
     """REINFORCE with a clipped importance weight: -sg(clip(rho)) A log pi (sg: no gradient), so
     that every token keeps a gradient. `ppo_clip` gives no gradient to clipped tokens.
 
-    The published loss has no lower bound: `clip_low` 1. Source: arXiv:2506.13585.
+    Metrics: clip_frac_low and clip_frac_high, true if rho is beyond the bound; clip_frac: either.
+    Set `clip_low` to 1 for the published loss without a lower bound. Source: arXiv:2506.13585.
     """
     ratio = (actions.logprobs.detach() - actions.old_logprobs).exp()
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
@@ -99,13 +100,13 @@ def _sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
 def clipped(
     actions: Actions, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the clipped surrogate of each action token, to be minimized, and masks by metric of
-    the tokens that it clips and gives no gradient; all [n].
+    """Return (the clipped surrogate loss of each action token, metric -> mask of the tokens that it
+    clips, which get no gradient); all [n].
 
-    Loss: -min(rho A, clip(rho) A). dual_clip: c > 1; if A < 0 the loss is at most -c A, so that a
-    token with a very large ratio cannot dominate.
+    Loss: -min(rho A, clip(rho) A) with rho = pi / pi_old. dual_clip: c > 1; if A < 0 the loss is
+    at most -c A, so that a token with a very large ratio cannot dominate.
     clip_frac_low: rho < 1 - clip_low with A < 0. clip_frac_high: rho > 1 + clip_high with A > 0.
-    clip_frac_dual, only with a dual clip: rho above it with A < 0. clip_frac: any of them.
+    clip_frac_dual, only with a dual clip: rho > c with A < 0. clip_frac: any of these.
     A ratio outside the bounds whose advantage has the other sign is not clipped.
     Source: PPO, arXiv:1707.06347; two bounds: DAPO, arXiv:2503.14476; dual clip: arXiv:1912.09729.
     """
@@ -124,8 +125,8 @@ def clipped(
 
 
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float) -> Tensor:
-    """Half the squared error of the critic, or of its value clipped to `clip` around the old one if
-    that is larger. All [n], the result too.
+    """Half the squared error of the critic's values, or of the values clipped to at most `clip`
+    from the old ones if that is larger. All [n], the result too.
 
     Source: PPO, arXiv:1707.06347.
     """
@@ -137,8 +138,8 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> T
     """Estimate KL(policy || reference) per token from samples of the policy, in nats.
 
     All [n], the result too.
-    With d = log pi - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. k1 and k3 are unbiased
-    as values, within the clamp.
+    With d = log pi - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. The values of k1, and
+    of k3 within its clamp, are unbiased.
     As losses on samples of the same policy k2 has the gradient of the reverse KL, k3 that of the
     forward KL, and k1 none on average.
     k3 is clamped to +-K3_LIMIT, like `low_var_kl` of verl, and has no gradient beyond it (d below
@@ -169,13 +170,14 @@ def preference_loss(
 def aggregation_weights(
     sequences: Tensor, num_sequences: int, aggregation: Aggregation, constant: float | None = None
 ) -> Tensor:
-    """Weight of each token's loss in the sum, which no split over micro-batches or ranks changes.
+    """Weight of each action token's loss in the sum over the global batch: [n], the same for every
+    split into micro-batches and ranks.
 
     sequences: [n] int64, the sequence of each action token of the global batch.
     token: every token of the batch has the same weight (DAPO).
     sequence: the mean over each sequence's tokens, then over sequences (GRPO as published).
     constant: each sequence's sum over tokens / `constant`, then the mean over sequences (Dr.GRPO).
-    Result: [n]; it sums to 1, except for `constant`. Errors: ValueError without its divisor.
+    The weights sum to 1, except for `constant`. Errors: ValueError for it without its divisor.
     """
     if aggregation == "token":
         return torch.full((len(sequences),), 1.0 / max(len(sequences), 1), device=sequences.device)
@@ -203,7 +205,7 @@ def corrections(
     With w = pi_learner / pi_engine of a token; over its sequence, W the product, M geometric mean:
     token_truncate: min(w, cap). token_mask: w if floor <= w <= cap, else 0 (with a floor: IcePop).
     sequence_truncate: min(W, cap). sequence_mask: W if floor <= W <= cap, else 0.
-    geometric_mask: 1 if floor <= M <= cap, else 0; M does not grow with the length.
+    geometric_mask: 1 if floor <= M <= cap, else 0; M does not depend on the sequence's length.
     """
     log_weights = learner_logprobs - engine_logprobs
     if correction.startswith("sequence"):
@@ -222,7 +224,7 @@ def corrections(
 def mismatch(learner_logprobs: Tensor, engine_logprobs: Tensor, *, cap: float) -> dict[str, float]:
     """Return metrics of the mismatch between sampling engine and learner, over action tokens.
 
-    Both log-probabilities [n], n >= 1.
+    Both log-probabilities [n], n >= 1; weights w = pi_learner / pi_engine.
     kl: mean of k3 = w - 1 - log w, an unbiased estimate of KL(engine || learner), nats per token;
     max_abs: largest difference of a log-probability; ess: effective sample size of the weights as a
     share of n; outside_frac: share of weights outside [0.9, 1.1]; capped_frac: share of weights

@@ -1,5 +1,5 @@
-"""The table of algorithms: each is a row, not a trainer. And the one definition of equal rewards,
-which carry no signal.
+"""The table of algorithms: an algorithm is a row of settings, not a trainer of its own. Also the
+rule by which rewards are equal, so that their group carries no signal.
 
 The module does not import torch, so that configuration can be checked without it.
 """
@@ -26,9 +26,10 @@ ENTRY_POINT_GROUP = "agentgym.recipes"
 class Recipe:
     """The functions that make a loss from episodes, with their settings and requirements.
 
-    advantages: a row of `advantages.ADVANTAGES`; policy_loss: a row of `losses.POLICY_LOSSES`; or
-    for both a function of another package, as `module:function`.
-    settings: the keys of the section `algorithm`: a row of `agentgym.config.FAMILIES`, or a class
+    advantages: a key of `advantages.ADVANTAGES`; policy_loss: a key of `losses.POLICY_LOSSES`; or
+    for both a function of another package, as `module:function`. Empty: the algorithm has none.
+    needs_groups: True if it compares trajectories of one item, so that `group_size` is at least 2.
+    settings: the class of the section `algorithm`: a key of `agentgym.config.FAMILIES`, or a class
     of another package that extends one of them, as `module:Class`.
     truncated: treatment of an episode cut by horizon, context or the simulator's own step limit.
     `zero`: it keeps its reward so far (0 for an outcome reward), so that being too slow is a
@@ -38,7 +39,8 @@ class Recipe:
     context.
     `zero` is the default of every row, also of PPO: runs are evaluated at a horizon, and a policy
     whose delays cost nothing learns to delay.
-    kl_estimator, kl_place: of the penalty against the reference model, if `algorithm.kl_coef` > 0.
+    aggregation: see `aggregation_weights`. kl_estimator: see `kl_penalty`. kl_place: the penalty
+    against the reference model is a part of the reward or of the loss, if `kl_coef` > 0.
     """
 
     advantages: str
@@ -52,14 +54,14 @@ class Recipe:
 
     @property
     def standardises_groups(self) -> bool:
-        """True if each group's returns are divided by their deviation, however small it is."""
+        """True if each group's returns are divided by their standard deviation, even a tiny one."""
         return self.advantages == "grpo"
 
 
 RECIPES: dict[str, Recipe] = {
     # DeepSeekMath, arXiv:2402.03300; token-mean over the global batch as in DAPO, arXiv:2503.14476
     "grpo": Recipe("grpo", "ppo_clip", needs_groups=True),
-    # arXiv:2503.20783: no division by a deviation, none by a length
+    # arXiv:2503.20783: no division by a standard deviation or a sequence's length
     "dr_grpo": Recipe("dr_grpo", "ppo_clip", needs_groups=True, aggregation="constant"),
     # arXiv:2503.14476
     "dapo": Recipe("grpo", "ppo_clip", needs_groups=True, settings="dynamic_sampling"),
@@ -69,7 +71,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     # arXiv:2506.13585: the importance weight is clipped, and every token keeps its gradient
     "cispo": Recipe("grpo", "cispo", needs_groups=True, settings="clipped_weight"),
-    # arXiv:2402.14740; its KL belongs to the reward
+    # arXiv:2402.14740; the KL penalty is a part of the reward
     "rloo": Recipe("rloo", "ppo_clip", needs_groups=True, kl_estimator="k1", kl_place="reward"),
     # arXiv:2501.03262
     "reinforce++": Recipe(
@@ -92,7 +94,7 @@ RECIPES: dict[str, Recipe] = {
         kl_estimator="k1",
         kl_place="reward",
     ),
-    # PPO over turns: one action is one decision, and its reward comes with the observation
+    # PPO with turns as time steps: an action is one decision, rewarded with the observation
     "turn_ppo": Recipe(
         "turn_gae",
         "dual_clip",
@@ -101,7 +103,7 @@ RECIPES: dict[str, Recipe] = {
         kl_estimator="k1",
         kl_place="reward",
     ),
-    # more supervised learning on the demonstrations: the gain of further imitation alone
+    # more supervised learning on the demonstrations, to measure the gain of imitation alone
     "sft": Recipe("", "", needs_groups=False, settings="imitation"),
     # arXiv:2305.18290, pairs of trajectories of one item as in ETO, arXiv:2403.02502
     "dpo": Recipe("", "", needs_groups=True, settings="preference"),
@@ -111,8 +113,8 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe_of(name: str) -> Recipe:
-    """Return a recipe of this table, or of an installed package with an entry point in the group
-    `agentgym.recipes`. Errors: ValueError for an unknown name or an object that is no Recipe.
+    """Return the recipe of this name from RECIPES, or from an installed package with an entry point
+    in the group `agentgym.recipes`. Errors: ValueError for an unknown name or if it is no Recipe.
     """
     if name in RECIPES:
         return RECIPES[name]
@@ -130,7 +132,7 @@ def recipe_of(name: str) -> Recipe:
 
 
 def recipe_modules(name: str) -> tuple[str, ...]:
-    """Modules of other packages that compute a recipe; empty for the rows of this table.
+    """Names of the modules of other packages that compute a recipe; empty for a row of RECIPES.
 
     Errors: as `recipe_of`.
     """
@@ -148,10 +150,10 @@ def known_recipes() -> tuple[str, ...]:
 
 
 def named(table: dict[str, Any], name: str) -> Any:
-    """Return a row of the table, or the object `module:name` of another package.
+    """Return the entry of the table with this name, or the object `module:name` of another package.
 
     name: from a `Recipe`, which is code, never from a parameter file.
-    Errors: ValueError for a name that is neither; ImportError, AttributeError.
+    Errors: ValueError if it is neither; ImportError or AttributeError for a missing object.
     """
     if name in table:
         return table[name]
@@ -166,13 +168,13 @@ def _offered() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
 
 
-REWARD_TOLERANCE = 1e-6  # a float32 sum of rewards keeps six digits; no environment pays less
+REWARD_TOLERANCE = 1e-6  # a float32 sum keeps six digits; no environment gives smaller rewards
 
 
 def differ(low: Any, high: Any) -> Any:
     """Return True if high is above low by more than rounding.
 
-    low, high: floats, or tensors of one shape; the result has their shape.
+    low, high: floats, or tensors of one shape, for which the result is a bool tensor.
     The tolerance grows with the rewards as their rounding does: for rewards up to 1, 1e-6 to 3e-6.
     """
     return high - low > REWARD_TOLERANCE * (1 + abs(low) + abs(high))

@@ -45,20 +45,20 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """Factor of the product of a layer's two matrices, which is added to its frozen weight."""
+        """Factor with which the product of a layer's two matrices is added to its frozen weight."""
         return self.alpha / self.rank
 
     @property
     def policy(self) -> StoredTensors:
-        """Merged weights; the frozen ones if no matrices are stored."""
+        """Merged weights of the adapted model; the frozen weights if no matrices are stored."""
         if self.stored is None:
             return self.base
         stored = self.stored
         return MergedTensors(stored.place, stored.manifest, stored.files, self.base, self.scale)
 
     def inject(self, model: PreTrainedModel) -> None:
-        """Replace the target layers of a model on the meta device by peft's. Only the matrices are
-        trained; they are float32 for any dtype of the weights.
+        """Replace the target layers of a model on the meta device by peft's, in place. Only the
+        matrices are trained; they are float32 for any dtype of the weights.
         """
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
@@ -71,14 +71,14 @@ class Adapter:
                 matrices.float().requires_grad_(True)
 
     def shapes(self, architecture: str) -> dict[str, Tensor]:
-        """Return the matrices for a model of that config.json, by name, on the meta device."""
+        """Return name -> matrix on the meta device. architecture: the model's config.json text."""
         model = empty_model(architecture)
         self.inject(model)
         return {name: tensor for name, tensor in weights_of(model).items() if is_matrix(name)}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Arguments of peft's LoraConfig."""
+        """Keyword arguments for peft's LoraConfig."""
         return {
             "r": self.rank,
             "lora_alpha": self.alpha,
@@ -89,8 +89,8 @@ class Adapter:
         }
 
     def new_matrices(self, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values) of each matrix, drawn from the seed as peft draws: the second of
-        each pair is zero, so that the adapter changes nothing yet.
+        """Yield (name, float32 values) for each matrix of `like`, by name. `lora_A` is drawn from
+        the seed, distributed as in peft; `lora_B` is zero: the adapter changes nothing yet.
         """
         draw = torch.Generator().manual_seed(self.seed)
         for name in sorted(like):
@@ -101,9 +101,9 @@ class Adapter:
 
 
 def chosen_modules(model: PreTrainedModel, lora: LoraConfig) -> tuple[str, ...]:
-    """Return the ends of the names of the layers that get an adapter: those that `lora` names, or
-    those of all linear layers of the blocks if it names none.
-    Errors: ConfigError for a name that matches others, or for a layer narrower than the rank.
+    """Return the ends of the names of the layers that get an adapter, sorted, for example "q_proj":
+    `lora.target_modules`, or if that is empty all linear layers of the blocks.
+    Errors: ConfigError for a name of anything else, or for a layer narrower than the rank.
     """
     inside = {layer for block in blocks(model) for layer in block.modules()}
     modules = dict(model.named_modules())
@@ -149,8 +149,8 @@ def write_adapter(
     matrices: Mapping[str, Tensor],
     base_name: str | None = None,
 ) -> None:
-    """Write an adapter in peft's format, for `PeftModel.from_pretrained` and vLLM.
-    settings: the adapter's; base_name: of its model, None if that cannot be loaded by name.
+    """Write an adapter's files in peft's format, for `PeftModel.from_pretrained` and vLLM.
+    settings: `Adapter.settings`; base_name: of the base model, None if no name can load it.
     """
     from peft import LoraConfig as PeftConfig
 
@@ -175,8 +175,8 @@ def merged_weights(
     scale: float,
     whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, values) of the merged model's parameters, in new memory if they differ.
-    parameters: of the adapted model; whole: gathers a whole parameter.
+    """Yield (name, values) of the merged model's parameters, in new memory if an adapter changes
+    them. parameters: of the adapted model; whole: gathers a parameter that is split over ranks.
     """
     for name, part in parameters.items():
         if is_matrix(name):
@@ -210,7 +210,7 @@ def _layers(model: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class MergedTensors(StoredTensors):
-    """Weights of a policy that is stored as an adapter: merged while reading."""
+    """Weights of a policy that is stored as an adapter; they are merged while reading."""
 
     base: StoredTensors
     scale: float

@@ -42,7 +42,7 @@ LAYERS = ("full_attention", "sliding_attention")
 
 
 def published_architecture(config: ModelConfig, *, local_only: bool = False) -> Any:
-    """Read transformers' configuration of a published model, without its weights.
+    """Return transformers' configuration of a published model, without loading its weights.
 
     local_only: read folders and the Hub's cache only, without network access.
     Errors: ConfigError if there is none, if a folder has no safetensors or a damaged file, if the
@@ -75,8 +75,8 @@ def published_architecture(config: ModelConfig, *, local_only: bool = False) -> 
 
 
 def require_positions(config: PretrainedConfig, context_tokens: int, name: str) -> None:
-    """Raise ConfigError if an episode may become longer than the model's positions allow.
-    name: of the model, for the error text.
+    """Raise ConfigError if `context_tokens` is above the number of positions of the model.
+    name: text that stands for the model in the error.
     """
     limit = num_positions(config)
     if limit is not None and context_tokens > limit:
@@ -105,7 +105,8 @@ def num_positions(config: PretrainedConfig) -> int | None:
 
 
 def read_architecture(text: str) -> Any:
-    """Parse a config.json without keys that select code (attention implementations, Python files).
+    """Return transformers' configuration of a config.json text. Keys that select code (attention
+    implementations, Python files) are dropped.
 
     Errors: ConfigError if it is no JSON object with a model_type, for quantized weights and for
     unknown dtypes; ValueError for a model_type that transformers does not know.
@@ -142,7 +143,7 @@ def _without_code(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def unsupported(config: PretrainedConfig) -> Iterator[str]:
-    """Yield unsupported features, in words, that a comparison on short sequences would miss."""
+    """Yield an error text for each unsupported feature that a test with short sequences misses."""
     text = config.get_text_config(decoder=True)
     for kind in sorted(set(getattr(text, "layer_types", None) or ()) - set(LAYERS)):
         yield f"layers of type {kind!r} are not supported"
@@ -157,16 +158,16 @@ def unsupported(config: PretrainedConfig) -> Iterator[str]:
 
 
 def _ropes(text: PretrainedConfig) -> Iterator[dict[str, Any]]:
-    """Yield rotary position settings: of all layers, then of each type of layer, if they differ."""
+    """Yield rotary position settings: of all layers ({} if none), then of each type of layer."""
     rope = getattr(text, "rope_parameters", None) or {}
     yield rope
     yield from (value for value in rope.values() if isinstance(value, dict))
 
 
 def require_whole(folder: Path) -> None:
-    """Check the small files of a folder and the headers of its weights; files may be missing.
+    """Check the small files of a folder and the headers of its weights, as far as they are there.
 
-    Errors: ConfigError that names the first file that is a Git LFS pointer, cut off or damaged.
+    Errors: ConfigError for a Git LFS pointer, a damaged file, or a missing one named by the index.
     """
     for name in sorted(SMALL_NAMES):
         if (folder / name).is_file():
@@ -177,7 +178,7 @@ def require_whole(folder: Path) -> None:
 
 def require_weights(folder: Path, setting: str) -> None:
     """Raise ConfigError if a folder has no safetensors that transformers would load.
-    setting: names the folder in the error text.
+    setting: text that stands for the folder in the error.
     """
     if (folder / WEIGHTS).is_file() or (folder / INDEX).is_file():
         return
@@ -195,7 +196,7 @@ def require_weights(folder: Path, setting: str) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers loads weights from; [] if there are none.
+    """Return the safetensors files that transformers loads weights from; [] if there are none.
     Errors: ConfigError for an index that is damaged or names a missing file.
     """
     if (folder / WEIGHTS).is_file():

@@ -3,6 +3,7 @@
 A Hugging Face model built with `attn_implementation=RAGGED` runs its linear layers on tokens packed
 end to end and hands queries, keys and values to the `layout` its caller passed to `forward`.
 One model code serves both sides, so what the engine samples from is what the learner trains.
+Shapes: N tokens, H query heads, KV key and value heads of size D, B sequences.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ finally:
     transformers.utils.is_sklearn_available = _has_sklearn
 
 RAGGED = "agentgym_ragged"
-GROUP_SEQUENCES = 16  # attended to at once; fewer need less padding, more need fewer calls
+GROUP_SEQUENCES = 16  # attended to in one call; fewer need less padding, more need fewer calls
 
 
 class Layout(Protocol):
-    """The assignment of a packed forward's tokens to sequences, with attention within them."""
+    """Assignment of packed tokens to sequences; computes the attention within each sequence."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
@@ -76,7 +77,7 @@ def _ragged_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend for transformers, with the caller's `layout`.
+    """Compute a layer's attention for transformers, by the `layout` that `forward` was called with.
 
     query [1, H, N, D]; key, value [1, KV, N, D], packed by `layout`. Result: ([1, N, H, D], None).
     Errors: ValueError if the model asks for something that is not computed here.
@@ -110,7 +111,7 @@ def leave_uncompiled() -> None:
 
 
 def require_ragged(model: PreTrainedModel) -> None:
-    """Raise ValueError if the model would silently ignore the layout."""
+    """Raise ValueError if the model's attention is not RAGGED, so that it would ignore a layout."""
     kind = model.config._attn_implementation
     if kind != RAGGED:
         raise ValueError(
@@ -122,12 +123,12 @@ def require_ragged(model: PreTrainedModel) -> None:
 def attend_padded(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, variant: Variant
 ) -> Tensor:
-    """Attend to padded sequences.
+    """Attend to R sequences that are padded to T queries and L keys.
 
     query [R, H, T, D]; key, value [R, KV, L, D]; mask: bool, broadcast to [R, 1, T, L], true where
     a token may look; None: causal (L = T), not with a softcap. Result: [R, H, T, D].
     """
-    if is_emulated(query):  # takes a half to a quarter of the time, and rounds only once
+    if is_emulated(query):  # float32 takes a quarter to half of the time, and rounds only once
         wide = attend_padded(query.float(), key.float(), value.float(), mask, variant)
         return wide.to(query.dtype)
     grouped = query.shape[1] != key.shape[1]
@@ -154,7 +155,7 @@ def attend_padded(
 
 @cache
 def _takes_groups(kernel: Callable[..., Any]) -> bool:
-    """Return True if a kernel has `enable_gqa` (query heads share keys); torch 2.11 infers it."""
+    """Return True if a kernel has the flag `enable_gqa` (for H > KV). Torch 2.11 needs no flag."""
     return "enable_gqa" in signature(kernel).parameters
 
 
@@ -173,7 +174,7 @@ def has_kernel(query: Tensor, variant: Variant) -> bool:
 
 
 def within_window(mask: Tensor, query_position: Tensor, window: int | None) -> Tensor:
-    """Return mask [..., T, L] without the keys that are a window or more before the query."""
+    """Return mask [..., T, L] without keys `window` or more before the query; None: unchanged."""
     if window is None:
         return mask
     keys = torch.arange(mask.shape[-1], device=mask.device)
@@ -216,7 +217,7 @@ class PackedSequences:
         return torch.from_numpy(indices).to(self._starts.device)
 
     def _paths(self) -> list[np.ndarray[Any, Any]]:
-        """Return the indices of each sequence's tokens among the computed ones."""
+        """Return, for each sequence, the index of each of its tokens among the computed tokens."""
         paths, before = [], np.zeros(0, dtype=np.int64)
         for shared, begin, num_own in zip(self._shared, self._begins, self._own, strict=True):
             before = np.concatenate([before[:shared], np.arange(begin, begin + num_own)])
@@ -261,13 +262,13 @@ class PackedSequences:
 
     @cached_property
     def _bounds(self) -> tuple[Tensor, Tensor]:
-        """Starts of the sequences among the computed and among all tokens, [B + 1] int32 each."""
+        """Starts of the sequences among the computed tokens and among all, [B + 1] int32 each."""
         begins = np.append(self._begins, len(self._sequence))
         return self._on_device(begins.astype(np.int32)), self._starts.to(torch.int32)
 
     @cached_property
     def _padding(self) -> tuple[list[_PaddedRows], Tensor]:
-        """Return padded groups, and [M] each computed token's index among padded queries."""
+        """Return (padded groups, [M] index of each computed token in the results of all groups)."""
         groups, first, begins = [], 0, np.empty_like(self._begins)
         for sequences in self._groups():
             num_own = self._own[sequences]
@@ -278,7 +279,9 @@ class PackedSequences:
         return groups, self._on_device(begins[self._sequence] + self._offset)
 
     def _groups(self) -> Iterator[np.ndarray[Any, Any]]:
-        """Yield groups of sequences by number of computed tokens; those with none are left out."""
+        """Yield groups of at most GROUP_SEQUENCES sequences, as indices, with similar numbers of
+        computed tokens. Sequences without computed tokens are left out.
+        """
         order = np.argsort(self._own, kind="stable")
         order, first = order[self._own[order] > 0], 0
         # with shared prefixes, the numbers of computed tokens differ much more than the lengths
@@ -290,7 +293,7 @@ class PackedSequences:
                 first = index
 
     def _padded(self, sequences: np.ndarray[Any, Any], column: np.ndarray[Any, Any]) -> _PaddedRows:
-        """Return sequences padded. column: [R, T] indices among each sequence's computed tokens."""
+        """Return R sequences padded. column: [R, T] index among a sequence's computed tokens."""
         queries = self._on_device(self._begins[sequences][:, None] + column)
         if self.path is None:
             return _PaddedRows(queries, queries, None)
@@ -319,7 +322,7 @@ class PackedSequences:
         return torch.cat(attended).index_select(0, packed)
 
     def _mask(self, index: int, rows: _PaddedRows, variant: Variant) -> Tensor | None:
-        """Return a mask [.., T, L]; None for plain causal attention, which the kernels support."""
+        """Return a group's mask [..., T, L]; None for plain causal attention, which needs none."""
         longest, position = rows.keys.shape[1], rows.position
         is_cut = variant.window is not None and variant.window < longest
         if position is None and variant.softcap is None and not is_cut:
@@ -334,8 +337,8 @@ class PackedSequences:
 
 @dataclass(frozen=True, slots=True)
 class _PaddedRows:
-    """Sequences that are padded with their own last token and attended to at once."""
+    """R sequences attended to in one call, each padded by repeating its last token."""
 
     queries: Tensor  # [R, T] indices of computed tokens
     keys: Tensor  # [R, L] indices of computed tokens
-    position: Tensor | None  # [R, 1, T] index of each query among the keys; None: the same
+    position: Tensor | None  # [R, 1, T] index of each query among the keys; None: 0, 1, ...

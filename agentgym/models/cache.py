@@ -43,7 +43,9 @@ class KeyValueCache:
         self.free()
 
     def reserve(self, num_slots: int, num_tokens: int) -> None:
-        """Make room; keep contents. A dimension that must grow at least doubles, up to a limit."""
+        """Make room for these numbers of slots and of tokens per slot; keep contents.
+        A dimension that must grow at least doubles, up to its limit.
+        """
         slots, tokens = before = self.size
         self.size = (
             _grown(slots, num_slots, self._most[0]),
@@ -52,13 +54,13 @@ class KeyValueCache:
         if self.size == before:
             return
         for layers in (self.keys, self.values):
-            for layer, previous in enumerate(layers):  # one at a time: never twice the whole
+            for layer, previous in enumerate(layers):  # one at a time, to save memory
                 layers[layer] = self._like.new_zeros((*self.size, *self._head))
                 layers[layer][:slots, :tokens] = previous
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first tokens of one slot to another."""
+        """Copy the first `num_tokens` of slot `source` to slot `target`; make room for them."""
         self.reserve(target + 1, num_tokens)
         for layer in (*self.keys, *self.values):
             layer[target, :num_tokens] = layer[source, :num_tokens]
@@ -94,14 +96,14 @@ def _grown(current: int, needed: int, limit: int) -> int:
 
 
 class CachedRows:
-    """New tokens of some slots, attending to all tokens in their slots."""
+    """A `Layout` of new tokens: each attends to itself and to the tokens before it in its slot."""
 
     def __init__(
         self, cache: KeyValueCache, slots: list[int], cached: list[int], new: list[int]
     ) -> None:
-        """Reserve room and group the sequences.
+        """Reserve room in the cache and group the R sequences by length.
 
-        slots, cached, new: each sequence's slot, number of tokens in it, and of new ones.
+        slots, cached, new: [R] slot of each sequence, number of its cached and of its new tokens.
         """
         cache.reserve(max(slots) + 1, max(map(operator.add, cached, new)))
         self.cache, device = cache, cache.keys[0].device
@@ -133,8 +135,8 @@ class CachedRows:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
     ) -> Tensor:
-        """Store key and value, and attend. query [N, H, D]; key, value [N, KV, D].
-        Result: [N, H, D].
+        """Store key and value of the new tokens in the cache, and attend.
+        query [N, H, D]; key, value [N, KV, D]. Result: [N, H, D].
         """
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys.flatten(0, 1).index_copy_(0, self._place, key)
@@ -146,15 +148,16 @@ class CachedRows:
 
 
 class _SlotGroup:
-    """Sequences that are padded to the longest and attended to at once.
+    """R sequences, padded to the longest and attended to in one call.
     A shorter sequence repeats its last token, which gives the same result again.
     """
 
     def __init__(self, sequences: Tensor, *, num_new: int, length: int) -> None:
         """Compute the padded indices and the mask.
 
-        sequences: [4, R], slot, start in the packed tokens, cached and new tokens of each; num_new,
-        length: the largest number of new tokens and of all tokens of a sequence.
+        sequences: [4, R], the slot of each, its start in the packed tokens, and its numbers of
+        cached and of new tokens; num_new, length (T, L): the largest number of new tokens and of
+        all tokens of a sequence.
         """
         slots, starts, cached, new = sequences
         self._slots, self._length = slots, length
@@ -168,8 +171,8 @@ class _SlotGroup:
         self._masks: dict[int | None, Tensor] = {None: mask}
 
     def attend(self, keys: Tensor, values: Tensor, query: Tensor, variant: Variant) -> Tensor:
-        """Attend for the rows of `query` whose indices are in `token`.
-        keys, values [S, C, KV, D]; query [N, H, D]. Result: [R * T, H, D].
+        """Attend for the rows of `query` whose indices are in `token`. query [N, H, D];
+        keys, values [S, C, KV, D], S slots of C tokens. Result: [R * T, H, D].
         """
         # index_select is several times as fast as indexing with a tensor
         rows = query.index_select(0, self.token).view(len(self._slots), -1, *query.shape[1:])
@@ -182,7 +185,7 @@ class _SlotGroup:
         return attended.transpose(1, 2).flatten(0, 1)
 
     def _mask(self, window: int | None) -> Tensor:
-        """Return the mask of a window, [R, 1, T, L] bool."""
+        """Return the causal mask of a window (None: unlimited), [R, 1, T, L] bool."""
         if window not in self._masks:
             self._masks[window] = within_window(self._masks[None], self._query_position, window)
         return self._masks[window]

@@ -3,7 +3,7 @@
 A chat template is a program that came with the model, so no episode should wait for it: its way of
 writing turns is derived once, from a few probe conversations.
 
-The policy's own tokens are never decoded and encoded again: `bridge` returns what follows them.
+Sampled tokens are never decoded and encoded again: `bridge` returns the ids that follow them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ChatRenderer:
 
     def bridge(self, observation: str, *, stopped: bool) -> list[int]:
         """Return the ids between a sampled action and the next one, with the observation.
-        stopped: the action `ends_turn`; after any other stop token the turn's end is still added.
+        stopped: True if the action `ends_turn`; otherwise the ids begin with the turn's end.
         """
         ids = self._encode(self._turns.bridge(observation))
         return list(ids[1:] if stopped else ids)
@@ -119,7 +119,7 @@ class ChatRenderer:
         return self._known(pieces) if is_short else self._pieces.encode(pieces)
 
     def _check_ids(self) -> None:
-        """Raise ConfigError unless probe conversations have the ids of their whole text."""
+        """Raise ConfigError unless probe conversations have the same ids turn by turn and whole."""
         probes = self._turns.probes()
         texts = [text for _, _, text in probes]
         wholes = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -138,7 +138,7 @@ class ChatRenderer:
                 )
 
     def _turn_by_turn(self, messages: Conversation, system: str) -> list[int]:
-        """Return the ids of a conversation as an episode would append them."""
+        """Return the ids of a conversation, appended turn by turn as in an episode."""
         ids: list[int] = []
         for message in messages:
             content = message["content"]
@@ -162,8 +162,8 @@ _REASON = "Thought: 12 + 3?\n\nAction: "
 
 
 def _probe(count: int, before: str = "", system: str = "", user: str = "{}") -> Conversation:
-    """Make a conversation of `count` messages; the first and the last are a user's.
-    before: text at the beginning of each action. user: text around each observation.
+    """Make a conversation of `count` (odd) messages; the first and the last are a user's.
+    before: text at the beginning of each action. user: text around each observation, the {}.
     """
     roles = zip(itertools.cycle(_ROLES), _CONTENTS[:count], strict=False)
     messages = [
@@ -184,14 +184,16 @@ _ASKED = (
 
 
 class Turns:
-    """The pieces of a conversation, as the template writes them turn by turn.
-    Errors: ConfigError if it does not write a conversation by adding to it; see `ChatRenderer`.
+    """The texts with which a chat template surrounds instructions, observations and actions.
+    Errors: ConfigError if it does not extend a conversation by appending; see `ChatRenderer`.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, controls: re.Pattern[str] | None
     ) -> None:
-        """Render the probes and derive the pieces. controls: matches the control tokens."""
+        """Render the probes and derive the texts around their messages.
+        controls: matches the control tokens; None if the tokenizer has none.
+        """
         self._controls = controls
         self.notes: list[str] = []  # surprising properties of conversations, for the user
         self._texts = self._render(tokenizer, chat)
@@ -219,7 +221,7 @@ class Turns:
             )
 
     def start(self, observation: str, system: str = "") -> tuple[Piece, ...]:
-        """Return the whole prompt of the first action. system: instructions.
+        """Return the pieces of the whole prompt of the first action. system: instructions, if any.
         Errors: ConfigError if the template cannot show instructions.
         """
         if not system:
@@ -234,12 +236,12 @@ class Turns:
         )
 
     def bridge(self, observation: str) -> tuple[Piece, ...]:
-        """Return the pieces from the stop token of an action to the next action."""
+        """Return the pieces from the stop token of an action, included, to the next action."""
         return self._around_observation(self._turn_end, observation, self._next_opening)
 
     def spoken(self, action: str) -> str:
-        """Return an action as a policy writes it: after the blanks that the template expects and,
-        if the prompt opened a thought, after the thought's end.
+        """Return a demonstrator's action as a policy writes it: after the blanks that the template
+        shows before actions. If the prompt opened a thought, the result ends it.
         """
         if self.opens_thought:
             if action.startswith(THINK):
@@ -249,7 +251,7 @@ class Turns:
         return self._blanks + action
 
     def written(self) -> set[str]:
-        """Return all control tokens that the template itself writes, and those of thoughts."""
+        """Return the control tokens in the rendered probes: the template's own, and of thoughts."""
         return {
             token
             for text in self._texts.values()
@@ -258,8 +260,9 @@ class Turns:
         }
 
     def probes(self) -> list[tuple[Conversation, str, str]]:
-        """Return (messages, instructions, text turn by turn) of conversations the template accepts.
-        Errors: ConfigError if its text of a whole conversation differs.
+        """Return (messages, instructions or "", text turn by turn) of the probes that the template
+        accepts. Errors: ConfigError if the template's text of a whole probe differs from that text,
+        unless it rewrites earlier actions and `chat` allows that.
         """
         probes = []
         for messages in _ASKED:
@@ -290,7 +293,8 @@ class Turns:
     def _render(
         self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig
     ) -> dict[str, str | ValueError]:
-        """Return the text, or the template's error, of every probe by its `repr`; note a date.
+        """Return `repr` of each probe -> its text, or the error with which the template refuses it.
+        Add to `notes` if the template shows a date.
         Errors: ConfigError without a template, for unknown settings or if it exceeds a limit.
         """
         if not tokenizer.chat_template:
@@ -324,7 +328,9 @@ class Turns:
         return text
 
     def _blanks_before_actions(self) -> str:
-        """Return, and note, the blanks between prompt and action, which the policy has to write."""
+        """Return the blanks that the template shows between a prompt and an action; "" if none.
+        The policy has to write them, so they are added to `notes`.
+        """
         between = _around(self._text_of(_probe(3)), *_CONTENTS[:2])[1]
         blanks = between.removeprefix(self._next_opening)
         if self.opens_thought or not between.startswith(self._next_opening) or blanks.strip():
@@ -337,8 +343,9 @@ class Turns:
         return blanks
 
     def _check_history(self, chat: ChatConfig) -> str:
-        """Return the text between an action and the next observation; note any rewriting.
-        Errors: ConfigError if the template rewrites more than `chat` allows.
+        """Return the text between an action and the next observation. Add to `notes` if the
+        template rewrites earlier actions. Errors: ConfigError if `chat` does not allow that, or if
+        the template rewrites anything else.
         """
         turn_ends, changed = set(), []
         for thought, count in itertools.product(("", _THOUGHT), (3, 5)):
@@ -374,9 +381,9 @@ class Turns:
         return turn_ends.pop()
 
     def _with_system(self) -> tuple[str, str, str, bool] | ConfigError:
-        """Return the texts around instructions and first observation, and True if the template
-        trims instructions. Return an error, for runs with instructions, if the template cannot
-        show them at the beginning and leave them there.
+        """Return the texts before, between and after instructions and first observation, and True
+        if the template trims instructions. Return an error, which `start` raises, if the template
+        cannot show instructions at the beginning and leave them there.
         """
         plain = _probe(1, system=_SYSTEM)
         try:
@@ -410,7 +417,9 @@ class Turns:
 
 
 def _around(text: str, *contents: str) -> list[str]:
-    """Return the texts before, between and after the contents. Errors: ConfigError if one lacks."""
+    """Return the texts before, between and after the contents.
+    Errors: ConfigError if the contents do not appear in this order.
+    """
     pieces = []
     for content in contents:
         before, separator, text = text.partition(content)

@@ -1,4 +1,4 @@
-"""Policies as blobs of a manifest: architecture, weights, tokenizer."""
+"""Policies as files of a commit: architecture, weights, tokenizer, adapter."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A policy: its small files are in memory, its model is loaded on demand."""
+    """A policy: tokenizer and configuration are in memory, the model is loaded on demand."""
 
     tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer
@@ -87,18 +87,18 @@ class Checkpoint:
         return weight.dtype
 
     def files(self) -> dict[str, bytes]:
-        """Files of a commit other than the weights, by name."""
+        """Return name -> content of the policy's files other than the weights, for a commit."""
         return {ARCHITECTURE: self.architecture.encode(), TOKENIZER: self.tokenizer_json}
 
     def snapshot(self) -> Snapshot:
-        """Snapshot of a new model's weights, for a commit."""
+        """Return the model's weights, whole, as `model.safetensors` of a commit to be written."""
         return Snapshot({WEIGHTS: TensorFile.of(weights_of(self.model))})
 
 
 def new_checkpoint(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig = DEFAULT_CHAT
 ) -> Checkpoint:
-    """Wrap a model and its tokenizer.
+    """Make a checkpoint of a model and its tokenizer; `chat` is stored with the tokenizer.
     Errors: ValueError if the chat template cannot be extended turn by turn.
     """
     files = tokenizer_files(tokenizer)
@@ -119,7 +119,7 @@ def _renderer(
 
 
 def load_checkpoint(store: RunStore, manifest: Manifest) -> Checkpoint:
-    """Load a commit's policy.
+    """Return a commit's policy; its weights are read when `model` is first used.
     Errors: as `policy_of`; BlobMissing, DigestMismatch; ValueError for an unsupported tokenizer.
     """
     return stored_checkpoint(
@@ -150,15 +150,17 @@ def has_weights(manifest: Manifest) -> bool:
 
 
 def policy_of(store: RunStore, manifest: Manifest) -> StoredTensors:
-    """Return the weights of a commit's policy; an adapter is merged while reading.
-    Errors: KeyError if it has none; as `adapter_of`.
+    """Return references to the weights of a commit's policy; an adapter is merged while reading.
+    Errors: KeyError if the commit has none; as `adapter_of`.
     """
     adapter = adapter_of(store, manifest)
     return StoredTensors.of(store, manifest, WEIGHTS) if adapter is None else adapter.policy
 
 
 def policy_digest(manifest: Manifest) -> str:
-    """sha256 of a commit's policy; for an adapter, of matrices and record, which names the base."""
+    """Return the sha256 that identifies a commit's policy: of its weights, or of an adapter's
+    matrices and record, which names the base weights.
+    """
     if not files_of(manifest, ADAPTER):
         return digest_of(manifest, WEIGHTS)
     digests = (digest_of(manifest, ADAPTER), manifest.blobs[ADAPTER_RECORD].digest)
@@ -212,8 +214,8 @@ def adapter_of(store: RunStore, manifest: Manifest) -> Adapter | None:
 
 
 def adapter_for(store: RunStore, manifest: Manifest, lora: LoraConfig, seed: int) -> Adapter:
-    """Return the adapter in a commit, or else a new one on top of its weights.
-    Errors: as `adapter_of`; ConfigError as `chosen_modules`.
+    """Return the adapter in a commit, whatever `lora` is; without one, a new adapter on top of the
+    commit's weights. Errors: as `adapter_of`; ConfigError as `chosen_modules`.
     """
     adapter = adapter_of(store, manifest)
     if adapter is not None:
@@ -243,8 +245,7 @@ def save_pretrained(folder: Path, store: RunStore, manifest: Manifest) -> None:
 
 
 def save_adapter(folder: Path, adapter: Adapter, base_name: str | None) -> None:
-    """Write a stored adapter in peft's format, for `PeftModel.from_pretrained`.
-    base_name: of the model it belongs to, None if that model cannot be loaded by name.
+    """Write an adapter, whose matrices must be stored, as `write_adapter` does.
     Errors: BlobMissing, DigestMismatch.
     """
     assert adapter.stored is not None
@@ -258,7 +259,7 @@ PIECE = 1 << 20
 
 def load_folder(folder: Path, config: ModelConfig) -> Checkpoint:
     """Load a folder in the format of `save_pretrained`, `agentgym export` or MLflow's transformers
-    flavor. config: the dtype, and the chat settings if the folder has none.
+    flavor. config: gives the dtype, the context, and the chat settings if the folder has none.
     Errors: ConfigError if the folder has no such model; ValueError if it is not supported.
     """
     model_folder, tokenizer_folder = _parts(folder)

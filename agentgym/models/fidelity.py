@@ -45,7 +45,7 @@ _FAITHFUL: set[tuple[str, torch.dtype]] = set()  # (config.json, dtype) of model
 def require_faithful_once(model: PreTrainedModel) -> None:
     """Call `require_faithful` unless a model of this architecture and dtype passed in this process.
 
-    The check depends only on the code they select; an audit loads many weights of one architecture.
+    Other weights run the same code; an audit loads many weights of one architecture.
     """
     if _checked_as(model) not in _FAITHFUL:
         require_faithful(model)
@@ -92,9 +92,8 @@ def require_faithful(model: PreTrainedModel) -> None:
 
 
 class Float32Arithmetic(TorchFunctionMode):
-    """A mode that computes in float32 with half-precision weights, widened one call at a time.
-
-    Additional memory: the largest weight in float32.
+    """Context manager in which torch computes in float32 with half-precision tensors, which are
+    widened for one call at a time. Additional memory: the largest weight in float32.
     """
 
     def __torch_function__(
@@ -115,8 +114,8 @@ def _widened(value: Any) -> Any:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Shorten every sliding window to WINDOW tokens: in the configuration, from which a family
-    may build its masks, and in the layers, which pass it to the attention.
+    """Set every sliding window to WINDOW tokens in a block: in the configuration, from which a
+    family may build its masks, and in the layers, which pass it to the attention.
     """
     holders = [model.config.get_text_config(decoder=True), *model.modules()]
     before = [
@@ -134,7 +133,9 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _beside_parameters(model: PreTrainedModel) -> Iterator[str]:
-    """Yield reasons why a commit would lose parts of a model: it stores parameters of one dtype."""
+    """Yield the reasons why a commit would lose a part of a model: it stores the parameters alone,
+    all in one dtype.
+    """
     saved = model.state_dict(keep_vars=True)
     for name, _ in model.named_buffers():
         if name in saved:
@@ -146,10 +147,11 @@ def _beside_parameters(model: PreTrainedModel) -> Iterator[str]:
 
 @torch.no_grad()
 def differences(model: PreTrainedModel) -> dict[str, float]:
-    """Return the largest difference of log-probabilities from the model's own forward, in nats.
+    """Return the largest differences of log-probabilities from the model's own forward, in nats,
+    of the forwards "learner" and "engine" (the keys).
 
-    Arithmetic is float32, and windows are short. The own forward has one sequence at a time.
-    Result: for the forwards "learner" and "engine".
+    Arithmetic is float32, and windows are short. The model's own forward, with its eager attention,
+    gets one sequence at a time.
     """
     sequences = _sequences(model)
     is_half = next(model.parameters()).dtype in HALF
@@ -167,8 +169,8 @@ def half_precision_kl(model: PreTrainedModel) -> dict[str, float]:
     """Return the mean KL divergence from the model's own eager forward, in nats per token, over
     one sequence of random tokens, the same at every call.
 
-    Result: for the forwards "learner", "engine" and, if the model supports it, "sdpa", its own with
-    that attention. Empty if the weights are not in half precision.
+    Keys: the forwards "learner", "engine" and, if the model supports it, "sdpa", its own forward
+    with that attention. {} if the weights are not in half precision.
     """
     if next(model.parameters()).dtype not in HALF:
         return {}
@@ -195,7 +197,7 @@ def _evaluated(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _sequences(model: PreTrainedModel) -> list[Tensor]:
-    """Random token ids, [T] int64 per length in LENGTHS, the same at every call."""
+    """Return sequences of random token ids, [T] int64 for each T in LENGTHS, always the same."""
     like = next(model.parameters())
     draw = torch.Generator().manual_seed(0)
     size = model.get_input_embeddings().num_embeddings
@@ -226,7 +228,7 @@ def _learner(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
 
 
 def _engine(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
-    """Log-probabilities [N, V] of the engine's forwards, the sequences end to end."""
+    """Log-probabilities [N, V] of the engine's forwards, which decode the last DECODED tokens."""
     lengths = [len(sequence) for sequence in sequences]
     cache = KeyValueCache.of(model, num_slots=len(sequences), context_tokens=max(lengths))
     slots = list(range(len(sequences)))
@@ -250,7 +252,7 @@ def _engine(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The limits of one engine and one dtype of weights."""
+    """Limits of numeric differences, for one engine and one dtype of weights."""
 
     forward: float  # nats, root mean square between two correct forwards of other shapes or kernels
     canary: float  # nats, root mean square between engine and learner right after a publish

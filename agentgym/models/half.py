@@ -1,4 +1,4 @@
-"""Half precision on processors without instructions for it."""
+"""Half-precision linear layers on CPUs without instructions for half precision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK_ROWS = 512  # of a weight
 
 
 def has_fast_half() -> bool:
-    """Return True if this processor multiplies in half precision without emulation."""
+    """Return True if this CPU multiplies in half precision without emulation (it has AVX-512)."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
@@ -37,11 +37,12 @@ def widen_linear_layers(model: nn.Module) -> None:
 
 
 def keep_wide_weights(model: nn.Module) -> None:
-    """Let widened linear layers keep float32 weights from their next use without gradients on.
+    """Let widened linear layers keep a float32 copy of their weights, made at the next forward
+    without gradients and used by all later ones.
 
     Call it again after every change of the weights. It is useful for a model that decodes:
-    widening takes half the time of a forward of a few tokens. Memory: twice that of the linear
-    layers' own weights. It has no effect if `widen_linear_layers` has none.
+    widening takes half the time of a forward of a few tokens. The copy takes twice the memory of
+    the linear layers' own weights. It has no effect if `widen_linear_layers` has none.
     """
     for layer in model.modules():
         if isinstance(layer, _WideLayer):
@@ -90,7 +91,7 @@ def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _WideLinear(Function):
     """A product in float32 that keeps its inputs in their own dtype for the backward.
 
-    Autograd would keep float32 copies: half a GiB for 135 million weights, and the hidden states'.
+    Autograd would keep float32 copies of weights (0.5 GiB for 135 million) and hidden states.
     """
 
     @staticmethod

@@ -55,7 +55,7 @@ def set_threads(count: int = 1) -> None:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """Train a byte-level BPE tokenizer with our chat template.
+    """Train a byte-level BPE tokenizer on texts, with CHAT_TEMPLATE as its chat template.
     `vocab_size` is an upper bound: training stops when no pair repeats.
 
     The class is Qwen2's own: loaders pick it for every Qwen2 model, regardless of the folder's
@@ -75,7 +75,7 @@ def new_model(
     config: ModelConfig, *, vocab_size: int, eos_id: int, pad_id: int, seed: int
 ) -> PreTrainedModel:
     """Make a Qwen2 of the configured size and dtype with weights drawn from `seed`.
-    The global generator is not used.
+    The state of torch's global generator is not changed.
     """
     tokens = {"eos_token_id": eos_id, "pad_token_id": pad_id, "bos_token_id": None}
     architecture = tiny_architecture(config, vocab_size=vocab_size, **tokens)
@@ -88,7 +88,7 @@ def new_model(
 
 
 def tiny_architecture(config: ModelConfig, **more: Any) -> PretrainedConfig:
-    """transformers' configuration of a Qwen2 of the configured size."""
+    """Return transformers' configuration of a Qwen2. config: its size; more: further settings."""
     from transformers import Qwen2Config
 
     return Qwen2Config(
@@ -132,7 +132,7 @@ def load_hub(
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Switch off the progress bars of transformers and the Hub, which would precede an error."""
+    """Switch off progress bars of transformers and the Hub in a block: they clutter error texts."""
     from transformers.utils import logging as transformers_logging
 
     was_enabled = transformers_logging.is_progress_bar_enabled()
@@ -146,8 +146,8 @@ def no_progress_bar() -> Iterator[None]:
 
 def _published_model(config: ModelConfig, architecture: PretrainedConfig) -> PreTrainedModel:
     """Load a published model; float16 weights become float32, with a warning.
-    Errors: ConfigError that names missing and unexpected tensors: transformers would draw the
-    former at random and drop the latter.
+    Errors: ConfigError as `from_config`, or naming tensors that are missing, unexpected, of another
+    shape or tied to another value: transformers would draw weights at random or drop them.
     """
     from transformers import AutoModelForCausalLM
 
@@ -204,7 +204,7 @@ def _published_model(config: ModelConfig, architecture: PretrainedConfig) -> Pre
 
 
 class _LoadReport(logging.Filter):
-    """Filter that drops transformers' long report about weights and collects `unmade`."""
+    """Filter that drops transformers' long report about weights and collects names in `unmade`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,13 +217,13 @@ class _LoadReport(logging.Filter):
 
 
 def _some(names: Collection[str]) -> str:
-    """Return the first names and the number of the others."""
+    """Return the first NUM_NAMED names, sorted, and the number of the others, as text."""
     first = ", ".join(sorted(names)[:NUM_NAMED])
     return first + (f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else "")
 
 
 def listed(ids: int | list[int] | None) -> list[int]:
-    """Return the eos_token_id of a model's files as a list; it may be one, several or none."""
+    """Return an eos_token_id as a list; a model's files have one id, several or None."""
     return [] if ids is None else [ids] if isinstance(ids, int) else ids
 
 
@@ -259,8 +259,8 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def load_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
-    """Copy weights in place.
-    Errors: ValueError naming the first parameter that is missing, unknown or of another shape.
+    """Copy weights into the model's parameters, all or none.
+    Errors: ValueError naming parameters that are missing, unknown or of another shape.
     """
     parameters = dict(model.named_parameters())
     if parameters.keys() != weights.keys():
@@ -281,7 +281,7 @@ def load_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> TokenizerFiles:
-    """Return the text of every file of a fast tokenizer that `save_pretrained` writes."""
+    """Return name -> text of a fast tokenizer's files, as far as TOKENIZER_NAMES lists them."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return {
@@ -334,7 +334,7 @@ class _NothingAllocated(TorchFunctionMode):
 
 
 def empty_model(architecture: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Build the model of a config.json text with its parameters on the meta device.
+    """Build the model of a config.json text in evaluation mode, its parameters on the meta device.
     Errors: ValueError if the model is not supported.
     """
     with _NothingAllocated():
@@ -347,7 +347,7 @@ def empty_model(architecture: str, dtype: torch.dtype = torch.float32) -> PreTra
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Allocate memory, uninitialized, for the parameters that have none."""
+    """Allocate memory on `device`, uninitialized, for the parameters on the meta device."""
 
     def allocated(parameter: Tensor) -> Tensor:
         return torch.empty_like(parameter, device=device) if parameter.is_meta else parameter
@@ -356,7 +356,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
 
 def change_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter by its changed tensor; a parameter of several layers stays shared."""
+    """Replace each parameter by `change(tensor)`; a parameter of several layers stays shared."""
     changed: dict[nn.Parameter, nn.Parameter] = {}
     for layer in module.modules():
         for name, old in list(layer.named_parameters(recurse=False, remove_duplicate=False)):

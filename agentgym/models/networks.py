@@ -1,4 +1,6 @@
-"""The two trained networks, with one forward each, so that a wrapper for ranks covers all of it."""
+"""The two trained networks, policy and critic. Each computes all in one `forward`, so that a
+wrapper that splits parameters over ranks (FSDP) sees every use of them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ SHARED_FRAC = 0.1  # of a sequence's tokens; a shorter prefix is not shared
 
 
 def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the longest common prefix of two sequences of one type."""
+    """Return the length of the longest common prefix of two lists, or of two tuples."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -33,7 +35,7 @@ def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class Prefixes:
-    """Lengths of the prefixes that sequences of a batch share."""
+    """Lengths of the prefixes that pairs of sequences of a batch share."""
 
     def __init__(self, input_ids: Tensor, starts: Tensor) -> None:
         """Split a batch into its sequences. input_ids: [N] int; starts: [B + 1] int."""
@@ -41,20 +43,22 @@ class Prefixes:
         self._sequences = [ids[start:end] for start, end in pairwise(starts.tolist())]
 
     def shared(self, before: int, sequence: int) -> int:
-        """Return the tokens that `sequence` shares with `before`; 0 if not worth sharing."""
+        """Return the length of the prefix that the sequences with the indices `before` and
+        `sequence` share; 0 if it is less than SHARED_FRAC of the latter's tokens.
+        """
         ids = self._sequences[sequence]
         common = common_tokens(self._sequences[before], ids)
         return common if common >= SHARED_FRAC * len(ids) else 0
 
     def of(self, sequences: Sequence[int]) -> list[int]:
-        """Return the number of tokens each sequence shares with the one before it, as
-        `PackedSequences` takes it.
+        """Return the number of tokens that each sequence shares with the one before it in the list,
+        for `PackedSequences`; 0 for the first. sequences: indices.
         """
         return [0, *(self.shared(before, sequence) for before, sequence in pairwise(sequences))]
 
 
 class PolicyNet(nn.Module):
-    """Log-probabilities of the actions of a batch."""
+    """The policy: computes log-probabilities and entropies of the action tokens of a batch."""
 
     def __init__(
         self, model: PreTrainedModel, head_chunk_tokens: int = 4_096, *, share_prefixes: bool = True
@@ -71,8 +75,8 @@ class PolicyNet(nn.Module):
         self._chunk, self._share = head_chunk_tokens, share_prefixes
 
     def forward(self, batch: Batch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """Return (log-probabilities, entropies) of every action token, [n] each, at its sampling
-        temperature. entropy_gradient: False detaches the entropies.
+        """Return (log-probabilities, entropies) of every action token, [n] each, in nats, at the
+        temperature of sampling. entropy_gradient: False detaches the entropies.
         """
         hidden, positions = _states(self.model.get_decoder(), batch, self._share)
 
@@ -94,7 +98,8 @@ class PolicyNet(nn.Module):
 
 def head_logits(model: PreTrainedModel, states: Tensor) -> Tensor:
     """Logits [..., V] of hidden states [..., H], with the scaling and the cap of the model's own
-    forward. `require_faithful` refuses models that compute something else."""
+    forward. `require_faithful` refuses models whose forward does something else.
+    """
     logits: Tensor = model.get_output_embeddings()(states)
     config = model.config.get_text_config(decoder=True)
     if factor := getattr(config, "logit_scale", None):  # Cohere

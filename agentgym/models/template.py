@@ -37,11 +37,11 @@ def render(
     tokenizer: Any, conversations: Sequence[Conversation], variables: dict[str, bool]
 ) -> tuple[list[str | ValueError], bool]:
     """Render each conversation with the tokenizer's chat template, with the generation prompt
-    after a user's message. variables: passed to the template.
+    if its last message is a user's. variables: passed to the template.
 
-    Result: (the texts, an error for a conversation that the template refuses; True if the template
-    asked for the date, and got TODAY). It is the same on every day and in every process.
-    Errors: ValueError if the template exceeds a limit.
+    Result: (texts in order, a ValueError in place of one that the template refuses; True if the
+    template asked for the date, and got TODAY). It is the same on every day and in every process.
+    Errors: ValueError if the template exceeds a limit or its process fails.
     """
     if tokenizer.chat_template == CHAT_TEMPLATE:
         texts = [
@@ -68,7 +68,7 @@ def render(
 
 @functools.lru_cache(maxsize=8)
 def _in_a_process(request: str) -> str:
-    """Run this module as a process on a JSON request; return its output.
+    """Run this module as a process on a JSON request; return its output (cached for 8 requests).
     Errors: ValueError if it exceeds a limit or fails.
     """
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
@@ -104,8 +104,9 @@ def _is_asked(conversation: Conversation) -> bool:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Render a request's conversations; return {"texts": [...], "is_dated": bool} for `render`.
-    Errors: ValueError if the template writes too much.
+    """Render a request's conversations. Return {"texts": [{"text": str} or {"error": str}, ...],
+    "is_dated": True if the template asked for the date}, for `render`.
+    Errors: ValueError if the texts have more than MAX_CHARS; MemoryError.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -138,7 +139,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Read a request, apply the limits, write the answer. Return 1 if the answer is too long."""
+    """Read a request from stdin, apply the limits, write the answer to stdout.
+    Return the exit status: 1 if the answer is too long, else 0.
+    """
     import transformers.utils.chat_template_utils  # noqa: F401  # before the limits apply
 
     request = json.loads(sys.stdin.read())

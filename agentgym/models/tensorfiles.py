@@ -1,5 +1,5 @@
-"""Tensors as safetensors files of a store: written and read piece by piece, by one process or by
-several that each have a part of every tensor.
+"""Tensors as safetensors files of a store, written and read piece by piece: by one process, or by
+several processes with some rows of every tensor each.
 
 If several processes write, each file contains rows of the tensors, and its header records the
 whole shape and the first row. The file of a single process is an ordinary safetensors file.
@@ -24,7 +24,7 @@ from agentgym.store.runstore import RunStore, StorePlace
 
 PIECE_BYTES = 16 << 20  # largest part of a file in memory at one time
 PARTS = "parts"  # key of a header's metadata: {tensor: [shape of the whole, first row]}
-# raised by an untrusted header
+# errors that reading an untrusted header can raise
 HEADER_ERRORS = (
     ValueError,
     KeyError,
@@ -34,7 +34,7 @@ HEADER_ERRORS = (
     OverflowError,
     RecursionError,
 )
-# in the order in which the library writes them, widest first
+# in the order in which the safetensors library writes them, widest first
 DTYPES = {
     "I64": torch.int64,
     "F64": torch.float64,
@@ -57,7 +57,7 @@ class Part:
 
 
 class TensorFile:
-    """One safetensors file on its way into a store; a `Content`."""
+    """A safetensors file to be written: its header and tensors, in memory; a store's `Content`."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         """Order the parts and build the header. Errors: ValueError for an unsupported dtype."""
@@ -79,7 +79,7 @@ class TensorFile:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes, header included."""
         return len(self.header) + sum(tensor.nbytes for tensor in self._tensors)
 
     def pieces(self) -> Iterator[memoryview]:
@@ -89,14 +89,14 @@ class TensorFile:
 
 
 def pieces_of(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes, in order."""
+    """Yield a tensor's bytes, in order, in pieces of at most PIECE_BYTES."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     for start in range(0, len(flat), PIECE_BYTES):
         yield flat[start : start + PIECE_BYTES].data
 
 
 def _header(parts: Mapping[str, Part]) -> bytes:
-    """Return a file's header. parts: in the order of their bytes."""
+    """Return a file's header, after its length, as bytes. parts: in the order of their bytes."""
     tree: dict[str, Any] = {}
     split = {
         name: [part.shape, part.first_row]
@@ -150,7 +150,7 @@ Shaped = Tensor | StoredTensor
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """References to a commit's tensors: small to send; the receiver opens them."""
+    """References to a commit's tensors: small to send to a process, which then reads the store."""
 
     place: StorePlace
     manifest: Manifest
@@ -158,8 +158,8 @@ class StoredTensors:
 
     @classmethod
     def of(cls, store: RunStore, manifest: Manifest, name: str) -> Self:
-        """Refer to one kind of a commit's tensors. name: for example `model.safetensors`.
-        Errors: KeyError if the commit has none.
+        """Refer to one kind of a commit's tensors, for example name `model.safetensors`, which may
+        be split into several files. Errors: KeyError if the commit has none; as `files_of`.
         """
         files = files_of(manifest, name)
         if not files:
@@ -167,7 +167,7 @@ class StoredTensors:
         return cls(StorePlace.of(store), manifest, files)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Send only the references: an open store stays in this process."""
+        """Pickle only the references, without an opened store and without what was read."""
         return type(self), (self.place, self.manifest, self.files)
 
     @cached_property
@@ -177,7 +177,7 @@ class StoredTensors:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """Stored tensors by name, from the files' headers.
+        """Name -> dtype, shape and locations of each tensor, read from the files' headers.
         Errors: ValueError if a file is no safetensors file, or rows are missing; BlobMissing.
         """
         parts_of: dict[str, list[tuple[torch.dtype, tuple[int, ...], StoredPart]]] = {}
@@ -188,7 +188,7 @@ class StoredTensors:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the first tensor. Errors: ValueError if there is none."""
+        """Dtype of the first tensor by name. Errors: ValueError if there is none; as `tensors`."""
         if not self.tensors:
             raise ValueError(f"{self._what}: {', '.join(self.files)} holds no tensor")
         return next(iter(self.tensors.values())).dtype
@@ -199,8 +199,8 @@ class StoredTensors:
         return sum(self.manifest.blobs[file].size for file in self.files)
 
     def verify(self, rank: int = 0, size: int = 1) -> None:
-        """Verify the digests of the files; each of several processes reads its share.
-        Errors: DigestMismatch, BlobMissing.
+        """Read the files and verify their digests; with `size` processes only those whose index
+        is `rank` modulo `size`. Errors: DigestMismatch, BlobMissing.
         """
         self.store.verify(self.manifest, self.files[rank::size])
 
@@ -230,7 +230,7 @@ class StoredTensors:
                 self._fill(part.file, start, target[begin - first_row : end - first_row])
 
     def pieces(self, name: str) -> Iterator[memoryview]:
-        """Yield the bytes of a whole tensor, in order."""
+        """Yield the bytes of a whole tensor, in order, in pieces of at most PIECE_BYTES."""
         stored = self.tensors[name]
         for part in stored.parts:
             end = part.start + part.num_rows * stored.row_bytes
@@ -240,7 +240,7 @@ class StoredTensors:
                 yield piece
 
     def load(self) -> dict[str, Tensor]:
-        """Load all tensors, whole, by name. Errors: DigestMismatch, BlobMissing."""
+        """Return name -> whole tensor, verified, in memory. Errors: DigestMismatch, BlobMissing."""
         tensors = {
             name: torch.empty(stored.shape, dtype=stored.dtype)
             for name, stored in self.tensors.items()
@@ -249,8 +249,8 @@ class StoredTensors:
         return tensors
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill whole tensors in place, on any device.
-        Errors: as `load`; ValueError for a tensor of another shape or dtype.
+        """Verify the files, then fill whole tensors in place, on any device.
+        Errors: as `load`; ValueError for another shape or dtype; KeyError for an unknown name.
         """
         self.verify()
         for name, tensor in tensors.items():
@@ -328,8 +328,8 @@ class StoredTensors:
 
 
 def export_tensors(stored: StoredTensors, folder: Path, max_bytes: int) -> None:
-    """Write whole tensors as `model.safetensors` if it has at most `max_bytes`, else as several
-    files and their index, named by the conventions of the Hugging Face Hub.
+    """Write whole tensors into an existing folder: as `model.safetensors` if that has at most
+    `max_bytes`, else as several files and their index, named as on the Hugging Face Hub.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -351,7 +351,9 @@ def export_tensors(stored: StoredTensors, folder: Path, max_bytes: int) -> None:
 
 
 def require_fit(given: Mapping[str, Shaped], expected: Mapping[str, Shaped], what: str) -> None:
-    """Raise ValueError as `StoredTensors.require_fit`. what: names `given` in the error."""
+    """Raise ValueError unless both have the same names, shapes and dtypes.
+    what: text that stands for `given` in the error.
+    """
     if unmatched := sorted(given.keys() ^ expected.keys()):
         raise ValueError(
             f"{what} do not fit: {', '.join(unmatched[:3])} are on one side only; take them from a"
@@ -367,7 +369,7 @@ def require_fit(given: Mapping[str, Shaped], expected: Mapping[str, Shaped], wha
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    """Return an untrusted header's numbers. Errors: ValueError unless they are integers >= 0."""
+    """Return an untrusted header's numbers. Errors: ValueError unless all are integers >= 0."""
     numbers = tuple(values)
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{numbers} are no counts")
@@ -375,13 +377,13 @@ def _numbers(values: Any) -> tuple[int, ...]:
 
 
 def file_name(name: str, rank: int, size: int) -> str:
-    """Name of one process's file: `model.safetensors`, or `model-00001-of-00002.safetensors`."""
+    """Name of a rank's file: `model.safetensors` or, of two, `model-00001-of-00002.safetensors`."""
     stem, dot, suffix = name.rpartition(".")
     return name if size == 1 else f"{stem}-{rank + 1:05d}-of-{size:05d}{dot}{suffix}"
 
 
 def files_of(manifest: Manifest, name: str) -> tuple[str, ...]:
-    """Return the names of the files of one kind of tensors, in order; () if the commit has none.
+    """Return the files of one kind of tensors, in the order of ranks; () if the commit has none.
     Errors: ValueError if one of several files is missing.
     """
     if name in manifest.blobs:
@@ -402,7 +404,7 @@ def files_of(manifest: Manifest, name: str) -> tuple[str, ...]:
 
 
 def digest_of(manifest: Manifest, name: str) -> str:
-    """sha256 that identifies one kind of tensors: of the file, or of the files' digests."""
+    """sha256 that identifies one kind of tensors: of the file, or of its several files' digests."""
     blobs = [manifest.blobs[file] for file in files_of(manifest, name)]
     if len(blobs) == 1:
         return blobs[0].digest
@@ -421,8 +423,8 @@ class Snapshot:
         return sum(file.size for file in self.files.values())
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
-        """Write into the folder of a step, whose lease must be taken. Return the blobs by file.
-        Errors: StoreFull, StoreNotHere.
+        """Write the files into a step's folder, for a commit by the holder of the step's lease.
+        Return file -> blob. Errors: StoreFull, StoreNotHere.
         """
         store = place.visit(step, key)
         return {name: store.add(step, key, file) for name, file in self.files.items()}

@@ -1,5 +1,5 @@
-"""A model's tokenizer: its loading by its tokenizer.json, and the ids of a text made of pieces, of
-which only some may spell control tokens.
+"""A model's tokenizer, loaded as its tokenizer.json defines it, and the ids of a text made of
+pieces, of which only some may spell control tokens.
 
 A tokenizer finds its added tokens (ends of turns, `<think>`, `<tool_call>`) wherever a text spells
 them, special or not: a page could forge a turn. Encoding piece by piece would prevent that but
@@ -40,7 +40,7 @@ def load_tokenizer(
     source: a folder or a repository of the Hub; name: of the model, for messages.
     For many classes that tokenizer_config.json may declare, transformers rebuilds the rules that
     split text, and a model would read other ids than it was trained with. So the declared class is
-    used only if it follows tokenizer.json. Without a tokenizer.json there is nothing to compare.
+    used only if it follows tokenizer.json or there is none; else PreTrainedTokenizerFast, logged.
 
     Errors: ConfigError if no tokenizer can be loaded that follows its tokenizer.json.
     """
@@ -115,7 +115,7 @@ def _follows(loaded: Any, original: Tokenizer) -> bool:
 
 
 def _rules(tokenizer: Tokenizer) -> Any:
-    """Return the settings that determine ids and their text."""
+    """Return the settings of a tokenizer that determine ids and their text, for a comparison."""
     tree = json.loads(tokenizer.to_str())
     if (tree["decoder"] or {}).get("type") == "ByteLevel":  # this decoder ignores its settings
         tree["decoder"] = {"type": "ByteLevel"}
@@ -123,7 +123,7 @@ def _rules(tokenizer: Tokenizer) -> Any:
 
 
 def _without_idle(tree: Any) -> Any:
-    """Return a tree without empty settings and the setting of offsets, which is not used here."""
+    """Return a JSON tree without settings that change no ids: empty ones, and `trim_offsets`."""
     if isinstance(tree, dict):
         return {
             key: value if key in ("vocab", "merges") else _without_idle(value)
@@ -170,7 +170,9 @@ class PieceTokenizer:
 
     @staticmethod
     def pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
-        """Return a pattern that matches as a tokenizer: leftmost, then longest. None: no tokens."""
+        """Return a pattern that matches tokens like a tokenizer: leftmost, then longest.
+        None if there are no tokens.
+        """
         ordered = sorted(tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
@@ -214,8 +216,8 @@ class PieceTokenizer:
         meant: Set[int] = frozenset(),
     ) -> tuple[str, list[Span]]:
         """Return (the joined text, the spans of allowed tokens in it).
-        names: other names of the tokens. If they are given, only tokens that begin at `meant` in
-        the plain text are renamed and counted.
+        names: control token -> secret name. If they are given, only the tokens that begin at
+        `meant` in the plain text are renamed and counted.
         """
         text, spans, num_before = "", [], 0
         for piece in pieces:
@@ -235,7 +237,9 @@ class PieceTokenizer:
     def _found(
         self, encoding: Encoding, ids: Sequence[int], text: str, names: Mapping[str, str] = NO_NAMES
     ) -> list[Span]:
-        """Return the control tokens among the ids, with the characters of each."""
+        """Return the spans of the control tokens among the ids. If one is the unknown token, too,
+        it counts only where the text spells it.
+        """
         spans = []
         for at, index in enumerate(ids):
             token = self._token_of.get(index)
@@ -279,7 +283,7 @@ class PieceTokenizer:
 
 
 def _among(allowed: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
-    """Return the allowed tokens within spans of equal id, which may include surrounding blanks."""
+    """Return the allowed spans within a span of the same id, which may include blanks around it."""
     return [
         (index, start, end)
         for index, start, end in allowed

@@ -1,7 +1,7 @@
 """Weights on their way from a learner to the engines that sample with them: inside one process, in
 memory that processes of one machine share, through Ray's object store, or by collective broadcast.
 
-The sender computes a digest; the receiver computes it again of what arrived, before it samples.
+The sender computes a digest; the receiver computes that of the arrived weights before it samples.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def weights_digest(weights: Mapping[str, Tensor], like: str = "") -> str:
 
     For tensors in host memory this is the sha256 of the safetensors file that holds them. For
     tensors on a GPU it is made of sums that the GPU computes; a CPU computes the same ones.
-    like: the digest to compare with, which decides the kind.
+    like: the digest to compare with, which decides the kind; "": the tensors' device decides.
     """
     if like.startswith(SUMS) or (not like and is_on_gpu(weights)):
-        sums = [_sums(weights[name]) for name in sorted(weights)]  # one wait for the device
+        sums = [_sums(weights[name]) for name in sorted(weights)]  # `tolist` waits once for all
         layout = json.dumps([layout_of(weights), torch.stack(sums).tolist()], sort_keys=True)
         return SUMS + hashlib.sha256(layout.encode()).hexdigest()[:32]
     digest = hashlib.sha256()
@@ -69,7 +69,7 @@ def weights_digest(weights: Mapping[str, Tensor], like: str = "") -> str:
 
 
 def is_on_gpu(weights: Mapping[str, Tensor]) -> bool:
-    """Return True if all of the weights, at least one, lie in a GPU's memory."""
+    """Return True if all weights are in a GPU's memory; False if there are none."""
     return bool(weights) and all(tensor.is_cuda for tensor in weights.values())
 
 
@@ -82,13 +82,13 @@ def _sums(tensor: Tensor) -> Tensor:
     """
     content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if content.numel() % 4 or content.storage_offset() % 4:
-        content = pad(content, (0, -content.numel() % 4))  # a copy, which begins a storage
+        content = pad(content, (0, -content.numel() % 4))  # the copy has offset 0
     words, device = content.view(torch.int32), content.device
     num_blocks = len(words) // WORDS
     inner = _factors(WORDS, (0, 1), device)
     outer = _factors(1 << num_blocks.bit_length(), (2, 3), device)
     total = torch.zeros(2, dtype=torch.int64, device=device)
-    at_once = BLOCKS_OF_GPU if tensor.is_cuda else 1  # a CPU's cache holds one
+    at_once = BLOCKS_OF_GPU if tensor.is_cuda else 1  # one fits into a CPU's cache
     for first in range(0, num_blocks, at_once):
         last = min(num_blocks, first + at_once)
         wide = words[first * WORDS : last * WORDS].long().view(-1, WORDS)
@@ -100,8 +100,8 @@ def _sums(tensor: Tensor) -> Tensor:
 
 @cache
 def _factors(count: int, streams: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return odd random numbers, [len(streams), count] int64.
-    A longer draw from a stream begins with the shorter one.
+    """Return odd random numbers, [len(streams), count] int64, the same in every process.
+    For a larger `count`, a stream begins with the same numbers.
     """
     rows = [
         np.random.Generator(np.random.Philox(key=[KEY, stream])).integers(
@@ -113,7 +113,7 @@ def _factors(count: int, streams: tuple[int, ...], device: torch.device) -> Tens
 
 
 def require_arrived(arrived: str, sent: str, version: int, where: str) -> None:
-    """Raise EngineMismatch unless both digests are equal. where: the place of arrival."""
+    """Raise EngineMismatch unless both digests are equal. where: the receiver, for the error."""
     if arrived != sent:
         raise EngineMismatch(
             f"weights version {version} arrived at {where} with digest {_short(arrived)}, sent was"
@@ -126,7 +126,7 @@ def _short(digest: str) -> str:
 
 
 def require_newer(version: int, current: int) -> None:
-    """Raise ValueError unless the version is newer than the engine's; 0 may repeat."""
+    """Raise ValueError unless `version` is above the engine's current one; 0 may follow 0."""
     if version <= current and not version == current == 0:
         raise ValueError(f"weight versions must grow: engine holds {current}, got {version}")
 
@@ -138,8 +138,8 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def read_weights(path: Path, like: str) -> tuple[str, dict[str, Tensor]]:
-    """Return (digest, weights) of a safetensors file; (UNREADABLE, {}) if it is cut or broken.
-    like: the digest to compare with.
+    """Return (digest, weights) of a safetensors file; (UNREADABLE, {}), with a warning, if it is
+    missing, cut off or damaged. like: see `weights_digest`.
     """
     try:
         weights = load_file(path)
@@ -151,8 +151,8 @@ def read_weights(path: Path, like: str) -> tuple[str, dict[str, Tensor]]:
 
 @contextmanager
 def memory_file() -> Iterator[Path]:
-    """Yield the path of a file in memory that other processes of this user can open. After the
-    block the memory is freed as soon as they have closed the file.
+    """Yield the path of an empty file in memory that other processes of this user can open. After
+    the block the memory is freed as soon as they have closed the file.
     """
     descriptor = os.memfd_create("weights")
     try:
@@ -162,8 +162,8 @@ def memory_file() -> Iterator[Path]:
 
 
 def shared_of(weights: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """Return handles, as plain values, with which another process opens these GPU tensors. The
-    sender must not change the tensors until the receiver has copied them.
+    """Return name -> handle, plain values with which another process opens this GPU tensor.
+    The sender must not change the tensors until the receiver has copied them.
     """
     shared = {}
     for name, tensor in weights.items():
@@ -174,7 +174,7 @@ def shared_of(weights: Mapping[str, Tensor]) -> dict[str, list[Any]]:
 
 
 def opened(shared: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
-    """Return the tensors of `shared_of`. Errors: RuntimeError if the driver refuses them."""
+    """Open the GPU tensors of `shared_of`, not copied. Errors: RuntimeError if the driver fails."""
     return {
         name: rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
             Tensor, size, stride, offset, TypedStorage, DTYPES[dtype], *handles
@@ -184,14 +184,14 @@ def opened(shared: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
 
 
 class InProcess:
-    """A `Delivery` to an engine of the same process, which takes a copy."""
+    """A `Delivery` to an engine of the learner's process, which gets a copy."""
 
     def __init__(self, weights: Mapping[str, Tensor], version: int) -> None:
-        self.held, self.version = weights, version  # the learner's own
+        self.held, self.version = weights, version  # the learner's tensors, not copied
         self.digest = weights_digest(weights)
 
     async def weights(self) -> dict[str, Tensor]:
-        """Return a copy on the device of the learner's weights. Errors: EngineMismatch."""
+        """Return a copy by name, on the device of the learner's weights. Errors: EngineMismatch."""
         return await asyncio.to_thread(self._copied)
 
     def _copied(self) -> dict[str, Tensor]:
@@ -202,7 +202,7 @@ class InProcess:
 
 
 def shapes_of(layout: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Tensor]:
-    """Return tensors without values. layout: see `layout_of`."""
+    """Return name -> tensor on the meta device, without values. layout: see `layout_of`."""
     return {
         name: torch.empty(tuple(shape), dtype=DTYPES[dtype], device="meta")
         for name, (dtype, shape) in layout.items()
@@ -211,7 +211,7 @@ def shapes_of(layout: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Tens
 
 @dataclass(frozen=True)
 class FromProcess:
-    """A `Delivery` from another process of this machine; every value is plain.
+    """A `Delivery` from another process of this machine. It has plain values alone, no tensors.
 
     The weights lie in a safetensors file that the sender holds open, or in a GPU's memory.
     """
@@ -245,9 +245,9 @@ class FromProcess:
 
 
 class HandOver:
-    """Passes weights to another process of this machine: on the GPU, or else in the host's memory.
+    """Sender of weights to another process of this machine: on the GPU, else in the host's memory.
 
-    If the receiver cannot open the GPU's memory, later weights go through the host's at once.
+    If the receiver cannot open the GPU's memory, these and later weights go through the host's.
     """
 
     def __init__(self) -> None:
@@ -256,7 +256,8 @@ class HandOver:
     async def send(
         self, delivery: Delivery, receive: Callable[[FromProcess], Awaitable[Received]]
     ) -> Received:
-        """Return the result of `receive`, which must have copied the weights before it ends.
+        """Call `receive` with the weights, which it must have copied before it ends, and return its
+        result. It is called again if it raises TransportBroken for weights on the GPU.
         Errors: those of `receive` and of `Delivery.weights`.
         """
         digest, version = delivery.digest, delivery.version
@@ -278,7 +279,7 @@ class HandOver:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """A `Delivery` by collective operations; one process's part in them.
+    """A `Delivery` by collective broadcast, as one process of the group takes part in it.
 
     Every value is plain, so that it can be sent as JSON.
     """
@@ -288,14 +289,14 @@ class Broadcast:
     layout: dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype as safetensors has it, shape
     backend: str  # gloo or nccl
     timeout_s: float  # of the whole exchange, from the start of the meeting
-    rank: int = 0  # 0: the sender; for an engine, of its first process, the others follow
+    rank: int = 0  # 0: the sender; for an engine that of its first process, the others follow
     size: int = 0
     host: str = ""  # address at which rank 0 opened a meeting place
     port: int = 0
     path: str = ""  # or the file in which they meet
 
     async def weights(self) -> dict[str, Tensor]:
-        """Receive the weights. Errors: EngineMismatch, TransportBroken."""
+        """Receive the weights; return them on the CPU. Errors: EngineMismatch, TransportBroken."""
         device = torch.device("cuda" if self.backend == "nccl" else "cpu")
         received = await asyncio.to_thread(self.receive, device)
         arrived = await asyncio.to_thread(weights_digest, received, self.digest)
@@ -303,7 +304,7 @@ class Broadcast:
         return received
 
     def receive(self, device: torch.device) -> dict[str, Tensor]:
-        """Receive the weights on a device and move them to host memory. Errors: TransportBroken."""
+        """Receive the weights on a device; return them in host memory. Errors: TransportBroken."""
         received: dict[str, Tensor] = {}
         with self._group(None) as broadcast:
             for name, (dtype, shape) in sorted(self.layout.items()):
@@ -313,21 +314,22 @@ class Broadcast:
         return received
 
     def send(self, weights: Mapping[str, Tensor], device: torch.device, meeting: Any) -> None:
-        """Send the weights. meeting: see `serve`; None if the processes meet in a file.
-        Errors: TransportBroken.
+        """Send the weights, each through `device`. meeting: the store of `serve`; None if the
+        processes meet in a file. Errors: TransportBroken.
         """
         with self._group(meeting) as broadcast:
             for name in sorted(self.layout):
                 broadcast(weights[name].to(device).contiguous())
 
     def at(self, rank: int) -> Broadcast:
-        """Return the part of the process with this rank."""
+        """Return a copy of this record for the process with this rank."""
         return replace(self, rank=rank)
 
     @contextmanager
     def _group(self, meeting: Any) -> Iterator[Callable[[Tensor], None]]:
         """Join a group apart from torch's default group, which this process may be in already.
-        Yield a function that sends a tensor, or fills it with what arrives.
+        Yield a function that sends a tensor (rank 0) or fills it with the values that arrive.
+        Errors: TransportBroken if a process is lost or `timeout_s` has passed.
         """
         deadline = time.monotonic() + self.timeout_s
         meeting_place: Place = (self.host, self.port) if self.host else Path(self.path)
@@ -375,8 +377,8 @@ def layout_of(weights: Mapping[str, Shaped]) -> dict[str, tuple[str, tuple[int, 
 
 
 def serve(host: str, size: int, timeout: datetime.timedelta) -> tuple[Any, tuple[str, int]]:
-    """Serve a TCP store at which `size` processes meet, on this address only.
-    Result: (store, (host, port)).
+    """Serve a TCP store at which `size` processes meet, on a free port of this address only.
+    Return (store, (host, port)).
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
@@ -394,7 +396,7 @@ def serve(host: str, size: int, timeout: datetime.timedelta) -> tuple[Any, tuple
 
 
 def meet(meeting_place: Place, size: int, timeout: datetime.timedelta) -> Any:
-    """Return the store of a meeting place: one that another process serves, or a file."""
+    """Open the store at which `size` processes meet: one that another process serves, or a file."""
     if isinstance(meeting_place, Path):
         store = FileStore(str(meeting_place), size)
         store.set_timeout(timeout)
