@@ -18,9 +18,8 @@ from envs.plain import plain
 
 def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
     """Run a command and return its exit code. An error becomes one line on standard error.
-
     Codes: 2 for a ConfigError, 130 if interrupted (SIGTERM acts as Ctrl-C), 141 if the reader of
-    standard output is gone, 1 for any other error. show_traceback: print it before that line.
+    standard output is gone, 1 for another error, whose traceback `show_traceback` prints first.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

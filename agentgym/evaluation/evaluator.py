@@ -213,7 +213,7 @@ def open_local(
 
 
 def asked_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -> dict[str, str]:
-    """Return the `openings` (from `told_by`) of environments whose protocol has `instructions`."""
+    """Return the instructions (`openings`, from `told_by`) of environments that begin with them."""
     names = [settings.env.name for settings in protocol.envs if settings.instructions]
     return {env: openings[env] for env in names}
 

@@ -116,7 +116,7 @@ class Judgement:
 
     @property
     def why(self) -> str:
-        """Reasons of the rulings with this verdict, in one line; for PROMOTE those of SPEAK_FOR."""
+        """Reasons of the rulings with this verdict, in one line; for PROMOTE only SPEAK_FOR's."""
         decisive = [ruling for ruling in self.rulings if ruling.verdict == self.verdict]
         if self.verdict == "PROMOTE":
             decisive = [ruling for ruling in decisive if ruling.rule in SPEAK_FOR]
@@ -260,7 +260,7 @@ def _few(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
 
 
 def _gained(pair: Pair) -> FloatArray:
-    """Mean success after - before of each item, [I], over samples that count in both; else NaN."""
+    """Gain of each item's mean success, [I], over the samples that count in both; NaN if none."""
     before, after, _ = means_in_both(pair)
     return after - before
 
@@ -380,7 +380,9 @@ def _guard_rails(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
 
 
 def _needed(items: int, detectable: float, wanted: float) -> int:
-    """Number of items (above `items`) that detect `wanted`, if `items` detect `detectable`."""
+    """Number of items, above `items`, that would show a gain of `wanted`.
+    detectable: the gain that `items` show; errors shrink with the square root of the number.
+    """
     return max(items + 1, math.ceil(items * (detectable / wanted) ** 2))
 
 

@@ -46,7 +46,7 @@ class Version:
     """A version of a registered model: its number in the registry and digests of its content."""
 
     number: str
-    checkpoint: str  # digest of the manifest whose weights these are; empty: not one of ours
+    checkpoint: str  # digest of the manifest whose weights these are; empty: not made by a run
     evaluation: Mapping[str, str] = field(default_factory=dict)  # step, key, digest in the store
     files: str = ""  # digest of its files' digests
     run_key: str = ""
@@ -254,7 +254,7 @@ class OpenHistory:
         return self.history.entries()
 
     def add(self, entry: Entry) -> Entry:
-        """Append the entry durably; MLflow is owed it until `settle`. Return it with its number."""
+        """Append the entry durably, and return it with its number. It is owed until `settle`."""
         numbered = replace(entry, number=len(self.entries) + 1)
         self._commit({RECORD: numbered.to_bytes()})
         self.entries.append(numbered)
@@ -323,7 +323,9 @@ def note_of(entry: Entry, artifact_path: str) -> str:
 
 
 def summary(entry: Entry) -> dict[str, Any]:
-    """Return an entry's summary for steps and pages; equal for a command and its repetition."""
+    """Return verdict, moved, why, over (number of the holder before), needed_items and rules.
+    Without time and user, so that a repeated command gives an equal summary.
+    """
     return {
         "verdict": entry.verdict,
         "moved": entry.moved,

@@ -37,7 +37,7 @@ FEWEST_RETRIED = 5  # slots; with fewer, a shift by retries cannot be distinguis
 
 
 def numbers_of(slots: Sequence[Slot], protocol: EvaluationProtocol) -> dict[str, Any]:
-    """Return each environment's numbers, by name, from the slots played so far; JSON types."""
+    """Return each environment's numbers, see `_env_numbers`, from the slots played so far."""
     of_env: dict[str, list[Slot]] = {env_protocol.env.name: [] for env_protocol in protocol.envs}
     for slot in slots:
         of_env[slot.env].append(slot)
@@ -151,7 +151,7 @@ def _env_numbers(slots: Sequence[Slot], confidence: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Table:
-    """Slots by item and sample, [I, n]; NaN for a slot that does not count."""
+    """Success and effort by item and sample, [I, n]; NaN for a slot that does not count."""
 
     items: tuple[str, ...]
     families: tuple[str | None, ...]
@@ -198,7 +198,7 @@ class Table:
 
 
 def _conventions(table: Table, confidence: float) -> dict[str, Any]:
-    """Return success under both conventions and pass curves, as JSON; empty if no slot counts."""
+    """Return `summary` and FAILED (the two conventions) and pass `curves`; empty if none counts."""
     if np.isnan(table.greedy).all() and np.isnan(table.samples).all():
         return {"summary": {}, FAILED: {}, "curves": {}}
     summary = success(table.greedy, table.samples, table.families, confidence=confidence)

@@ -38,7 +38,7 @@ from agentgym.evaluation.numbers import item_means
 from agentgym.evaluation.result import Result, Slot, differences, families_of, outcome_table
 
 Verdict = Literal["better", "worse", "not shown"]
-POWER = 0.8  # power at which a difference would have been shown
+POWER = 0.8  # probability with which a detectable difference is shown
 NUM_BUDGETS = 20  # of tokens or seconds, up to those of the most expensive success
 MAX_SHOWN = 12  # most differences of two questions that an error lists
 
@@ -281,7 +281,7 @@ def _within_turns(slots: Sequence[Slot], horizons: Sequence[int]) -> FloatArray:
     rows = [
         [
             float(slot.success and slot.num_turns <= horizon)
-            # an attempt that failed later had not failed by then
+            # an attempt that failed after this horizon is a valid episode up to it
             if slot.counts or (slot.outcome is not None and slot.num_turns >= horizon)
             else np.nan
             for slot in slots

@@ -31,7 +31,7 @@ class Playing:
 
 @dataclass(frozen=True)
 class Table:
-    """Everything needed to play: policy, servers, and the settings of each environment."""
+    """Everything needed to play: protocol, opened policy, instructions and items."""
 
     protocol: EvaluationProtocol
     seat: Playing

@@ -176,7 +176,9 @@ class EvaluationProtocol(Section):
         return limit * num_episodes if isinstance(limit, float) and limit < 1 else limit
 
     def only(self, names: Sequence[str]) -> EvaluationProtocol:
-        """Return the protocol with these environments alone. Errors: ConfigError for others."""
+        """Return the protocol with only these environments, in this order.
+        Errors: ConfigError for an unknown one.
+        """
         having = {env_protocol.env.name: env_protocol for env_protocol in self.envs}
         if unknown := [name for name in names if name not in having]:
             raise ConfigError(

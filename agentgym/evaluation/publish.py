@@ -93,7 +93,7 @@ def register_policy(ctx: StepContext, run_key: str, play_anew: PlayAnew) -> Mani
             "checkpoint": ctx.step.checkpoint,
             "champion": summary(entry),
         },
-        # two equal runs may differ: files of a model that is registered again are not the same
+        # a record, not a blob: equal runs may register files with different digests
         records={RECORD: json.dumps(files, sort_keys=True).encode()} if files else {},
     )
 
@@ -112,7 +112,7 @@ def _evidence(
     play_anew: PlayAnew,
 ) -> Evidence:
     """Return evidence from the runs' own evaluations; with gate.protocol, or if these cannot be
-    compared, from playing both models anew.
+    compared, from playing both models anew. With a champion, changed numbers are a failed audit.
     """
     if not cfg.gate.protocol:
         if champion is None:
@@ -151,7 +151,7 @@ def confirm_registration(
 ) -> None:
     """Register the model again if MLflow has lost it, and restore the alias from the history.
 
-    Errors: LedgerError if MLflow has another version number, or files made now differ.
+    Errors: LedgerError if MLflow has another version number, or files that are made anew differ.
     """
     name = cfg.registered_model
     again = f"delete {store.root}/steps/register-{registered.key[:16]} to register it again"

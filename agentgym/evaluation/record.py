@@ -77,7 +77,7 @@ class Ledger:
             plan.identity,
             {key_of(slot): slot for slot in plan.slots},
             plan.about,
-            # a repeatable evaluation has no commits by time
+            # commits by time would make two deterministic evaluations differ
             math.inf if protocol.deterministic else protocol.commit_every_s,
             protocol.chunk_episodes,
             earlier[-1].timings.get("wall_s", 0.0) if earlier else 0.0,
@@ -89,7 +89,7 @@ class Ledger:
             ledger.num_counted = sum(slot.counts for slot in ledger.slots.values())
         else:
             ledger._commit(done=False, records={PLAN: plan.to_bytes()})
-        # keys in one order, also when resumed
+        # sort the keys, so that a resumed evaluation writes the same bytes
         ledger.identity = json.loads(canonical_json(ledger.identity))
         return ledger
 

@@ -62,7 +62,7 @@ EvidenceFor = Callable[[Version | None], Evidence]
 
 @dataclass(frozen=True)
 class Standing:
-    """The alias's holder by the history and by MLflow."""
+    """Version that has the alias, by the history and by MLflow."""
 
     champion: Version | None  # by the history
     held: str | None  # number of the version that holds it in MLflow
@@ -153,7 +153,7 @@ class Promotions:
         return {"store": home.store, "host": home.host}
 
     def evidence_store(self, decision: Mapping[str, Any]) -> RunStore | None:
-        """Open the store that has a decision's evidence; None if unnamed or not readable here."""
+        """Open the store with a decision's evidence; None if unrecorded or not readable here."""
         location = decision.get(MADE_IN)
         return Home(**location, began="").opened(self.own.store, self._base) if location else None
 

@@ -69,7 +69,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One (environment, item, sample) and its outcome."""
+    """One sample of one item, to be played once, and its outcome."""
 
     env: str
     item_id: str
@@ -175,7 +175,7 @@ class Result:
 
     @property
     def digest(self) -> str:
-        """sha256 of the question, 64 hex digits; equal for equal questions, whatever the result."""
+        """sha256 of `identity`, 64 hex digits; equal for equal questions, whatever the result."""
         return digest_of(self.identity)
 
     @cached_property

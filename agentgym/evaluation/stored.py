@@ -142,7 +142,7 @@ def _earlier_plan(store: RunStore, final: Manifest) -> Plan:
         "policy": {"checkpoint": final.parents[name]},
         "settings": dict(final.config),
         "items": sha256(canonical_json(ids)),
-        "harness": f"an earlier one, of {final.key[:12]}",  # keys hold its source's digest
+        "harness": f"an earlier one, of {final.key[:12]}",  # the key covers its source
     }
     return Plan(slots, about, identity)
 

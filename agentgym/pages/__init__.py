@@ -92,7 +92,7 @@ def shown(text: object, limit: int = MAX_SHOWN) -> Markup:
 
 
 def marked(text: object, words: str, limit: int = MAX_SHOWN) -> Markup:
-    """Return `shown(text)` with each word or "quoted phrase" of a search in <mark>, in any case."""
+    """Return `shown(text)` with a search's words and "quoted phrases" in <mark>, ignoring case."""
     safe = shown(text, limit)
     terms = [re.escape(str(escape(term.strip('*"')))) for term in re.findall(r'"[^"]+"|\S+', words)]
     terms = [term for term in terms if re.search(r"\w", term)]
