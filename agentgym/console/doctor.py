@@ -59,7 +59,7 @@ def examine(cfg: RunConfig) -> list[Finding]:
 
 def _profiles(folder: Path = Path("profiles/small")) -> Finding:
     """Return a finding with the names of the profiles that fit this machine; not ok if none does.
-    The comment at a profile's top states its needs, compared with the largest GPU and the host.
+    A comment at the top of each states its needs in GiB, on the largest GPU and on the host.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Play the missing slots of an evaluation, of a checkpoint or any policy; compute its result."""
+"""Evaluate a checkpoint or any other policy: play the slots still missing, compute the result."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def headline(result: Result) -> list[str]:
 
 
 def notes(result: Result) -> Iterator[str]:
-    """Yield the notes on a result that a reader needs, one line each."""
+    """Yield lines for readers: notes, invalid coverage, outcomes, lost replies, and retries."""
     yield from result.about.get("notes", ())
     if not result.about.get("valid", True):
         yield (
