@@ -1,1 +1,1 @@
-"""Code that commands share: the terminal, progress bars, this machine."""
+"""Code shared by commands: how they end, progress bars, and checks of this machine."""

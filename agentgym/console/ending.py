@@ -1,4 +1,4 @@
-"""End of a command: one line and an exit code, without control sequences for the terminal."""
+"""End of a command: an error becomes one line and an exit code, control characters are escaped."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from envs.plain import plain
 
 
 def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
-    """Run a command; a failure becomes one line and an exit code, see `agentgym.cli.main`.
-    SIGTERM acts as Ctrl-C.
+    """Run a command and return its exit code. An error becomes one line on standard error.
+    Codes: 2 for a ConfigError, 130 if interrupted (SIGTERM acts as Ctrl-C), 141 if the reader of
+    standard output is gone, 1 for another error, whose traceback `show_traceback` prints first.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -52,5 +53,5 @@ def _reader_is_gone() -> bool:
 
 
 def say(text: object, *, file: TextIO | None = None, end: str = "\n") -> None:
-    """Print text that came from elsewhere, without its control sequences."""
+    """Print text from an untrusted source, with its control characters escaped."""
     print(plain(str(text)), file=file or sys.stdout, end=end)

@@ -24,7 +24,7 @@ PLAIN_EVERY_S = 20.0
 
 
 class Bars:
-    """Progress bars, one active at a time; finished ones stay."""
+    """Progress bars in a `with` block, one active at a time; finished ones stay visible."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -50,14 +50,14 @@ class Bars:
             self._bars.stop()
 
     def start(self, what: str, total: int) -> None:
-        """Start a bar of `total` units."""
+        """Start a bar of `total` units with the label `what`."""
         self._what, self._note, self._total = what, "", total
         self._count, self._said_at = 0, time.monotonic()
         if self._console.is_terminal:
             self._task = self._bars.add_task(what, total=total, note="")
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Advance the bar; without a terminal, print a line every 20 s."""
+        """Advance the bar and show `note` after it; without a terminal, print a line every 20 s."""
         self._count += count
         if self._task is not None:
             self._note = note or self._note
@@ -70,7 +70,7 @@ class Bars:
 
 
 class PlainConsole(Console):
-    """Console that makes all text plain: in tables, in bars, and between them."""
+    """Console that escapes control characters in everything it prints, also in tables and bars."""
 
     def render(self, *arguments: Any, **named: Any) -> Iterator[Segment]:
         for segment in super().render(*arguments, **named):

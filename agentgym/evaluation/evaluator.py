@@ -1,4 +1,4 @@
-"""One evaluation, of a run's checkpoint or of any policy: play the missing slots and conclude."""
+"""Evaluate a checkpoint or any other policy: play the slots still missing, compute the result."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class Opened:
 
     loop: LoopThread
     told: Mapping[str, str]  # instructions of the servers, by environment
-    # usage before this process -> the policy as a player
+    # opens the policy; takes the usage of earlier processes, which counts against a cost limit
     seat: Callable[[Usage], AbstractAsyncContextManager[Playing]]
-    pool: EnvPools | None = None  # None: the workers open connections themselves
+    pool: EnvPools | None = None  # None: Ray's rollout workers open the connections
 
 
 def evaluate(ctx: StepContext) -> Manifest:
@@ -109,7 +109,9 @@ def evaluate(ctx: StepContext) -> Manifest:
 
 
 def items_of_step(cfg: RunConfig, splits: Splits) -> dict[str, tuple[Item, ...]]:
-    """Return a run's first `evaluation.num_items` items, by environment. Errors: ValueError."""
+    """Return the first `evaluation.num_items` items of the split, by environment.
+    Errors: ValueError if there are fewer.
+    """
     settings = cfg.evaluation
     items = getattr(splits, settings.split)[: settings.num_items]
     if len(items) < settings.num_items:
@@ -122,13 +124,13 @@ def items_of_step(cfg: RunConfig, splits: Splits) -> dict[str, tuple[Item, ...]]
 
 
 def tasks_of_step(store: RunStore, data: Manifest, items: Items) -> dict[str, list[str | None]]:
-    """Return the digest of each item's task, by environment; None if the environment has none."""
+    """Return the digests of the items' tasks, by environment; None if it reports no tasks."""
     digests = json.loads(store.read(data, TASKS))
     return {env: [digests[item.item_id] for item in its] for env, its in items.items()}
 
 
 def protocol_of_step(cfg: RunConfig, items: Items) -> EvaluationProtocol:
-    """Return the protocol of a run's evaluations, for the items they play."""
+    """Return the protocol of a run's evaluations of these items."""
     settings = cfg.evaluation
     protocol = protocol_of_run(cfg, list(items))
     num_episodes = sum(map(len, items.values())) * (1 + settings.num_samples)
@@ -147,7 +149,7 @@ def protocol_of_step(cfg: RunConfig, items: Items) -> EvaluationProtocol:
 
 
 def require_coverage(ledger: Ledger, least: float) -> None:
-    """Raise RolloutError if more than a share of 1 - `least` of the episodes failed for good."""
+    """Raise RolloutError if more than 1 - `least` of the slots failed at their last attempt."""
     failed = [slot for slot in ledger.slots.values() if slot.failed and not slot.counts]
     num_out, num = len(failed), len(ledger.slots)
     if num_out > (1 - least) * num + 1e-9:
@@ -163,7 +165,7 @@ def require_coverage(ledger: Ledger, least: float) -> None:
 def _open(
     cfg: RunConfig, contender: Contender, endpoints: Endpoints, protocol: EvaluationProtocol
 ) -> Iterator[Opened]:
-    """Open a run's checkpoint as a policy, in this process or in Ray's rollout workers."""
+    """Open a run's checkpoint for the block, in this process or in Ray's rollout workers."""
     if cfg.compute != "ray":
         with open_local(cfg, contender, endpoints, protocol) as opened:
             yield opened
@@ -188,8 +190,7 @@ def open_local(
     protocol: EvaluationProtocol,
     watched: Callable[[Player], Player] = lambda player: player,
 ) -> Iterator[Opened]:
-    """Open a policy that plays in this process. Errors: as `open_pool`.
-
+    """Open a policy for the block, to play in this process. Errors: as `open_pool`.
     watched: wraps a player before it plays an episode.
     """
     with open_pool(cfg, endpoints, allow_expert=contender.needs_expert) as (pool, loop, guides):
@@ -212,7 +213,7 @@ def open_local(
 
 
 def asked_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -> dict[str, str]:
-    """Return the instructions for a policy that was trained here, by environment."""
+    """Return the instructions (`openings`, from `told_by`) of environments that begin with them."""
     names = [settings.env.name for settings in protocol.envs if settings.instructions]
     return {env: openings[env] for env in names}
 
@@ -220,7 +221,7 @@ def asked_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -> dict[
 def slots_of(
     protocol: EvaluationProtocol, items: Items, tasks: Mapping[str, Sequence[str | None]]
 ) -> tuple[Slot, ...]:
-    """Return every slot of the evaluation. tasks: digest of each item's task, if known."""
+    """Return every slot, unplayed. tasks: digests of the items' tasks; None: not known."""
     samples = {settings.env.name: settings.sample_numbers for settings in protocol.envs}
     return expected_slots(items, samples, tasks)
 
@@ -231,7 +232,7 @@ def about(
     instructions: Mapping[str, str],
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the facts about an evaluation that reports show."""
+    """Return the facts about an evaluation that reports show. notes: further lines for readers."""
     departs = [f"Not as {protocol.follows}: {line}" for line in protocol.departs]
     return {
         "policy": contender.about,
@@ -245,7 +246,7 @@ def about(
 
 
 def show_progress(progress: Progress, title: str, ledger: Ledger) -> None:
-    """Start a progress bar at the ledger's position."""
+    """Start a progress bar over all slots, at the number that already count."""
     progress.start(title, len(ledger.slots))
     progress.advance(len(ledger.slots) - len(ledger.owed))
 
@@ -285,7 +286,9 @@ def play_owed(
 def conclude(
     protocol: EvaluationProtocol, ledger: Ledger, stopped: str, tariff: Tariff | None = None
 ) -> Result:
-    """Return the result of the slots played so far. stopped: the result of `play_owed`."""
+    """Return the result of the slots played so far, with their cost if there is a tariff.
+    stopped: the result of `play_owed`.
+    """
     slots = tuple(ledger.slots.values())
     facts = {**ledger.about, "valid": protocol.is_covered(coverage_of(slots))}
     if tariff is not None:
@@ -306,7 +309,7 @@ def identity_of(
     policy: Mapping[str, Any],
     instructions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return all that can change an evaluation's result. instructions: the servers' texts."""
+    """Return all that can change an evaluation's result. instructions: the result of `told_by`."""
     listed = {
         env: "\n".join(f"{item.item_id} {task}" for item, task in zip(its, tasks[env], strict=True))
         for env, its in items.items()

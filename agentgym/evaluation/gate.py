@@ -45,7 +45,7 @@ AuditState = Literal["none", "passed", "failed"]
 
 
 class Audited(TypedDict):
-    """The fields of `Evidence` about the candidate's audit."""
+    """Fields of `Evidence` about the candidate's audit."""
 
     audit: AuditState
     audit_note: str
@@ -62,8 +62,8 @@ class Evidence:
     has_champion: bool
     # share of the episodes that count, of the candidate and of the champion
     coverage: tuple[float, float] = (1.0, 1.0)
-    questions: tuple[str, str] = ("", "")  # digest of each one's evaluation
-    tokens: tuple[float | None, float | None] = (None, None)  # generated per episode, by each
+    questions: tuple[str, str] = ("", "")  # digests of the candidate's and champion's evaluation
+    tokens: tuple[float | None, float | None] = (None, None)  # generated per episode, in that order
     reference_kl: float | None = None  # nats per action token, at the end of training
     obstacle: str = ""  # why the two cannot be compared
     drift: str = ""  # message that the alias was moved by hand; empty: it was not
@@ -78,7 +78,7 @@ class Evidence:
         return sha256(canonical_json({env: list(pair.items) for env, pair in self.pairs.items()}))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types; `from_json` gives an equal object back."""
+        """Return the evidence as plain JSON types, which `from_json` reads."""
         pairs = {env: _pair_json(pair) for env, pair in self.pairs.items()}
         tree = {**vars(self), "pairs": pairs}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in tree.items()}
@@ -97,7 +97,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """Ruling of one rule. Its verdict is the verdict that this rule alone would give."""
+    """Verdict that one rule alone would give, with its reason and numbers."""
 
     rule: str
     verdict: Verdict
@@ -116,7 +116,7 @@ class Judgement:
 
     @property
     def why(self) -> str:
-        """Rulings that made the verdict, in one line; for a promotion, those that support it."""
+        """Reasons of the rulings with this verdict, in one line; for PROMOTE only SPEAK_FOR's."""
         decisive = [ruling for ruling in self.rulings if ruling.verdict == self.verdict]
         if self.verdict == "PROMOTE":
             decisive = [ruling for ruling in decisive if ruling.rule in SPEAK_FOR]
@@ -139,7 +139,7 @@ class Judgement:
 
 
 def decision_json(rules: GateConfig, evidence: Evidence, judgement: Judgement) -> dict[str, Any]:
-    """Return the judgement as JSON types, with the rules and the evidence that it follows from."""
+    """Return the judgement as JSON types, with rules (`settings`), `evidence` and `item_set`."""
     return {
         **judgement.to_json(),
         "item_set": evidence.item_set,
@@ -149,7 +149,9 @@ def decision_json(rules: GateConfig, evidence: Evidence, judgement: Judgement) -
 
 
 def judged_again(decision: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a decision, judged again from its record. Errors: ValueError, KeyError, TypeError."""
+    """Return a recorded decision, judged again from its rules and evidence.
+    Errors: ValueError, KeyError or TypeError if it is no decision.
+    """
     rules = GateConfig.model_validate(decision["settings"])
     evidence = Evidence.from_json(decision["evidence"])
     location = {MADE_IN: decision[MADE_IN]} if MADE_IN in decision else {}
@@ -191,7 +193,7 @@ def _of_the_candidate(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]
 
 
 def _floor(rules: GateConfig, env: str, pair: Pair) -> Ruling:
-    """Return the ruling on whether success reaches the floor."""
+    """Return the ruling on gate.min_success, from the lower bound and the mean of success."""
     means = item_means(pair.after)
     if np.isnan(means).all():
         return Ruling("floor", "HOLD", f"{env}: no episode counts", env)
@@ -258,13 +260,13 @@ def _few(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
 
 
 def _gained(pair: Pair) -> FloatArray:
-    """Difference per item, [I], over the samples that count in both."""
+    """Gain of each item's mean success, [I], over the samples that count in both; NaN if none."""
     before, after, _ = means_in_both(pair)
     return after - before
 
 
 def _bounds(gain: Moments, confidence: float) -> tuple[float, float, float, float]:
-    """Return (mean, lower one-sided bound, upper one, gain that would be shown with POWER)."""
+    """Return (mean, one-sided lower bound, one-sided upper bound, gain detectable with POWER)."""
     error = float(np.sqrt(gain.variance).item())
     quantile, power = (float(stdtrit(gain.freedom, p).item()) for p in (confidence, POWER))
     mean = gain.mean.item()
@@ -310,7 +312,7 @@ def _superior(rules: GateConfig, gains: Mapping[str, Moments], pairs: Mapping[st
 
 
 def _exact_p(pairs: Mapping[str, Pair]) -> float | None:
-    """One-sided McNemar p-value; None for several episodes an item or families as clusters."""
+    """One-sided McNemar p-value; None if items have several episodes or families are clusters."""
     if any(p.after.shape[1] > 1 or family_codes(p.families) is not None for p in pairs.values()):
         return None
     return mcnemar_exact(np.concatenate([_gained(pair) for pair in pairs.values()]), "greater")
@@ -332,8 +334,8 @@ def _not_inferior(rules: GateConfig, env: str, gain: Moments) -> Ruling:
 
 
 def _families(rules: GateConfig, env: str, pair: Pair) -> Iterator[Ruling]:
-    """Yield REJECT for each family with a significant loss (Bonferroni over families) whose mean is
-    above the margin. A small family forbids nothing: no set would ever be large enough.
+    """Yield REJECT for each family with a significant loss (Bonferroni over families) whose mean
+    exceeds gate.family_margin. Never HOLD: some family is too small in any set of items.
     """
     by_family = gains_by_family(pair.families, _gained(pair))
     for family, gains in by_family.items():
@@ -378,12 +380,14 @@ def _guard_rails(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
 
 
 def _needed(items: int, detectable: float, wanted: float) -> int:
-    """Items needed to detect `wanted`: errors shrink with the square root of the items."""
+    """Number of items, above `items`, that would show a gain of `wanted`.
+    detectable: the gain that `items` show; errors shrink with the square root of the number.
+    """
     return max(items + 1, math.ceil(items * (detectable / wanted) ** 2))
 
 
 def _pair_json(pair: Pair) -> dict[str, Any]:
-    """Return a pair as JSON types; an outcome is 1, 0, or - if an episode does not count."""
+    """Return a pair as JSON types; an item's outcomes are a text of 1, 0, or - (does not count)."""
     return {
         "items": list(pair.items),
         "families": list(pair.families) if any(pair.families) else None,

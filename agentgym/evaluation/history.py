@@ -1,13 +1,13 @@
-"""History of a registered model's alias: who held it, and why. It is append-only, in the store.
+"""Append-only history of a registered model's alias: which versions held it, and why.
 
-It is a step of the store, `promotions`, under a key of the model's and the alias's name. An entry
-is a commit under the step's lease, so entries are serial however many pipelines decide at once. Its
-decision is a record, which names the previous one by digest and is never deleted.
+It is a step of the store, `promotions`, whose key is a digest of the model's and the alias's name.
+An entry is a commit under the step's lease, so several pipelines add entries one after the other.
+It names the previous commit by digest, and its record with the decision is never deleted.
 An entry is *owed* until MLflow has its decision and its alias: then a commit without a decision
 marks it as settled. The next process that opens the history settles an owed entry.
 
-One history decides in a registry, wherever the stores are: a tag of the registered model names the
-store (`Home`), and every store that can reach it adds to its history.
+An alias has one history, even if several stores are in use: a tag of the registered model names the
+store that has it (`Home`), and processes with another store add to it there.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class Version:
     """A version of a registered model: its number in the registry and digests of its content."""
 
     number: str
-    checkpoint: str  # digest of the manifest whose weights these are; empty: not one of ours
+    checkpoint: str  # digest of the manifest whose weights these are; empty: not made by a run
     evaluation: Mapping[str, str] = field(default_factory=dict)  # step, key, digest in the store
     files: str = ""  # digest of its files' digests
     run_key: str = ""
 
     def evaluation_in(self, store: RunStore) -> Manifest | None:
-        """Return its run's evaluation of it; None if none is recorded or this store lacks it."""
+        """Return the commit of this version's evaluation; None if unrecorded or not in `store`."""
         evaluation = self.evaluation
         final = store.final(evaluation["step"], evaluation["key"]) if evaluation else None
         return final if final is not None and final.digest == evaluation["digest"] else None
 
     def is_same(self, other: Version | None) -> bool:
-        """Return True for the same model: by checkpoint, since a new registry numbers anew."""
+        """Return True for the same checkpoint, or the same number if one has none; else False."""
         if other is None:
             return False
         if self.checkpoint and other.checkpoint:
@@ -109,7 +109,7 @@ class Entry:
 
 
 def me() -> str:
-    """Return USER@HOST as the name of who decides: the operating system's user, not LOGNAME."""
+    """Return USER@HOST for the record of a decision: the operating system's user, not LOGNAME."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # a container's user may have no name
@@ -138,7 +138,7 @@ class History:
 
     @property
     def began(self) -> str:
-        """Digest of the first decision, 64 hex digits: names this history. Empty before that."""
+        """Digest of the first decision, 64 hex digits: names the history. Empty before that."""
         if not self._began:
             decisions = (c.records[RECORD] for c in self.commits() if RECORD in c.records)
             self._began = next((decision.digest for decision in decisions), "")
@@ -159,7 +159,7 @@ class History:
 
 
 class HistoryElsewhere(ConfigError):
-    """The history that decides is in a store that cannot be reached from here."""
+    """Error for an alias whose history is in a store that cannot be reached from here."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Home:
 
     @classmethod
     def of(cls, history: History, base: Path | None = None) -> Self:
-        """Return a history's home. base: folder of the registry's database, if it is a file."""
+        """Return a history's home. base: folder of the registry's database, if that is a file."""
         root = StorePlace.of(history.store).root
         if base is not None and not _is_s3(root) and Path(root).is_relative_to(base):
             return cls(str(Path(root).relative_to(base)), "", history.began)
@@ -189,10 +189,10 @@ class Home:
         return cls(**json.loads(text))
 
     def deciding(self, local: History, base: Path | None = None) -> History:
-        """Return the history that decides, as seen from a store whose own history is `local`.
-
-        A moved or copied store has the same history. If it is deleted, `local` decides, and begins
-        with the version that holds the alias. Errors: HistoryElsewhere.
+        """Return the history to which decisions are added. local: the one in this process's store.
+        This is `local` if it is in the home's store or began with the same decision (a moved or
+        copied store), or if the home's store was opened here and has lost the history.
+        Errors: HistoryElsewhere if the home's store cannot be reached from here.
         """
         here = Home.of(local, base)
         if (self.store, self.host) == (here.store, here.host) or local.began == self.began:
@@ -210,7 +210,7 @@ class Home:
         )
 
     def _history(self, local: History, base: Path | None) -> History | None:
-        """Return the history; None if its store cannot be read from here."""
+        """Return the alias's history in this home's store; None if it cannot be read from here."""
         store = self.opened(local.store, base)
         if store is None:
             return None
@@ -223,7 +223,9 @@ class Home:
         return history
 
     def opened(self, local: RunStore, base: Path | None) -> RunStore | None:
-        """Return the store; None if it cannot be read from here."""
+        """Open this home's store, with `local`'s lease time; None if that fails (logged) or its
+        folder is on another host.
+        """
         root = self.store
         if not _is_s3(root):
             root = str(Path(base or "/", root))
@@ -242,7 +244,7 @@ def _is_s3(root: str) -> bool:
 
 @dataclass
 class OpenHistory:
-    """A history under lease: no other process adds to it."""
+    """A history opened to write, under a lease: no other process can add to it meanwhile."""
 
     history: History
     writer: StepWriter
@@ -252,7 +254,7 @@ class OpenHistory:
         return self.history.entries()
 
     def add(self, entry: Entry) -> Entry:
-        """Append the entry durably; it is owed from now on. Result: the entry with its number."""
+        """Append the entry durably, and return it with its number. It is owed until `settle`."""
         numbered = replace(entry, number=len(self.entries) + 1)
         self._commit({RECORD: numbered.to_bytes()})
         self.entries.append(numbered)
@@ -281,18 +283,18 @@ def champion_of(entries: list[Entry]) -> Version | None:
 
 
 def artifact(history: History, entry: Entry) -> str:
-    """Return the path of a decision among the artifacts of its MLflow run."""
+    """Return the path of an entry among the artifacts of its candidate's MLflow run."""
     return f"{FOLDER}/{history.began[:12]}/{entry.number:04d}.json"
 
 
 def decision_tags(entry: Entry) -> dict[str, str]:
-    """Tags with verdict, reason and digest of the entry, for the version that it decided on."""
+    """Return tags for the version decided on: verdict (or kind), reason and digest of the entry."""
     verdict = entry.verdict or entry.kind.upper()
     return {VERDICT: verdict, WHY: entry.why[:5000], DECISION: sha256(entry.to_bytes())}
 
 
 def note_of(entry: Entry, artifact_path: str) -> str:
-    """Return the Markdown text about its last decision for a version's page in MLflow."""
+    """Return the Markdown text for a version's page in MLflow: decision, rules and lineage."""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(entry.at))
     over = f" over version {entry.before.number}" if entry.before else ""
     lines = [
@@ -321,7 +323,9 @@ def note_of(entry: Entry, artifact_path: str) -> str:
 
 
 def summary(entry: Entry) -> dict[str, Any]:
-    """Return an entry's summary for steps and pages; equal for a command and its repetition."""
+    """Return verdict, moved, why, over (number of the holder before), needed_items and rules.
+    Without time and user, so that a repeated command gives an equal summary.
+    """
     return {
         "verdict": entry.verdict,
         "moved": entry.moved,
@@ -336,7 +340,9 @@ def summary(entry: Entry) -> dict[str, Any]:
 
 
 def sentence(registered: Mapping[str, Any]) -> str:
-    """Return a line on what happened to the alias, without its name, from `register`'s results."""
+    """Return what happened to the alias, for example "moves to version 3: ...".
+    registered: the results of the step `register`.
+    """
     decision = registered["champion"]
     verdict = f"{decision['verdict']}: " if decision.get("verdict") in ("HOLD", "REJECT") else ""
     if decision["moved"]:

@@ -22,11 +22,11 @@ answer the same items, so with S seeds and I items
 
 The first part has S - 1 degrees of freedom, the second about I - 1. A bootstrap of three seeds
 cannot estimate the first part: it covers 76 to 88 % if seeds matter.
-Here the interval is t standard errors wide on each side, with t halfway between Satterthwaite's (up
-to 3 points short if seeds matter most) and the two parts' own, weighted by variance (up to 2 points
-over: Cochran and Cox).
+Here the interval is t standard errors wide on each side, with t halfway between Satterthwaite's
+(which covers up to 3 points too little if seeds matter most) and the two parts' own, weighted by
+variance (Cochran and Cox; up to 2 points too much).
 It is never narrower than the one over items alone, and with fewer than FEWEST_SEEDS seeds it is
-that one: seeds that happen to agree say nothing about other seeds.
+that one: if two seeds agree, other seeds may still differ.
 
 If fewer than RARE items decide a share, their covariance is unreliable: then an item counts as one
 draw. If fewer than RARE items differ, a difference gets two more that differ, one each way (Bonett
@@ -49,9 +49,9 @@ FloatArray = NDArray[np.float64]
 # a share in 0 .. 1, a difference of two shares in -1 .. 1, or any number
 Kind = Literal["share", "difference", "number"]
 SuccessKind = Literal["share", "difference"]
-FAILED = "failed_as_failures"  # the second convention, among results and metrics
-FEWEST = 5  # families that can be clusters; fewer do not speak for other families
-FEWEST_SEEDS = 3  # with fewer, how much seeds differ is not known
+FAILED = "failed_as_failures"  # name of the numbers that count failed slots as failures
+FEWEST = 5  # families that can be clusters; fewer cannot represent other families
+FEWEST_SEEDS = 3  # with fewer, the spread of seeds cannot be estimated
 RARE = 6  # items; with fewer, the normal approximation fails
 
 
@@ -88,7 +88,7 @@ def curves(n: FloatArray, c: FloatArray, max_k: int) -> tuple[FloatArray, FloatA
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Mean of one row of values or of many rows, with its variance; every field is [...]."""
+    """Means of rows of values [..., I], with their variances; every field is [...]."""
 
     mean: FloatArray
     variance: FloatArray  # of the mean
@@ -190,7 +190,7 @@ def moments(values: FloatArray, codes: NDArray[np.int_] | None = None, *, kind: 
 
 
 def family_codes(families: Sequence[Hashable] | None) -> NDArray[np.int_] | None:
-    """Return a code from 0 per item, [I]; None if there are fewer than FEWEST families."""
+    """Return the number of each item's family, [I], from 0; None for fewer than FEWEST families."""
     if families is None:
         return None
     code_of = {family: code for code, family in enumerate(dict.fromkeys(families))}
@@ -200,7 +200,9 @@ def family_codes(families: Sequence[Hashable] | None) -> NDArray[np.int_] | None
 def _freedom(
     parts: FloatArray, sizes: FloatArray, count: NDArray[np.int_], scale: FloatArray
 ) -> FloatArray:
-    """Satterthwaite's degrees of freedom, reduced by the clusters' kurtosis, [...]."""
+    """Satterthwaite's degrees of freedom, reduced by the clusters' kurtosis, [...].
+    parts: [..., G] terms of the variance; sizes: items per cluster; scale: their CR2 factors.
+    """
     squares = sizes**2
     spread = (
         squares.sum(axis=-1)
@@ -221,7 +223,7 @@ def _kurtosis(second: FloatArray, fourth: FloatArray, n: NDArray[np.int_]) -> Fl
 
 
 def _rare(values: FloatArray, mean: FloatArray, kind: Kind) -> NDArray[np.bool_]:
-    """Mask of the means that fewer than RARE items decide, too few for normality, [...]."""
+    """Mask of the means that fewer than RARE items decide, too few for a normal mean, [...]."""
     end = 0.0 if kind == "difference" else np.round(mean)[..., None]
     return np.asarray(telling(np.nan_to_num(values - end, nan=0.0)) < RARE)
 
@@ -246,9 +248,9 @@ def score_bounds(
     num_items: NDArray[np.int_],
     rare: NDArray[np.bool_],
 ) -> tuple[FloatArray, FloatArray]:
-    """Return (low, high) of the score interval for as many draws as have this variance, all [...].
-
-    rare: mask of the means with at most one draw per item.
+    """Return (low, high) of Wilson's score interval of shares, for the number of independent draws
+    that would have this variance. All arguments and results are [...].
+    quantile: half width in standard errors; rare: mask of means with at most one draw per item.
     """
     spread = mean * (1 - mean)
     draws = np.divide(
@@ -273,7 +275,6 @@ def crossed_interval(
     codes: NDArray[np.int_] | None = None,
 ) -> Interval:
     """Return the mean of `values` [S, I] over seeds and items, with its interval; NaN is left out.
-
     codes: [I] the items' families, from `family_codes`. Errors: ValueError if a seed has no value.
     """
     if values.ndim != 2 or not values.size:
@@ -298,7 +299,7 @@ def crossed_intervals(
     confidence: float,
     codes: NDArray[np.int_] | None = None,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return (mean, low, high), each [...], of many tables at a time: values [..., S, I]."""
+    """Return `crossed_interval`'s (mean, low, high), each [...], for tables values [..., S, I]."""
     mean = np.nanmean(values, axis=-1).mean(axis=-1)
     low, high = _over_items(values, mean, kind, confidence, codes)
     if values.shape[-2] < FEWEST_SEEDS:
@@ -315,8 +316,7 @@ def _over_items(
     codes: NDArray[np.int_] | None,
 ) -> tuple[FloatArray, FloatArray]:
     """Return (low, high) of an interval that covers these seeds' mean on other items.
-
-    An item that some seeds lack has the other seeds' mean deviation.
+    If some seeds lack an item, it gets the other seeds' mean deviation from their own means.
     """
     count = (~np.isnan(values)).sum(axis=-2)
     off = np.nan_to_num(values - np.nanmean(values, axis=-1, keepdims=True), nan=0.0).sum(axis=-2)
@@ -352,14 +352,14 @@ def _over_both(
 
 
 def _item_means(values: FloatArray, mean: FloatArray) -> FloatArray:
-    """Mean over seeds, [..., I]; an item without a value gets the overall mean."""
+    """Mean of each item over seeds, [..., I]; an item without a value gets the overall mean."""
     valid = ~np.isnan(values)
     item_means = np.where(valid, values, 0.0).sum(axis=-2) / np.maximum(valid.sum(axis=-2), 1)
     return np.where(valid.any(axis=-2), item_means, mean[..., None])
 
 
 def _covariance(values: FloatArray, per_seed: FloatArray) -> FloatArray:
-    """Mean covariance over all pairs of seeds, over the items both have, [...]."""
+    """Mean covariance of two seeds, [...]: over all pairs of seeds and the items that both have."""
     off = np.nan_to_num(values - per_seed[..., None], nan=0.0)
     squares = (off**2).sum(axis=(-2, -1))
     both = ((off.sum(axis=-2) ** 2).sum(axis=-1) - squares) / 2  # each pair's products, over items
@@ -379,7 +379,9 @@ def _freedom_of_items(item_means: FloatArray, num_items: NDArray[np.int_]) -> Fl
 def _quantile(
     of_seeds: FloatArray, of_items: FloatArray, num_seeds: int, many: FloatArray, confidence: float
 ) -> FloatArray:
-    """Number of standard errors, [...]. many: degrees of freedom of the items' part."""
+    """Half width of the interval in standard errors, [...].
+    of_seeds, of_items: the variance's two parts; many: degrees of freedom of the items' part.
+    """
     level, few = (1 + confidence) / 2, num_seeds - 1
     share = np.divide(
         of_seeds, of_seeds + of_items, out=np.zeros_like(of_seeds), where=of_seeds > 0

@@ -38,7 +38,7 @@ from agentgym.evaluation.numbers import item_means
 from agentgym.evaluation.result import Result, Slot, differences, families_of, outcome_table
 
 Verdict = Literal["better", "worse", "not shown"]
-POWER = 0.8  # power at which a difference would have been shown
+POWER = 0.8  # probability with which a detectable difference is shown
 NUM_BUDGETS = 20  # of tokens or seconds, up to those of the most expensive success
 MAX_SHOWN = 12  # most differences of two questions that an error lists
 
@@ -83,7 +83,9 @@ class Decision:
 
 
 def compare(pairs: Mapping[str, Pair], *, confidence: float) -> dict[str, Decision]:
-    """Return each environment's decision, by name. Errors: ValueError if nothing counts."""
+    """Return each environment's decision, by name, with p-values corrected for their number.
+    Errors: ValueError if nothing counts.
+    """
     decisions = {env: decide(pair, confidence=confidence) for env, pair in pairs.items()}
     adjusted = holm([decision.p_value for decision in decisions.values()])
     result = {}
@@ -96,7 +98,9 @@ def compare(pairs: Mapping[str, Pair], *, confidence: float) -> dict[str, Decisi
 
 
 def decide(pair: Pair, *, confidence: float) -> Decision:
-    """Return one environment's decision, uncorrected. Errors: ValueError if nothing counts."""
+    """Return one environment's decision, without verdict and correction for several environments.
+    Errors: ValueError if nothing counts.
+    """
     mean_before, mean_after, count = means_in_both(pair)
     gained = mean_after - mean_before
     if np.isnan(gained).all():
@@ -140,9 +144,8 @@ def means_in_both(pair: Pair) -> tuple[FloatArray, FloatArray, NDArray[np.int_]]
 def mcnemar_exact(
     gained: FloatArray, alternative: Literal["two-sided", "greater"] = "two-sided"
 ) -> float:
-    """P-value of this split of wins and losses or a more uneven one, if both are equally likely.
-
-    gained: [I] of single episodes: 1, 0, -1 or NaN.
+    """P-value of these wins and losses, if both are equally likely; 1 if there are none.
+    gained: [I] of single episodes: 1 (win), 0, -1 (loss) or NaN. greater: tests for more wins.
     Source: McNemar 1947, with the binomial distribution itself.
     """
     won, lost = int((gained > 0).sum()), int((gained < 0).sum())
@@ -150,14 +153,14 @@ def mcnemar_exact(
 
 
 def detectable_difference(gain: Moments, confidence: float) -> FloatArray:
-    """Smallest true difference that the test shows with probability POWER, [...]."""
+    """Smallest true difference that the t test shows with probability POWER, [...]."""
     level = stdtrit(gain.freedom, (1 + confidence) / 2) + stdtrit(gain.freedom, POWER)
     return np.asarray(level * np.sqrt(gain.variance))
 
 
 def detectable_with(decision: Decision, num_items: int) -> float:
-    """Return the smallest difference that `num_items` items like these would show, with families in
-    proportion.
+    """Return the smallest difference that `num_items` items like these would show with probability
+    POWER, if families grow in proportion; at most 1.
     """
     return float(min(1.0, decision.detectable * math.sqrt(decision.num_items / num_items)))
 
@@ -173,9 +176,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def align(before: Result, after: Result) -> dict[str, Pair]:
-    """Pair both results by environment, item and sample: sampled episodes, else the greedy ones.
-
-    Errors: Incomparable if the questions differ, or if one result is not finished.
+    """Pair both results by environment, item and sample: the sampled episodes if there are any,
+    else the greedy ones. Errors: Incomparable if the questions differ or a result is not finished.
     """
     unlike = differences(before.identity, after.identity)
     if unlike:
@@ -214,7 +216,7 @@ def _pair(before: Sequence[Slot], after: Sequence[Slot]) -> Pair:
 
 
 def gains_by_family(families: Sequence[str | None], gained: FloatArray) -> dict[str, FloatArray]:
-    """Return the known differences of each family's items; items without a family are left out."""
+    """Return each family's differences that are not NaN; items without a family are left out."""
     family_of_item = np.array(families, dtype=object)
     return {
         family: gained[(family_of_item == family) & ~np.isnan(gained)]
@@ -242,9 +244,8 @@ class Curve:
 
 
 def obstacle(texts: Iterable[str], max_turns: int) -> str:
-    """Return why episodes of this horizon say nothing about a shorter one; empty: unknown.
-
-    texts: everything that the policy was shown: instructions and observations.
+    """Return why success at a shorter horizon cannot be read from these episodes: a text names the
+    policy's number of turns. Empty if none does. texts: all instructions and observations.
     """
     named = re.compile(rf"\b{max_turns} (?:\w+ )?{_COUNTED}\b", re.IGNORECASE)
     for text in texts:
@@ -260,14 +261,18 @@ def obstacle(texts: Iterable[str], max_turns: int) -> str:
 
 
 def by_turns(slots: Sequence[Slot], max_turns: int, *, confidence: float) -> Curve:
-    """Return one environment's success at each horizon. Errors: ValueError if nothing counts."""
+    """Return one environment's success at each horizon from 1 to `max_turns`.
+    Errors: ValueError if no episode counts at one of them.
+    """
     horizons = range(1, max_turns + 1)
     rows = _within_turns(slots, horizons)
     return _curve("turns", horizons, rows, slots, confidence, max_turns)
 
 
 def values_by_turns(slots: Sequence[Slot], horizons: Sequence[int]) -> FloatArray:
-    """Share of each item's episodes that succeed within each horizon, [horizons, items], or NaN."""
+    """Share of each item's episodes that succeed within each horizon, [horizons, items]; NaN if
+    none of them counts.
+    """
     return _of_items(_within_turns(slots, horizons), slots)[0]
 
 
@@ -276,7 +281,7 @@ def _within_turns(slots: Sequence[Slot], horizons: Sequence[int]) -> FloatArray:
     rows = [
         [
             float(slot.success and slot.num_turns <= horizon)
-            # an attempt that failed later had not failed by then
+            # an attempt that failed after this horizon is a valid episode up to it
             if slot.counts or (slot.outcome is not None and slot.num_turns >= horizon)
             else np.nan
             for slot in slots
@@ -293,9 +298,8 @@ def within(
     *,
     confidence: float,
 ) -> Curve | None:
-    """Return success within a number of tokens or seconds, at NUM_BUDGETS budgets.
-
-    costs: of each slot's whole episode; a success counts at budgets of its cost or more.
+    """Return success within a budget of tokens or seconds, at NUM_BUDGETS quantiles of the cost of
+    successes. costs: of each slot's whole episode; a success counts at budgets of its cost or more.
     None if the cost of a success is not known, or nothing succeeded.
     """
     won = [cost for slot, cost in zip(slots, costs, strict=True) if slot.counts and slot.success]
@@ -311,7 +315,9 @@ def within(
 
 
 def _of_items(rows: FloatArray, slots: Sequence[Slot]) -> tuple[FloatArray, FloatArray]:
-    """Return (means, counts) of known slots, [budgets, items]. rows: [budgets, slots]."""
+    """Return (mean, number) of each item's slots that are not NaN, both [budgets, items].
+    rows: [budgets, slots].
+    """
     columns = {item: column for column, item in enumerate(dict.fromkeys(s.item_id for s in slots))}
     of_item = np.zeros((len(slots), len(columns)))
     of_item[np.arange(len(slots)), [columns[slot.item_id] for slot in slots]] = 1
@@ -329,7 +335,9 @@ def _curve(
     confidence: float,
     max_turns: int,
 ) -> Curve:
-    """Return a curve from rows [budgets, slots]; each item's slots are averaged first."""
+    """Return a curve from rows [budgets, slots]; each item's slots are averaged first.
+    Errors: ValueError if no slot counts at a budget.
+    """
     values, count = _of_items(rows, slots)
     if (count.sum(axis=1) == 0).any():
         raise ValueError(f"no episode counts at some of the {axis}; look at the outcomes")

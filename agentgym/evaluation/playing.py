@@ -1,5 +1,5 @@
-"""Play an evaluation's missing slots: environments side by side under one budget, or, to be
-repeatable to the bit, one after the other in waves of one size.
+"""Play an evaluation's missing slots: all environments at once, with a limit on episodes in flight,
+or, to be repeatable to the bit, one after the other in waves of a fixed size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class EvaluationStopped(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Playing:
-    """One open policy: `attempts` makes the player of an environment's episodes."""
+    """A policy opened for playing: `attempts` returns an object that plays episodes."""
 
     attempts: Callable[[EpisodeSettings, EnvProtocol], PlaysEpisodes]
     stopped: Callable[[], str] = lambda: ""  # why the policy cannot play more; empty: it can
@@ -31,7 +31,7 @@ class Playing:
 
 @dataclass(frozen=True)
 class Table:
-    """Everything needed to play: policy, servers, and the settings of each environment."""
+    """Everything needed to play: protocol, opened policy, instructions and items."""
 
     protocol: EvaluationProtocol
     seat: Playing
@@ -60,7 +60,9 @@ class Table:
 
 
 async def play(table: Table, ledger: Ledger) -> None:
-    """Play and commit until no slot is missing. Errors: EvaluationStopped; Fenced, StoreFull."""
+    """Play each missing slot once and commit all that was played, also on an error.
+    Errors: EvaluationStopped if the policy stopped or too many failed; Fenced, StoreFull.
+    """
     try:
         if table.protocol.deterministic:
             await _in_waves(table, ledger)
@@ -72,7 +74,7 @@ async def play(table: Table, ledger: Ledger) -> None:
 
 
 async def _side_by_side(table: Table, ledger: Ledger) -> None:
-    """Play all environments, each with as many episodes in flight as its servers allow."""
+    """Play all environments at once, each with as many episodes in flight as its servers allow."""
     budget = asyncio.Semaphore(table.protocol.concurrency)
     committing = asyncio.Lock()
 
@@ -119,7 +121,9 @@ async def _until_stopped(workers: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _in_waves(table: Table, ledger: Ledger) -> None:
-    """Play waves of one size, by environment, greedy episodes first: the same after a restart."""
+    """Play environments one by one in waves of a fixed size, greedy episodes first. A restarted
+    evaluation plays the same waves.
+    """
     for env_protocol in table.protocol.envs:
         size = min(env_protocol.most_in_flight, table.protocol.concurrency)
         for greedy, attempts in table.attempts(env_protocol).items():

@@ -1,8 +1,8 @@
-"""Policies that can be evaluated: the names for them, and how each is opened.
+"""Policies that can be evaluated: how a user names them, and how each is opened.
 
 | POLICY | what plays |
 |---|---|
-| `expert`, `random`, `echo:ACTION` | the environment's expert; chance; always this action |
+| `expert`, `random`, `echo:ACTION` | the environment's expert; random actions; always this action |
 | `RUN:STEP`, `:STEP` | a checkpoint of a run of this folder, or of the configured run |
 | `models:/NAME@ALIAS`, `models:/NAME/VERSION` | a version of the model registry |
 | `https://HOST/v1` | a model behind an OpenAI-compatible endpoint |
@@ -59,7 +59,7 @@ class PolicyKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PolicyName:
-    """The name of a policy, parsed."""
+    """A policy's name in its parts, see the table of this module."""
 
     who: PolicyKind
     name: str  # action, step, model name, URL, folder or repository
@@ -68,7 +68,7 @@ class PolicyName:
 
     @classmethod
     def parse(cls, text: str) -> PolicyName:
-        """Parse a policy's name. Errors: ConfigError."""
+        """Parse a policy's name; an existing folder is a model. Errors: ConfigError if unknown."""
         kind, separator, rest = text.partition(":")
         if text in ("expert", "random"):
             return cls(PolicyKind(text), "", text=text)
@@ -96,7 +96,7 @@ class PolicyName:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """An open policy: its players of episodes, and the reason why it stopped, if it did."""
+    """A policy opened for playing: makes a player per episode; `stopped` returns why it ended."""
 
     player_of: PlayerOf
     stopped: Callable[[], str] = lambda: ""  # empty: it has not stopped
@@ -104,23 +104,22 @@ class Seat:
 
 @dataclass(frozen=True)
 class Contender:
-    """A policy that is not open yet. Its identity is in an evaluation's digest."""
+    """A policy to evaluate, not opened yet. Its identity is part of the evaluation's digest."""
 
     identity: Mapping[str, Any]
     about: str  # for people
     needs_expert: bool = False
     needs_hints: bool = False
-    knows_rules: bool = True  # false: a model not trained here, see `agentgym.evaluation.policies`
+    knows_rules: bool = True  # false: a model not trained here; it gets the rules, see `with_room`
     checkpoint: Checkpoint | None = None  # if it samples with an engine
     version: int = 0  # of its weights: optimizer steps if a run trained them
     endpoint: Endpoint | None = None
-    player_of: PlayerOf | None = None  # for all others
+    player_of: PlayerOf | None = None  # if it has neither checkpoint nor endpoint
 
 
 @contextlib.asynccontextmanager
 async def seated(contender: Contender, cfg: RunConfig, spent: Usage) -> AsyncIterator[Seat]:
     """Open the policy for the block.
-
     cfg: engine, device, context and concurrency of a policy that needs an engine; spent: usage of
     earlier processes, which counts against a cost limit.
     """
@@ -156,7 +155,7 @@ class EchoPlayer(TextPlayer):
 
 
 def plain_contender(name: PolicyName) -> Contender:
-    """Return a policy that is no model: the expert, chance, or an echo."""
+    """Return a policy that is no model: the expert, random actions, or one fixed action."""
     identity = {"kind": str(name.who)}
     if name.who is PolicyKind.EXPERT:
         return Contender(
@@ -202,7 +201,7 @@ def weights_contender(
 
 
 def checkpoint_contender(cfg: RunConfig, store: RunStore, manifest: Manifest) -> Contender:
-    """Return a commit's weights as a policy. Errors: ValueError if its context is too short."""
+    """Return a commit's weights as a policy. Errors: ConfigError if its context is too short."""
     from agentgym.models.architecture import read_architecture, require_positions
     from agentgym.models.checkpoint import load_checkpoint, policy_digest
 
@@ -229,13 +228,13 @@ def prompts_digest(instructions: str) -> str:
 
 
 def env_version(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the source digest and options of an installed environment."""
+    """Return the `source` digest and `options` of an installed environment, as JSON types."""
     source = source_digest(environment_modules(name))
     return {"options": json.loads(canonical_json(options)), "source": source}
 
 
 class RecordedPlayer(ScriptedPlayer):
-    """Player that repeats recorded actions; without a record it raises PlayerFailed."""
+    """Player that repeats recorded actions; `act` raises PlayerFailed if there is no record."""
 
     def __init__(self, actions: tuple[str, ...] | None) -> None:
         super().__init__([PlayerReply(action, action) for action in actions or ()])
@@ -251,7 +250,6 @@ def recorded_contender(
     of: str, records: str, actions: Mapping[tuple[str, int], tuple[str, ...]], about: str
 ) -> Contender:
     """Return a policy that repeats an evaluation's actions.
-
     of, records: digests of the evaluation and of its records; actions: by item id and sample.
     """
     identity = {"kind": str(PolicyKind.RECORDED), "of": of, "records": records}
@@ -270,7 +268,7 @@ Action: your action"""
 # worked example
 REPLY, OBSERVATION = EnvProtocol.model_fields["max_new_tokens"].default, 512
 FIRST, EXAMPLE = 1024, 1024
-# protocol fields that belong to the policy, and the run settings that they come from
+# protocol fields that suit the policy rather than the question, and the run settings they come from
 OWN = {
     "instructions": "rollout.instructions",
     "max_new_tokens": "rollout.max_new_tokens",
@@ -281,9 +279,9 @@ OWN = {
 def with_room(
     protocol: EvaluationProtocol, cfg: RunConfig, kept: Collection[str], window: int | None
 ) -> EvaluationProtocol:
-    """Return the protocol with instructions on and token limits that leave room for all turns.
-
-    cfg: the run whose protocol it is; kept: fields that the user chose, which stay as they are;
+    """Return the protocol for a model that was not trained here: it has the instructions and token
+    limits that leave room for all turns. cfg: the run whose protocol it is.
+    kept: fields that the user chose, which stay as they are;
     window: the model's context length in tokens, if known; no limit is raised above it.
     """
     observation = max(cfg.rollout.observation_tokens, OBSERVATION)
@@ -305,9 +303,8 @@ def with_room(
 
 
 def told_by(guides: Mapping[str, Guide], protocol: EvaluationProtocol) -> dict[str, str]:
-    """Return the servers' instructions and worked examples under the protocol, by environment.
-
-    Errors: ConfigError if an environment offers too few examples.
+    """Return the servers' instructions with as many worked examples as the protocol wants, by
+    environment. Errors: ConfigError if an environment offers too few examples.
     """
     return {
         name: guides[name].opening(name, settings.examples, settings.action_format)
@@ -317,10 +314,9 @@ def told_by(guides: Mapping[str, Guide], protocol: EvaluationProtocol) -> dict[s
 
 
 def instructions_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -> dict[str, str]:
-    """Return the text that episodes begin with, by environment, if it has `instructions`: these,
-    worked examples and, in the action format "react", the form of a reply.
-
-    openings: the result of `told_by`.
+    """Return the text that a model not trained here reads first, by environment: the `openings`
+    (from `told_by`) and, in the action format "react", the form of a reply.
+    Environments whose protocol has no `instructions` are left out.
     """
     texts = {}
     for settings in protocol.envs:
@@ -338,9 +334,8 @@ def adaptations(
     openings: Mapping[str, str],
     instructions: Mapping[str, str],
 ) -> dict[str, dict[str, Any]]:
-    """Return token limits and digest of the instructions, by environment, if they differ from the
-    protocol's. They are part of the policy's identity, so that results stay comparable.
-
+    """Return token limits and the instructions' digest, for each environment where this policy's
+    differ from the protocol's. They are part of its identity, so that results stay comparable.
     changed: the protocol as this policy gets it; openings: the text that other policies get;
     instructions: the text that this policy gets.
     """

@@ -1,4 +1,4 @@
-"""Protocols of evaluations: which items of which environments, how often, for how many turns.
+"""Protocols of evaluations: environments, items, samples per item, turns and token limits.
 
 A protocol is a YAML file, `profiles/eval/NAME.yaml`. It names no policy, so that every policy
 evaluated under it is comparable with every other.
@@ -36,7 +36,7 @@ from agentgym.data.items import DataError, load_ids, load_splits, parse_item_id
 from agentgym.types import Item
 
 FOLDER = Path("profiles/eval")
-OF_ROLLOUT = {  # settings of a run's episodes that its evaluations share
+OF_ROLLOUT = {  # settings of a run's rollouts that its evaluations share
     *("max_new_tokens", "instructions", "examples", "action_format"),
     *("episode_timeout_s", "max_attempts"),
 }
@@ -176,7 +176,9 @@ class EvaluationProtocol(Section):
         return limit * num_episodes if isinstance(limit, float) and limit < 1 else limit
 
     def only(self, names: Sequence[str]) -> EvaluationProtocol:
-        """Return the protocol with these environments. Errors: ConfigError for an unknown one."""
+        """Return the protocol with only these environments, in this order.
+        Errors: ConfigError for an unknown one.
+        """
         having = {env_protocol.env.name: env_protocol for env_protocol in self.envs}
         if unknown := [name for name in names if name not in having]:
             raise ConfigError(
@@ -189,10 +191,9 @@ class EvaluationProtocol(Section):
 def load_protocol(
     name: str, overrides: Mapping[str, Any] | None = None, folder: Path = FOLDER
 ) -> EvaluationProtocol:
-    """Load a protocol from a YAML file, or from NAME.yaml in `folder`. Errors: ConfigError.
-
-    overrides: fields laid over each environment (`max_turns`, `items`, ...) and over the whole
-    (`seed`, ...), by their names.
+    """Load a protocol from the file `name`, or from NAME.yaml in `folder`. Errors: ConfigError.
+    overrides: values by field name, for every environment (`max_turns`, `items`, ...) or for the
+    whole protocol (`seed`, ...).
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
@@ -207,7 +208,7 @@ def load_protocol(
 
 
 def protocol_from(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> EvaluationProtocol:
-    """Return a file's tree as a protocol. overrides: see `load_protocol`. Errors: ConfigError."""
+    """Return a YAML tree as a protocol. overrides: see `load_protocol`. Errors: ConfigError."""
     envs = tree.get("envs", ())
     tree = dict(tree)
     for key, value in overrides.items():
@@ -223,9 +224,8 @@ def protocol_from(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> Eval
 
 
 def owned_protocol(settings: Mapping[str, Any], servers: Sequence[EnvConfig]) -> EvaluationProtocol:
-    """Return the protocol of a recorded evaluation, on the owner's servers. Errors: ConfigError.
-
-    servers: as for `owned_env`.
+    """Return the protocol of a recorded evaluation, on the servers of the owner's configuration.
+    servers: that configuration's environments. Errors: ConfigError, see `owned_env`.
     """
     recorded = protocol_from(settings, {})
     envs = tuple(
@@ -243,7 +243,9 @@ def _over(tree: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
 def protocol_of_run(
     cfg: RunConfig, envs: Sequence[str], overrides: Mapping[str, Any] | None = None
 ) -> EvaluationProtocol:
-    """Return the protocol of a run's own evaluations; an unknown environment gets defaults."""
+    """Return the protocol of a run's own evaluations; an unknown environment has default settings.
+    overrides: see `load_protocol`. Errors: ConfigError.
+    """
     settings, rollout = cfg.evaluation, cfg.rollout
     known = {env.name: env.model_copy(update={"weight": 1.0}) for env in cfg.envs}
     shared = {
@@ -268,7 +270,7 @@ def protocol_of_run(
 
 def items_of(protocol: EvaluationProtocol, cfg: RunConfig) -> dict[str, tuple[Item, ...]]:
     """Return the items of each environment, in order. cfg: has the item lists and validation split.
-    Errors: DataError if there are fewer than `items.num`, or none.
+    Errors: DataError if there are fewer than `items.num`, or if a list is missing or invalid.
     """
     return {env_protocol.env.name: _items(env_protocol, cfg) for env_protocol in protocol.envs}
 

@@ -46,9 +46,9 @@ PAGE = "report.html"
 
 
 def register_policy(ctx: StepContext, run_key: str, play_anew: PlayAnew) -> Manifest:
-    """Register the checkpoint, let the gate decide whether the alias moves to it, and commit both.
-
-    Idempotent per checkpoint. play_anew: plays a registered version under the gate's protocol.
+    """Register the checkpoint, let the gate decide if the alias moves to it, and commit both.
+    Return the commit. Idempotent per checkpoint. If the alias's history cannot be reached, nothing
+    is decided. play_anew: plays a registered version under the gate's protocol.
     """
     cfg, store = ctx.cfg, ctx.store
     ctx.progress.start("register the model", 1)
@@ -93,13 +93,13 @@ def register_policy(ctx: StepContext, run_key: str, play_anew: PlayAnew) -> Mani
             "checkpoint": ctx.step.checkpoint,
             "champion": summary(entry),
         },
-        # two equal runs may differ: files of a model that is registered again are not the same
+        # a record, not a blob: equal runs may register files with different digests
         records={RECORD: json.dumps(files, sort_keys=True).encode()} if files else {},
     )
 
 
 def promotions_of(cfg: RunConfig, store: RunStore) -> Promotions:
-    """Return the promotions of the configured alias."""
+    """Return the history and registry of the configured model and alias."""
     return Promotions(store, tracker_of(cfg), cfg.registered_model, cfg.registry.alias)
 
 
@@ -111,7 +111,9 @@ def _evidence(
     champion: Version | None,
     play_anew: PlayAnew,
 ) -> Evidence:
-    """Return evidence from the runs' own evaluations, or from playing both models anew."""
+    """Return evidence from the runs' own evaluations; with gate.protocol, or if these cannot be
+    compared, from playing both models anew. With a champion, changed numbers are a failed audit.
+    """
     if not cfg.gate.protocol:
         if champion is None:
             return first_evidence(stored_result(store, evaluation))
@@ -127,7 +129,7 @@ def _evidence(
 def evidence_anew(
     cfg: RunConfig, candidate: Version, champion: Version | None, play_anew: PlayAnew
 ) -> Evidence:
-    """Return evidence from playing both models by one protocol, or why they cannot be compared."""
+    """Return evidence from playing both models by one protocol; its `obstacle` if that fails."""
     name = cfg.registered_model
     candidate_result = play_anew(f"models:/{name}/{candidate.number}")
     if champion is None:
@@ -149,7 +151,7 @@ def confirm_registration(
 ) -> None:
     """Register the model again if MLflow has lost it, and restore the alias from the history.
 
-    Errors: LedgerError if MLflow has another version number, or the files are now others.
+    Errors: LedgerError if MLflow has another version number, or files that are made anew differ.
     """
     name = cfg.registered_model
     again = f"delete {store.root}/steps/register-{registered.key[:16]} to register it again"
@@ -174,7 +176,7 @@ def confirm_registration(
 def _register(
     cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation: Manifest, run_key: str
 ) -> str:
-    """Register the checkpoint. Result: the version."""
+    """Register the checkpoint as a model without moving an alias. Return its version number."""
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(Path(folder), store, checkpoint)
         return register_model(
@@ -191,7 +193,7 @@ def _register(
 def tags_of_version(
     cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation: Manifest, run_key: str
 ) -> dict[str, str]:
-    """Return a registered version's tags, without its files' digests and the last decision."""
+    """Return a version's tags, except for its files' digests and those of the gate's decision."""
     question = question_of_evaluation(store, evaluation)
     return {
         "step_key": checkpoint.digest,
@@ -207,7 +209,7 @@ def tags_of_version(
 
 
 def headline_tags(evaluation: Manifest) -> dict[str, str]:
-    """Return an evaluation's main numbers, as tags of the model version that was evaluated."""
+    """Return an evaluation's main numbers (shares, 4 decimals), as tags of the model version."""
     return {
         f"eval.{name}": f"{interval['mean']:.4f}"
         for name, interval in evaluation.results["summary"].items()
@@ -215,7 +217,7 @@ def headline_tags(evaluation: Manifest) -> dict[str, str]:
 
 
 def write_report(ctx: StepContext, run_key: str, steps: Mapping[str, Step]) -> Manifest:
-    """Commit a page with curves, table and example episodes; MLflow gets it after the commit."""
+    """Commit the report page and its pictures, and return the commit. MLflow gets them later."""
     ctx.progress.start("report", 1)
     files = report_files(ctx.cfg, ctx.store, ctx.parents, run_key, steps)
     ctx.progress.advance()
@@ -302,7 +304,7 @@ def _evaluations(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> 
 
 
 def _compared(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> list[Manifest]:
-    """Return the baseline evaluation and those compared with it, in order."""
+    """Return the commits of the baseline evaluation and of those compared with it, in order."""
     evaluations = _evaluations(parents, steps)
     paired = {name: final for name, final in evaluations.items() if "paired" in final.results}
     baseline = next(iter(paired.values())).results["paired"]["baseline"]
@@ -310,7 +312,7 @@ def _compared(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> lis
 
 
 def _intervals(manifest: Manifest, part: str = "summary") -> dict[str, Interval]:
-    """Return an evaluation's intervals, greedy first, without pass@1, which equals avg@n."""
+    """Return the intervals in `results[part]`, greedy first, without pass@1, equal to avg@n."""
     rows = sorted(manifest.results[part].items(), key=lambda item: item[0] != "greedy")
     return {name: Interval(**row) for name, row in rows if name not in ("baseline", "pass_at_1")}
 
@@ -344,12 +346,12 @@ def _curves(store: RunStore, trained: Sequence[Manifest]) -> list[Curve]:
 
 
 KL = "actor/reference_kl"
-# a model's name in the registry and its version -> its result under the gate's protocol
+# `models:/NAME/VERSION` -> the result of that version under the gate's protocol
 PlayAnew = Callable[[str], Result]
 
 
 def first_evidence(result: Result) -> Evidence:
-    """Return the evidence on a candidate without a champion to compare it with."""
+    """Return the evidence about a candidate if there is no champion."""
     alone = {
         env: replace(pair, before=np.full_like(pair.after, np.nan))
         for env, pair in align(result, result).items()
@@ -358,7 +360,7 @@ def first_evidence(result: Result) -> Evidence:
 
 
 def paired_evidence(champion: Result, candidate: Result) -> Evidence:
-    """Return evidence on a candidate and the champion it would replace. Errors: Incomparable."""
+    """Return the evidence about a candidate and the current champion. Errors: Incomparable."""
     return Evidence(
         align(champion, candidate),
         True,
@@ -369,16 +371,15 @@ def paired_evidence(champion: Result, candidate: Result) -> Evidence:
 
 
 def _tokens(result: Result) -> float | None:
-    """Mean number of tokens that the policy generates in an episode; None if not known."""
+    """Mean number of generated tokens per episode that counts; None if none are reported."""
     num_tokens = [slot.usage.output_tokens for slot in result.slots if slot.counts]
     return float(np.mean(num_tokens)) if any(num_tokens) else None
 
 
 def own_results(store: RunStore, evaluation: Manifest, champion: Version) -> tuple[Result, Result]:
-    """Return the champion's and the candidate's result, from their runs' own evaluations.
-
+    """Return (the champion's result, the candidate's), from their runs' own evaluations.
     evaluation: the candidate's. Errors: Incomparable, also if the champion's result is missing or
-    cannot be read; NumbersChanged.
+    cannot be read; NumbersChanged if the candidate's differs from its episodes.
     """
     ours = stored_result(store, evaluation)
     theirs = champion.evaluation_in(store)
@@ -393,6 +394,6 @@ def own_results(store: RunStore, evaluation: Manifest, champion: Version) -> tup
 
 
 def reference_kl(store: RunStore, checkpoint: Manifest) -> float | None:
-    """Return the last reference KL that the checkpoint's step measured; None if there is none."""
+    """Return the last reference KL of the checkpoint's step, in nats per token; None if unknown."""
     points = committed_points(store, checkpoint.step, checkpoint.key)
     return next((p.metrics[KL] for p in reversed(points) if KL in p.metrics), None)

@@ -1,7 +1,7 @@
-"""The question a registered model was judged on: its environments, item lists and protocol.
+"""Question that a registered model was judged on: environments, item lists and protocol.
 
-A candidate may replace a champion only if both were judged on the same question. A version carries
-it as a tag, so it is known even if the store that made the version is not.
+A candidate may replace a champion only if both were judged on the same question. It is a tag of the
+version, so it can be read without the store in which the version was made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentgym.tracking.registry import version_run_tags, version_tags
 
 TAG = "evaluation.question"  # of a registered version
 DATA = "prepare"  # the step whose splits an evaluation's items come from
-# settings that change the question; the others change its size or the machinery
+# settings that change the question; others change the number of items, or only how it is computed
 PROTOCOL = (
     "model.context_tokens",
     "rollout.max_new_tokens",
@@ -34,7 +34,7 @@ OF_EVALUATION = ("max_turns", "split", "temperature")
 
 @dataclass(frozen=True)
 class Question:
-    """Environments, items and protocol. Unknown parts are left out and not compared."""
+    """Environments, items and protocol of an evaluation. Unknown parts are absent, not compared."""
 
     envs: Mapping[str, Mapping[str, Any]]  # name -> options and dialect
     # name of an environment -> sha256 of the list that its first items are from
@@ -56,7 +56,9 @@ class Question:
 
 
 def question_asked(config: Mapping[str, Any], splits: Splits) -> Question:
-    """Return the question of an evaluation. config: its settings; an older one may lack some."""
+    """Return the question of a run's evaluation. config: the run's settings as JSON types, perhaps
+    of an earlier release that lacks some; splits: the run's items.
+    """
     settings = config["evaluation"]
     listed: dict[str, list[str]] = {}
     for item in getattr(splits, settings["split"]):
@@ -75,7 +77,7 @@ def question_asked(config: Mapping[str, Any], splits: Splits) -> Question:
 
 
 def question_of_evaluation(store: RunStore, evaluation: Manifest) -> Question | None:
-    """Return the question of a run's own evaluation; None if the store lacks its data step."""
+    """Return the question of a run's own evaluation; None if the store lacks the run's items."""
     wanted = evaluation.parents.get(DATA)
     data = next((head for head in store.heads(DATA) if head.digest == wanted), None)
     if data is None:
@@ -126,7 +128,7 @@ def other_question(ours: Question, champions: Question, *, envs_only: bool = Fal
 
 
 def unlike_parts(ours: Question, champions: Question) -> list[str]:
-    """Return the differences, a line for each part; if the environments differ, only those."""
+    """Return a line for each difference; only one if the environments differ; none if equal."""
     if ours.envs.keys() != champions.envs.keys():
         return [f"its environments are {ours.env_names}, the champion's {champions.env_names}"]
     return [

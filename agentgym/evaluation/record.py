@@ -71,13 +71,13 @@ class Ledger:
         protocol: EvaluationProtocol,
         plan: Plan,
     ) -> Ledger:
-        """Return the ledger as the earlier commits left it; if there are none, commit the plan."""
+        """Return the ledger as `earlier` commits left it; if there are none, commit the plan."""
         ledger = cls(
             make_commit,
             plan.identity,
             {key_of(slot): slot for slot in plan.slots},
             plan.about,
-            # a repeatable evaluation has no commits by time
+            # commits by time would make two deterministic evaluations differ
             math.inf if protocol.deterministic else protocol.commit_every_s,
             protocol.chunk_episodes,
             earlier[-1].timings.get("wall_s", 0.0) if earlier else 0.0,
@@ -89,7 +89,7 @@ class Ledger:
             ledger.num_counted = sum(slot.counts for slot in ledger.slots.values())
         else:
             ledger._commit(done=False, records={PLAN: plan.to_bytes()})
-        # keys in one order, also when resumed
+        # sort the keys, so that a resumed evaluation writes the same bytes
         ledger.identity = json.loads(canonical_json(ledger.identity))
         return ledger
 
@@ -99,12 +99,12 @@ class Ledger:
         return [slot for slot in self.slots.values() if not slot.counts]
 
     def failed(self, trajectory: Trajectory) -> None:
-        """Record an attempt that is followed by another."""
+        """Note a failed attempt that is followed by another; the next commit makes it durable."""
         self._failed.append(encode_line(trajectory))
         self._note(trajectory)
 
     def finished(self, trajectory: Trajectory) -> Slot:
-        """Record the last attempt at a slot. Result: the slot."""
+        """Note the last attempt at a slot; the next commit makes it durable. Return the slot."""
         self._finished.append(encode_line(trajectory))
         slot = self._note(trajectory)
         if not slot.counts:
@@ -130,14 +130,16 @@ class Ledger:
         self.write(*self.take())
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
-        """Return (failed attempts, finished episodes) that are not yet durable, for `write`."""
+        """Remove and return (failed attempts, finished episodes) not yet durable, for `write`."""
         taken = self._failed, self._finished
         self._failed, self._finished = [], []
         self._committed_at = time.monotonic()
         return taken
 
     def write(self, failed: list[bytes], finished: list[bytes]) -> None:
-        """Commit one chunk; further episodes may be played meanwhile. Errors: Fenced, StoreFull."""
+        """Commit one chunk, unless it is empty. May run in a thread while further episodes are
+        played. Errors: Fenced, StoreFull.
+        """
         chunk = {ATTEMPTS: failed, TRAJECTORIES: finished}
         records = {name: joined(lines) for name, lines in chunk.items() if lines}
         if records:
@@ -145,8 +147,7 @@ class Ledger:
 
     def conclude(self, result: Result, results: dict[str, Any], *, done: bool) -> Manifest:
         """Commit what is not yet durable, then the result. Return the last commit.
-
-        results: numbers for its manifest. Errors: Fenced, StoreFull.
+        result: for the file RESULT; results: numbers for the manifest. Errors: Fenced, StoreFull.
         """
         self.commit()
         return self._commit(
@@ -204,20 +205,24 @@ def read_plan(store: RunStore, first: Manifest) -> Plan:
     """Read the plan of an evaluation from its first commit. Errors: BlobMissing, DigestMismatch."""
     tree = json.loads(store.read(first, PLAN))
     slots = tuple(Slot(*row) for row in tree["slots"])
-    # the configuration of a run's step is the run's settings
+    # config is the identity of an evaluation on its own, but the run's settings in a step of a run
     identity = first.config if first.step == STEP else tree["identity"]
     return Plan(slots, tree["about"], identity)
 
 
 def replay(store: RunStore, commits: Sequence[Manifest], slots: dict[Key, Slot]) -> None:
-    """Put the commits' attempts into `slots`, in order. Errors: KeyError for an unknown slot."""
+    """Update `slots` in place with the attempts of the commits, oldest first.
+    Errors: KeyError for an unknown slot; as `attempts_of`.
+    """
     for trajectory in attempts_of(store, commits):
         key = slot_of(trajectory)
         slots[key] = slots[key].played(trajectory)
 
 
 def attempts_of(store: RunStore, commits: Sequence[Manifest]) -> Iterator[Trajectory]:
-    """Yield every recorded attempt, with one chunk in memory at a time."""
+    """Yield every recorded attempt, also failed ones, with one file in memory at a time.
+    Errors: BlobMissing, DigestMismatch, RecordError.
+    """
     for commit in commits:
         for name in (ATTEMPTS, TRAJECTORIES):
             if name in commit.records:
@@ -225,7 +230,7 @@ def attempts_of(store: RunStore, commits: Sequence[Manifest]) -> Iterator[Trajec
 
 
 def examples_of(store: RunStore, commits: Sequence[Manifest]) -> Iterator[Trajectory]:
-    """Yield the first success and the first failure of each environment."""
+    """Yield each environment's first success and first failure among the episodes that count."""
     yielded = set()
     for trajectory in attempts_of(store, commits):
         kind = (trajectory.item.env, trajectory.success)
@@ -236,7 +241,6 @@ def examples_of(store: RunStore, commits: Sequence[Manifest]) -> Iterator[Trajec
 
 def find(store: RunStore, digest: str) -> Manifest:
     """Return the newest commit of the evaluation whose key begins with `digest`.
-
     digest: empty for the only one. Errors: ConfigError if there is none or more than one.
     """
     heads = [head for head in store.heads() if head.step == STEP or RESULT in head.blobs]
@@ -267,7 +271,7 @@ def write_episodes(path: Path, attempts: Iterable[Trajectory]) -> int:
 
 
 def read_episodes(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the file, with one row group in memory at a time."""
+    """Yield the rows of a file from `write_episodes`, with ROWS of them in memory at a time."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -276,7 +280,7 @@ def read_episodes(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def to_row(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the attempt as a row. Info is JSON text: its keys depend on the environment."""
+    """Return the attempt as a row of EPISODES. A turn's info is JSON text: its keys differ."""
     outcome, usage = OUTCOME_OF[trajectory.status], usage_of(trajectory)
     return {
         "env": trajectory.item.env,

@@ -1,7 +1,8 @@
 """Promotions: the gate judges, the history records the decision, then MLflow gets the alias.
 
-`agentgym.evaluation.history` is the truth; MLflow shows it. If MLflow has the alias elsewhere, it
-was moved by hand: this is reported, and nothing moves until the user decides which one counts.
+The history (`agentgym.evaluation.history`) decides; MLflow is a copy. If MLflow has the alias at
+another version, it was moved by hand: this is reported, and the gate moves nothing until the user
+decides which one counts.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from agentgym.tracking.registry import (
 
 logger = logging.getLogger(__name__)
 
-HOME = "mlflow.agentgym.history."  # tag of a registered model, with an alias: its history's Home
+HOME = "mlflow.agentgym.history."  # tag of a registered model, followed by the alias: a `Home`
 ROUNDS = 5  # champions that may change while a candidate is judged
 BY_HAND = ("forced", "rolled back")  # kinds of entries that set the alias without a judgement
 EvidenceFor = Callable[[Version | None], Evidence]
@@ -61,7 +62,7 @@ EvidenceFor = Callable[[Version | None], Evidence]
 
 @dataclass(frozen=True)
 class Standing:
-    """The alias's holder by the history and by MLflow."""
+    """Version that has the alias, by the history and by MLflow."""
 
     champion: Version | None  # by the history
     held: str | None  # number of the version that holds it in MLflow
@@ -77,20 +78,22 @@ class Promotions:
 
     @property
     def history(self) -> History:
-        """The history that decides, perhaps in another store. Errors: HistoryElsewhere."""
+        """The alias's history, perhaps in another store. Errors: HistoryElsewhere."""
         tags = model_tags(self.tracker, self.model) or {}
         home = tags.get(HOME + self.alias)
         return Home.from_json(home).deciding(self.own, self._base) if home else self.own
 
     @property
     def _base(self) -> Path | None:
-        """Folder of the registry's database; None: a server has it."""
+        """Folder of the registry's SQLite file; None if the registry is a server."""
         uri = self.tracker.uri
         return Path(uri.removeprefix("sqlite:///")).parent if uri.startswith("sqlite:") else None
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenHistory]:
-        """Open the history to write; send MLflow what it owes. Errors: HistoryElsewhere."""
+        """Open the history to write, after sending MLflow an entry that it is owed.
+        Errors: HistoryElsewhere, LeaseHeld.
+        """
         with self.history.open() as opened:
             if opened.history.is_owed:
                 self._tell(opened)
@@ -99,7 +102,7 @@ class Promotions:
             yield opened
 
     def _claim(self, history: History) -> None:
-        """Tag the registered model with the location of its history."""
+        """Tag the registered model, if there is one, with the location of its history."""
         tags, wanted = model_tags(self.tracker, self.model), Home.of(history, self._base).to_json()
         if tags is not None and tags.get(HOME + self.alias) != wanted:
             self.tracker.client.set_registered_model_tag(self.model, HOME + self.alias, wanted)
@@ -145,12 +148,12 @@ class Promotions:
 
     @property
     def made_in(self) -> dict[str, str]:
-        """Location of this store, as decisions name it for their evidence."""
+        """Location of this process's store (`store`, `host`), kept in decisions made here."""
         home = Home.of(self.own, self._base)
         return {"store": home.store, "host": home.host}
 
     def evidence_store(self, decision: Mapping[str, Any]) -> RunStore | None:
-        """Return the store with a decision's evidence; None if unnamed or not readable."""
+        """Open the store with a decision's evidence; None if unrecorded or not readable here."""
         location = decision.get(MADE_IN)
         return Home(**location, began="").opened(self.own.store, self._base) if location else None
 
@@ -166,7 +169,8 @@ class Promotions:
     ) -> Entry:
         """Judge the candidate against the alias's holder, and move the alias on PROMOTE.
 
-        Idempotent: a repeated call returns the recorded decision, also after a crash.
+        Idempotent: a repeated call returns the recorded decision, also after a crash. If the
+        candidate is the champion, the entry is not recorded.
         evidence_for: may play for minutes, so no lease is kept meanwhile; called again if the
         champion changed, and not at all if the two were judged on different questions.
         asked: as `Entry.asked`; question: what evidence_for evaluates without gate.protocol.
@@ -200,7 +204,7 @@ class Promotions:
         rules: GateConfig,
         question: Question | None,
     ) -> str:
-        """Return why candidate and champion have different questions; empty: they do not."""
+        """Return how the questions of candidate and champion differ; empty: they do not."""
         theirs = self.question(champion) if champion is not None else None
         envs_only = bool(rules.protocol)
         if theirs is not None:
@@ -210,8 +214,9 @@ class Promotions:
         return ""
 
     def misplaced(self) -> str:
-        """Return a line about the first decision since the last move by hand that took the alias
-        to another question, as only earlier releases could; else "". Errors: HistoryElsewhere.
+        """Return a line about the first decision that moved the alias to a version with another
+        question, as earlier releases could; else "". A later move by hand settles it.
+        Errors: HistoryElsewhere.
         """
         broken = ""
         for entry in self.history.entries():
@@ -267,7 +272,9 @@ class Promotions:
         return self._add(opened, entry)
 
     def force(self, version: Version, why: str, kind: Kind = "forced") -> Entry:
-        """Record a person's decision to move the alias to `version`, and move it."""
+        """Record a person's decision to move the alias to `version`, move it, and return the entry.
+        Errors: HistoryElsewhere, LeaseHeld.
+        """
         with self.open() as opened:
             self._adopt(opened)
             before = champion_of(opened.entries)
@@ -276,7 +283,9 @@ class Promotions:
             return self._add(opened, entry)
 
     def roll_back(self, to: str | None, why: str) -> Entry:
-        """Move the alias back to its previous version or to an earlier one. Errors: ConfigError."""
+        """Move the alias back to version `to`, or to the one before (None). Return the new entry.
+        Errors: ConfigError if that version never held the alias or is gone from the registry.
+        """
         entries = self.history.entries()
         holders = [entry.after for entry in entries if entry.after is not None]
         now = champion_of(entries)
@@ -300,7 +309,9 @@ class Promotions:
         return self.force(target, why, "rolled back")
 
     def restore(self) -> None:
-        """Bring MLflow to the history's state, if it lacks this. Errors: HistoryElsewhere."""
+        """Send MLflow the last entry and its alias if either is missing; an alias that was moved by
+        hand stays, unless that entry is still owed. Errors: HistoryElsewhere.
+        """
         history = self.history
         entries = history.entries()
         standing = self.standing(entries)
@@ -317,7 +328,7 @@ class Promotions:
         return _unrecorded(candidate, holder, why)
 
     def _adopt(self, opened: OpenHistory) -> None:
-        """Record the alias's holder as the first entry if the history is empty."""
+        """If the history is empty, record the version that has the alias in MLflow, if any."""
         number = None if opened.entries else alias_version(self.tracker, self.model, self.alias)
         if number is None:
             return
@@ -333,7 +344,6 @@ class Promotions:
 
     def _tell(self, opened: OpenHistory, *, restore: bool = False) -> None:
         """Send the last entry to MLflow, decision first, alias last, and mark it as settled.
-
         restore: set the alias even if the entry did not move it.
         """
         entry = opened.entries[-1]
@@ -360,7 +370,7 @@ def _unrecorded(candidate: Version, holder: Version | None, why: str) -> Entry:
 
 
 def version_of(number: str, tags: Mapping[str, str]) -> Version:
-    """Return the version that its tags in the registry describe."""
+    """Return the version with this number; tags: those it has in the registry."""
     names = {"digest": "evaluation", "step": "evaluation.step", "key": "evaluation.key"}
     evaluation = {part: tags.get(name, "") for part, name in names.items()}
     return Version(
@@ -373,10 +383,9 @@ def version_of(number: str, tags: Mapping[str, str]) -> Version:
 
 
 def fetch_registered(promotions: Promotions, number: str, folder: Path) -> tuple[Path, str]:
-    """Copy a version's files and compare them with the stores' records of it.
-
-    Result: their path, and the reason if they could not be compared; empty: they were.
-    Errors: LookupError if there is no such version; ModelChanged.
+    """Download a version's files below `folder` and compare them with the stores' records.
+    Return (their path, why they could not be compared); the second is empty if they were and agree.
+    Errors: LookupError if there is no such version; ModelChanged if the files differ.
     """
     tracker, model = promotions.tracker, promotions.model
     stores = [promotions.own.store]

@@ -58,8 +58,7 @@ def learning_curve_png(
     stages: Sequence[Stage],
     evaluations: Mapping[str, tuple[int, Interval]],
 ) -> bytes:
-    """Draw success over optimizer steps, with shaded stages and evaluations as points.
-
+    """Return a PNG of success over optimizer steps, with shaded stages and evaluations as points.
     evaluations: title -> (step, success).
     """
     import pandas as pd
@@ -98,7 +97,9 @@ def learning_curve_png(
 
 
 def evaluation_png(rows: Sequence[EvaluationRow]) -> bytes:
-    """Draw one group of bars per number, one bar per row, with intervals."""
+    """Return a PNG with a group of bars per success rate of the first row; a bar per row, with its
+    interval. Errors: ValueError without rows, KeyError if a row lacks a rate.
+    """
     if not rows:
         raise ValueError("an evaluation figure needs at least one row")
     from matplotlib import colormaps
@@ -128,14 +129,14 @@ def evaluation_png(rows: Sequence[EvaluationRow]) -> bytes:
 
 
 def _error_bars(intervals: Sequence[Interval]) -> NDArray[np.float64]:
-    """Distances from the mean down and up, [2, len]."""
+    """Distances from each mean down to its low and up to its high, [2, len], at least 0."""
     below = [max(0.0, interval.mean - interval.low) for interval in intervals]
     above = [max(0.0, interval.high - interval.mean) for interval in intervals]
     return np.array([below, above])
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
-    """Return a figure and its axes; inches. The y axis is a share shown in percent."""
+    """Return a figure and its axes; the y axis shows shares in percent. width, height: inches."""
     from matplotlib.ticker import MultipleLocator, PercentFormatter
 
     figure, ((axes,),) = panels((width, height))
@@ -154,9 +155,9 @@ def panels(
     sharex: bool = False,
     sharey: bool = False,
 ) -> tuple[Any, Any]:
-    """Return a white figure and its axes, [rows, columns]: one muted spine, a grid in one way.
-
-    size: width and height, inches; sharex, sharey: all panels have the same axis.
+    """Return a white figure and its axes, [rows, columns], with a gray bottom spine alone.
+    size: width and height, inches; grid: the axis that has grid lines; sharex, sharey: all panels
+    have the same axis.
     """
     from matplotlib.figure import Figure
 
@@ -179,7 +180,7 @@ def drawn(text: str) -> str:
 
 
 def png_of(figure: Any) -> bytes:
-    """Return a PNG that names the Matplotlib version; equal figures give equal bytes."""
+    """Return the figure as PNG, which names the Matplotlib version; equal ones give equal bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
@@ -189,7 +190,9 @@ def png_of(figure: Any) -> bytes:
 
 
 def drawn_by(png: bytes) -> tuple[str, bytes]:
-    """Return (the program that a picture names, empty for none; the picture without that name)."""
+    """Split a PNG into (name of the program that drew it, the PNG without that name).
+    The name is empty if the PNG has none.
+    """
     at = png.find(b"tEXtSoftware\0")
     if at < 4:
         return "", png
@@ -216,7 +219,7 @@ def headline(result: Result) -> list[str]:
 
 
 def notes(result: Result) -> Iterator[str]:
-    """Yield the notes on a result that a reader needs, one line each."""
+    """Yield lines for readers: notes, invalid coverage, outcomes, lost replies, and retries."""
     yield from result.about.get("notes", ())
     if not result.about.get("valid", True):
         yield (
@@ -242,7 +245,7 @@ def notes(result: Result) -> Iterator[str]:
 
 
 def _lost_replies(result: Result) -> Iterator[str]:
-    """Yield lines on replies that were cut or filtered, by environment; they were still played."""
+    """Yield a line per environment on replies cut at the token limit, and on filtered replies."""
     for env in result.envs:
         usage = sum((slot.total_usage for slot in result.of(env)), Usage())
         replies = usage.num_calls - usage.num_failed
@@ -256,7 +259,7 @@ def _lost_replies(result: Result) -> Iterator[str]:
 
 
 def failures(result: Result) -> list[tuple[str, int, str, str]]:
-    """Return every attempt that failed: item and sample, number of the attempt, outcome, error."""
+    """Return (item and sample, number of the attempt, outcome, error) of each failed attempt."""
     return [
         (f"{slot.item_id} #{slot.sample}", number, str(attempt.outcome), attempt.error)
         for slot in result.slots
@@ -283,7 +286,9 @@ def usage_facts(result: Result) -> dict[str, str]:
 
 
 def render(result: Result, examples: Iterable[Trajectory]) -> dict[str, bytes]:
-    """Return the page and a figure of the success rates that all environments have, if any."""
+    """Return files by name: PAGE (HTML with the `examples`) and, unless the environments have no
+    success rate in common, FIGURE (PNG of those).
+    """
     shown = {
         env: {
             key: Interval(**row)
@@ -322,6 +327,6 @@ def render(result: Result, examples: Iterable[Trajectory]) -> dict[str, bytes]:
 
 
 def _numbers(summary: Mapping[str, Any]) -> list[str]:
-    """Return a line for each success rate: name, percent and interval."""
+    """Return a line for each success rate: name, percent, interval; one line if there is none."""
     rows = [f"{label(key)} {estimate(row)}" for key, row in summary.items() if key != "pass_at_1"]
     return rows or ["nothing counts"]

@@ -59,7 +59,7 @@ OUTCOME_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt at a slot that failed; all of them are kept."""
+    """A failed attempt at a slot; a slot keeps all of its failed attempts."""
 
     outcome: Outcome
     error: str
@@ -69,7 +69,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One (environment, item, sample) and its outcome."""
+    """One sample of one item, to be played once, and its outcome."""
 
     env: str
     item_id: str
@@ -98,7 +98,7 @@ class Slot:
         return sum((attempt.usage for attempt in failed), self.usage)
 
     def played(self, trajectory: Trajectory) -> Slot:
-        """Return the slot with one more attempt, the latest."""
+        """Return the slot after one more attempt: its outcome is now that of the trajectory."""
         outcome, usage = OUTCOME_OF[trajectory.status], usage_of(trajectory)
         failed, turns = self.failed, trajectory.turns
         if not outcome.counts:
@@ -133,7 +133,7 @@ class Slot:
 
     @classmethod
     def from_row(cls, row: Sequence[Any], wall_s: float = 0.0) -> Self:
-        """Read the result of `to_row`."""
+        """Return the slot whose `to_row` gave this row. wall_s: seconds over all its attempts."""
         fields = dict(zip(COLUMNS, row, strict=True))
         fields["outcome"] = None if fields["outcome"] is None else Outcome(fields["outcome"])
         fields["usage"] = Usage(*fields["usage"])
@@ -148,7 +148,7 @@ COLUMNS = tuple(name for name in Slot.__dataclass_fields__ if name != "wall_s")
 
 
 def usage_of(trajectory: Trajectory) -> Usage:
-    """Return usage as the policy counted it, or else from the recorded tokens."""
+    """Return the usage that the policy counted; if it counted none, that of the recorded tokens."""
     if trajectory.usage is not None:
         return trajectory.usage
     turns = [turn for turn in trajectory.turns if turn.end]
@@ -162,7 +162,7 @@ def usage_of(trajectory: Trajectory) -> Usage:
 
 @dataclass(frozen=True)
 class Result:
-    """An evaluation, whole or as far as it was played."""
+    """Result of an evaluation, also of one that is not finished."""
 
     # the question and nothing else: policy, items, samples, protocol, prompts, versions
     identity: Mapping[str, Any]
@@ -175,7 +175,7 @@ class Result:
 
     @property
     def digest(self) -> str:
-        """sha256 of the question, 64 hex digits; equal for equal questions, whatever the result."""
+        """sha256 of `identity`, 64 hex digits; equal for equal questions, whatever the result."""
         return digest_of(self.identity)
 
     @cached_property
@@ -288,8 +288,7 @@ def expected_slots(
     tasks: Mapping[str, Sequence[str | None]],
 ) -> tuple[Slot, ...]:
     """Return every slot of an evaluation, not yet played; all arguments are by environment.
-
-    samples: their numbers; tasks: digest of each item's task.
+    samples: their numbers; tasks: digest of each item's task, or None.
     """
     return tuple(
         Slot(env, item.item_id, sample, task)
@@ -329,9 +328,8 @@ def outcome_table(
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return the differences of two questions, except for the policy: a line with path and values.
-
-    Empty: the results can be compared.
+    """Return a line with path and both values for each difference of two identities.
+    The policy is left out. Empty: the results can be compared.
     """
     ours, theirs = ({**side, "policy": None} for side in (ours, theirs))
     return _differences(ours, theirs, "")

@@ -26,7 +26,7 @@ from agentgym.evaluation.result import (
 from agentgym.store.manifest import Manifest, canonical_json, sha256
 from agentgym.store.runstore import RunStore
 
-# of a run's evaluation by an earlier release, without a plan and a result
+# blob of a run's evaluation by an earlier release, which has no plan and no result
 OUTCOMES = "outcomes.json"
 TOLERANCE = 1e-9  # for numbers that another version of a library computed
 
@@ -62,7 +62,6 @@ def played_slots(store: RunStore, plan: Plan, commits: Sequence[Manifest]) -> tu
 
 def stored_result(store: RunStore, head: Manifest) -> Result:
     """Return the result of an evaluation, finished or not, from its plan and its episodes.
-
     Errors: NumbersChanged if the recorded result differs; ResultError, BlobMissing, DigestMismatch,
     RecordError.
     """
@@ -89,7 +88,6 @@ def stored_result(store: RunStore, head: Manifest) -> Result:
 
 def _unlike(recorded: Result, result: Result) -> str:
     """Return how a recorded result differs from the computed one; empty: it does not.
-
     Numbers that only one of the two has are of another version and are not compared.
     """
     if recorded.identity != result.identity:
@@ -144,7 +142,7 @@ def _earlier_plan(store: RunStore, final: Manifest) -> Plan:
         "policy": {"checkpoint": final.parents[name]},
         "settings": dict(final.config),
         "items": sha256(canonical_json(ids)),
-        "harness": f"an earlier one, of {final.key[:12]}",  # keys hold its source's digest
+        "harness": f"an earlier one, of {final.key[:12]}",  # the key covers its source
     }
     return Plan(slots, about, identity)
 

@@ -1,7 +1,7 @@
-"""Pages from templates: those of the viewer and its bundles, and reports that are one file.
+"""HTML pages from templates: the viewer's, those of its bundles, and reports in a single file.
 
-Text from models and environments is escaped, invisible and directional characters are spelled out.
-All pages share one stylesheet.
+Text from models and environments is escaped. Invisible characters and direction marks are shown as
+their code, for example `\\u200b`. All pages share one stylesheet.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _INVISIBLE = re.compile("[\u200b-\u200d\u2060\ufeff\u00ad]")  # characters of no
 
 
 class Pages:
-    """Renderer of templates with one kind of links."""
+    """Renderer of the viewer's page templates, for a running server or for a bundle of files."""
 
     def __init__(self, links: object, *, is_live: bool) -> None:
-        """links: has a method for each kind of address; an empty address: there is no page.
-        is_live: the pages come from a running server, not from a bundle.
+        """links: an object with a method for each kind of page, which returns the page's address,
+        or "" if there is no page. is_live: a running server has the pages; false: a bundle.
         """
         self._everywhere = {"link": links, "live": is_live}
 
@@ -44,14 +44,14 @@ class Pages:
 
     @staticmethod
     def prepare() -> None:
-        """Compile the templates now, so that the first page is fast."""
+        """Compile all templates now, so that the first page is fast."""
         for name in _environment().list_templates():
             _environment().get_template(name)
 
 
 def single_page(template: str, **context: Any) -> bytes:
-    """Return a page that is one file, with its style: no script, no network, every text escaped,
-    and a policy that would let unescaped text run, load and send nothing.
+    """Return an HTML page in one file, style included, as UTF-8. It has no script, loads nothing
+    and escapes all text; its content security policy would block scripts and requests, too.
     """
     style = (FOLDER / "static/view.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -74,7 +74,7 @@ def _environment() -> Environment:
 
 
 def _visible(value: Any) -> Any:
-    """Return text with its invisible characters spelled out; our own markup stays as it is."""
+    """Return a string with invisible characters shown as codes; other values, Markup too, as is."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return _spelled_out(value)
     return value
@@ -85,12 +85,14 @@ def _spelled_out(text: str) -> str:
 
 
 def shown(text: object, limit: int = MAX_SHOWN) -> Markup:
-    """Return untrusted text, cut and escaped, its invisible and control characters spelled out."""
+    """Return untrusted text as HTML: cut to `limit` characters and escaped, with invisible and
+    control characters shown as codes.
+    """
     return escape(_spelled_out(str(text)[:limit]))
 
 
 def marked(text: object, words: str, limit: int = MAX_SHOWN) -> Markup:
-    """Return text as `shown` does, with the words of a search marked."""
+    """Return `shown(text)` with a search's words and "quoted phrases" in <mark>, ignoring case."""
     safe = shown(text, limit)
     terms = [re.escape(str(escape(term.strip('*"')))) for term in re.findall(r'"[^"]+"|\S+', words)]
     terms = [term for term in terms if re.search(r"\w", term)]
@@ -141,7 +143,7 @@ def gain(row: Mapping[str, float]) -> str:
 
 
 def label(key: str) -> str:
-    """Return a metric's name for people: `pass_at_4` -> `pass@4`."""
+    """Return a metric's display name, for example `pass@4` for `pass_at_4`."""
     return key.replace("_at_", "@")
 
 
@@ -165,7 +167,7 @@ def size(text: object) -> str:
 
 
 def picture_data(png: bytes) -> str:
-    """Return a picture in base64, for embedding in a page."""
+    """Return the PNG in base64, for a `data:` address in a page."""
     return base64.b64encode(png).decode()
 
 
