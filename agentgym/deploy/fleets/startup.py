@@ -1,5 +1,5 @@
-"""Bringing the servers of a group up, waiting for them, telling why one is not ready, and taking
-them down.
+"""Start and end of a group's servers: bring them up, wait for them, find the reason why one is not
+ready, and take them down.
 
 The bearer token of each fleet is derived from a key in the flow's environment, so that every
 attempt at a run derives it again and reads no Secret. Servers know only their own fleet's token,
@@ -53,16 +53,16 @@ Log = Callable[[str], str]  # pod -> the last lines of its previous container
 
 
 class FleetNotReady(RuntimeError):
-    """Servers did not get ready, or did not go, in time; the message gives pods and reasons."""
+    """Servers did not get ready, or were not gone, in time; the message gives pods and reasons."""
 
 
 class FleetTripped(RuntimeError):
-    """The run has more live pods than it can have made."""
+    """The run has more live pods than its Deployments may make."""
 
 
 def kinds_of(kube: Kube) -> list[Kind]:
-    """Return the kinds of a group's objects, in the versions that the cluster knows; the lease
-    first, because it owns the others.
+    """Return the kinds of a group's objects, in the versions that the cluster knows, without those
+    that it lacks. The lease is first, because it owns the others.
     """
     newest = [
         next((kind for kind in versions if kube.serves(kind)), None)
@@ -156,7 +156,7 @@ def check_breaker(kube: Kube, run: str, limit: int) -> None:
 
 
 def num_live(kube: Kube, run: str) -> int:
-    """Number of the run's pods that use room. Errors: KubeError."""
+    """Number of the run's live pods, see `is_live`. Errors: KubeError."""
     return sum(is_live(pod) for pod in kube.list(POD, labels={RUN_LABEL: run}).items)
 
 
@@ -192,7 +192,9 @@ def wait_ready(kube: Kube, run: str, *, timeout_s: float, most: int) -> None:
 
 
 def reasons_of(kube: Kube, run: str, deployments: Sequence[Object]) -> list[Trouble]:
-    """Return the reasons why servers are not ready, the worst first. Errors: KubeError."""
+    """Return the reasons why servers are not ready: of Deployments, then of pods, final ones first.
+    Errors: KubeError.
+    """
     pods = kube.list(POD, labels={RUN_LABEL: run}).items
     reasons = [found for deployment in deployments if (found := of_deployment(deployment))]
     try:
@@ -233,7 +235,7 @@ def take_down(kube: Kube, run: str, *, timeout_s: float) -> None:
 
 
 def remaining(kube: Kube, run: str) -> list[str]:
-    """Return objects with the run's label, for example `Pod env-babyai-r1-x`. Errors: KubeError."""
+    """Return the run's objects that are left, as `Pod env-babyai-r1-x`. Errors: KubeError."""
     return _left(kube, run, [*kinds_of(kube), POD, kind_of_addresses(kube)])
 
 
@@ -319,7 +321,7 @@ def troubles(
 
 
 def trouble(pod: Object, events: Sequence[Object] = (), log: Log | None = None) -> Trouble:
-    """Return the reason why a pod is not ready. log: called if it crashes."""
+    """Return the reason why a pod is not ready. events: its own; log: called if it crashes."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     scheduled = _condition(pod, "PodScheduled")
     if scheduled and scheduled.get("status") == "False":
@@ -340,7 +342,7 @@ def trouble(pod: Object, events: Sequence[Object] = (), log: Log | None = None) 
 
 
 def of_deployment(deployment: Object) -> Trouble | None:
-    """Return the reason why a Deployment makes no pods, or None."""
+    """Return the reason why a Deployment cannot make its pods, or None if it reports none."""
     failure = _condition(deployment, "ReplicaFailure")
     if failure and failure.get("status") == "True":
         name = deployment["metadata"]["name"]
