@@ -137,7 +137,7 @@ class Cluster:
             RolloutWorker,
             settings.worker_cpus,
             settings.worker_gpus,
-            max_concurrency=self._num_slots + 8,  # in addition to the episodes: publish, canary
+            max_concurrency=self._num_slots + 8,  # 8: publish, canary and other calls
         ).remote()
 
     def _actor(

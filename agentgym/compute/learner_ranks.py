@@ -48,7 +48,7 @@ MIN_BYTES_PER_S = 1 << 20  # lowest assumed speed of a store
 
 
 class RankLost(RuntimeError):
-    """A process that holds a part of the weights died, hangs, or failed alone."""
+    """A process that holds a part of the weights died, hangs, or failed unexpectedly."""
 
 
 class LearnerRank:
@@ -145,7 +145,7 @@ class RanksSnapshot:
 
     @property
     def size(self) -> int:
-        """Bytes of all parts."""
+        """Size of all parts together, bytes."""
         return sum(self._sizes)
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:

@@ -19,8 +19,8 @@ from agentgym.store.keys import object_name
 
 POLL_S = 1.0
 STOP_TIMEOUT_S = 60.0
-STATE = Path(".agentgym")  # on a machine that does not have our folders
-STOP_GRACE_S = 20  # whole seconds a job has to end in order
+STATE = Path(".agentgym")  # state folder of a job whose machine does not have ours
+STOP_GRACE_S = 20  # whole seconds a job has to end cleanly
 VARIABLES = {  # of a job's processes
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S),
@@ -100,7 +100,7 @@ class Transport(Protocol):
         ...
 
     def settle(self, job: Job) -> None:
-        """Clean up after the step is done: its attempts are no longer needed."""
+        """Clean up after the step is done, when its attempts are no longer needed."""
         ...
 
 

@@ -31,7 +31,7 @@ from agentgym.store.runstore import RunStore
 
 logger = logging.getLogger(__name__)
 
-SILENCE_S = 60.0  # a cluster that was reached once may be silent for so long
+SILENCE_S = 60.0  # a cluster that was reached once may be silent for this long
 LOG_END_S = 5.0  # for the last lines of a finished job
 LOG_LINES = 15  # of a failed job, in the error
 BAD_INPUT = 2  # exit code of a step whose input is bad: no retry helps
@@ -42,7 +42,7 @@ def run_as_job(step: str, cfg: RunConfig, store: RunStore, *, run_key: str, key:
 
     With `compute` ray-job it runs on the cluster at `ray.address`, with kuberay on a cluster of its
     own.
-    If a job of this run and step still exists, because the process that followed it died, follow
+    If a job of this run and step has not ended, because the process that followed it died, follow
     that one: there are never two.
     If the job fails, start the next attempt, at most `ray.job_attempts` in this call.
     An interrupt, a deadline or another failure on this side stops the job; RayUnreachable does not.
@@ -54,7 +54,7 @@ def run_as_job(step: str, cfg: RunConfig, store: RunStore, *, run_key: str, key:
     number, reason = 0, ""
     for chance in range(cfg.ray.job_attempts):
         if chance:
-            # a driver that died silently on another machine keeps the lease so long
+            # a driver that died silently on another machine keeps the step's lease this long
             time.sleep(cfg.store.lease_ttl_s)
         attempts = transport.attempts(job)
         live = [known for known, look in attempts.items() if look.phase is not Phase.ENDED]

@@ -1,7 +1,7 @@
 """Steps as RayJobs of Kubernetes: KubeRay's operator creates a cluster for each, and deletes it.
 
-This module uses the resource alone, never the cluster's dashboard: the dashboard's token stays in
-its Secret.
+This module uses the RayJob resource alone, never the cluster's dashboard: the dashboard's token
+stays in its Secret.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentgym.deploy.rayjob import STEP_LABEL, image_of, rayjob
 
 RAY_JOB = Kind("ray.io/v1", "RayJob")
 RAY_CLUSTER = Kind("ray.io/v1", "RayCluster")
-LOST_S = 10.0  # without its cluster a job is lost; a suspended job reports its state sooner
+LOST_S = 10.0  # without its cluster until a job is lost; a suspended one reports that sooner
 TAIL_S = 2.0
 TAIL_LINES = 500
 MESSAGE_CHARS = 2000  # the end of KubeRay's message, which has up to 20,000 of the log
@@ -151,7 +151,7 @@ class KubeRay:
 
 def end_jobs(cfg: RunConfig, run: str) -> int:
     """Delete all RayJobs of a cancelled run, whose own process may have been killed before.
-    Result: their number. Errors: ConfigError, KubeError.
+    Result: the number deleted. Errors: ConfigError, KubeError.
     """
     kube = connect(context=cfg.kubernetes.context, namespace=cfg.kubernetes.namespace)
     with contextlib.closing(kube):

@@ -35,7 +35,7 @@ NAMESPACES = re.compile(  # in JSON: as a whole value, or in the name of a servi
     r'|(?<=")agentgym(?=-(?:flows|fleets)")|\bagentgym(?=(?:-flows|-fleets)?\.svc\b)'
 )
 FOLDERS = ("overlays", "components")
-IMAGES = Path("/run/agentgym/images")  # in a flow run's pod: the images that overlay gpu was given
+IMAGES = Path("/run/agentgym/images")  # in a flow run's pod: a file per image of overlay gpu
 IMAGES_FILE = Path("overlays/gpu/images.env")
 AUTOSCALE = "autoscale"  # the component that leaves the number of servers to an autoscaler
 TIMEOUT_S = 60.0  # rendering asks no cluster and takes less than a second
@@ -217,7 +217,7 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
             raise ConfigError(f"{kubectl} kustomize did not end within {TIMEOUT_S:g} s") from None
     overlay = manifests / kustomization["resources"][0]
     if result.returncode:
-        # each folder that was entered adds its own `in FOLDER': `
+        # kustomize adds `in FOLDER': ` for each folder that it entered
         reason = result.stderr.strip().rpartition("\n")[2].rpartition("': ")[2].rstrip('"')
         raise ConfigError(
             f"{overlay} cannot be rendered: {reason}; it needs kubectl 1.32 or newer ({kubectl})"

@@ -37,7 +37,7 @@ def owned_process(
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            # Ctrl-C in a terminal reaches the owner alone, which then ends the child in order
+            # Ctrl-C in a terminal reaches the owner alone, which then ends the child cleanly
             start_new_session=True,
             env={**os.environ, **env},
             pass_fds=tuple(pass_fds),

@@ -35,7 +35,7 @@ IMAGE_VARIABLE = "AGENTGYM_IMAGE"
 SECRETS = ("agentgym-rollout", "agentgym-env-token")  # their keys become variables of the pods
 HEAD_CPUS = 1
 SUBMITTER_MEMORY_MIB = 512
-END_S = 60  # time that a pod has to end in order
+END_S = 60  # time that a pod has to end cleanly
 
 
 def rayjob(job: Job, name: str, image: str) -> Object:
@@ -248,7 +248,7 @@ def ray_version() -> str:
 
 
 def main() -> None:
-    """Write PARAMS_VARIABLE to a file and become `agentgym step` with it and our arguments."""
+    """Write PARAMS_VARIABLE's value to a file; become `agentgym step` with it and our arguments."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False, encoding="utf-8") as file:
         file.write(os.environ[PARAMS_VARIABLE])
     command = [sys.executable, "-m", "agentgym", "step", *sys.argv[1:], "--params", file.name]

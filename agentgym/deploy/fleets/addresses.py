@@ -35,7 +35,7 @@ class Server(NamedTuple):
 
 
 def kind_of_addresses(kube: Kube) -> Kind:
-    """Return EndpointSlice in the version that the cluster knows. Errors: KubeError."""
+    """Return EndpointSlice in the version that the cluster knows, else v1. Errors: KubeError."""
     return next((kind for kind in SLICES if kube.serves(kind)), SLICES[0])
 
 

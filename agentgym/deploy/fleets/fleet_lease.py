@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 HOLDER = "agentgym.io/holder"  # annotation: the process, as JSON
 KEPT = "agentgym.io/kept"  # label of a group that outlives runs
-RENEWALS = 6  # of a lease within its ttl_s, after which a silent holder counts as dead
+RENEWALS = 6  # of a lease per ttl_s; a holder that is silent for ttl_s counts as dead
 OWNED = {"app.kubernetes.io/part-of": "agentgym"}
 RACES = 5  # attempts to acquire a lease that other processes change meanwhile
 

@@ -105,7 +105,8 @@ def no_room(kube: Kube, objects: Sequence[Object]) -> list[str]:
 
 
 def asked(objects: Iterable[Object]) -> dict[str, float]:
-    """Return the amounts that a ResourceQuota counts for these objects, by resource name.
+    """Return the amounts that a ResourceQuota counts for these objects, by resource name: services,
+    pods, requests.NAME, limits.NAME, cpu, memory (bytes).
     The extra pod of a Deployment that changes is not counted.
     """
     total: defaultdict[str, float] = defaultdict(float)

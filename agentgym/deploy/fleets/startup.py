@@ -61,8 +61,8 @@ class FleetTripped(RuntimeError):
 
 
 def kinds_of(kube: Kube) -> list[Kind]:
-    """Return the kinds of a group's objects, in the versions that the cluster knows, without those
-    that it lacks. The lease is first, because it owns the others.
+    """Return the kinds of a group's objects that the cluster knows, in its versions; the lease
+    first, because it owns the others.
     """
     newest = [
         next((kind for kind in versions if kube.serves(kind)), None)
@@ -161,7 +161,7 @@ def num_live(kube: Kube, run: str) -> int:
 
 
 def wait_ready(kube: Kube, run: str, *, timeout_s: float, most: int) -> None:
-    """Wait until every server is ready, and log a line whenever that changes.
+    """Wait until every server is ready, and log a line whenever their state changes.
 
     Errors: FleetNotReady past the deadline, or if waiting does not help; ConfigError if a server
     refuses its options; FleetTripped above `most` live pods; KubeError.
@@ -206,8 +206,8 @@ def reasons_of(kube: Kube, run: str, deployments: Sequence[Object]) -> list[Trou
 
 
 def take_down(kube: Kube, run: str, *, timeout_s: float) -> None:
-    """Delete the lease, which deletes everything it owns, and then whatever else has the run's
-    label; return when nothing of it is left.
+    """Delete the lease, with which Kubernetes deletes all that it owns, and then all other objects
+    that have the run's label; return when none is left.
 
     Errors: FleetNotReady past the deadline, naming what is left; KubeError.
     """
@@ -220,7 +220,7 @@ def take_down(kube: Kube, run: str, *, timeout_s: float) -> None:
             try:
                 kube.delete(kind, obj["metadata"]["name"], uid=obj["metadata"]["uid"])
             except Stale:
-                continue  # a newer one, which is not ours
+                continue  # replaced since it was listed: not ours
     pause_s = POLL_S
     # pods take longest: look for other objects only when no pod is left
     while names := _left(kube, run, [POD]) or remaining(kube, run):
@@ -298,7 +298,7 @@ def is_ready(pod: Object) -> bool:
 
 
 def is_live(pod: Object) -> bool:
-    """Return True if the pod uses room: it has neither ended nor is it ending."""
+    """Return True if the pod uses resources: it has not ended and is not being deleted."""
     ended = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
     return not ended and not pod["metadata"].get("deletionTimestamp")
 
@@ -321,7 +321,7 @@ def troubles(
 
 
 def trouble(pod: Object, events: Sequence[Object] = (), log: Log | None = None) -> Trouble:
-    """Return the reason why a pod is not ready. events: its own; log: called if it crashes."""
+    """Return the reason why a pod is not ready. events: the pod's; log: called if it crashes."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     scheduled = _condition(pod, "PodScheduled")
     if scheduled and scheduled.get("status") == "False":

@@ -27,7 +27,7 @@ PIECE = 1 << 16  # bytes
 # errors of a connection that cannot be made, or breaks
 LOST = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 SILENT = (urllib3.exceptions.ReadTimeoutError, TimeoutError)
-NO_EVENT = (LookupError, TypeError, ValueError)  # errors of the package for other JSON
+NO_EVENT = (LookupError, TypeError, ValueError)  # errors of the package for JSON that is no event
 
 UNAUTHORIZED, FORBIDDEN, MISSING, CONFLICT, GONE = 401, 403, 404, 409, 410
 RETRIED = frozenset({408, 429, 500, 502, 503, 504})  # statuses after which asking again may help
@@ -43,7 +43,7 @@ class KubeError(RuntimeError):
 
 
 class ApiUnreachable(KubeError):
-    """No answer in time, in spite of repeated calls."""
+    """No answer came in time, or only errors that may pass, also after repeated attempts."""
 
 
 class Forbidden(KubeError):
@@ -118,8 +118,8 @@ class RateLimiter:
 class Transport:
     """Sender of requests; threads may share it.
 
-    verb: a method of the package's dynamic client, options: its arguments. doing: for messages, for
-    example `apply of Deployment env-babyai`.
+    Arguments of its methods: verb, a method of the package's dynamic client; options, what that
+    method gets; doing, the text for messages, for example `apply of Deployment env-babyai`.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Transport:
             with self._as_kube_error(doing):
                 try:
                     for event in Watch().stream(opened, **options):
-                        if event is None:  # the package's word for a line that is no JSON
+                        if event is None:  # the package's result for a line that is no JSON
                             raise ValueError("no JSON")
                         yield event
                 except SILENT:
@@ -273,7 +273,7 @@ def _line(text: object) -> str:
 
 
 def error_of(status: int, body: str, doing: str) -> KubeError:
-    """Return an error of the class and text that an answer of that HTTP status means.
+    """Return the KubeError, in class and text, for an answer of that HTTP status.
     body: a Status object in JSON if the API server itself answered. doing: see Transport.
     """
     answer = _object_in(body) or {}

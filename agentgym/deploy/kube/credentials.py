@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install -e '.[cluster]'"
-NO_MAPPING = (ValueError, TypeError, AttributeError)  # errors of a kubeconfig with other content
+NO_MAPPING = (ValueError, TypeError, AttributeError)  # errors for a kubeconfig that is no mapping
 CONNECTIONS = 32  # kept open to one API server
 OF_CONNECTIONS = ("host", "ssl_ca_cert", "cert_file", "key_file", "verify_ssl")
 
