@@ -1,8 +1,7 @@
 """A run spread over processes of a Ray cluster: ranks hold the weights, workers play episodes.
 
 `RayLearner` and `RayEngine` are a `Learner` and an `Engine`.
-A lost worker costs its unfinished episodes: they are played again elsewhere, and another worker
-replaces it.
+A lost worker is replaced, and its unfinished episodes are played again by other workers.
 A lost rank ends the step, which resumes from its last commit when it is run again.
 """
 
@@ -50,8 +49,9 @@ class PlacementError(RuntimeError):
 
 @contextmanager
 def open_cluster(cfg: RunConfig, *, num_ranks: int, num_workers: int) -> Iterator[Cluster]:
-    """Yield a `Cluster` on the configured Ray cluster, or on a local one that ends with the block.
-    Errors: PlacementError if there is no room within `ray.placement_timeout_s`; as `connected`.
+    """Yield a `Cluster` of this many actors on the Ray cluster at `ray.address` or, if that is
+    empty, on a local one that ends with the block.
+    Errors: PlacementError without room within `ray.placement_timeout_s`; those of `connected`.
     """
     settings = cfg.ray
     rank = _bundle(settings.rank_cpus, settings.rank_gpus)
@@ -63,14 +63,14 @@ def open_cluster(cfg: RunConfig, *, num_ranks: int, num_workers: int) -> Iterato
 
 
 class Cluster:
-    """A placement group and the actors in it: first the ranks, then the workers.
-    All their processes start at once.
+    """Actors of one step in a placement group: the ranks in its first bundles, then the workers.
+    All their processes are started at once, when the object is made.
     """
 
     def __init__(
         self, cfg: RunConfig, group: Any, num_ranks: int, num_workers: int, folder: Path | None
     ) -> None:
-        """Start the actors. folder: of a local cluster, readable by this user only; else None."""
+        """Start the actors. folder: the local cluster's, which only this user can read; or None."""
         self._cfg, self._group, self._folder = cfg, group, folder
         self._num_ranks, self._num_workers = num_ranks, num_workers
         self._num_slots = -(-cfg.rollout.concurrency // max(1, num_workers))
@@ -86,8 +86,8 @@ class Cluster:
 
     @contextmanager
     def learner(self, plan: LearnerPlan) -> Iterator[RayLearner]:
-        """Yield the plan's learner, spread over the ranks, which end with the block.
-        Errors: RankLost.
+        """Build the plan's learner over the ranks and yield it; the ranks end with the block.
+        Errors: RankLost; a rank's own, see `RayLearner`.
         """
         start_timeout_s, timeout_s = self._cfg.ray.placement_timeout_s, self._cfg.ray.rank_timeout_s
         try:
@@ -102,8 +102,8 @@ class Cluster:
     def engine(
         self, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
     ) -> Iterator[RayEngine]:
-        """Yield an engine whose workers have the checkpoint's weights as `version` and end with the
-        block. Errors: those of the environment client; WorkersLost.
+        """Yield an engine whose workers hold the checkpoint's weights, which are version `version`;
+        the workers end with the block. Errors: those of `RolloutWorker.start`; WorkersLost.
         """
         assert isinstance(checkpoint.weights, StoredTensors)
         plan = WorkerPlan(
@@ -137,7 +137,7 @@ class Cluster:
             RolloutWorker,
             settings.worker_cpus,
             settings.worker_gpus,
-            max_concurrency=self._num_slots + 8,  # in addition to the episodes: publish, canary
+            max_concurrency=self._num_slots + 8,  # 8: publish, canary and other calls
         ).remote()
 
     def _actor(
@@ -150,7 +150,9 @@ class Cluster:
         max_concurrency: int | None = None,
         groups: Mapping[str, int] | None = None,
     ) -> Any:
-        """Return the actor class with its options. groups: threads of each concurrency group."""
+        """Return `kind` as an actor class that is placed in this bundle and never restarted.
+        groups: number of threads by concurrency group.
+        """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -170,15 +172,16 @@ class Cluster:
 
 @contextmanager
 def connected(address: str, *, num_cpus: float) -> Iterator[Path | None]:
-    """Connect this process as a driver to the cluster at `address`, or, if that is empty, to a
-    local cluster of `num_cpus` logical CPUs.
+    """Connect this process for the block as a driver: to the Ray cluster at `address` or, if that
+    is empty, to a new local cluster of at least `num_cpus` logical CPUs.
 
-    A local cluster ends with the block, also if this process is killed: its servers die with the
-    thread that started them, its workers with the servers, and two agents of a node after they have
-    tried for a minute to reach it. The next local cluster removes its folder.
-    A local cluster listens on loopback alone, and requires a token of this process.
-    Result: the local cluster's folder, mode 0700; else None.
-    Errors: RayUnreachable; ConfigError without Ray or for a bad address; RuntimeError if in use.
+    A local cluster listens on loopback alone and requires a token of this process.
+    It ends with the block, also if this process is killed: its servers die with the thread that
+    started them, its workers with the servers, and its two agents after a minute without them. The
+    next local cluster removes the folder that a killed process leaves.
+    Yield the local cluster's folder, mode 0700, or None for a cluster at an address.
+    Errors: RayUnreachable; ConfigError without Ray or for a malformed address; RuntimeError if
+    another block of this process is connected.
     """
     if not _in_use.acquire(blocking=False):
         raise RuntimeError(
@@ -235,8 +238,8 @@ def _import_ray() -> Any:
 
 
 def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
-    """Join the cluster. Errors: RayUnreachable, also if a token is missing or wrong;
-    ConfigError for a malformed address.
+    """Join the cluster at `address`, which is host:port, or "auto" for this machine's own.
+    Errors: RayUnreachable, also if a token is missing or wrong; ConfigError for another form.
     """
     from ray._private.authentication.authentication_token_setup import (
         maybe_enable_token_auth_if_token_available,
@@ -286,7 +289,7 @@ def _environment_kept(*names: str) -> Iterator[None]:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Let a cluster started in the block listen on loopback alone: it expects no other machine."""
+    """Let a cluster that is started in the block listen on loopback alone, not for other nodes."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER
@@ -300,7 +303,8 @@ def _loopback() -> Iterator[None]:
 @contextmanager
 def _temp_folder() -> Iterator[Path]:
     """Yield a folder with a short, unpredictable path and mode 0700; remove it after the block.
-    Folders of killed processes are removed first. Errors: RuntimeError if none can be locked.
+    Folders of killed processes are removed first.
+    Errors: RuntimeError if no new folder can be locked.
     """
     for stale in TEMP_ROOT.glob(f"{TEMP_PREFIX}*"):
         _remove(stale, _hold(stale, wait=False))
@@ -322,8 +326,8 @@ def _temp_folder() -> Iterator[Path]:
 
 
 def _hold(folder: Path, *, wait: bool) -> int | None:
-    """Return a descriptor that locks the folder as long as this process lives; None if the folder
-    is not ours, is locked, gone, or no folder.
+    """Lock the folder until the returned descriptor is closed or this process ends. Return None if
+    it is another user's, gone, no folder or, without `wait`, locked by another process.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -350,7 +354,9 @@ def _bundle(cpus: float, gpus: float) -> dict[str, float]:
 
 @contextmanager
 def _placed(cfg: RunConfig, bundles: list[dict[str, float]]) -> Iterator[Any]:
-    """Yield a ready placement group of these bundles for the block. Errors: PlacementError."""
+    """Reserve the bundles (resource -> amount) for the block and yield their placement group.
+    Errors: PlacementError if there is no room within `ray.placement_timeout_s`.
+    """
     from ray.util.placement_group import placement_group, remove_placement_group
 
     group = placement_group(bundles, strategy="PACK")

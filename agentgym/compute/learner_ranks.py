@@ -48,7 +48,7 @@ MIN_BYTES_PER_S = 1 << 20  # lowest assumed speed of a store
 
 
 class RankLost(RuntimeError):
-    """A process that holds a part of the weights died, hangs, or failed alone."""
+    """A process that holds a part of the weights died, hangs, or failed unexpectedly."""
 
 
 class LearnerRank:
@@ -68,12 +68,12 @@ class LearnerRank:
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def serve(self) -> tuple[str, int]:
-        """On rank 0, open the ranks' rendezvous at this node's address alone. Result: address."""
+        """Open the ranks' rendezvous at this node's address alone. Result: (host, port)."""
         self._meeting, rendezvous = serve(node_address(), self._size, self._timeout)
         return rendezvous
 
     def join(self, rendezvous: Place, plan: LearnerPlan) -> None:
-        """Meet the other ranks, and build this rank's part of the learner."""
+        """Meet the other ranks at the rendezvous and build this rank's part of the learner."""
         from agentgym.learner.sharded import Sharded
 
         store = self._meeting or meet(rendezvous, self._size, self._timeout)
@@ -87,12 +87,12 @@ class LearnerRank:
         self._outbox = Outbox(self._device, folder)
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of the learner, on every rank. Result: the method's on rank 0, or None."""
+        """Call the learner's method, as all ranks must. Return its result on rank 0, else None."""
         result = getattr(self._learner, method)(*arguments, **named)
         return _on_host(result) if self._rank == 0 else None
 
     def snapshot(self, with_optimizer: bool) -> int:
-        """Copy this rank's part for `begin_writing`; all ranks enter. Result: size in bytes."""
+        """Copy this rank's part for `begin_writing`, as all ranks must. Result: size in bytes."""
         self._snapshot = self._learner.snapshot(with_optimizer)
         return int(self._snapshot.size)
 
@@ -101,14 +101,14 @@ class LearnerRank:
         self._writing = self._writer.submit(taken.write, store_place, step, key)
 
     def written(self) -> dict[str, Blob] | None:
-        """Return the written blobs, or None while writing. Errors: the one that stopped it."""
+        """Return the blobs by name, or None while writing. Errors: the one that ended writing."""
         if not self._writing.done():
             return None
         blobs: dict[str, Blob] = self._writing.result()
         return blobs
 
     def export(self, version: int) -> InObjectStore | None:
-        """Put the whole weights into the object store. Result: on rank 0 the delivery, or None."""
+        """Put the whole weights into the object store. Return the delivery on rank 0, else None."""
         weights = self._learner.weights_on_host()
         return None if self._rank else put(weights, version)
 
@@ -127,7 +127,7 @@ class LearnerRank:
 
 
 def _on_host(result: Any) -> Any:
-    """Return a result with its experience in host memory: the receiver may have no GPU."""
+    """Return the result, every Experience in host memory: the receiver may have no GPU."""
     if isinstance(result, tuple):
         return tuple(map(_on_host, result))
     return result.to(torch.device("cpu")) if isinstance(result, Experience) else result
@@ -137,7 +137,7 @@ class RanksSnapshot:
     """Snapshot of a learner; every rank keeps the copy of its part."""
 
     def __init__(self, actors: Sequence[Any], sizes: Sequence[int], timeout_s: float) -> None:
-        """Refer to the copies. sizes: of each rank's part, bytes; timeout_s: of one call."""
+        """Describe the ranks' copies. sizes: bytes of each; timeout_s: limit of one call."""
         self._actors, self._sizes, self._timeout_s = actors, sizes, timeout_s
         self._closed = False
         self.is_over = threading.Event()  # set unless `write` is running
@@ -145,7 +145,7 @@ class RanksSnapshot:
 
     @property
     def size(self) -> int:
-        """Bytes of all parts."""
+        """Size of all parts together, bytes."""
         return sum(self._sizes)
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
@@ -171,7 +171,7 @@ class RanksSnapshot:
             self.is_over.set()
 
     def close(self) -> None:
-        """Wait until the ranks have written, at most for the time of one call; then let `write`
+        """Wait for a running `write`, at most for the limit of one call; if it still runs, let it
         fail with RankLost. Call this before the ranks end.
         """
         if not self.is_over.wait(self._timeout_s):
@@ -191,10 +191,12 @@ class RanksSnapshot:
 
 
 class RayLearner:
-    """A `Learner` whose weights are spread over ranks. Every call is one call of all ranks."""
+    """A `Learner` whose weights are spread over ranks. Every call is one call of all ranks.
+    Errors of every call: RankLost; a rank's EngineMismatch, FloatingPointError or ValueError.
+    """
 
     def __init__(self, actors: Sequence[Any], *, start_timeout_s: float, timeout_s: float) -> None:
-        """Refer to the ranks. start_timeout_s: until all have started; timeout_s: of one call."""
+        """Keep the ranks for `join`. Limits: start_timeout_s until all run; timeout_s of a call."""
         self._actors, self._start_timeout_s, self._timeout_s = actors, start_timeout_s, timeout_s
         self._where = ["not started yet"] * len(actors)
         self._snapshot: RanksSnapshot | None = None  # the last one
@@ -202,9 +204,9 @@ class RayLearner:
     def join(self, plan: LearnerPlan, folder: Path | None) -> None:
         """Let the ranks meet and build the learner.
 
-        folder: of this user alone and seen by all ranks: they meet in a file of it, which no other
-        user can open. None: they meet at a port of rank 0's node, which requires no secret.
-        Errors: RankLost.
+        folder: one that all ranks see and no other user can open: they meet in a file in it.
+        None: they meet at a port of rank 0's node, which requires no secret.
+        Errors: RankLost; a rank's own.
         """
         import ray
 
@@ -256,12 +258,14 @@ class RayLearner:
         return self._snapshot
 
     def close(self) -> None:
-        """Wait for the last snapshot's writing, see `RanksSnapshot.close`."""
+        """Wait until the last snapshot, if any, is written; see `RanksSnapshot.close`."""
         if self._snapshot is not None:
             self._snapshot.close()
 
     def export(self, version: int, transport: str, timeout_s: float) -> Sender:
-        """Return a sender of the whole weights by this transport. timeout_s: of one sending."""
+        """Return a sender of the whole weights as they are now.
+        transport: "object_store", or any other for broadcasts; timeout_s: limit of a broadcast.
+        """
         if transport == "object_store":
             stored: InObjectStore
             stored = self._gather([actor.export.remote(version) for actor in self._actors])[0]
@@ -270,7 +274,7 @@ class RayLearner:
         return BroadcastSender(self._actors[0], kept)
 
     def _call(self, method: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Call a learner's method on every rank. Result: that of rank 0."""
+        """Call a method of the learner on every rank. Result: rank 0's. Errors: see `_gather`."""
         import ray
 
         shared = [ray.put(argument) for argument in arguments]
@@ -279,11 +283,11 @@ class RayLearner:
         return result
 
     def _gather(self, references: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """Return each rank's answer. End all ranks after a failure or the deadline: the others may
-        wait in an exchange that the failed one never enters.
+        """Return each rank's answer, in order. End all ranks after a failure or the deadline: the
+        others may wait in an exchange that the failed one never enters.
 
-        Errors: a rank's EngineMismatch, FloatingPointError or ValueError; else RankLost naming the
-        rank that died, hangs or failed.
+        Errors: a rank's EngineMismatch, FloatingPointError or ValueError; else RankLost with the
+        names of the ranks that died, hang or failed.
         """
         import ray
 
@@ -314,8 +318,8 @@ class RayLearner:
         raise RankLost(self._verdict(causes, silent))
 
     def _verdict(self, causes: dict[int, BaseException], silent: list[int]) -> str:
-        """Return the error text, the culprit first: ranks that died, then silent ranks, then those
-        that complain about the others.
+        """Return the error text, the likely culprit first: ranks that died, then silent ranks, then
+        ranks that raised an error (`causes`), often because another is gone.
         """
         import ray
 

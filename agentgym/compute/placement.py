@@ -28,7 +28,7 @@ Learner = LocalLearner | RayLearner
 
 
 class Engine(Protocol):
-    """Protocol of an engine: it plays episodes, wherever that is."""
+    """Protocol of an engine, which plays episodes in this process or in Ray actors."""
 
     def collect(
         self, request: RolloutRequest, progress: Callable[[int], None] = ...
@@ -52,9 +52,10 @@ def num_accelerators(cfg: RunConfig) -> float:
 def open_compute(
     cfg: RunConfig, plan: LearnerPlan, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
 ) -> Iterator[tuple[Learner, Engine]]:
-    """Yield a learner, and an engine that holds the checkpoint's weights as `version`.
-    Errors: as `open_engine` of `agentgym.rollouts.engine` or `open_cluster`; ConfigError if the
-    plan leaves `lora` out.
+    """Yield a learner and an engine, in Ray actors with `compute` ray, else in this process.
+    version: of the checkpoint's weights, which the engine holds.
+    Errors: those of `open_engine` of `agentgym.rollouts.engine`, or of `open_cluster` and
+    `Cluster`; ConfigError if `lora.rank` is set and the plan has no adapter.
     """
     if cfg.lora.rank and plan.adapter is None:
         raise ConfigError(
@@ -86,7 +87,7 @@ def open_compute(
 
 @contextmanager
 def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[Learner]:
-    """Yield a learner alone. Errors: see `open_cluster`."""
+    """Yield a learner, see `open_compute`, without an engine."""
     if cfg.compute == "ray":
         from agentgym.compute.cluster import open_cluster
 
@@ -102,7 +103,7 @@ def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[Learner]:
 def play_validation(
     cfg: RunConfig, engine: Engine, items: Sequence[Item], step: int
 ) -> list[Trajectory]:
-    """Play one episode of each of the first `validation.num_items` items; do not train on them."""
+    """Play one episode of each of the first `validation.num_items` items; return them in order."""
     settings = cfg.validation
     request = RolloutRequest(
         items[: settings.num_items],

@@ -1,6 +1,6 @@
-"""Rollout workers, each a process with an engine, and the facade that sends episodes to them.
+"""An engine that sends episodes to rollout workers, each of which is a process with its own engine.
 
-The facade plays an episode of a lost worker again in another one.
+An episode of a lost worker is played again in another one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLOSE_S = 15.0  # for workers to end on their own
 
 
 class WorkersLost(RuntimeError):
-    """More rollout workers died than may be replaced."""
+    """More rollout workers were lost than `ray.max_lost_workers` allows."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,9 @@ class RayEngine:
     def collect(
         self, request: RolloutRequest, progress: Callable[[int], None] = lambda _: None
     ) -> list[Trajectory]:
-        """Collect trajectories in admission order, see `Engine.collect`.
-        Errors: RolloutError, WorkersLost.
+        """Play the request's samples and return their trajectories, item by item.
+        progress: called with 1 after each episode.
+        Errors: RolloutError if too many episodes failed; WorkersLost.
         """
         rollout = self._cfg.rollout
         settings = request.settings(self._cfg, self.instructions)
@@ -131,18 +132,20 @@ class RayEngine:
         return trajectories
 
     def attempts(self, settings: EpisodeSettings) -> WorkersAttempts:
-        """Return a player of single episodes; it runs in `loop`."""
+        """Return a player of single episodes, whose coroutines must run in `loop`."""
         return WorkersAttempts(self, settings)
 
     async def _between_updates(self, method: str) -> None:
-        """Wake the workers or put them to sleep ("wake", "sleep") if ranks may be on their GPUs. A
-        worker that starts later is awake.
+        """Call "wake" or "sleep" of all workers if they may share GPUs with ranks. A worker that
+        starts later is awake.
         """
         if shares_device(self._cfg):
             await self._ask_all(method, self._publish_s)
 
     async def _ask_all(self, method: str, limit_s: float) -> dict[Worker, Any]:
-        """Call a method of all workers at once. Result: what those that survive return."""
+        """Call a method of all workers at once. Result: the answers by worker, without None and
+        without workers that are lost meanwhile.
+        """
 
         async def ask(worker: Worker) -> tuple[Worker, Any]:
             answer = _within(getattr(worker.actor, method).remote(), limit_s)
@@ -152,7 +155,8 @@ class RayEngine:
         return {worker: answer for worker, answer in answers if answer is not None}
 
     def publish(self, learner: RayLearner, version: int) -> float:
-        """Send rank 0's weights to every worker. Result: their canaries' largest gap, nats.
+        """Send rank 0's weights as `version` to every worker, then compare their scores of the
+        canary with the learner's. Result: the largest difference, nats.
         Errors: EngineMismatch, WorkersLost, RankLost, TransportBroken.
         """
         import ray
@@ -180,7 +184,7 @@ class RayEngine:
         return self._run(all_of_them())
 
     def usage(self) -> EngineUsage:
-        """Return the workers' usage; a lost worker counts up to its last report."""
+        """Return the sum of all workers' usage; a lost worker counts up to its last report."""
 
         async def all_of_them() -> EngineUsage:
             self._usages |= await self._ask_all("usage", self._patience_s)
@@ -213,7 +217,9 @@ class RayEngine:
     async def play(
         self, item: Item, sample: int, settings: EpisodeSettings
     ) -> tuple[Trajectory, list[Trajectory]]:
-        """Play as `RolloutWorker.play` in the least busy worker; if it is lost, in another."""
+        """Play one episode on the least busy worker; if that is lost, again on another.
+        Result: see `RolloutWorker.play`. Errors: WorkersLost; those of the worker.
+        """
         while True:
             worker = await self._pick()
             worker.num_episodes += 1
@@ -228,8 +234,9 @@ class RayEngine:
     async def _while_it_lives(
         self, worker: Worker, answer: Any
     ) -> tuple[Trajectory, list[Trajectory]]:
-        """Return a played episode; wait as long as its worker answers, which itself limits the time
-        of environments, engine and attempts. Errors: TimeoutError if it does not answer.
+        """Wait for an episode as long as its worker answers other calls, and return it. The worker
+        itself limits the time of environments, engine and attempts.
+        Errors: TimeoutError if the worker does not answer.
         """
         episode = asyncio.ensure_future(answer)
         try:
@@ -250,11 +257,11 @@ class RayEngine:
             if self.workers:
                 return min(self.workers, key=lambda worker: worker.num_episodes)
             self._changed.clear()
-            await self._changed.wait()  # `_replace` has the deadline
+            await self._changed.wait()  # no deadline: `_bring_up` has one
 
     async def _survive(self, worker: Worker, answer: Awaitable[T]) -> T | None:
-        """Return the worker's answer. None: it is unreachable, so it counts as lost at once; a
-        replacement starts, and its later answers are ignored.
+        """Return the worker's answer. None: the worker died or is silent; it then counts as lost,
+        a replacement starts, and its later answers are ignored. Errors: those of the method.
         """
         import ray
 
@@ -303,8 +310,8 @@ class RayEngine:
         self._changed.set()
 
     async def _bring_up(self, index: int) -> None:
-        """Start a worker with the newest weights.
-        A worker lost during its start counts like any other.
+        """Start a worker, send it the newest weights, and add it to `workers`.
+        A worker that is lost during its start counts, and is replaced, like any other.
         """
         import ray
 
@@ -330,7 +337,9 @@ class RayEngine:
         self._changed.set()
 
     async def _update(self, worker: Worker) -> None:
-        """Bring the worker to the newest weights, also if these change; compare its canary."""
+        """Send the worker the newest weights, also if these change meanwhile; compare its scores of
+        the canary with the learner's. Errors: EngineMismatch; those of `_send`.
+        """
         while True:
             weights = self._weights
             if weights.sender is not None and worker.version != weights.version:
@@ -356,8 +365,8 @@ class RayEngine:
                 return
 
     async def _send(self, sender: Sender, workers: Sequence[Worker]) -> list[BaseException | None]:
-        """Send weights to these workers, one call at a time; return each one's error, or None.
-        Errors: RankLost if the sender died.
+        """Send weights to these workers, after earlier calls of this method. Result: each worker's
+        error, or None. Errors: RankLost if the sender died.
         """
         if not workers:
             return []
@@ -378,7 +387,7 @@ class RayEngine:
         return errors
 
     async def _of_sender(self, answer: Awaitable[T]) -> T:
-        """Return the sender's answer. Errors: those that it raised; RankLost if it died."""
+        """Return the sender's answer. Errors: the sender's own; RankLost if none comes."""
         import ray
 
         try:
@@ -394,7 +403,7 @@ class RayEngine:
 
 @dataclass(frozen=True)
 class WorkersAttempts:
-    """Player of episodes in the engine's workers, each until an attempt counts."""
+    """Player of single episodes on the engine's workers; they repeat a failed attempt."""
 
     engine: RayEngine
     settings: EpisodeSettings
@@ -413,7 +422,7 @@ class WorkersAttempts:
 
 
 async def _within(reference: Any, seconds: float) -> Any:
-    """Return the result, within a time limit. Errors: TimeoutError that states the limit."""
+    """Await and return a result. Errors: TimeoutError after `seconds`, with a message."""
     try:
         return await asyncio.wait_for(reference, seconds)
     except TimeoutError:

@@ -31,7 +31,7 @@ from agentgym.models.transport import (
 )
 from agentgym.types import Delivery
 
-SENDING = "send"  # concurrency group of the rank's calls
+SENDING = "send"  # concurrency group of a rank: its calls do not wait for the rank's other calls
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class InObjectStore:
         return opened
 
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], None]:
-        """Return the delivery for each worker; see `BroadcastSender.open`."""
+        """Return this delivery once per worker, and None: there is no call to wait for."""
         return [self for _ in num_receivers], None
 
 
@@ -81,8 +81,8 @@ class BroadcastSender:
         return self.template.digest
 
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
-        """Begin a sending to these workers, each with this number of processes that take weights.
-        Result: a delivery for each worker, and a reference to the sending.
+        """Begin a broadcast. num_receivers: of each worker, the processes that receive weights.
+        Result: a delivery for each worker, and a reference to the rank's call that sends.
         """
         import ray
 
@@ -103,15 +103,15 @@ class Outbox:
     """Weights that the learner's first rank broadcasts, now and to workers that come later."""
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
-        """Begin without weights. device: of the rank. folder: seen by all receivers, who meet in a
-        file of it; None: they meet at a port.
+        """Begin without weights. device: the rank's. folder: one that all receivers see, to meet in
+        a file in it; None: they meet at a port of this node.
         """
         self._device, self._folder = device, folder
         self._open: dict[int, Any] = {}  # rendezvous stores by port
         self._kept: tuple[int, dict[str, Tensor]] = (-1, {})
 
     def keep(self, weights: dict[str, Tensor], version: int, timeout_s: float) -> Broadcast:
-        """Keep weights instead of the previous ones; return their broadcast without an address.
+        """Replace the kept weights; return a broadcast of the new ones that lacks an address.
         weights: in host memory, and not used elsewhere.
         """
         backend = "nccl" if self._device.type == "cuda" else "gloo"
@@ -121,7 +121,7 @@ class Outbox:
         return described
 
     def open(self, template: Broadcast, size: int) -> Broadcast:
-        """Return the broadcast with a rendezvous of `size` processes, including this one."""
+        """Open a rendezvous of `size` processes, with this one; return the broadcast with it."""
         if self._folder is not None:
             path = self._folder / f"weights-{secrets.token_hex(8)}"
             return replace(template, size=size, path=str(path))
@@ -131,7 +131,7 @@ class Outbox:
         return replace(template, size=size, host=host, port=port)
 
     def send(self, broadcast: Broadcast) -> None:
-        """Send the kept weights. Errors: TransportBroken, also if they are of another version."""
+        """Send the kept weights. Errors: TransportBroken, also if they have another version."""
         meeting, (version, weights) = self._open.pop(broadcast.port, None), self._kept
         if version != broadcast.version:
             raise TransportBroken(

@@ -47,6 +47,7 @@ class RolloutWorker:
     async def start(self, plan: WorkerPlan) -> tuple[str, dict[str, str]]:
         """Open the engine with the plan's weights and connect to the environments.
         Result: (process and host of this worker, opening instructions by environment).
+        Errors: ValueError if an environment server listens on another node's loopback alone.
         """
         set_threads()
         use_interface_of(node_address())  # send weights through the interface that Ray uses
@@ -88,7 +89,7 @@ class RolloutWorker:
         return last, failed
 
     async def publish(self, delivery: Delivery) -> None:
-        """Publish weights, see `Policy.publish`."""
+        """Change to the delivered weights, see `Policy.publish`."""
         await self._policy.publish(delivery)
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:

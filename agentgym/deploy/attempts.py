@@ -19,8 +19,8 @@ from agentgym.store.keys import object_name
 
 POLL_S = 1.0
 STOP_TIMEOUT_S = 60.0
-STATE = Path(".agentgym")  # on a machine that does not have our folders
-STOP_GRACE_S = 20  # whole seconds a job has to end in order
+STATE = Path(".agentgym")  # state folder of a job whose machine does not have ours
+STOP_GRACE_S = 20  # whole seconds a job has to end cleanly
 VARIABLES = {  # of a job's processes
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S),
@@ -29,9 +29,7 @@ VARIABLES = {  # of a job's processes
 
 
 class RayUnreachable(RuntimeError):
-    """No answer for the Ray cluster: from its dashboard, or from the API server that stores its
-    RayJobs.
-    """
+    """The Ray cluster's dashboard, or the API server that stores its RayJobs, does not answer."""
 
 
 class RayJobFailed(RuntimeError):
@@ -39,7 +37,7 @@ class RayJobFailed(RuntimeError):
 
 
 class Phase(enum.Enum):
-    """Stage of a job; each but the last has a deadline of its own."""
+    """Phase of a job; each but the last has a deadline of its own."""
 
     QUEUED = "queued"  # held back by a queue of the cluster
     WAITING = "waiting"  # for resources, and for its process to start
@@ -88,7 +86,7 @@ class Transport(Protocol):
         ...
 
     def look(self, name: str) -> Look | None:
-        """Return the job's state; None if the cluster does not know the job, or no longer."""
+        """Return the job's state; None if the cluster has no such job, or has forgotten it."""
         ...
 
     async def tail(self, name: str, hear: Callable[[str], None]) -> None:
@@ -102,7 +100,7 @@ class Transport(Protocol):
         ...
 
     def settle(self, job: Job) -> None:
-        """Clean up after the step is done: its attempts are no longer needed."""
+        """Clean up after the step is done, when its attempts are no longer needed."""
         ...
 
 
@@ -117,10 +115,10 @@ def numbered(names: Mapping[str, Look], job: Job) -> dict[int, Look]:
 
 
 def sent_config(cfg: RunConfig) -> RunConfig:
-    """Return the run's configuration inside a job: it uses actors of the job's own cluster or, if
-    every bit must repeat, the job's own process.
+    """Return the configuration for the step inside a job: it computes in actors of the job's own
+    cluster or, with `deterministic`, in the job's own process.
 
-    Paths are absolute or, on a machine that does not have them, below its own state.
+    Paths are absolute; if the job's machine does not have them, they are relative, below STATE.
     """
     data, store = cfg.data, cfg.store
     if is_elsewhere(cfg):
@@ -140,8 +138,8 @@ def sent_config(cfg: RunConfig) -> RunConfig:
 
 
 def arguments(job: Job) -> str:
-    """Return the arguments of `agentgym step`, which refuses them if source, data or settings give
-    another key.
+    """Return the arguments of `agentgym step` for this job, quoted for a shell. The step is refused
+    if source, data or settings give another key there.
     """
     return shlex.join((job.step, "--verbose", "--key", job.key))
 

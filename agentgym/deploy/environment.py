@@ -40,7 +40,7 @@ def environment_servers(cfg: RunConfig, expert: bool, run: str = "") -> Iterator
     An environment with `env.deploy: kubernetes` gets a fleet. Any other gets its configured
     servers, else its kept server (`env.keep` starts one, which stays), else a local process for the
     length of the block.
-    Experts get servers of their own.
+    With `expert`, every environment gets a new server with an expert, which ends with the block.
     run: name of the fleets; empty: a random one.
     Errors: ConfigError if a kept server does not fit this run; see `local_env`, and
     `agentgym.deploy.kubernetes.fleets`.
@@ -153,7 +153,7 @@ def kept_for(cfg: RunConfig, env: EnvConfig) -> KeptServer | None:
 
 
 def end_all(state: Path) -> list[KeptServer]:
-    """End every kept server of this state folder. Result: those that were alive."""
+    """End every kept server of this state folder; remove all records. Result: those ended."""
     ended = []
     for file in sorted((state / "environments").glob("*.json")):
         server = _read(file)

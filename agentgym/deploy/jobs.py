@@ -3,7 +3,7 @@ again, stopped.
 
 There are two transports: Ray's Jobs API (rayjobs.py), and a RayJob of Kubernetes that brings a
 cluster of its own (kuberay.py).
-The job computes under its submitter's keys, or is refused.
+The job must compute the same key as its submitter, else it is refused.
 The final manifest in the store is the result; the job's status is not.
 """
 
@@ -31,7 +31,7 @@ from agentgym.store.runstore import RunStore
 
 logger = logging.getLogger(__name__)
 
-SILENCE_S = 60.0  # a cluster that was reached once may be silent for so long
+SILENCE_S = 60.0  # a cluster that was reached once may be silent for this long
 LOG_END_S = 5.0  # for the last lines of a finished job
 LOG_LINES = 15  # of a failed job, in the error
 BAD_INPUT = 2  # exit code of a step whose input is bad: no retry helps
@@ -42,7 +42,7 @@ def run_as_job(step: str, cfg: RunConfig, store: RunStore, *, run_key: str, key:
 
     With `compute` ray-job it runs on the cluster at `ray.address`, with kuberay on a cluster of its
     own.
-    If a job of this run and step still exists, because the process that followed it died, follow
+    If a job of this run and step has not ended, because the process that followed it died, follow
     that one: there are never two.
     If the job fails, start the next attempt, at most `ray.job_attempts` in this call.
     An interrupt, a deadline or another failure on this side stops the job; RayUnreachable does not.
@@ -54,7 +54,7 @@ def run_as_job(step: str, cfg: RunConfig, store: RunStore, *, run_key: str, key:
     number, reason = 0, ""
     for chance in range(cfg.ray.job_attempts):
         if chance:
-            # a driver that died silently on another machine keeps the lease so long
+            # a driver that died silently on another machine keeps the step's lease this long
             time.sleep(cfg.store.lease_ttl_s)
         attempts = transport.attempts(job)
         live = [known for known, look in attempts.items() if look.phase is not Phase.ENDED]
@@ -79,7 +79,9 @@ def run_as_job(step: str, cfg: RunConfig, store: RunStore, *, run_key: str, key:
 
 
 def _transport(cfg: RunConfig) -> Transport:
-    """Connect to the cluster that `compute` names. Errors: ConfigError, RayUnreachable."""
+    """Connect to Kubernetes with `compute` kuberay, else to the Ray cluster at `ray.address`.
+    Errors: ConfigError, RayUnreachable.
+    """
     if cfg.compute == "kuberay":
         from agentgym.deploy.kuberay import KubeRay
 
@@ -172,8 +174,8 @@ async def _keep_tailing(transport: Transport, name: str, hear: Callable[[str], N
 
 
 def _stop(transport: Transport, name: str) -> None:
-    """End the job and wait until it has ended. A failure is only logged: the caller has an error to
-    report already.
+    """Stop the job and wait until it has ended. A failure to do so is only logged: the caller has
+    an error to report already.
     """
     try:
         transport.stop(name)
@@ -197,7 +199,9 @@ def _reason(transport: Transport, name: str, look: Look | None, log: list[str]) 
 
 
 def _raise_where_no_attempt_helps(look: Look | None, reason: str, cfg: RunConfig) -> None:
-    """Raise the job's error if another attempt would not help."""
+    """Raise the job's error if another attempt would not help: ConfigError for bad input,
+    TimeoutError past the job's deadline, RayJobFailed if it was stopped from outside.
+    """
     if look is None:
         return
     if look.exit_code == BAD_INPUT:

@@ -1,7 +1,7 @@
 """Steps as RayJobs of Kubernetes: KubeRay's operator creates a cluster for each, and deletes it.
 
-This module uses the resource alone, never the cluster's dashboard: the dashboard's token stays in
-its Secret.
+This module uses the RayJob resource alone, never the cluster's dashboard: the dashboard's token
+stays in its Secret.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentgym.deploy.rayjob import STEP_LABEL, image_of, rayjob
 
 RAY_JOB = Kind("ray.io/v1", "RayJob")
 RAY_CLUSTER = Kind("ray.io/v1", "RayCluster")
-LOST_S = 10.0  # until a running job without its cluster is lost; a suspended one reports sooner
+LOST_S = 10.0  # without its cluster until a job is lost; a suspended one reports that sooner
 TAIL_S = 2.0
 TAIL_LINES = 500
 MESSAGE_CHARS = 2000  # the end of KubeRay's message, which has up to 20,000 of the log
@@ -54,9 +54,8 @@ class KubeRay:
 
     @classmethod
     def connect(cls, cfg: RunConfig) -> Self:
-        """Connect to the cluster.
-        Errors: ConfigError without an image or credentials, or if the cluster has no KubeRay;
-        RayUnreachable.
+        """Connect to the Kubernetes cluster, and check that it knows RayJobs.
+        Errors: ConfigError without an image or credentials, or without KubeRay; RayUnreachable.
         """
         image = image_of(os.environ)
         kube = connect(context=cfg.kubernetes.context, namespace=cfg.kubernetes.namespace)
@@ -113,7 +112,7 @@ class KubeRay:
         return time.monotonic() - since >= LOST_S
 
     async def tail(self, name: str, hear: Callable[[str], None]) -> None:
-        """Pass on the log of the pod that submitted the job; in HTTPMode there is none."""
+        """Pass new log lines of the pod that submitted the job to `hear`; none in HTTPMode."""
         previous: list[str] = []
         while True:
             lines = await asyncio.to_thread(self._log, name)
@@ -152,7 +151,7 @@ class KubeRay:
 
 def end_jobs(cfg: RunConfig, run: str) -> int:
     """Delete all RayJobs of a cancelled run, whose own process may have been killed before.
-    Result: their number. Errors: ConfigError, KubeError.
+    Result: the number deleted. Errors: ConfigError, KubeError.
     """
     kube = connect(context=cfg.kubernetes.context, namespace=cfg.kubernetes.namespace)
     with contextlib.closing(kube):
@@ -189,7 +188,7 @@ def look_at(resource: Mapping[str, Any]) -> Look:
 
 
 def _cluster_says(status: Mapping[str, Any]) -> str:
-    """Return why a cluster is not ready, as far as it reports a reason."""
+    """Return reason and messages of a RayCluster that is not ready; empty if it reports none."""
     cluster = status.get("rayClusterStatus") or {}
     conditions = cluster.get("conditions") or []
     messages = [condition["message"] for condition in conditions if condition.get("message")]
@@ -197,7 +196,7 @@ def _cluster_says(status: Mapping[str, Any]) -> str:
 
 
 def overlap(before: list[str], now: list[str]) -> int:
-    """Return how many of the first lines of `now` are the last of `before`."""
+    """Return the largest number of lines that end `before` and also begin `now`."""
     for size in range(min(len(before), len(now)), 0, -1):
         if before[-size:] == now[:size]:
             return size

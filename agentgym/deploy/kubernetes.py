@@ -53,7 +53,7 @@ ByEnv = dict[str, Sequence[str]]  # environment -> endpoints
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Objects to send for a group."""
+    """Fleets of a group, and their objects to send to the cluster."""
 
     run: str
     fleets: tuple[Fleet, ...]
@@ -70,8 +70,8 @@ class Plan:
 
 
 def fleet_of(cfg: RunConfig, env: EnvConfig, run: str, *, expert: bool) -> Fleet:
-    """Return the fleet of one environment that this run needs.
-    Errors: ConfigError if `env.replicas auto` knows no capacity.
+    """Return the fleet that this run needs of one environment. expert: its servers have experts.
+    Errors: ConfigError with `env.replicas` auto if the capacity of a server was not measured.
     """
     replicas = (
         replicas_for(env.name, cfg.rollout.concurrency) if env.replicas == "auto" else env.replicas
@@ -142,10 +142,10 @@ def missing(kube: Kube, cfg: RunConfig) -> list[str]:
 
 @contextlib.contextmanager
 def fleets(cfg: RunConfig, envs: Sequence[EnvConfig], *, expert: bool, run: str) -> Iterator[ByEnv]:
-    """Yield endpoints of servers of these environments on the cluster, ready for sessions.
+    """Yield endpoints of servers by environment, on the cluster and ready for sessions.
 
-    Kept fleets (`env.keep`, `envs-up`) are used and stay. For the other environments a group comes
-    up under the run's name and is always taken down afterwards.
+    Kept fleets (`env.keep`, `envs-up`) are used and stay. For the other environments, and for all
+    with `expert`, a group comes up under the run's name and is always taken down afterwards.
     Errors: ConfigError, KubeError, FleetNotReady, FleetTripped, LeaseHeld, RuntimeError.
     """
     with contextlib.ExitStack() as stack:
@@ -179,7 +179,7 @@ def _own(
         with _left_to_gc():
             take_down(kube, group.run, timeout_s=where.down_timeout_s)
         if not expert:
-            # an attempt has servers of its own: it cannot see whether a far process lives
+            # attempts killed on other machines still seemed alive when this one began
             with _left_to_gc():
                 for name in _end_dead(kube, run, where.down_timeout_s):
                     logger.info("servers of %s, of an attempt that was killed, are gone", name)
@@ -237,14 +237,15 @@ def kept_plan(cfg: RunConfig, env: EnvConfig, manifests: Path = MANIFESTS) -> Pl
 
 
 def is_kept(kube: Kube, run: str) -> bool:
-    """Return True if the kept fleet `run` exists and its time is not over."""
+    """Return True if the kept fleet `run` exists and has not expired."""
     lease = kube.find(LEASE, lease_name(run))
     return lease is not None and Group.of(lease).is_alive()
 
 
 def keep_fleet(kube: Kube, env: EnvConfig, plan: Plan) -> tuple[Group, Plan]:
-    """Apply a kept fleet's objects and renew its lease; never reduce its servers. Do not wait.
-    Result: its group, and the plan as it was sent. Errors: KubeError.
+    """Send a kept fleet's objects and renew its lease, without waiting for its servers.
+    The number of servers never falls. Result: its group, and the plan as it was sent.
+    Errors: ConfigError, KubeError.
     """
     group = acquire(kube, plan.run, ttl_s=env.keep_s, kept=True)
     objects = []
@@ -280,7 +281,8 @@ def keep_up(cfg: RunConfig, env: EnvConfig) -> str:
 
 
 def end_kept(cfg: RunConfig) -> list[str]:
-    """Take down the kept fleets of this run's environments, and wait. Result: their names.
+    """Take down the kept fleets of this run's environments; wait until they are gone.
+    Result: the names of those that existed.
     Errors: ConfigError, KubeError, FleetNotReady.
     """
     names = [kept_plan(cfg, env).run for env in of_fleets(cfg)]
@@ -303,7 +305,9 @@ def end_run(cfg: RunConfig, run: str) -> list[str]:
 
 
 def _end_dead(kube: Kube, run: str, timeout_s: float) -> list[str]:
-    """Take down the dead groups of a run. Result: their names. Errors: KubeError, FleetNotReady."""
+    """Take down the dead groups `run` and `run-*`. Result: their names.
+    Errors: KubeError, FleetNotReady.
+    """
     dead = [
         group.run
         for group in groups(kube)
@@ -323,9 +327,8 @@ class Orphan:
 
 
 def orphans(kube: Kube, *, observe_s: float) -> list[Orphan]:
-    """Return groups whose run is dead or whose time is over, see `dead_groups`, and runs whose
-    objects have no lease.
-    Errors: KubeError.
+    """Return the dead groups, see `dead_groups`, and runs whose objects have no lease.
+    observe_s: seconds to watch a group before it counts as dead. Errors: KubeError.
     """
     dead = [
         Orphan(group.run, f"last heard of at {group.renewed}, {group.holder or 'kept'}")

@@ -64,7 +64,9 @@ def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[
 
 
 def check_local_env(env: EnvConfig) -> None:
-    """Raise ConfigError if the environment is local and its server would refuse name or options."""
+    """Raise ConfigError if the environment is local and its server would refuse name or options.
+    Errors: also subprocess.TimeoutExpired after env.start_timeout_s.
+    """
     if env.is_elsewhere:
         return
     checked = _finished([*_envs("serve", env), "--check"], timeout_s=env.start_timeout_s)
@@ -151,7 +153,7 @@ def _wait_until_ready(
 
 
 def _readiness(endpoint: str) -> ErrorReply | None:
-    """Return None if the server is ready, else its reason."""
+    """Return None if the server is ready, else its error, or NOT_READY without a valid answer."""
     # never use a proxy on loopback
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

@@ -35,7 +35,7 @@ NAMESPACES = re.compile(  # in JSON: as a whole value, or in the name of a servi
     r'|(?<=")agentgym(?=-(?:flows|fleets)")|\bagentgym(?=(?:-flows|-fleets)?\.svc\b)'
 )
 FOLDERS = ("overlays", "components")
-IMAGES = Path("/run/agentgym/images")  # in a flow run's pod: the images that overlay gpu was given
+IMAGES = Path("/run/agentgym/images")  # in a flow run's pod: a file per image of overlay gpu
 IMAGES_FILE = Path("overlays/gpu/images.env")
 AUTOSCALE = "autoscale"  # the component that leaves the number of servers to an autoscaler
 TIMEOUT_S = 60.0  # rendering asks no cluster and takes less than a second
@@ -56,9 +56,9 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Sessions given to one server, if every session acts as soon as it is answered.
-    It is half of what the pod admits (k8s/components), so that the sessions of a lost server find
-    room.
+    """Measured capacity of one server, if every session acts as soon as it is answered.
+    `sessions` is half of what the pod admits (k8s/components), so that the sessions of a lost
+    server find room.
     """
 
     sessions: int
@@ -108,7 +108,7 @@ def rendered(
 
 
 def _renamed(obj: Object, installation: str) -> Object:
-    """Return the object with our namespaces renamed, wherever it names them."""
+    """Return a copy of the object with `installation` for `agentgym` in our namespaces' names."""
     result: Object = json.loads(NAMESPACES.sub(installation, json.dumps(obj)))
     if obj["kind"] == "Namespace" and obj["metadata"]["name"] == SERVICES:
         result["metadata"]["name"] = installation
@@ -154,7 +154,7 @@ def rendered_fleet(
 
 
 def _kustomization(overlay: str, components: Sequence[str]) -> dict[str, Any]:
-    """Return a kustomization of an overlay with components, with paths below the manifests."""
+    """Return a kustomization of an overlay with components; its paths are relative to `k8s/`."""
     return {
         "resources": [f"overlays/{overlay}"],
         "components": [f"components/{component}" for component in components],
@@ -187,7 +187,10 @@ def _patches(fleet: Fleet, *, autoscaled: bool) -> list[dict[str, Any]]:
 
 
 def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
-    """Return the objects that `kubectl kustomize` renders. Errors: ConfigError."""
+    """Return the objects that `kubectl kustomize` renders.
+    Errors: ConfigError without kubectl, for a missing folder, a failed or slow rendering, and an
+    image whose digest is malformed.
+    """
     kubectl = find_kubectl()
     for part in (*kustomization["resources"], *kustomization["components"]):
         if not (manifests / part / "kustomization.yaml").is_file():
@@ -214,7 +217,7 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
             raise ConfigError(f"{kubectl} kustomize did not end within {TIMEOUT_S:g} s") from None
     overlay = manifests / kustomization["resources"][0]
     if result.returncode:
-        # each folder that was entered adds its own `in FOLDER': `
+        # kustomize adds `in FOLDER': ` for each folder that it entered
         reason = result.stderr.strip().rpartition("\n")[2].rpartition("': ")[2].rstrip('"')
         raise ConfigError(
             f"{overlay} cannot be rendered: {reason}; it needs kubectl 1.32 or newer ({kubectl})"
@@ -227,7 +230,7 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
 
 def _lay_out(manifests: Path, workdir: Path) -> None:
     """Link the manifests' folders into workdir, because kustomize takes only relative paths.
-    In a pod with files of image digests at IMAGES, copy them and write the digests to IMAGES_FILE.
+    If they lack IMAGES_FILE and this pod has images at IMAGES, copy them and write IMAGES_FILE.
     """
     image_files = sorted(file for file in IMAGES.glob("[a-z]*") if file.is_file())
     if not image_files or (manifests / IMAGES_FILE).exists():
@@ -240,7 +243,7 @@ def _lay_out(manifests: Path, workdir: Path) -> None:
 
 
 def _check_digests(objects: Sequence[Object], overlay: Path) -> None:
-    """Raise ConfigError for an image whose digest is malformed."""
+    """Raise ConfigError if a Deployment names an image by a malformed digest."""
     for obj in objects:
         if obj["kind"] == "Deployment":
             for container in obj["spec"]["template"]["spec"]["containers"]:

@@ -37,7 +37,7 @@ def owned_process(
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            # Ctrl-C in a terminal reaches the owner alone, which then ends the child in order
+            # Ctrl-C in a terminal reaches the owner alone, which then ends the child cleanly
             start_new_session=True,
             env={**os.environ, **env},
             pass_fds=tuple(pass_fds),
@@ -49,7 +49,9 @@ def owned_process(
 
 
 def tail(log_path: Path) -> str:
-    """Return the end of a child's output for an error message; if it is empty, a likely reason."""
+    """Return the last LOG_LINES lines of a child's output after a heading, for an error message; or
+    a note that the log is empty, with the remedy if its disk is full.
+    """
     lines = log_path.read_text(errors="replace", encoding="utf-8").splitlines()[-LOG_LINES:]
     if lines:
         return "\n".join([f"the last lines of {log_path}:", *lines])
@@ -59,8 +61,8 @@ def tail(log_path: Path) -> str:
 
 
 def end_with_owner(grace_s: float = ORPHAN_GRACE_S) -> None:
-    """End this child process once its stdin is closed: by SIGTERM, and by SIGKILL after grace_s.
-    If it leads its process group, the whole group gets the signals.
+    """Start a thread that ends this child process once its stdin is closed: by SIGTERM, and by
+    SIGKILL after grace_s seconds. If it leads its process group, the whole group gets the signals.
     """
 
     def send(number: signal.Signals) -> None:
@@ -80,7 +82,7 @@ def end_with_owner(grace_s: float = ORPHAN_GRACE_S) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Close the pipe, which ends the child within moments; signal its whole group if it hangs."""
+    """Close the child's stdin and wait; if it hangs, send its group SIGTERM, then SIGKILL."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.close()

@@ -35,11 +35,11 @@ IMAGE_VARIABLE = "AGENTGYM_IMAGE"
 SECRETS = ("agentgym-rollout", "agentgym-env-token")  # their keys become variables of the pods
 HEAD_CPUS = 1
 SUBMITTER_MEMORY_MIB = 512
-END_S = 60  # time that a pod has to end in order
+END_S = 60  # time that a pod has to end cleanly
 
 
 def rayjob(job: Job, name: str, image: str) -> Object:
-    """Return the resource that runs the job under that name. image: with a digest, or a tag."""
+    """Return the RayJob that runs the job under that name. image: with a digest, or a tag."""
     cfg, settings = job.cfg, job.cfg.kuberay
     inner = sent_config(cfg)
     alone = inner.compute == "inline"
@@ -53,7 +53,7 @@ def rayjob(job: Job, name: str, image: str) -> Object:
     queue = {f"kueue.x-k8s.io/{key}": value for key, value in kueue.items() if value}
     variables = [
         *({"name": name, "value": value} for name, value in VARIABLES.items()),
-        # the environment must agree: agentgym/trust.py
+        # with credentials, agentgym/trust.py refuses tracking.uri unless this variable has it
         {"name": "MLFLOW_TRACKING_URI", "value": cfg.tracking.uri},
         *_tokens(cfg),
         # Kubernetes reads $(NAME) as a variable and $$ as $
@@ -84,9 +84,9 @@ def rayjob(job: Job, name: str, image: str) -> Object:
 
 
 def _deletion(settings: KubeRayConfig) -> Object:
-    """Return the fields of a RayJob's spec that say when its cluster, and by rules also the RayJob
-    itself, is deleted after its end. KubeRay accepts shutdownAfterJobFinishes or deletion rules,
-    not both.
+    """Return the fields of a RayJob's spec that delete its cluster keep_cluster_s seconds after the
+    job and, with deletion rules, the RayJob itself after keep_job_s.
+    KubeRay accepts shutdownAfterJobFinishes or deletion rules, not both.
     """
     keep_s = settings.keep_cluster_s
     if settings.deletion == "shutdown":
@@ -146,8 +146,8 @@ def _pod(
     gpus: Mapping[str, int] | None = None,
     name: str = "ray",
 ) -> Object:
-    """Return a restricted pod. Its requests equal its limits, so it is among the last to be
-    evicted.
+    """Return the template of a pod with one container that has no privileges. Its requests equal
+    its limits, so it is among the last to be evicted. gpus: number by resource name.
     """
     sizes = {"cpu": str(cpus), "memory": memory, **{k: str(v) for k, v in (gpus or {}).items()}}
     spec: Object = {
@@ -187,8 +187,8 @@ def _pod(
 
 
 def _submitter(settings: KubeRayConfig, image: str, labels: Mapping[str, str]) -> Object:
-    """Return the spec's fields for the pod that submits the job and passes on its log; empty in
-    modes without one. It gets no secret of ours.
+    """Return the spec's fields for the pod that submits the job and prints its log; empty in modes
+    other than K8sJobMode. The pod gets none of our secrets.
     If it dies, its replacement finds the submitted job by its id.
     """
     if settings.mode != "K8sJobMode":
@@ -202,7 +202,7 @@ def _submitter(settings: KubeRayConfig, image: str, labels: Mapping[str, str]) -
 
 
 def _tokens(cfg: RunConfig) -> list[Object]:
-    """Return references to the tokens of the fleets that this run uses.
+    """Return a pod's variables with the tokens of the fleets that this run uses, by reference.
 
     A fleet's Secret has the name of its Service. The tokens of other servers are in SECRETS.
     """
@@ -223,9 +223,9 @@ def _tokens(cfg: RunConfig) -> list[Object]:
 
 
 def image_of(environment: Mapping[str, str]) -> str:
-    """Return the image from the environment: the deployment, not a parameter file, chooses what
-    runs with the run's secrets.
-    Errors: ConfigError.
+    """Return the image that IMAGE_VARIABLE names in the environment. A parameter file must not
+    choose it, because the image runs with the run's secrets.
+    Errors: ConfigError if it names none.
     """
     image = environment.get(IMAGE_VARIABLE, "")
     if not image:
@@ -248,7 +248,7 @@ def ray_version() -> str:
 
 
 def main() -> None:
-    """Write the parameters to a temporary file and become `agentgym step` with our arguments."""
+    """Write PARAMS_VARIABLE's value to a file; become `agentgym step` with it and our arguments."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False, encoding="utf-8") as file:
         file.write(os.environ[PARAMS_VARIABLE])
     command = [sys.executable, "-m", "agentgym", "step", *sys.argv[1:], "--params", file.name]

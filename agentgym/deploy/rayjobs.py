@@ -58,7 +58,7 @@ class RayJobs:
 
     def submit(self, job: Job, name: str) -> None:
         """Submit the job, unless one of that name exists: another process may have been faster.
-        Retry while the cluster starts. Errors: RayJobFailed.
+        Retry while the cluster starts, for `ray.placement_timeout_s`. Errors: RayJobFailed.
         """
         with tempfile.TemporaryDirectory(prefix="agentgym-job-") as folder:
             request = _request(job, name, Path(folder))
@@ -86,7 +86,7 @@ class RayJobs:
             raise
 
     async def tail(self, name: str, hear: Callable[[str], None]) -> None:
-        """Pass on the log's new lines; a broken connection resumes at the first new character."""
+        """Pass the log's whole lines to `hear`, each once, also over several calls."""
         num_read, rest = 0, ""
         async for text in self._client.tail_job_logs(name):
             num_read += len(text)
@@ -118,7 +118,7 @@ def _look(job: JobDetails) -> Look:
 
 
 def _request(job: Job, name: str, folder: Path) -> dict[str, Any]:
-    """Return the arguments of `submit_job`; source and configuration are written to folder."""
+    """Write source and configuration to folder; return the arguments of Ray's `submit_job`."""
     inner = sent_config(job.cfg)
     alone = inner.compute == "inline"
     for package, source in package_folders().items():
@@ -155,8 +155,8 @@ def auth_headers(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def forget_token() -> None:
-    """Clear Ray's cached token: Ray keeps the first one, and this process may have used another
-    cluster.
+    """Clear Ray's cached token: Ray keeps the first one that it reads, and this process may have
+    used another cluster before.
     """
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled
 
@@ -164,8 +164,8 @@ def forget_token() -> None:
 
 
 def _connect(address: str) -> JobSubmissionClient:
-    """Return a client of the Jobs API whose requests have timeouts.
-    Errors: ConfigError without Ray, RayUnreachable.
+    """Return a client of the Jobs API at this address, whose requests have timeouts.
+    Errors: ConfigError without Ray; RayUnreachable, also if the token is refused.
     """
     try:
         import requests

@@ -1,8 +1,8 @@
 """Fleets of environment servers on a cluster: the parts that agentgym/deploy/kubernetes.py joins.
 
-startup      bring servers up, tell which pod is not ready and why, take them down
-preflight    what a cluster lacks, before anything is sent
-fleet_lease  which run a fleet belongs to, and whether that run lives
-addresses    where the servers are now, for the pools of a run
-upkeep       lease, addresses and breaker while a run plays
+startup      bring servers up, find the reason why a pod is not ready, take servers down
+preflight    find what a cluster lacks before anything is sent
+fleet_lease  record the run that a fleet belongs to, and see if that run lives
+addresses    publish the servers' current addresses for a run's clients
+upkeep       keep lease and addresses up to date while a run plays, and stop it at too many pods
 """

@@ -35,12 +35,12 @@ class Server(NamedTuple):
 
 
 def kind_of_addresses(kube: Kube) -> Kind:
-    """Return EndpointSlice in the version that the cluster knows. Errors: KubeError."""
+    """Return EndpointSlice in the version that the cluster knows, else v1. Errors: KubeError."""
     return next((kind for kind in SLICES if kube.serves(kind)), SLICES[0])
 
 
 def service_of(obj: Object) -> str:
-    """Return the name of the Service that an EndpointSlice belongs to."""
+    """Return the name of the Service that an EndpointSlice belongs to; empty without one."""
     return str(obj["metadata"].get("labels", {}).get(SERVICE_LABEL, ""))
 
 
@@ -69,7 +69,9 @@ class Outside:
         self._said: dict[str, str] = {}  # pod -> its annotation; empty: none
 
     def addresses(self, servers: Sequence[Server]) -> list[str]:
-        """Return sorted URLs; annotated addresses replace the pods' own. Errors: KubeError."""
+        """Return the servers' URLs, sorted; a pod's annotation replaces its own address.
+        Errors: KubeError.
+        """
         self._said = {server.pod: self._of(server.pod) for server in servers}
         return sorted(f"http://{self._said[server.pod] or server.address}" for server in servers)
 
@@ -84,7 +86,7 @@ class Outside:
 
 
 class Listing:
-    """A file with the addresses of the servers behind one URL. One process writes it."""
+    """A JSON file with the addresses of the servers of one Service. One process writes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

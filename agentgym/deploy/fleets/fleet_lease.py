@@ -1,4 +1,4 @@
-"""Leases, which record the run that a fleet belongs to, and whether that run lives.
+"""Leases, which record the run that a fleet belongs to and show if that run lives.
 
 Each group of servers has a Lease in the cluster: it names its holder and is renewed while that
 process lives.
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 HOLDER = "agentgym.io/holder"  # annotation: the process, as JSON
 KEPT = "agentgym.io/kept"  # label of a group that outlives runs
-RENEWALS = 6  # of a lease within its ttl_s, after which a silent holder counts as dead
+RENEWALS = 6  # of a lease per ttl_s; a holder that is silent for ttl_s counts as dead
 OWNED = {"app.kubernetes.io/part-of": "agentgym"}
 RACES = 5  # attempts to acquire a lease that other processes change meanwhile
 
@@ -80,7 +80,7 @@ class Group:
         return self.holder.is_alive(silent_s, ttl_s=self.ttl_s)
 
     def owner(self) -> Object:
-        """Reference that makes an object end with the lease."""
+        """Owner reference, with which Kubernetes deletes an object when the lease is deleted."""
         return {
             "apiVersion": LEASE.api_version,
             "kind": LEASE.kind,
@@ -154,8 +154,9 @@ def groups(kube: Kube) -> list[Group]:
 def dead_groups(
     kube: Kube, *, observe_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> list[Group]:
-    """Return groups whose holder is dead or whose time is over. If a holder is not on this machine,
-    wait observe_s and leave out groups renewed meanwhile: their clock may differ from ours.
+    """Return groups whose holder is dead or whose lease has expired. If a holder is not on this
+    machine, wait observe_s seconds and leave out groups that were renewed, or deleted, meanwhile:
+    the holder's clock may differ from ours.
     """
     suspects = [group for group in groups(kube) if not group.is_alive()]
     far = [group for group in suspects if group.holder is None or not group.holder.is_near()]

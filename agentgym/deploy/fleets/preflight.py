@@ -1,5 +1,5 @@
-"""Checks of what a cluster lacks for objects, before they are sent: a line for each obstacle, with
-its remedy.
+"""Checks, before objects are sent, of what the cluster lacks for them: a line for each obstacle,
+with its remedy.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ RIGHTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 
 def lacks(kube: Kube, objects: Sequence[Object]) -> list[str]:
-    """Return a line for each obstacle to sending these objects; empty: none. Unknown kinds, then
-    missing rights, end the check early.
-    Errors: ApiUnreachable, Forbidden if the cluster cannot be asked at all.
+    """Return a line for each obstacle to these objects; empty if there is none.
+    Unknown kinds, then missing rights, end the check early.
+    Errors: ApiUnreachable or Forbidden if the cluster cannot be asked at all.
     """
     if missing := unknown_kinds(kube, objects):
         return missing
@@ -43,7 +43,7 @@ def lacks(kube: Kube, objects: Sequence[Object]) -> list[str]:
 
 
 def unknown_kinds(kube: Kube, objects: Iterable[Object]) -> list[str]:
-    """Return one line with the kinds that the cluster does not know, or knows in other versions."""
+    """Return one line with all kinds that the cluster lacks in these versions; empty if none."""
     kinds = sorted({Kind.of(obj) for obj in objects})
     unknown = [str(kind) for kind in kinds if not kube.serves(kind)]
     if not unknown:
@@ -74,7 +74,8 @@ def missing_rights(kube: Kube) -> list[str]:
 
 def refusals(kube: Kube, objects: Iterable[Object]) -> list[str]:
     """Return the API server's objections to the objects, from a dry run: admission, fields that
-    another manager owns, a missing namespace. Errors: KubeError if no answer comes.
+    another manager owns; if the namespace is missing, that line alone.
+    Errors: KubeError if no answer comes.
     """
     lines = []
     for obj in objects:
@@ -93,7 +94,9 @@ def refusals(kube: Kube, objects: Iterable[Object]) -> list[str]:
 
 
 def no_room(kube: Kube, objects: Sequence[Object]) -> list[str]:
-    """Return a line for each resource of which a quota has too little left for new objects."""
+    """Return a line for each resource of which a quota has too little left for the objects that do
+    not exist yet. Errors: KubeError.
+    """
     quotas = kube.list(RESOURCE_QUOTA).items
     if not quotas:
         return []
@@ -102,7 +105,8 @@ def no_room(kube: Kube, objects: Sequence[Object]) -> list[str]:
 
 
 def asked(objects: Iterable[Object]) -> dict[str, float]:
-    """Return the amounts that a ResourceQuota counts for these objects, by resource name.
+    """Return the amounts that a ResourceQuota counts for these objects, by resource name: services,
+    pods, requests.NAME, limits.NAME, cpu, memory (bytes).
     The extra pod of a Deployment that changes is not counted.
     """
     total: defaultdict[str, float] = defaultdict(float)
@@ -123,7 +127,9 @@ def asked(objects: Iterable[Object]) -> dict[str, float]:
 
 
 def lacking(quotas: Sequence[Object], needed: Mapping[str, float]) -> list[str]:
-    """Return a sentence for each resource of which a quota has less left than needed."""
+    """Return a line for each resource of which a quota has less left than needed.
+    needed: amount by resource name, as from `asked`.
+    """
     lines = []
     for quota in quotas:
         status = quota.get("status", {})
@@ -141,7 +147,7 @@ def lacking(quotas: Sequence[Object], needed: Mapping[str, float]) -> list[str]:
 
 
 def _amount(quantity: str | int | float) -> float:
-    """Convert Kubernetes' `500m`, `2Gi` or `1e3` to a number. Errors: ValueError."""
+    """Convert a quantity of Kubernetes, for example `500m` (0.5) or `2Gi`. Errors: ValueError."""
     from kubernetes.utils import parse_quantity
 
     return float(parse_quantity(quantity))
@@ -152,8 +158,9 @@ def _shown(name: str, number: float) -> str:
 
 
 def no_nodes(kube: Kube, objects: Sequence[Object]) -> list[str]:
-    """Return a line for each Deployment that no node may take, by its labels or for want of GPUs.
-    If this account may not list nodes, return none: the scheduler will report it.
+    """Return a line for each Deployment that no node can run: none has the labels that its pods
+    require, or none of those nodes has GPUs.
+    If this account may not list nodes, return no lines: the scheduler will report it.
     """
     try:
         nodes = kube.list(NODE).items
@@ -195,7 +202,7 @@ def takes(node: Object, pod: Object) -> bool:
 
 
 def terms(pod: Object) -> list[str]:
-    """Return a pod's requirements of a node's labels, for messages."""
+    """Return a pod's requirements of a node's labels, for messages, for example `gpu=a100`."""
     texts = [f"{name}={value}" for name, value in pod.get("nodeSelector", {}).items()]
     for term in _terms(pod):
         for expression in term.get("matchExpressions", ()):

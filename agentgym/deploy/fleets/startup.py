@@ -1,5 +1,5 @@
-"""Bringing the servers of a group up, waiting for them, telling why one is not ready, and taking
-them down.
+"""Start and end of a group's servers: bring them up, wait for them, find the reason why one is not
+ready, and take them down.
 
 The bearer token of each fleet is derived from a key in the flow's environment, so that every
 attempt at a run derives it again and reads no Secret. Servers know only their own fleet's token,
@@ -53,15 +53,15 @@ Log = Callable[[str], str]  # pod -> the last lines of its previous container
 
 
 class FleetNotReady(RuntimeError):
-    """Servers did not get ready, or did not go, in time; the message gives pods and reasons."""
+    """Servers did not get ready, or were not gone, in time; the message gives pods and reasons."""
 
 
 class FleetTripped(RuntimeError):
-    """The run has more live pods than it can have made."""
+    """The run has more live pods than its Deployments may make."""
 
 
 def kinds_of(kube: Kube) -> list[Kind]:
-    """Return the kinds of a group's objects, in the versions that the cluster knows; the lease
+    """Return the kinds of a group's objects that the cluster knows, in its versions; the lease
     first, because it owns the others.
     """
     newest = [
@@ -156,12 +156,12 @@ def check_breaker(kube: Kube, run: str, limit: int) -> None:
 
 
 def num_live(kube: Kube, run: str) -> int:
-    """Number of the run's pods that use room. Errors: KubeError."""
+    """Number of the run's live pods, see `is_live`. Errors: KubeError."""
     return sum(is_live(pod) for pod in kube.list(POD, labels={RUN_LABEL: run}).items)
 
 
 def wait_ready(kube: Kube, run: str, *, timeout_s: float, most: int) -> None:
-    """Wait until every server is ready, and log a line whenever that changes.
+    """Wait until every server is ready, and log a line whenever their state changes.
 
     Errors: FleetNotReady past the deadline, or if waiting does not help; ConfigError if a server
     refuses its options; FleetTripped above `most` live pods; KubeError.
@@ -192,7 +192,9 @@ def wait_ready(kube: Kube, run: str, *, timeout_s: float, most: int) -> None:
 
 
 def reasons_of(kube: Kube, run: str, deployments: Sequence[Object]) -> list[Trouble]:
-    """Return the reasons why servers are not ready, the worst first. Errors: KubeError."""
+    """Return the reasons why servers are not ready: of Deployments, then of pods, final ones first.
+    Errors: KubeError.
+    """
     pods = kube.list(POD, labels={RUN_LABEL: run}).items
     reasons = [found for deployment in deployments if (found := of_deployment(deployment))]
     try:
@@ -204,8 +206,8 @@ def reasons_of(kube: Kube, run: str, deployments: Sequence[Object]) -> list[Trou
 
 
 def take_down(kube: Kube, run: str, *, timeout_s: float) -> None:
-    """Delete the lease, which deletes everything it owns, and then whatever else has the run's
-    label; return when nothing of it is left.
+    """Delete the lease, with which Kubernetes deletes all that it owns, and then all other objects
+    that have the run's label; return when none is left.
 
     Errors: FleetNotReady past the deadline, naming what is left; KubeError.
     """
@@ -218,7 +220,7 @@ def take_down(kube: Kube, run: str, *, timeout_s: float) -> None:
             try:
                 kube.delete(kind, obj["metadata"]["name"], uid=obj["metadata"]["uid"])
             except Stale:
-                continue  # a newer one, which is not ours
+                continue  # replaced since it was listed: not ours
     pause_s = POLL_S
     # pods take longest: look for other objects only when no pod is left
     while names := _left(kube, run, [POD]) or remaining(kube, run):
@@ -233,7 +235,7 @@ def take_down(kube: Kube, run: str, *, timeout_s: float) -> None:
 
 
 def remaining(kube: Kube, run: str) -> list[str]:
-    """Return objects with the run's label, for example `Pod env-babyai-r1-x`. Errors: KubeError."""
+    """Return the run's objects that are left, as `Pod env-babyai-r1-x`. Errors: KubeError."""
     return _left(kube, run, [*kinds_of(kube), POD, kind_of_addresses(kube)])
 
 
@@ -296,7 +298,7 @@ def is_ready(pod: Object) -> bool:
 
 
 def is_live(pod: Object) -> bool:
-    """Return True if the pod uses room: it has neither ended nor is it ending."""
+    """Return True if the pod uses resources: it has not ended and is not being deleted."""
     ended = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
     return not ended and not pod["metadata"].get("deletionTimestamp")
 
@@ -319,7 +321,7 @@ def troubles(
 
 
 def trouble(pod: Object, events: Sequence[Object] = (), log: Log | None = None) -> Trouble:
-    """Return the reason why a pod is not ready. log: called if it crashes."""
+    """Return the reason why a pod is not ready. events: the pod's; log: called if it crashes."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     scheduled = _condition(pod, "PodScheduled")
     if scheduled and scheduled.get("status") == "False":
@@ -340,7 +342,7 @@ def trouble(pod: Object, events: Sequence[Object] = (), log: Log | None = None) 
 
 
 def of_deployment(deployment: Object) -> Trouble | None:
-    """Return the reason why a Deployment makes no pods, or None."""
+    """Return the reason why a Deployment cannot make its pods, or None if it reports none."""
     failure = _condition(deployment, "ReplicaFailure")
     if failure and failure.get("status") == "True":
         name = deployment["metadata"]["name"]

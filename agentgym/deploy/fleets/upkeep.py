@@ -56,7 +56,7 @@ class Upkeep:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the thread during the block; then stop it and remove the listings' files."""
+        """Run the thread during the block; then let it end, and remove the listings' files."""
         thread = threading.Thread(target=self._run, name=f"fleet {self._group.run}", daemon=True)
         thread.start()
         try:
@@ -112,7 +112,7 @@ class LostLease(RuntimeError):
 
 
 def first_addresses(kube: Kube, service: str, *, num: int, timeout_s: float) -> list[str]:
-    """Wait until a Service has `num` ready servers and return their addresses.
+    """Wait until a Service has `num` ready servers and return their URLs, see `Outside.addresses`.
     Errors: KubeError; RuntimeError after timeout_s.
     """
     end, kind, outside = time.monotonic() + timeout_s, kind_of_addresses(kube), Outside(kube)
@@ -129,7 +129,9 @@ def first_addresses(kube: Kube, service: str, *, num: int, timeout_s: float) -> 
 
 
 def reach(addresses: Sequence[str], *, timeout_s: float = REACH_S) -> None:
-    """Wait until a server answers this machine. Errors: RuntimeError if none does."""
+    """Wait until one of the URLs answers this machine, with any HTTP status.
+    Errors: RuntimeError if none does within timeout_s.
+    """
     end, reason = time.monotonic() + timeout_s, ""
     # never use a proxy between a run and its servers
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -27,7 +27,7 @@ PIECE = 1 << 16  # bytes
 # errors of a connection that cannot be made, or breaks
 LOST = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 SILENT = (urllib3.exceptions.ReadTimeoutError, TimeoutError)
-NO_EVENT = (LookupError, TypeError, ValueError)  # errors of the package for other JSON
+NO_EVENT = (LookupError, TypeError, ValueError)  # errors of the package for JSON that is no event
 
 UNAUTHORIZED, FORBIDDEN, MISSING, CONFLICT, GONE = 401, 403, 404, 409, 410
 RETRIED = frozenset({408, 429, 500, 502, 503, 504})  # statuses after which asking again may help
@@ -43,7 +43,7 @@ class KubeError(RuntimeError):
 
 
 class ApiUnreachable(KubeError):
-    """No answer in time, in spite of repeated calls."""
+    """No answer came in time, or only errors that may pass, also after repeated attempts."""
 
 
 class Forbidden(KubeError):
@@ -108,7 +108,7 @@ class RateLimiter:
         self._free_at = clock()  # when all of the burst is free again
 
     def reserve_s(self) -> float:
-        """Reserve a turn and return the seconds until it comes."""
+        """Reserve the next call and return the seconds to wait before it."""
         with self._lock:
             now = self._clock()
             self._free_at = max(self._free_at, now) + 1 / self._per_s
@@ -118,8 +118,8 @@ class RateLimiter:
 class Transport:
     """Sender of requests; threads may share it.
 
-    verb: a method of the package's dynamic client, options: its arguments. doing: for messages, for
-    example `apply of Deployment env-babyai`.
+    Arguments of its methods: verb, a method of the package's dynamic client; options, what that
+    method gets; doing, the text for messages, for example `apply of Deployment env-babyai`.
     """
 
     def __init__(
@@ -135,7 +135,9 @@ class Transport:
         self.clock, self.sleep = clock, sleep
 
     def ask(self, verb: str, doing: str, **options: Any) -> dict[str, Any]:
-        """Carry out a verb, as `call`; return the answer's JSON object. Errors: KubeError."""
+        """Carry out a verb as `call` does, and return the answer's JSON object.
+        Errors: those of `call`; KubeError for an answer that is no JSON object.
+        """
         body = self.call(verb, doing, **options)
         if (answer := _object_in(body)) is None:
             text = f"{doing}: what answers at {self._host()} is no API server: {body[:100]!r}"
@@ -197,7 +199,7 @@ class Transport:
             with self._as_kube_error(doing):
                 try:
                     for event in Watch().stream(opened, **options):
-                        if event is None:  # the package's word for a line that is no JSON
+                        if event is None:  # the package's result for a line that is no JSON
                             raise ValueError("no JSON")
                         yield event
                 except SILENT:
@@ -209,7 +211,7 @@ class Transport:
             raise KubeError(f"{doing}: what came is no event of a watch", 500) from error
 
     def pause_s(self, attempt: int, requested_s: float = 0.0) -> float:
-        """Return the seconds to wait after attempt number `attempt`, from 0."""
+        """Return a random wait in seconds after attempt number `attempt`, see `Retries.wait_s`."""
         return self.retries.wait_s(attempt, requested_s, random.random())  # noqa: S311
 
     def _attempt(
@@ -231,14 +233,16 @@ class Transport:
     def _send(
         self, client: Any, verb: str, timeout_s: float, read_s: float, options: Mapping[str, Any]
     ) -> Any:
-        """Send the request and return urllib3's response, its body not read yet."""
+        """Send the request and return urllib3's response, whose body is not read yet.
+        timeout_s: limit on connecting; read_s: limit on each read.
+        """
         self.calls["watch" if "watch" in options else verb] += 1
         limits = max(0.1, min(CONNECT_S, timeout_s)), max(0.1, read_s)
         return getattr(client, verb)(**options, serialize=False, _request_timeout=limits)
 
     @contextlib.contextmanager
     def _as_kube_error(self, doing: str) -> Iterator[None]:
-        """Raise errors of the package and of connections as KubeError."""
+        """Raise the block's errors of the package and of connections as KubeError."""
         from kubernetes.client.exceptions import ApiException
         from kubernetes.utils import retry_after_seconds
 
@@ -269,8 +273,8 @@ def _line(text: object) -> str:
 
 
 def error_of(status: int, body: str, doing: str) -> KubeError:
-    """Return the error that an answer of that status means.
-    body: a Status object if the API server itself answered. doing: as in Transport.
+    """Return the KubeError, in class and text, for an answer of that HTTP status.
+    body: a Status object in JSON if the API server itself answered. doing: see Transport.
     """
     answer = _object_in(body) or {}
     message = str(answer.get("message") or body[:200].strip() or "no reason")
@@ -314,7 +318,7 @@ def _allow(message: str) -> str:
 
 
 def _held(causes: list[dict[str, Any]]) -> str:
-    """Return the fields that other managers own, and a way out."""
+    """Return a message with the fields that other managers own, and the remedies."""
     fields_of: dict[str, list[str]] = {}  # manager -> fields
     for cause in causes:
         manager = str(cause.get("message", "")).removeprefix("conflict with ").split(" using")[0]

@@ -67,7 +67,7 @@ REVIEW = Kind("authorization.k8s.io/v1", "SelfSubjectAccessReview")
 
 
 class Listing(NamedTuple):
-    """All objects of a request, as of one version."""
+    """Objects that a list request returned, and the version of the cluster's state they show."""
 
     items: list[Object]
     version: str
@@ -119,6 +119,7 @@ class Kube:
 
     def apply(self, wanted: Object, *, force: bool = False, dry_run: bool = False) -> Object:
         """Apply the object on the server side and return it as it is now; idempotent.
+        dry_run: validate and change nothing. force: take over fields of other managers.
         Errors: FieldConflict if another manager owns a field, unless forced.
         """
         return self._ask(
@@ -137,7 +138,8 @@ class Kube:
         """Create the object and return it. If the answer is lost, the object is recognized by a key
         of this call.
 
-        Errors: AlreadyExists if another client created one of that name, or it cannot be read.
+        Errors: AlreadyExists if another client created one of that name, or if this account may not
+        read it.
         """
         metadata, kind = wanted["metadata"], Kind.of(wanted)
         key, namespace = secrets.token_hex(8), metadata.get("namespace")
@@ -286,7 +288,7 @@ class Kube:
 
     def log(self, pod: str, *, lines: int = 15, previous: bool = False) -> str:
         """Return the last lines of a pod's output; empty if there are none.
-        previous: of its container before the last restart.
+        previous: read the output of the container before its last restart.
         """
         query = [("tailLines", lines), *([("previous", "true")] if previous else [])]
         try:
@@ -306,7 +308,9 @@ class Kube:
         return output.decode(errors="replace")
 
     def may(self, verb: str, group: str, plural: str, *, subresource: str = "") -> bool:
-        """Return True if this account may do that in the namespace, by an access review."""
+        """Return True if this account may use the verb on the resource in the namespace.
+        group: the API group, "" for the core. plural: for example `pods`.
+        """
         attributes = {"verb": verb, "group": group, "resource": plural, "subresource": subresource}
         spec = {"resourceAttributes": attributes | {"namespace": self.namespace}}
         review = {"apiVersion": REVIEW.api_version, "kind": REVIEW.kind, "spec": spec}
@@ -337,7 +341,7 @@ class Kube:
 
     def _resource(self, kind: Kind) -> Any:
         """Return the package's Resource for a kind, from one cached request per API version.
-        The package's own discovery asks before the first call, without a deadline, and trusts a
+        The package's own discovery is not used: it sends requests without a deadline, and trusts a
         file in the shared temporary folder. Errors: NotServed.
         """
         version = kind.api_version
@@ -366,7 +370,7 @@ class Kube:
 
 
 def _record(event: Mapping[str, Any], objects: dict[str, Object]) -> str:
-    """Apply an event of a watch to the known objects. Result: the version that it brings."""
+    """Apply an event of a watch to `objects`, in place. Return the version to watch from next."""
     obj = event["object"]
     if event["type"] == "DELETED":
         objects.pop(obj["metadata"]["uid"], None)
@@ -376,11 +380,11 @@ def _record(event: Mapping[str, Any], objects: dict[str, Object]) -> str:
 
 
 def selector(labels: Labels) -> str | None:
-    """Return the label selector of a query; None without labels."""
+    """Return labels as a query's label selector, for example `app=env,run`; None without any."""
     texts = (name if value is None else f"{name}={value}" for name, value in sorted(labels.items()))
     return ",".join(texts) or None
 
 
 def name_of(obj: Object) -> str:
-    """Return kind and name for a message: `Deployment env-babyai`."""
+    """Return kind and name for a message, for example `Deployment env-babyai`."""
     return f"{obj.get('kind', 'object')} {obj['metadata'].get('name', '?')}"

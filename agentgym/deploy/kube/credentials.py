@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install -e '.[cluster]'"
-NO_MAPPING = (ValueError, TypeError, AttributeError)  # errors of a kubeconfig with other content
+NO_MAPPING = (ValueError, TypeError, AttributeError)  # errors for a kubeconfig that is no mapping
 CONNECTIONS = 32  # kept open to one API server
 OF_CONNECTIONS = ("host", "ssl_ca_cert", "cert_file", "key_file", "verify_ssl")
 
@@ -44,9 +44,9 @@ class Source:
         context: str = "",
         environment: Mapping[str, str] = os.environ,
     ) -> Source:
-        """Find credentials as kubectl does: the file given, KUBECONFIG, ~/.kube/config, the pod's
-        account.
-        Errors: ConfigError if there are none.
+        """Return the first of: `kubeconfig`, the files in KUBECONFIG, ~/.kube/config, and, without
+        a context, the account of this pod.
+        Errors: ConfigError if there are none, or if a named file is missing.
         """
         home = Path(environment.get("HOME", "~")).expanduser() / ".kube" / "config"
         named = str(kubeconfig or environment.get("KUBECONFIG", ""))
@@ -78,15 +78,16 @@ class Session:
     """
 
     def __init__(self, source: Source) -> None:
-        """Load the credentials. Errors: ConfigError without the package, or if they
-        cannot be read.
+        """Load the credentials.
+        Errors: ConfigError without the package `kubernetes`, or if they cannot be read.
         """
         self.source = source
         self._lock = threading.Lock()
         self.client = self._load()
 
     def renew(self, refused: DynamicClient) -> bool:
-        """Load the credentials again after a refusal. Return True if they are new ones.
+        """Load the credentials again after the client `refused` was refused, unless another thread
+        has done so. Return True if they are new ones.
         Connections stay open if only the token is new. Errors: ConfigError.
         """
         with self._lock:
