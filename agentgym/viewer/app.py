@@ -78,7 +78,7 @@ def make_app(viewer: Viewer) -> FastAPI:
 
 
 def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
-    """Add handlers that show known errors as pages with a status, and empty a damaged index."""
+    """Add handlers that show known errors as pages; errors of a damaged index also empty it."""
 
     def answers(
         kind: type[Exception], status: int, title: str, hint: str = ""

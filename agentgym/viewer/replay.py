@@ -61,10 +61,10 @@ class _Open:
 
 
 class Servers:
-    """One server for each environment and its options."""
+    """Environment servers of the viewer: one for each environment with its options."""
 
     def __init__(self, cfg: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Prefer the endpoints that the viewer's owner configured, for the configured options."""
+        """Trust only the environments of `cfg`, the configuration of the viewer's owner."""
         self._cfg, self._clock = cfg, clock
         self._open: dict[tuple[bytes, bool], _Open] = {}
         self._lock = threading.Lock()  # locked while a server starts
@@ -75,7 +75,7 @@ class Servers:
         """Yield the endpoints of an environment's server, started if there is none with these
         options; it continues to run until `end_idle` or `close`.
 
-        expert: a server that can also be asked for expert actions.
+        expert: the server must also give expert actions.
         Errors: Missing if the owner did not configure these options, or the server does not start.
         """
         # options from a store must not open anything the owner did not configure
@@ -95,7 +95,9 @@ class Servers:
                 server.used = self._clock()
 
     def known(self, env: EnvConfig) -> EnvConfig:
-        """Return the environment with the owner's endpoints. Errors: Missing for other options."""
+        """Return the environment with the owner's endpoints, to be served on this machine.
+        Errors: Missing if its options name addresses, paths or variables the owner's do not name.
+        """
         try:
             trusted = owned_env(env, self._cfg.envs)
         except ConfigError as error:
@@ -103,7 +105,7 @@ class Servers:
         return trusted.model_copy(update={"deploy": "local", "replicas": "auto"})
 
     def end_idle(self, than_s: float = IDLE_S) -> None:
-        """End the servers that were not used for `than_s` seconds."""
+        """End the servers that have no user and were last used `than_s` seconds ago or earlier."""
         with self._lock, self._counting:
             now = self._clock()
             for key, server in list(self._open.items()):
@@ -139,7 +141,7 @@ class Servers:
 
 
 def environment_of(config: Mapping[str, Any], name: str) -> EnvConfig:
-    """Return an environment with the options of a step's settings. Errors: Missing."""
+    """Return an environment with its options in a step's settings. Errors: Missing without them."""
     candidates = [config.get("env"), *(config.get("mix") or ())]
     candidates += [
         settings.get("env") for settings in (config.get("protocol") or {}).get("envs", ())
@@ -209,7 +211,7 @@ class Replays:
         return Replay(row[0], agrees, [Shot(*shot) for shot in shots])
 
     def ask(self, entry: IndexedEpisode) -> bool:
-        """Queue a replay. Return False if MAX_WAITING others are queued."""
+        """Queue a replay, once per episode. Return False if MAX_WAITING others are queued."""
         key = _key(entry)
         with self._lock:
             self._waiting = {k: future for k, future in self._waiting.items() if not future.done()}
@@ -223,7 +225,7 @@ class Replays:
         return future is not None and not future.done()
 
     def now(self, entry: IndexedEpisode) -> Replay:
-        """Return an episode's replay; play it first if it is not stored. Errors: TimeoutError."""
+        """Return an episode's replay, made first if none is stored. Errors: TimeoutError."""
         stored = self.find(entry)
         if stored is None:
             self._thread.submit(self._play, entry).result(LIMIT_S * 2)
@@ -370,7 +372,7 @@ async def shot_of(session: object, turn: int, differs: str) -> Shot:
 
 
 def picture_of(shot: Shot | None, max_age_s: int = 0) -> Response:
-    """Return the picture of a shot; max_age_s: it may be cached. Errors: HTTPException 404."""
+    """Return a shot's PNG, to be cached for `max_age_s` seconds. Errors: HTTPException 404."""
     if shot is None or shot.media_type != "image/png":
         raise HTTPException(404)
     cached = {"Cache-Control": f"max-age={max_age_s}"} if max_age_s else {}
