@@ -53,7 +53,7 @@ class Commands:
 
 
 def add_pointers(command: argparse.ArgumentParser, help_text: str) -> None:
-    """Add the option `--pointers`. help_text: end of its help, on the pointers' effect here."""
+    """Add the option `--pointers`. help_text: continues its help, "folder of DVC's pointers"."""
     command.add_argument(
         "--pointers",
         type=Path,

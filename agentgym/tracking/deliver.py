@@ -59,14 +59,14 @@ CURVE = (  # main metrics; the others are only in MLflow
     "eval/coverage",
 )
 KINDS = ("step", "pipeline")
-End = tuple[str, str]  # status in MLflow, FAILED, or KILLED if ended from outside; the reason
+End = tuple[str, str]  # (status: FAILED, or KILLED for a process ended from outside; reason)
 WRITTEN_AT_ONCE = ("evaluation", "comparison", "cell")  # kinds of runs, for finished work
 RUNNING = "select 1 from runs where status = 'RUNNING' and lifecycle_stage = 'active' limit 1"
 CUT_OFF = "what it shows was not written to its end; the same command writes the rest"
 
 
 class StaleRun(LedgerError):
-    """An MLflow run with points of commits that are gone: they or the store were deleted."""
+    """Error for an MLflow run with points of commits that the store no longer has."""
 
 
 @cache
@@ -94,7 +94,7 @@ def run_title(cfg: RunConfig) -> str:
 
 
 def run_tags(cfg: RunConfig, run_key: str) -> dict[str, str]:
-    """Return the tags of a pipeline's run, in addition to those that identify it."""
+    """Return the tags that describe a pipeline's run, for example its recipe and its seed."""
     return {
         "algorithm": cfg.algorithm.recipe,
         "environment": cfg.env_names,
@@ -185,10 +185,10 @@ def deliver_step(
     headline: bool,
     is_report: bool,
 ) -> None:
-    """Deliver a step's points to its run, and for headline steps to the pipeline's run.
+    """Deliver a step's points to its run and, with `headline`, also to the pipeline's run.
 
-    Missing and stale runs are created anew. A finished step's run gets its page and ends; with
-    `is_report` the pipeline's run does, too. Errors: LedgerUnavailable.
+    Missing runs are created, stale ones are replaced. A finished step's run gets its page and
+    ends; with `is_report` the pipeline's run does, too. Errors: LedgerUnavailable.
     """
     with reaching(cfg.tracking_uri):
         tracker = tracker_of(cfg)
@@ -269,7 +269,7 @@ def deliver_comparison(
         cell_id = tracker.find_or_create(cell.title, identity_tags, cell.cfg.semantic(), cell_tags)
         tracker.deliver(cell_id, cell.points)
         tracker.end_run(cell_id)
-        tracker.end_run(run_id)  # one that is reported later continues under its id
+        tracker.end_run(run_id)  # a later report of this run continues it under its id
     tracker.log_artifacts(comparison_id, files)
     tracker.set_tags(comparison_id, table_tags(tables))
     describe(tracker, comparison_id, note_of_comparison(comparison_id, text, files))
@@ -340,7 +340,7 @@ def _points(store: RunStore, manifest: Manifest) -> list[Point]:
 
 
 def _mark(manifest: Manifest) -> tuple[int, str]:
-    """Return a commit's number and its time: numbers begin anew if a step's folder was deleted."""
+    """Return a commit's number and time; numbers start again at 0 in a folder that was deleted."""
     return manifest.seq, repr(manifest.created_at)
 
 

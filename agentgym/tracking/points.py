@@ -28,7 +28,7 @@ METRIC_NAME = re.compile(r"[A-Za-z0-9_\-.: /]{1,250}")  # what MLflow accepts
 
 
 class LedgerError(ValueError):
-    """Data that the ledger cannot accept, or an experiment that was deleted."""
+    """Error for data that MLflow cannot accept, or for an experiment that was deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class SystemMetrics:
         """Begin to measure. folder: the state folder, whose disk is measured; clock: seconds."""
         self._folder, self._clock = folder, clock
         self._read_at, self._cpu_s = clock(), _cpu_s()
-        self._due = self._read_at  # the first reading, however soon
+        self._due = self._read_at  # the first reading need not wait
         psutil.cpu_percent()
 
     def read(self) -> dict[str, float]:
@@ -138,7 +138,7 @@ def _cpu_s() -> dict[psutil.Process, float]:
     """Return the CPU seconds of this process and of each of its live descendants."""
     root, seconds = psutil.Process(), {}
     for process in (root, *root.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+        with contextlib.suppress(psutil.Error):  # the process ended meanwhile
             times = process.cpu_times()
             seconds[process] = times.user + times.system
     return seconds
@@ -161,7 +161,7 @@ Values = Sequence[float]  # one metric at the optimizer steps that have it
 
 
 class AlarmStop(RuntimeError):
-    """Error that ends a run in trouble after a commit, as its configuration requires."""
+    """Error that ends a run after a commit because of an alarm whose setting is `stop`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,6 @@ def tripped(alarms: AlarmsConfig, history: Sequence[Point]) -> list[Alarm]:
 
 def measured(rule: Rule, history: Sequence[Point]) -> tuple[str, float | None]:
     """Return (name of the metric, the rule's measure at the last point).
-
     The name is empty if the point has no such metric; the measure is None if it is not defined.
     """
     metric = rule.metric_of(history[-1])
@@ -246,16 +245,16 @@ def begun(points: Iterable[Point]) -> list[Alarm]:
 
 
 class Watch:
-    """Alarms of a run's training, point by point."""
+    """Detector of alarms in a run's training, which takes one point after the other."""
 
     def __init__(self, alarms: AlarmsConfig, history: Iterable[Point]) -> None:
         """Watch a run's training. history: the points committed before."""
         self._alarms, self._points = alarms, list(history)
 
     def take(self, point: Point) -> Point:
-        """Return the point with its alarms and progress among its metrics, and remember it.
+        """Return the point with its alarms and progress added to its metrics, and remember it.
 
-        Log a warning for an alarm that begins a trouble, if its setting is `warn`.
+        An alarm that begins a trouble is logged as a warning if its setting is `warn`.
         """
         point = replace(point, metrics={**point.metrics, **progressed(self._points, point)})
         alarms = tripped(self._alarms, [*self._points, point])

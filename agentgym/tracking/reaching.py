@@ -24,7 +24,7 @@ REACH_TIMEOUT_S = 10.0  # for the answer to a health check
 
 
 class LedgerUnavailable(RuntimeError):
-    """MLflow does not answer. Nothing is lost: the store keeps all points until delivered."""
+    """Error if MLflow does not answer. Nothing is lost: the store has all points to deliver."""
 
 
 def check_server(uri: str) -> None:

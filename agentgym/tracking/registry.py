@@ -1,4 +1,4 @@
-"""MLflow's model registry: a checkpoint becomes one version, however often it is registered."""
+"""MLflow's model registry: one version per checkpoint, however often that is registered."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def lasting_digests(folder: Path) -> dict[str, str]:
 
 
 def lasting_files(tracker: Tracker, name: str, version: str) -> dict[str, str]:
-    """Return the `lasting_digests` MLflow has of a version; empty without. Errors: LookupError."""
+    """Return the `lasting_digests` MLflow has of a version; {} if none. Errors: LookupError."""
     from mlflow.artifacts import download_artifacts
 
     tags = version_tags(tracker, name, version)

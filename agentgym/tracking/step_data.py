@@ -189,7 +189,7 @@ def drawn(episodes: Sequence[Trajectory], key: str, count: int) -> list[Trajecto
 def trace_of(manifest: Manifest, episode: Trajectory) -> EpisodeTrace:
     """Return the trace of an episode. manifest: the commit whose record the episode is in."""
     trace_id = trace_id_of(manifest, episode).removeprefix("tr-")
-    # of a record without times, the commit's
+    # a record without times gets the time of its commit
     began = int(1e9 * (episode.timing.get("began_s", 0.0) or manifest.created_at))
     spans = list(_turns(episode, trace_id, began))
     end = max([began, *(span["end_time_unix_nano"] for span in spans)])

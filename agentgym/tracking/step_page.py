@@ -1,5 +1,6 @@
-"""The MLflow page of a finished step, apart from its points: data, checkpoint as a logged model,
-table of outcomes, episodes as traces, a description. All of it is made from commits.
+"""The MLflow page of a finished step, made from its commits, apart from the points.
+
+It has data, the checkpoint as a logged model, a table of outcomes, traces and a description.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def show_step(
 
 
 def checkpoint_params(evaluation: Manifest) -> dict[str, str]:
-    """Return the parameters of an evaluated checkpoint's logged model."""
+    """Return the params of an evaluated checkpoint's logged model: `step` and `global_step`."""
     results = evaluation.results
     return {"step": str(results["checkpoint"]), "global_step": str(results["global_step"])}
 

@@ -1,4 +1,4 @@
-"""Whole episodes, read from the store for a page, each checked against its row in the index."""
+"""Reader of whole episodes from the store. Each is checked against its row in the index."""
 
 from __future__ import annotations
 

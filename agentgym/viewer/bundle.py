@@ -1,5 +1,6 @@
-"""Addresses of pages on a server and in the files of a bundle, and the export of episodes: as JSON
-lines, and as pages that open from a file.
+"""Export of episodes as JSON lines, or as a bundle: a folder of pages that need no server.
+
+The addresses of pages differ between a running server (`Served`) and a bundle (`Bundled`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from agentgym.viewer.viewer import Viewer
 
 
 class Served:
-    """Addresses on a running server."""
+    """Addresses of pages and files on a running server."""
 
     def home(self) -> str:
         return "/"
@@ -37,7 +38,7 @@ class Served:
         return f"/episodes?{query.text}" if query.text else "/episodes"
 
     def episode(self, address: str, query: Query | None = None) -> str:
-        """Return an episode's address; query: the list it is opened from, for its neighbors."""
+        """Return an episode's address. query: the list that its links to neighbors follow."""
         return f"/e/{address}{asked(list=query.text) if query else ''}"
 
     def text(self, address: str, turn: int, part: str) -> str:
@@ -112,7 +113,7 @@ CHUNK = 200  # episodes read at a time
 
 
 def add_export(app: FastAPI, viewer: Viewer) -> None:
-    """Add `/export.jsonl` and `/bundle.zip`, which take a list's query."""
+    """Add `/export.jsonl` and `/bundle.zip`, downloads of the episodes that match a query."""
 
     @app.get("/export.jsonl")
     def lines(request: Request) -> StreamingResponse:

@@ -113,8 +113,8 @@ def episode_page(
     """Return the template context of an episode's page.
 
     overlay: one of OVERLAYS or empty; first, max_turns: number of the first turn, and how many.
-    listed: query of the list that the page was opened from; words: marked, by default the query's.
-    Errors: BadQuery.
+    listed: query of the list that the page was opened from; words: to mark; empty: the query's.
+    Errors: BadQuery for an unknown overlay or a bad query.
     """
     episode = entry.episode
     known = available(episode)

@@ -233,8 +233,8 @@ class Index:
 
     def __init__(self, path: Path, root: str) -> None:
         """Open the file at `path` as the index of the store at `root`.
-        The first process becomes the writer. It empties a file that is missing, damaged, or of
-        another schema or store.
+        The first process that opens it becomes its writer, which makes an empty file if there is
+        none, or if it is damaged or of another schema or store.
         """
         self.path, self._root = path, root
         self._local = threading.local()

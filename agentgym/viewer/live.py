@@ -122,7 +122,7 @@ class Room:
                 lambda: stack.enter_context(self._servers.use(env, expert=expert))
             )
             pools = await stack.enter_async_context(EnvPools.of([env], {env.name: endpoints}))
-            guides = await pools.check([env], allow_expert=True)  # nothing is learned here
+            guides = await pools.check([env], allow_expert=True)  # no training uses these episodes
             env_instructions = told_by(guides, protocol)
             item, key = Item(env.name, task_id, "play"), f"play-{secrets.token_hex(8)}"
             session = await stack.enter_async_context(pools.session(item, key))
@@ -307,7 +307,7 @@ def environments(viewer: Viewer, withheld: list[str] | None = None) -> dict[str,
 
 
 def _env(options: Any) -> EnvConfig | None:
-    """Return a native environment from its settings; None if it is another, or not valid."""
+    """Return the environment of these settings; None if they are invalid, or it is not native."""
     if not isinstance(options, Mapping) or options.get("dialect", "native") != "native":
         return None
     try:

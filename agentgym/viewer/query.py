@@ -1,4 +1,4 @@
-"""Lists of episodes: the query, whose choices are all in the address, and the pages that match it.
+"""Lists of episodes: a query, which a page's address contains whole, and the pages of its matches.
 
 Values enter SQL only as parameters.
 """
@@ -33,7 +33,7 @@ AFTER = re.compile(r"(?P<value>[^~]{0,300})~(?P<id>\d{1,15})", re.DOTALL)
 
 
 class BadQuery(ValueError):
-    """The address is not a valid query; the text states what was expected."""
+    """Error for an address that is not a valid query. Its text states what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ MOST_MATCHES = 10_000  # of a search that are counted; `is_more` marks a larger 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One value of a facet."""
+    """One value of a facet, with its number of episodes."""
 
     name: str
     count: int
@@ -273,7 +273,7 @@ def _facets(
 ) -> tuple[dict[str, list[Value]], int]:
     """Return (facet -> its values, number of episodes that match the query).
     A value's count applies the chosen values of the other facets alone. Chosen values are always
-    there, also with count 0. counted: rows of `Lists.counts`; steps: see `Lists._steps`.
+    there, also with count 0. counted: rows of `Lists._counts`; steps: see `Lists._steps`.
     """
     counts: dict[str, dict[str, int]] = {name: {} for name in FACETS}
     total = 0

@@ -237,7 +237,7 @@ def _problem(
 def _name_runs(
     connection: sqlite3.Connection, delivered: Mapping[str, set[tuple[str, str]]]
 ) -> None:
-    """Write the tables of runs anew. A run is a step that no other builds on, and its ancestors."""
+    """Rewrite the tables of runs. A run is a step that no other builds on, and its ancestors."""
     steps = connection.execute(
         "SELECT * FROM steps WHERE head IS NOT NULL AND name != ?", (RUNS,)
     ).fetchall()
@@ -270,8 +270,8 @@ def _name_runs(
 def _name_of(
     leaf: sqlite3.Row, run_folders: set[str], delivered: Mapping[str, set[tuple[str, str]]]
 ) -> str:
-    """Return the name of the MLflow run that shares the most steps with the run that ends in
-    `leaf`, and has the leaf or no other steps; without such a run, the leaf's name and key.
+    """Return the name of the MLflow run that shares the most steps with the run ending in `leaf`.
+    It must have the leaf, or only steps of that run. Without one, return the leaf's name and key.
     """
     best, num_shared = f"{leaf['name']}-{leaf['key'][:12]}", 0
     for key, steps in delivered.items():

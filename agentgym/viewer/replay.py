@@ -1,7 +1,7 @@
-"""Environment servers for the viewer, started on first use and ended when idle, and replays of
-episodes on them, which draw the environment at each turn and compare it with the record.
+"""Environment servers for the viewer, started on first use and ended when idle, and replays.
 
-A replay is made once and stored; only the newest KEEP stay.
+A replay plays a recorded episode's actions again, draws the environment at each turn and compares
+it with the record. It is made once and stored; only the newest KEEP stay.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from agentgym.viewer.index import config_of
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 180.0  # of a server
+IDLE_S = 180.0  # after its last use a server is ended
 MAX_SESSIONS = 16  # of a server that the viewer starts
 SESSION_TTL_S = 1_800.0  # long, for a person who thinks
 LIMIT_S = 300.0  # of the replay of an episode
-MAX_WAITING = 8  # episodes
+MAX_WAITING = 8  # queued episodes
 MAX_SHOTS = 400  # per episode; later turns are compared and not drawn
 MAX_SHOT_BYTES = 2 * 1024 * 1024
-KEEP = 2_000  # episodes
+KEEP = 2_000  # replays
 
 
 class Missing(RuntimeError):
-    """An environment that cannot be used here; the text gives the reason and a remedy."""
+    """Error for an environment that cannot be used here. Its text gives the reason."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Servers:
         self._cfg, self._clock = cfg, clock
         self._open: dict[tuple[bytes, bool], _Open] = {}
         self._lock = threading.Lock()  # locked while a server starts
-        self._counting = threading.Lock()  # locked only for moments
+        self._counting = threading.Lock()  # locked only while users are counted
 
     @contextlib.contextmanager
     def use(self, env: EnvConfig, *, expert: bool = False) -> Iterator[Sequence[str]]:
@@ -141,7 +141,7 @@ class Servers:
 
 
 def environment_of(config: Mapping[str, Any], name: str) -> EnvConfig:
-    """Return an environment with its options in a step's settings. Errors: Missing without them."""
+    """Return an environment with the options that a step's settings give it. Errors: Missing."""
     candidates = [config.get("env"), *(config.get("mix") or ())]
     candidates += [
         settings.get("env") for settings in (config.get("protocol") or {}).get("envs", ())
@@ -306,12 +306,12 @@ def _source(name: str) -> str:
 async def replay(episode: Trajectory, env: EnvConfig, endpoints: Sequence[str]) -> Replay:
     """Play an episode's actions again on a server and compare each answer with the record.
 
-    Result: whether they agree, and a drawing of the environment before the first action and after
-    each turn up to MAX_SHOTS. It ends early if the environment ends the task before the record.
+    Result: whether they agree, and a shot of the environment before the first action and after
+    each turn, drawn up to MAX_SHOTS. It ends early if the environment ends the episode earlier.
     Errors: EnvError; ValueError; TimeoutError after LIMIT_S.
     """
     async with asyncio.timeout(LIMIT_S), EnvPools.of([env], {env.name: endpoints}) as pools:
-        await pools.check([env], allow_expert=True)  # nothing is learned here
+        await pools.check([env], allow_expert=True)  # no training uses these episodes
         async with pools.session(episode.item, f"view-{uuid.uuid4().hex}") as session:
             differs = _difference(
                 ("first observation", session.observation, episode.first_observation)
